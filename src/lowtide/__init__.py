@@ -1,0 +1,65 @@
+"""Train PyTorch models inside a memory budget.
+
+``rematerialize(model, args, budget="8GiB")`` is the one line; the other names plan without running, undo it, and measure.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import (
+    CaptureError,
+    CostError,
+    ExecutionError,
+    InfeasibleBudgetError,
+    LowtideError,
+    PlanError,
+    ScheduleError,
+)
+
+if TYPE_CHECKING:
+    from lowtide.api import plan, plans, rematerialize, restore
+    from lowtide.planning import Plan
+    from lowtide.runtime.meter import Measurement, measure
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "rematerialize": "lowtide.api",
+    "restore": "lowtide.api",
+    "plans": "lowtide.api",
+    "plan": "lowtide.api",
+    "Plan": "lowtide.planning",
+    "measure": "lowtide.runtime.meter",
+    "Measurement": "lowtide.runtime.meter",
+}
+
+__all__ = [
+    "CaptureError",
+    "CostError",
+    "ExecutionError",
+    "InfeasibleBudgetError",
+    "LowtideError",
+    "Measurement",
+    "Plan",
+    "PlanError",
+    "ScheduleError",
+    "measure",
+    "plan",
+    "plans",
+    "rematerialize",
+    "restore",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,125 @@
+"""The public verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lowtide import pipeline
+from lowtide.errors import PlanError
+from lowtide.pipeline import Settings
+from lowtide.planning import Plan
+from lowtide.runtime.model import Rematerialized
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def rematerialize(
+    model: Model,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: int | str | None = None,
+    total_budget: int | str | None = None,
+    reserve: int | str = 0,
+    planner: str = "auto",
+    compiler: str = "eager",
+    on_new_signature: str = "plan",
+    seed: int = 0,
+) -> Model:
+    """Make ``model`` train inside a memory budget, in place; returns the same object.
+
+    Parameters
+    ----------
+    model:
+        Any module without data-dependent control flow. Its class, parameters, ``state_dict`` keys and hooks stay.
+    args, kwargs:
+        A sample call. With one, the plan is made now; without, at the first call in training mode.
+    budget:
+        Bytes that a forward and backward pass may allocate above what was allocated when the pass began: an ``int``, a
+        string with a unit (``"8GiB"``, ``"700 MB"``) or a percentage of the peak without rematerialization (``"40%"``).
+    total_budget:
+        Instead of ``budget``: bytes on the device in all, parameters, buffers, inputs, gradients and two optimizer states
+        per trainable parameter included.
+    reserve:
+        Bytes to leave free for what the caller allocates between the passes (a loss outside the model).
+    planner:
+        Name and options of a planner, see ``lowtide planners``.
+    compiler:
+        ``"eager"``: operators run one by one, as in plain PyTorch.
+    on_new_signature:
+        What a call with other shapes, types, flags or autocast state does: ``"plan"`` anew, run ``"eager"`` without a
+        plan (warned once), or raise an ``"error"``.
+    seed:
+        Seed of the planner; the same program, costs and seed give the same plan.
+
+    Raises
+    ------
+    InfeasibleBudgetError
+        If no schedule fits; ``minimum_bytes`` is the smallest budget for which one is known.
+    CaptureError
+        If the model's program depends on data.
+    PlanError
+        If an argument makes no sense, or the model is rematerialized already.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"rematerialize takes a torch.nn.Module, not a {type(model).__name__}.")
+    if runtime_of(model) is not None:
+        raise PlanError("the model is rematerialized already; call lowtide.restore(model) first to change its budget.")
+    inner = next((name for name, m in model.named_modules() if name and runtime_of(m) is not None), None)
+    if inner is not None:
+        raise PlanError(f"submodule {inner!r} is rematerialized already; restore it, or leave the outer model as it is.")
+    settings = Settings(budget, total_budget, reserve, planner, compiler, on_new_signature, seed)
+    runtime = Rematerialized(model, settings)
+    if args or kwargs:
+        with torch.enable_grad():
+            inputs, arguments = runtime.flat_inputs(args, kwargs or {})
+            runtime.entry(args, kwargs or {}, inputs, arguments)
+    model.forward = runtime  # type: ignore[assignment]
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Undo ``rematerialize``; returns the same object."""
+    runtime = runtime_of(model)
+    if runtime is None:
+        raise PlanError("the model is not rematerialized.")
+    del model.__dict__["forward"]
+    if runtime.had_instance_forward:
+        model.forward = runtime.original_forward  # type: ignore[method-assign]
+    return model
+
+
+def plans(model: nn.Module) -> list[Plan]:
+    """The plans made for ``model`` so far, one per input signature."""
+    runtime = runtime_of(model)
+    if runtime is None:
+        raise PlanError("the model is not rematerialized.")
+    return [entry.plan for entries in runtime.entries.values() for entry in entries]
+
+
+def plan(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: int | str,
+    planner: str = "auto",
+    seed: int = 0,
+    on_progress: pipeline.Progress | None = None,
+) -> Plan:
+    """Plan the training pass of ``model(*args, **kwargs)`` without changing the model.
+
+    Takes the same ``budget``, ``planner`` and ``seed`` as ``rematerialize`` and raises the same errors. A model on the
+    ``meta`` device is planned with analytical costs. ``on_progress(stage, fraction)`` is called along the way.
+    """
+    return pipeline.plan(model, args, kwargs, budget=budget, planner=planner, seed=seed, on_progress=on_progress)
+
+
+def runtime_of(model: nn.Module) -> Rematerialized | None:
+    """The planned forward of ``model``, if it has one."""
+    forward = model.__dict__.get("forward")
+    return forward if isinstance(forward, Rematerialized) else None

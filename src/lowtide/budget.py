@@ -1,0 +1,43 @@
+"""Budgets as users write them: bytes, bytes with a unit, or a percentage of the unconstrained peak."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from lowtide.errors import PlanError
+
+_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_PATTERN = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
+_EXAMPLES = 'give bytes as an int, a string with a unit such as "8GiB" or "700 MB", or a percentage such as "40%"'
+
+
+def parse_budget(budget: int | str, unconstrained_peak_bytes: int) -> int:
+    """``budget`` in bytes, rounded down; a percentage is of ``unconstrained_peak_bytes``.
+
+    Raises ``PlanError`` for anything that is not a positive amount.
+    """
+    amount = _amount(budget, unconstrained_peak_bytes)
+    if amount < 1:
+        raise PlanError(f"a budget of {budget!r} is {amount} bytes, which is not positive; {_EXAMPLES}.")
+    return amount
+
+
+def _amount(budget: int | str, unconstrained_peak_bytes: int) -> int:
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+        raise PlanError(f"{budget!r} is not a budget; {_EXAMPLES}.")
+    if isinstance(budget, (int, float)):
+        if not math.isfinite(budget):
+            raise PlanError(f"{budget!r} is not a budget; {_EXAMPLES}.")
+        return int(budget)
+    match = _PATTERN.fullmatch(budget)
+    unit = match[2].lower() if match else ""
+    if match is None or (unit != "%" and unit not in _UNITS):
+        raise PlanError(f"{budget!r} is not a budget; {_EXAMPLES}.")
+    number = float(match[1])
+    scale = unconstrained_peak_bytes / 100 if unit == "%" else _UNITS[unit]
+    return int(number * scale)

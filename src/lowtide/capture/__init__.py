@@ -1,0 +1,6 @@
+"""From ``nn.Module`` and a sample to a ``Program``: the whole forward and backward pass at ATen level."""
+
+from lowtide.capture.capture import capture
+from lowtide.capture.program import Call, Program, Ref, Result, TensorMeta
+
+__all__ = ["Call", "Program", "Ref", "Result", "TensorMeta", "capture"]

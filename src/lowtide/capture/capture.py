@@ -1,0 +1,190 @@
+"""Capture: trace a model on fake tensors and convert the joint graph.
+
+``capture`` runs the model's Python once or twice on fake tensors. It executes no operator on real activations, allocates
+nothing of the model's size, and changes nothing of the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch._aot_autograd import descriptors as d
+from torch._functorch._aot_autograd.schemas import OutputType
+
+from lowtide.capture import structure
+from lowtide.capture.convert import Converted, convert
+from lowtide.capture.fake import AnsweringFakeMode
+from lowtide.capture.joint import export_joint
+from lowtide.capture.module import GradientMask, State, TracedModel, copy_without_data, model_state, announce_origins
+from lowtide.capture.program import Program, Result
+from lowtide.errors import CaptureError, LowtideError
+from lowtide.ir import Graph
+from lowtide.ir.graph import TANGENT_TARGET
+
+_AS_IS = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
+
+
+def flat_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[torch.Tensor], Any]:
+    """The call's distinct tensors and the structure that rebuilds ``(args, kwargs)`` from them."""
+    return structure.flatten_distinct((tuple(args), dict(kwargs or {})))
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mask: GradientMask | None = None,
+) -> Program:
+    """The training program of ``model(*args, **kwargs)``.
+
+    ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is
+    guessed, see ``capture.module.guess_mask``. Raises ``CaptureError`` where the program depends on data in a way that cannot be
+    answered before it runs, or uses something unsupported.
+    """
+    state = model_state(model)
+    tensors, arguments = flat_arguments(args, kwargs)
+    _check(model, state, tensors)
+    mode = AnsweringFakeMode()
+    reals = [*state.tensors, *tensors]
+    fakes = [_fake(mode, tensor, position) for position, tensor in enumerate(reals)]
+
+    def make_model() -> nn.Module:
+        clone = copy_without_data(model, state, fakes[: len(state.tensors)])
+        announce_origins(clone)
+        return clone
+
+    traced = TracedModel(make_model, state.names, arguments, mask)
+    try:
+        module, metadata = export_joint(traced, fakes)
+    except LowtideError:
+        raise
+    except Exception as error:
+        raise _capture_error(error) from error
+    if all(entry is False for entry in traced.used_mask):
+        raise CaptureError(
+            "no output of the model requires a gradient, so there is nothing to rematerialize: check requires_grad of "
+            "the parameters and inputs, and that the model is not under torch.no_grad()."
+        )
+    return _assemble(convert(module), metadata, traced, mode, state, type(model).__name__)
+
+
+def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int) -> torch.Tensor:
+    fake = mode.from_tensor(tensor.detach() if tensor.grad_fn is not None else tensor, static_shapes=True)
+    if tensor.grad_fn is not None and tensor.requires_grad:
+        fake.requires_grad_()
+    mode.register_input(fake, tensor, position)
+    return fake
+
+
+def _check(model: nn.Module, state: State, tensors: Sequence[torch.Tensor]) -> None:
+    devices = {tensor.device for tensor in (*state.tensors, *tensors) if tensor.dim() > 0 or tensor.device.type != "cpu"}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise CaptureError(f"the model and its inputs lie on {len(devices)} devices ({names}); move them to one device.")
+    for name, module in model.named_modules():
+        if name and (module._backward_hooks or module._backward_pre_hooks):
+            raise CaptureError(
+                f"submodule {name!r} has backward hooks, which a planned backward pass cannot call. Put them on the model "
+                "itself, use Tensor.register_hook on parameters, or remove them."
+            )
+    for tensor in (*state.tensors, *tensors):
+        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+            raise CaptureError(
+                f"a {type(tensor).__name__} of layout {tensor.layout} cannot be captured; only dense plain tensors can."
+            )
+
+
+def _capture_error(error: Exception) -> CaptureError:
+    source = ""
+    frame = error.__traceback__
+    from lowtide.capture.source import is_user_file
+
+    while frame is not None:
+        if is_user_file(frame.tb_frame.f_code.co_filename):
+            source = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    place = f" at {source}" if source else ""
+    summary = str(error).strip().split("\n")[0]
+    return CaptureError(
+        f"the program cannot be captured as one graph{place}: {type(error).__name__}: {summary}. If it depends on the "
+        "data, run it under lowtide.online.",
+        source=source,
+    )
+
+
+def _assemble(
+    converted: Converted, metadata: Any, traced: TracedModel, mode: AnsweringFakeMode, state: State, name: str
+) -> Program:
+    builder = converted.builder
+    returned, results = _results(converted, metadata, traced)
+    position_of = {d.PlainAOTInput(i): i for i in range(len(converted.inputs))}
+    gradients = tuple(
+        (position_of[desc.grad_of], value) for desc, value in converted.outputs.items() if isinstance(desc, d.GradAOTOutput)
+    )
+    tangents = tuple(returned.index(converted.outputs[desc]) for desc in converted.tangent_outputs)
+    arriving = [op.outputs[0] for op in builder.ops if op.target == TANGENT_TARGET]
+    read = {value for op in builder.ops for value in op.inputs} | set(returned)
+    graph = Graph(
+        name=name,
+        ops=tuple(builder.ops),
+        values=tuple(builder.values),
+        storages=builder.storages(),
+        inputs=tuple(value.id for value in builder.values if value.producer is None),
+        forward_outputs=(*returned, *converted.kept.values()),
+        # The caller may hold the gradients it hands in (``loss.backward()`` does): they count to the end.
+        outputs=tuple(dict.fromkeys((*arriving, *(value for _, value in gradients)))),
+        forward_ops=converted.forward_ops,
+    )
+    return Program(
+        graph=graph,
+        calls=tuple(builder.calls),
+        metas=tuple(builder.metas),
+        inputs=tuple(value if value in read else None for value in converted.inputs),
+        constants=converted.constants,
+        tangents=tangents,
+        gradients=gradients,
+        results=tuple(results),
+        result_structure=traced.result,
+        mask=traced.used_mask,
+        reassigned=traced.reassigned,
+        questions=tuple(mode.questions),
+        state_names=state.names,
+        parameters=state.parameters,
+        kept=tuple(converted.kept),
+    )
+
+
+def _results(converted: Converted, metadata: Any, traced: TracedModel) -> tuple[list[int], list[Result]]:
+    """Forward outputs in the order in which the program returns them, and how each result comes from them."""
+    returned: list[int] = []
+    requires_grad = [*traced.requires_grad, *(False for _ in traced.reassigned)]
+
+    def position(descriptor: Any) -> int:
+        value = converted.outputs[descriptor]
+        if value not in returned:
+            returned.append(value)
+        return returned.index(value)
+
+    bases = [desc for desc in converted.outputs if isinstance(desc, d.IntermediateBaseAOTOutput)]
+    results = []
+    for index, info in enumerate(metadata.output_info):
+        descriptor = d.PlainAOTOutput(index)
+        grad = requires_grad[index]
+        kind = info.output_type
+        if kind in _AS_IS:
+            results.append(Result(grad, returned=position(descriptor)))
+            continue
+        meta = converted.builder.metas[converted.outputs[descriptor]]
+        view = (meta.shape, meta.stride, meta.storage_offset)
+        if kind in (OutputType.is_input, OutputType.alias_of_input):
+            same = kind is OutputType.is_input
+            results.append(Result(grad, argument=info.base_idx, view=None if same else view))
+        elif kind is OutputType.alias_of_intermediate_base_is_user_output:
+            results.append(Result(grad, base=position(d.PlainAOTOutput(info.base_idx)), view=view))
+        else:
+            results.append(Result(grad, base=position(bases[info.base_idx]), view=view))
+    return returned, results

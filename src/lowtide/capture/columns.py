@@ -1,0 +1,73 @@
+"""The growing columns of a program: ops, calls, values, layouts and storages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lowtide.capture.program import Call, TensorMeta
+from lowtide.ir import Op, Storage, Value
+
+
+@dataclass
+class Builder:
+    """Grows the columns of a program op by op."""
+
+    calls: list[Call] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    metas: list[TensorMeta] = field(default_factory=list)
+    bases: list[int | None] = field(default_factory=list)  # per storage
+    _storages: dict[int, int] = field(default_factory=dict)
+    _keep_alive: list[Any] = field(default_factory=list)
+
+    def add_value(self, name: str, fake: torch.Tensor, producer: int | None, external: bool = False) -> int:
+        storage = fake.untyped_storage()
+        self._keep_alive.append(storage)
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = len(self.bases)
+            self.bases.append(None if external else producer)
+        return self._append(name, self._storages[storage._cdata], producer, meta_of(fake))
+
+    def add_fresh(self, name: str, producer: int, meta: TensorMeta, instead_of: torch.Tensor | None = None) -> int:
+        """A value in a new storage of its own, which later views of ``instead_of`` belong to."""
+        if instead_of is not None:
+            self._storages[instead_of.untyped_storage()._cdata] = len(self.bases)
+        self.bases.append(producer)
+        return self._append(name, len(self.bases) - 1, producer, meta)
+
+    def _append(self, name: str, storage: int, producer: int | None, meta: TensorMeta) -> int:
+        dtype = str(meta.dtype).removeprefix("torch.")
+        self.values.append(Value(len(self.values), name, storage, producer, dtype, meta.shape))
+        self.metas.append(meta)
+        return len(self.values) - 1
+
+    def add_op(self, op: Op, call: Call) -> None:
+        self.ops.append(op)
+        self.calls.append(call)
+
+    def storages(self) -> tuple[Storage, ...]:
+        members: list[list[int]] = [[] for _ in self.bases]
+        for value in self.values:
+            members[value.storage].append(value.id)
+        return tuple(Storage(i, base, tuple(members[i])) for i, base in enumerate(self.bases))
+
+
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(
+        tuple(map(int, tensor.shape)),
+        tuple(map(int, tensor.stride())),
+        tensor.dtype,
+        tensor.device,
+        int(tensor.storage_offset()),
+        int(tensor.untyped_storage().nbytes()),
+    )
+
+
+def owned(meta: TensorMeta) -> TensorMeta:
+    """The same layout at the start of a storage that holds just this tensor."""
+    extent = 1 + sum((size - 1) * abs(stride) for size, stride in zip(meta.shape, meta.stride, strict=True))
+    elements = 0 if 0 in meta.shape else extent
+    return replace(meta, storage_offset=0, storage_bytes=elements * meta.dtype.itemsize)

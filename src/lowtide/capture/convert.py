@@ -1,0 +1,285 @@
+"""From AOTAutograd's joint FX graph to a ``Program``.
+
+- Multi-output operators become one op with several values; ``getitem`` and ``detach`` vanish.
+- Storages are what fake tensors share; a value whose storage was seen before is a view.
+- A gradient that the autograd engine could not take over as it is gets a copy of its own in the program.
+- Mutated buffers are written back by ``update`` ops at the end of the forward pass. An operator whose result reaches the
+  backward pass must not read the overwritten buffer again, so it reads a copy of the first value; batch normalisation
+  in training mode needs none, since what it returns for the backward pass does not depend on the running statistics.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd import descriptors as d
+
+from lowtide.capture import targets
+from lowtide.capture.columns import Builder, owned
+from lowtide.capture.fake import UNINITIALISED
+from lowtide.capture.gradients import Gradients
+from lowtide.capture.module import origin
+from lowtide.capture.program import Call, Ref
+from lowtide.errors import CaptureError
+from lowtide.ir import Op, Phase
+from lowtide.ir.graph import TANGENT_TARGET, UPDATE_TARGET
+
+_ATEN = torch.ops.aten
+_ALIASES = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default}
+_DROPPED = {"aten._assert_tensor_metadata.default"}
+_TRAINING_NORMS = {"_native_batch_norm_legit_functional", "_batch_norm_with_update_functional"}
+
+
+@dataclass
+class Converted:
+    """What ``convert`` returns: the columns, and the meaning of the joint graph's inputs and outputs by position."""
+
+    builder: Builder
+    forward_ops: int
+    inputs: tuple[int | None, ...]
+    constants: dict[int, torch.Tensor]
+    tangent_outputs: tuple[Any, ...]  # descriptor of the forward output each tangent op belongs to
+    outputs: dict[Any, int]  # descriptor -> value
+    kept: dict[int, int]  # overwritten flat input -> value of its copy
+
+
+def convert(module: fx.GraphModule) -> Converted:
+    """Walk the joint graph once, forward operators, tangents, backward operators."""
+    return _Walk(module).run()
+
+
+class _Walk:
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.builder = Builder()
+        self.value_of: dict[fx.Node, Any] = {}  # an int, or a dict from position to value for several outputs
+        self.constants: dict[int, torch.Tensor] = {}
+        self.inputs: list[int | None] = []
+        self.origin: dict[int, tuple[str, str]] = {}  # autograd sequence number -> module path, source
+        self.phase = Phase.FORWARD
+        self.kept: dict[int, int] = {}
+
+    def run(self) -> Converted:
+        nodes = list(self.module.graph.nodes)
+        tangents = self._placeholders(nodes)
+        calls = [n for n in nodes if n.op in ("call_function", "get_attr")]
+        split = next((i for i, n in enumerate(calls) if _is_backward(n)), len(calls))
+        output = nodes[-1]
+        descriptors = dict(zip(output.meta["desc"], output.args[0], strict=True))
+        needed = _ancestors(n for desc, n in descriptors.items() if not isinstance(desc, d.GradAOTOutput))
+        forward = [n for i, n in enumerate(calls) if i < split or n in needed]
+        backward = [n for i, n in enumerate(calls) if i >= split and n not in needed]
+        gradients = Gradients(self.builder, nodes, descriptors, self.value_of)
+        self._guard_overwritten(forward, backward, descriptors)
+        for node in forward:
+            self._convert(node)
+        self._updates(descriptors)
+        forward_ops = len(self.builder.ops)
+        self.phase = Phase.BACKWARD
+        for node in tangents:
+            self._tangent(node)
+        for node in backward:
+            self._convert(node)
+            gradients.produced(node)
+        gradients.finish()
+        self._mark_unused_random(output)
+        outputs = {desc: self._value(node) for desc, node in descriptors.items() if isinstance(node, fx.Node)}
+        outputs.update(gradients.owned)
+        tangent_outputs = tuple(node.meta["desc"].output for node in tangents)
+        return Converted(
+            self.builder, forward_ops, tuple(self.inputs), self.constants, tangent_outputs, outputs, self.kept
+        )
+
+    def _placeholders(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        tangents = []
+        for node in nodes:
+            if node.op != "placeholder":
+                continue
+            if _is_tangent(node):
+                tangents.append(node)
+            else:
+                self.value_of[node] = self.builder.add_value(node.name, node.meta["val"], None, external=True)
+                self.inputs.append(self.value_of[node])
+        return tangents
+
+    def _guard_overwritten(
+        self, forward: Sequence[fx.Node], backward: Sequence[fx.Node], descriptors: dict[Any, Any]
+    ) -> None:
+        """Give operators that reach the backward pass a copy of what the forward pass overwrites."""
+        reaching = _reaching(forward, set(backward))
+        mutated = [desc.mutated_input for desc in descriptors if isinstance(desc, d.InputMutationAOTOutput)]
+        for node in [n for n in self.value_of if n.meta["desc"] in mutated]:
+            readers = [user for user in node.users if user in reaching or _is_backward(user)]
+            if any(not _is_training_norm(user) for user in readers):
+                external = self.value_of[node]
+                op = self._new_op(f"{node.name}_before", "lowtide.keep_value", (external,), ("", ""), effect=True)
+                copy = self.builder.add_fresh(op.name, op.id, owned(self.builder.metas[external]), node.meta["val"])
+                self.builder.add_op(replace(op, outputs=(copy,)), Call(targets.keep_value, (Ref(external),), {}))
+                self.kept[self.inputs.index(external)] = copy
+                self.value_of[node] = copy
+
+    def _updates(self, descriptors: dict[Any, Any]) -> None:
+        inputs = {node.meta["desc"]: value for node, value in zip(self._inputs(), self.inputs, strict=True)}
+        for desc, node in descriptors.items():
+            if isinstance(desc, d.InputMutationAOTOutput):
+                target, value = inputs[desc.mutated_input], self._value(node)
+                op = self._new_op(f"update_{node.name}", UPDATE_TARGET, (target, value), ("", ""), effect=True)
+                self.builder.add_op(op, Call(targets.update, (Ref(target), Ref(value)), {}, ()))
+
+    def _inputs(self) -> list[fx.Node]:
+        return [
+            n
+            for n in self.module.graph.nodes
+            if n.op == "placeholder" and not isinstance(n.meta["desc"], d.TangentAOTInput)
+        ]
+
+    def _tangent(self, node: fx.Node) -> None:
+        op = self._new_op(node.name, TANGENT_TARGET, (), ("", ""), effect=True)
+        value = self.builder.add_value(node.name, node.meta["val"], op.id)
+        self.builder.metas[value] = owned(self.builder.metas[value])
+        self.value_of[node] = value
+        self.builder.add_op(replace(op, outputs=(value,)), Call(targets.tangent, (), {}))
+
+    def _convert(self, node: fx.Node) -> None:
+        if node.op == "get_attr":
+            self._constant(node)
+        elif node.target is operator.getitem:
+            container = self.value_of[node.args[0]]
+            self.value_of[node] = container[node.args[1]] if isinstance(container, dict) else container
+        elif node.target in _ALIASES:
+            self.value_of[node] = self.value_of[node.args[0]]
+        elif node.target is _ATEN.as_strided.default and _is_tangent(node.args[0]):
+            self._tangent_layout(node)
+        elif str(node.target) not in _DROPPED:
+            self._operator(node)
+
+    def _tangent_layout(self, node: fx.Node) -> None:
+        """The tangent arrives with these strides (an expanded scalar, say): it needs no more memory than that."""
+        value = self.value_of[node.args[0]]
+        meta = self.builder.metas[value]
+        self.builder.metas[value] = owned(replace(meta, stride=tuple(node.args[2])))
+        self.value_of[node] = value
+
+    def _constant(self, node: fx.Node) -> None:
+        tensor = operator.attrgetter(str(node.target))(self.module)
+        if not isinstance(tensor, torch.Tensor):
+            raise CaptureError(f"the program holds {node.target}, a {type(tensor).__name__}, which is not supported")
+        fake = node.meta.get("val")
+        value = self.builder.add_value(node.name, fake if fake is not None else tensor, None, external=True)
+        self.value_of[node] = value
+        self.constants[value] = tensor
+
+    def _operator(self, node: fx.Node) -> None:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: Ref(self._value(n)))
+        target, read = _callable(node.target), node.all_input_nodes
+        if fills_empty(node):
+            target, args, read = targets.bernoulli, (_owned_layout(node.meta["val"]), *args[1:]), []
+        tensors = tuple(dict.fromkeys(self._value(n) for n in read))
+        op = self._new_op(node.name, str(node.target), tensors, self._origin(node))
+        result = node.meta.get("val")
+        if isinstance(result, torch.Tensor):
+            outputs: tuple[int, ...] = (self.builder.add_value(node.name, result, op.id),)
+            self.value_of[node], positions = outputs[0], None
+        else:
+            found = [(i, v) for i, v in enumerate(result or ()) if isinstance(v, torch.Tensor)]
+            values = {i: self.builder.add_value(f"{node.name}.{i}", v, op.id) for i, v in found}
+            self.value_of[node], outputs, positions = values, tuple(values.values()), tuple(values)
+        op = replace(op, outputs=outputs, **_flags(node.target))
+        self.builder.add_op(op, Call(target, args, dict(kwargs), positions))
+
+    def _new_op(
+        self, name: str, target: str, inputs: Iterable[int], origin: tuple[str, str], effect: bool = False
+    ) -> Op:
+        module, source = origin
+        return Op(
+            len(self.builder.ops), name, target, tuple(inputs), (), self.phase, effect=effect, module=module, source=source
+        )
+
+    def _origin(self, node: fx.Node) -> tuple[str, str]:
+        number = node.meta.get("seq_nr", -1)
+        if self.phase is Phase.BACKWARD:
+            return self.origin.get(number, ("", ""))
+        found = origin(node)
+        self.origin.setdefault(number, found)
+        return found
+
+    def _value(self, node: fx.Node) -> int:
+        value = self.value_of[node]
+        if not isinstance(value, int):
+            raise CaptureError(f"{node} is used as a whole; only single tensors can be passed on")
+        return value
+
+    def _mark_unused_random(self, output: fx.Node) -> None:
+        """A random operator that nobody reads still advances the generator: it runs exactly once."""
+        used = {value for op in self.builder.ops for value in op.inputs}
+        used |= {self.value_of[n] for n in output.all_input_nodes if isinstance(self.value_of.get(n), int)}
+        for op in self.builder.ops:
+            if op.random and not used.intersection(op.outputs):
+                self.builder.ops[op.id] = replace(op, effect=True)
+
+
+def fills_empty(node: fx.Node) -> bool:
+    """Whether a node is the functional form of ``empty_like(x).bernoulli_(p)``, as dropout has it."""
+    if node.target is not _ATEN.bernoulli.p:
+        return False
+    source = getattr(node.args[0], "target", None)
+    return isinstance(source, torch._ops.OpOverload) and source._schema.name.split("::")[1] in UNINITIALISED
+
+
+def _owned_layout(fake: torch.Tensor) -> tuple[Any, ...]:
+    return (tuple(fake.shape), tuple(fake.stride()), fake.dtype, fake.device)
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def _is_tangent(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("desc"), d.TangentAOTInput)
+
+
+def _ancestors(outputs: Iterable[Any]) -> set[fx.Node]:
+    """The nodes that ``outputs`` are computed from, themselves included."""
+    pending = [node for node in outputs if isinstance(node, fx.Node)]
+    found: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found
+
+
+def _reaching(forward: Sequence[fx.Node], backward: set[fx.Node]) -> set[fx.Node]:
+    """Forward nodes from which data flows into the backward pass."""
+    reaching: set[fx.Node] = set()
+    for node in reversed(forward):
+        if any(user in reaching or user in backward for user in node.users):
+            reaching.add(node)
+    return reaching
+
+
+def _is_training_norm(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name.split("::")[1] in _TRAINING_NORMS
+
+
+def _callable(target: Any) -> Callable[..., Any]:
+    if not callable(target):
+        raise CaptureError(f"{target} cannot be called in a captured program")
+    return target  # type: ignore[no-any-return]
+
+
+def _flags(target: Any) -> dict[str, bool]:
+    if not isinstance(target, torch._ops.OpOverload):
+        return {}
+    return {
+        "random": torch.Tag.nondeterministic_seeded in target.tags,
+        "effect": target._schema.is_mutable,
+        "collective": target.namespace in ("_c10d_functional", "c10d_functional"),
+    }

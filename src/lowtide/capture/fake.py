@@ -1,0 +1,283 @@
+"""A fake tensor mode that knows the answers to questions about masks and positions.
+
+Models ask data-dependent questions about integer inputs ("is this mask all ones?"). Plain fake tensors cannot answer;
+telling the model that it is being compiled makes it take another path than eager does. So this mode carries, beside
+each fake tensor, the real value of every tensor that derives only from constants and from integer or boolean inputs,
+together with how it was computed. A question is answered from that value and remembered as a ``Question``, which later
+calls evaluate again on their own inputs: another answer is another program. Questions about floating activations or
+fresh random numbers cannot be answered and raise ``CaptureError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._mode_utils import no_dispatch
+
+from lowtide.capture import fakes
+from lowtide.capture.source import user_source
+from lowtide.errors import CaptureError
+
+_ATEN = torch.ops.aten
+_MAXIMUM_ELEMENTS = 1 << 24
+UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+_QUESTIONS = {_ATEN._local_scalar_dense.default, _ATEN.equal.default}
+# Comparisons of a number drawn uniformly from [0, 1) with a threshold outside of it have only one answer.
+_BELOW = {_ATEN.lt.Scalar, _ATEN.le.Scalar}
+_ABOVE = {_ATEN.gt.Scalar, _ATEN.ge.Scalar}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """How a known tensor was computed: a leaf (an input by position, or a constant) or an operator on known tensors."""
+
+    function: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: int | None
+    leaf: int | None
+    constant: torch.Tensor | None
+    depends_on_input: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """A question that the model asked while it was captured, and the answer it got.
+
+    ``holds(inputs)`` asks again: ``inputs`` are the call's flat tensors, in capture's order.
+    """
+
+    known: Known
+    ask: str
+    answer: Any
+    source: str
+
+    def holds(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> bool:
+        with torch.no_grad():
+            return bool(_ask(self.ask, _evaluate(self.known, inputs, memo)) == self.answer)
+
+
+def _ask(ask: str, real: Any) -> Any:
+    return tuple(real.shape) if ask == "shape" else real.item() if ask == "item" else bool(real)
+
+
+def _evaluate(known: Known, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> Any:
+    if known.leaf is not None:
+        return inputs[known.leaf]
+    if known.constant is not None:
+        return known.constant
+    key = id(known)
+    if key not in memo:
+        args, kwargs = pytree.tree_map(
+            lambda x: _evaluate(x, inputs, memo) if isinstance(x, Known) else x, (known.args, known.kwargs)
+        )
+        assert known.function is not None
+        result = known.function(*args, **kwargs)
+        memo[key] = result if known.output is None else result[known.output]
+    return memo[key]
+
+
+class AnsweringFakeMode(FakeTensorMode):
+    """Fake tensors whose known values answer data-dependent questions. ``questions`` is what was asked and depends on
+    the call's inputs."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.questions: list[Question] = []
+        self._seen: set[Any] = set()
+        self._interned: dict[Any, Known] = {}
+
+    def register_input(self, fake: torch.Tensor, real: torch.Tensor, position: int) -> None:
+        """Let ``fake`` (an integer or boolean input) answer with the value of ``real``."""
+        if real.is_floating_point() or real.is_complex() or real.device.type == "meta":
+            return
+        _attach(fake, real, self._intern(("input", position), Known(None, (), {}, None, position, None, True)))
+
+    def dispatch(  # type: ignore[override]
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _QUESTIONS:
+            return self._answer(func, args, kwargs)
+        real, known = self._known_result(func, args, kwargs)
+        if func is _ATEN.bernoulli.p and getattr(args[0], "_lowtide_empty", False):
+            return super().dispatch(_ATEN.empty_like.default, types, args[:1], {})  # see targets.bernoulli
+        if func is _ATEN._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            with self:
+                return fakes.grouped_mm(*args, **kwargs)
+        if func is _ATEN._ctc_loss.Tensor:
+            return self._ctc_loss(args)
+        if func is _ATEN._ctc_loss_backward.Tensor:
+            with self:
+                return fakes.ctc_loss_backward(args[1])
+        try:
+            result = super().dispatch(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            if known is None:
+                raise _unanswerable(func) from error
+            result = self._concrete_result(func, real, known)
+        if known is not None:
+            self._attach_results(func, result, real, known)
+        elif isinstance(result, FakeTensor) and isinstance(func, torch._ops.OpOverload):
+            result._lowtide_uniform = func is _ATEN.rand.default  # type: ignore[attr-defined]
+            result._lowtide_empty = func._schema.name.split("::")[1] in UNINITIALISED  # type: ignore[attr-defined]
+        return result
+
+    def _answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        real, known = self._known_result(func, args, kwargs)
+        if known is None:
+            raise _unanswerable(func)
+        if known.depends_on_input:
+            subject = known.args[0] if func is _ATEN._local_scalar_dense.default else known
+            self._remember(subject, "item" if subject is not known else "bool", real)
+        return real
+
+    def _concrete_result(self, func: Any, real: Any, known: Known) -> Any:
+        """The result of an operator whose shape depends on known data: the shape becomes a question."""
+        if not isinstance(real, torch.Tensor):
+            raise _unanswerable(func)
+        if known.depends_on_input:
+            self._remember(known, "shape", tuple(real.shape))
+        return self.from_tensor(real)
+
+    def _ctc_loss(self, args: Sequence[Any]) -> Any:
+        """The table's size depends on the longest target: a question."""
+        longest = torch.ops.aten.max.default
+        real, known = self._known_result(longest, (args[3],), {})
+        if known is None:
+            raise _unanswerable(_ATEN._ctc_loss.Tensor)
+        longest_target = int(real)
+        if known.depends_on_input:
+            self._remember(known, "item", longest_target)
+        with self:
+            return fakes.ctc_loss(args[0], longest_target)
+
+    def _remember(self, known: Known, ask: str, answer: Any) -> None:
+        key = (id(known), ask)
+        if key not in self._seen:
+            self._seen.add(key)
+            self.questions.append(Question(known, ask, answer, user_source()))
+
+    def _known_result(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Known | None]:
+        """The real result of ``func`` and its provenance, where every tensor argument is known."""
+        folded = _fold_uniform(func, args)
+        if folded is not None:
+            return folded, Known(None, (), {}, None, None, folded, False)
+        if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in func.tags:
+            return None, None
+        if func._schema.name.split("::")[1] in UNINITIALISED or func.namespace not in ("aten", "prims"):
+            return None, None
+        flat, spec = pytree.tree_flatten((tuple(args), kwargs))
+        reals, knowns, keys = [], [], []
+        depends = False
+        for leaf in flat:
+            if not isinstance(leaf, torch.Tensor):
+                reals.append(leaf), knowns.append(leaf), keys.append(_scalar_key(leaf))
+                continue
+            pair = self._known_tensor(leaf)
+            if pair is None:
+                return None, None
+            reals.append(pair[0]), knowns.append(pair[1]), keys.append(id(pair[1]))
+            depends = depends or pair[1].depends_on_input
+        if any(isinstance(leaf, torch.Tensor) for leaf in flat) is False and not _small_factory(func, args, kwargs):
+            return None, None
+        if func._schema.is_mutable:
+            return self._known_mutation(func, flat)
+        if any(isinstance(r, torch.device) and r.type == "meta" for r in reals):
+            return None, None
+        real_args, real_kwargs = pytree.tree_unflatten(reals, spec)
+        with no_dispatch(), torch.no_grad():
+            real = func(*real_args, **real_kwargs)
+        if isinstance(real, torch.Tensor) and real.numel() > _MAXIMUM_ELEMENTS:
+            return None, None
+        known_args, known_kwargs = pytree.tree_unflatten(knowns, spec)
+        fresh = Known(func, known_args, known_kwargs, None, None, None, depends)
+        return real, self._intern((func, tuple(keys), spec), fresh)
+
+    def _known_mutation(self, func: Any, flat: list[Any]) -> tuple[Any, None]:
+        """A tensor that is written in place is no longer known."""
+        for leaf in flat:
+            if isinstance(leaf, FakeTensor) and hasattr(leaf, "_lowtide_known"):
+                del leaf._lowtide_known
+        return None, None
+
+    def _known_tensor(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Known] | None:
+        if isinstance(tensor, FakeTensor):
+            return getattr(tensor, "_lowtide_known", None)
+        if type(tensor) is torch.Tensor and tensor.numel() <= _MAXIMUM_ELEMENTS and tensor.device.type != "meta":
+            copy = tensor.detach()
+            return copy, self._intern(("constant", id(tensor)), Known(None, (), {}, None, None, copy, False))
+        return None
+
+    def _intern(self, key: Any, known: Known) -> Known:
+        try:
+            return self._interned.setdefault(key, known)
+        except TypeError:  # an unhashable argument: not shared
+            return known
+
+    def _attach_results(self, func: Any, result: Any, real: Any, known: Known) -> None:
+        if isinstance(result, FakeTensor) and isinstance(real, torch.Tensor):
+            _attach(result, real, known)
+        elif isinstance(result, (tuple, list)):
+            for index, (fake, value) in enumerate(zip(result, real, strict=False)):
+                if isinstance(fake, FakeTensor) and isinstance(value, torch.Tensor):
+                    fresh = Known(known.function, known.args, known.kwargs, index, None, None, known.depends_on_input)
+                    _attach(fake, value, self._intern((id(known), index), fresh))
+
+
+def _attach(fake: torch.Tensor, real: torch.Tensor, known: Known) -> None:
+    fake._lowtide_known = (real, known)  # type: ignore[attr-defined]
+
+
+def _scalar_key(leaf: Any) -> Any:
+    return (type(leaf), leaf)
+
+
+def _small_factory(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """A constant made from numbers alone, on a real device, of reasonable size."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "meta":
+        return False
+    if args and isinstance(args[0], (list, tuple)):
+        elements = 1
+        for size in args[0]:
+            elements *= int(size)
+        return elements <= _MAXIMUM_ELEMENTS
+    return True
+
+
+def _fold_uniform(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
+    """``rand() < p`` for p <= 0 and ``rand() > p`` for p >= 1 are False, and so on: layer drop with probability 0."""
+    if func not in _BELOW and func not in _ABOVE:
+        return None
+    if not getattr(args[0], "_lowtide_uniform", False) or not isinstance(args[1], (int, float)):
+        return None
+    below = func in _BELOW
+    strict = func in (_ATEN.lt.Scalar, _ATEN.gt.Scalar)
+    if args[1] < 0 or (args[1] == 0 and func is _ATEN.lt.Scalar):
+        return torch.full(args[0].shape, not below)
+    if args[1] >= 1:
+        return torch.full(args[0].shape, below)
+    if args[1] == 0 and not strict and not below:
+        return torch.full(args[0].shape, True)
+    return None
+
+
+def _unanswerable(func: Any) -> CaptureError:
+    source = user_source()
+    place = f" at {source}" if source else ""
+    return CaptureError(
+        f"the program depends on the values of floating-point or random tensors ({func}{place}), so it cannot be "
+        "captured as one graph. Make the decision independent of the data, or run the model under lowtide.online.",
+        source=source,
+    )

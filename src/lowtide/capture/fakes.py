@@ -1,0 +1,40 @@
+"""Shapes of operators whose own fake kernel refuses what the real one accepts.
+
+``_grouped_mm``: the fake kernel takes bfloat16 only; on CPU float32 works (Mixtral). ``_ctc_loss``: the fake kernel gives up
+because a shape depends on the target lengths, which are known where they are an input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None = None, *rest: Any, **named: Any) -> torch.Tensor:
+    """Output of ``aten._grouped_mm``: rows padded to 16 bytes, as the real kernel allocates them."""
+    dtype = named.get("out_dtype") or a.dtype
+    if a.dim() == 2 and b.dim() == 2:
+        assert offsets is not None
+        shape = [offsets.shape[0], a.shape[0], b.shape[1]]
+    elif a.dim() == 2 or b.dim() == 2:
+        shape = [a.shape[-2], b.shape[-1]]
+    else:
+        shape = [a.shape[0], a.shape[1], b.shape[2]]
+    step = 16 // dtype.itemsize
+    row = -(-shape[-1] // step) * step
+    stride = [shape[-2] * row, row, 1][-len(shape) :]
+    return torch.empty_strided(shape, stride, dtype=dtype, device=a.device)
+
+
+def ctc_loss(log_probabilities: torch.Tensor, longest_target: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of ``aten._ctc_loss``: a loss per sample, and the (batch, time, 2 x longest target + 1) table of the DP."""
+    batched, steps = log_probabilities.dim() == 3, log_probabilities.shape[0]
+    batch = log_probabilities.shape[1] if batched else 1
+    loss = log_probabilities.new_empty((batch,) if batched else ())
+    return loss, log_probabilities.new_empty((batch, steps, 2 * longest_target + 1))
+
+
+def ctc_loss_backward(log_probabilities: torch.Tensor) -> torch.Tensor:
+    """Contiguous whatever the layout of the input."""
+    return log_probabilities.new_empty(log_probabilities.shape)

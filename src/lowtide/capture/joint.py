@@ -1,0 +1,57 @@
+"""The one place that calls AOTAutograd's private entry point for the joint graph.
+
+Tracing runs without the Python dispatcher: it would replace operators by decompositions that eager does not use
+(dropout, bilinear upsampling, LSTM layers), and only symbolic shapes need it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+from torch._functorch import aot_autograd
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import graph_capture
+
+from lowtide.errors import CaptureError
+
+
+class _Function(nn.Module):
+    """A function of tensors in the form the entry point takes."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = [function]
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        return self._function[0](*tensors)
+
+
+@contextlib.contextmanager
+def _eager_dispatch() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for module in (aot_autograd, graph_capture):
+            if hasattr(module, "enable_python_dispatcher"):
+                stack.enter_context(mock.patch.object(module, "enable_python_dispatcher", contextlib.nullcontext))
+        if hasattr(functorch_config, "backward_pass_autocast"):
+            stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
+        yield
+
+
+def export_joint(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> tuple[torch.fx.GraphModule, Any]:
+    """The joint forward and backward graph of ``function`` at ATen level, functional, without decompositions, and
+    AOTAutograd's metadata about inputs and outputs."""
+    if not hasattr(aot_autograd, "aot_export_joint_with_descriptors"):
+        raise CaptureError(
+            f"torch {torch.__version__} lacks aot_export_joint_with_descriptors; lowtide supports torch 2.11 and later."
+        )
+    module = _Function(function)
+    with contextlib.ExitStack() as stack, _eager_dispatch(), torch.random.fork_rng(devices=[]):
+        stack.enter_context(fx_traceback.preserve_node_meta())
+        joint = aot_autograd.aot_export_joint_with_descriptors(stack, module, tuple(fakes), decompositions={})
+        return joint.graph_module, joint._aot_state.fw_metadata

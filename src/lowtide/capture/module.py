@@ -1,0 +1,180 @@
+"""The model as a function of tensors alone, made for tracing.
+
+Tracing must change nothing of the user's, and a model's forward may write attributes. So the traced model is a deep copy
+of the module tree in which every parameter and buffer is a fake tensor; real data are never copied. Tied parameters are
+one input, so that their gradients are summed by the autograd engine itself, in eager's order.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+
+from lowtide.capture import structure
+from lowtide.capture.caches import clear_caches_of_fakes
+from lowtide.capture.source import user_source
+
+
+# Per tensor of the result: no gradient (False), one in the layout of the tensor (True), or one with these strides.
+GradientMask = tuple[bool | tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A model's parameters and buffers, each once: ``names[i]`` lists every place where ``tensors[i]`` is registered."""
+
+    tensors: tuple[torch.Tensor, ...]
+    names: tuple[tuple[str, ...], ...]
+    parameters: int  # tensors[:parameters] are parameters, the rest buffers
+
+
+def model_state(model: nn.Module) -> State:
+    """Parameters, then buffers, in registration order, without duplicates."""
+    places: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(tensor), (tensor, []))[1].append(name)
+    parameters = len(places)
+    for name, tensor in model.named_buffers(remove_duplicate=False):
+        places.setdefault(id(tensor), (tensor, []))[1].append(name)
+    tensors = tuple(tensor for tensor, _ in places.values())
+    return State(tensors, tuple(tuple(names) for _, names in places.values()), parameters)
+
+
+def copy_without_data(model: nn.Module, state: State, fakes: Sequence[torch.Tensor]) -> nn.Module:
+    """A deep copy of the module tree that holds ``fakes`` instead of the state's tensors and shares all other tensors."""
+    memo: dict[int, Any] = {id(real): fake for real, fake in zip(state.tensors, fakes, strict=True)}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor):
+                memo.setdefault(id(value), value)
+    forward = model.__dict__.get("forward")
+    if getattr(forward, "_lowtide_runtime", False):
+        memo[id(forward)] = forward.original_forward
+    clone = copy.deepcopy(model, memo)
+    if getattr(forward, "_lowtide_runtime", False):
+        del clone.__dict__["forward"]
+    return clone
+
+
+@dataclass
+class TracedModel:
+    """Callable as ``(*tensors) -> tuple of tensors``; remembers the structure of the last result.
+
+    Every call runs a model of its own, since a forward pass may leave (fake) tensors in attributes.
+
+    ``mask`` says which results a gradient is expected for; the others are detached, so that none is asked for them.
+    """
+
+    make_model: Callable[[], nn.Module]
+    names: tuple[tuple[str, ...], ...]
+    arguments: Any
+    mask: GradientMask | None
+    result: Any = None
+    requires_grad: tuple[bool, ...] = ()
+    used_mask: GradientMask = ()
+    reassigned: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        count = len(self.names)
+        model = self.make_model()
+        places = self._swap(model, tensors[:count])
+        args, kwargs = structure.unflatten(self.arguments, tensors[count:])
+        try:
+            with _RecordSource():
+                result = model(*args, **kwargs)
+        finally:
+            clear_caches_of_fakes()
+        # Buffers that the forward pass replaced by new tensors (``self.buffer = ...``).
+        extra = [(name, registry[leaf]) for name, registry, leaf, tensor in places if registry[leaf] is not tensor]
+        flat, self.result = structure.flatten_distinct(result)
+        self.requires_grad = tuple(tensor.requires_grad for tensor in flat)
+        self.used_mask = self.mask if self.mask is not None else guess_mask(flat, self.result)
+        self.reassigned = {name: len(flat) + index for index, (name, _) in enumerate(extra)}
+        kept = [_expecting(tensor, entry) for tensor, entry in zip(flat, self.used_mask, strict=True)]
+        return (*kept, *(tensor.detach() for _, tensor in extra))
+
+    def _swap(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> list[tuple[str, dict[str, Any], str, Any]]:
+        places = []
+        for names, tensor in zip(self.names, tensors, strict=True):
+            for name in names:
+                registry, leaf = _registry(model, name)
+                registry[leaf] = tensor
+                places.append((name, registry, leaf, tensor))
+        return places
+
+
+def _expecting(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Tensor:
+    if entry is False:
+        return tensor.detach()
+    if entry is True:
+        return tensor
+    # A layer of its own, so that the hook sees just the gradient that arrives from outside.
+    result = torch.ops.aten.alias.default(tensor)
+    result.register_hook(lambda gradient: gradient.as_strided(gradient.shape, entry))
+    return result
+
+
+def guess_mask(results: Sequence[torch.Tensor], result: Any) -> GradientMask:
+    """Which results a gradient will come back for: the scalars where there are some, else all that can have one.
+
+    Only a guess. A backward pass that disagrees makes a program for what it really got.
+    """
+    scalars = [t.requires_grad and t.numel() == 1 for t in results]
+    if any(scalars):
+        return tuple(scalars)
+    carried = structure.held_slots(result)
+    guess = tuple(t.requires_grad and index not in carried for index, t in enumerate(results))
+    return guess if any(guess) else tuple(t.requires_grad for t in results)
+
+
+def announce_origins(model: nn.Module) -> None:
+    """Make every module of a (copied) tree note its path for the tracer while it runs, see ``origin``."""
+    path: list[str] = []
+
+    def enter(name: str, module: nn.Module, args: Any) -> None:
+        path.append(name)
+        _note(module=name)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if path:
+            path.pop()
+        _note(module=path[-1] if path else "")
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(functools.partial(enter, name), prepend=True)
+        module.register_forward_hook(leave, always_call=True)
+
+
+def origin(node: torch.fx.Node) -> tuple[str, str]:
+    """Module path and ``file:line`` that were current when a forward node was traced."""
+    noted = node.meta.get("custom", {}).get(_KEY, {})
+    return noted.get("module", ""), noted.get("source", "")
+
+
+_KEY = "lowtide"  # inside the one annotation that the tracer copies to nodes
+
+
+def _note(**changes: str) -> None:
+    custom = fx_traceback.current_meta.get("custom", {})
+    fx_traceback.current_meta["custom"] = {**custom, _KEY: {**custom.get(_KEY, {}), **changes}}
+
+
+class _RecordSource(torch.overrides.TorchFunctionMode):
+    """Notes the user's line at every call of a torch function."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _note(source=user_source())
+        return func(*args, **(kwargs or {}))
+
+
+def _registry(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    return (module._parameters if leaf in module._parameters else module._buffers), leaf

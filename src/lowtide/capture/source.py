@@ -1,0 +1,31 @@
+"""Where in the user's program an operator comes from."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent.parent)
+_LIBRARY = sysconfig.get_path("stdlib")
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether ``filename`` belongs to the model rather than to torch, lowtide or the standard library."""
+    if filename.startswith((_TORCH, _OURS, "<")):
+        return False
+    return "site-packages" in filename or not filename.startswith(_LIBRARY)
+
+
+def user_source() -> str:
+    """``file:line`` of the innermost frame outside torch, lowtide and the standard library, or an empty string."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if is_user_file(filename):
+            return f"{filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

@@ -1,0 +1,162 @@
+"""Nested arguments and results taken apart into tensors, and put together again with the same types.
+
+``torch.utils._pytree`` knows lists, tuples, dictionaries and registered classes. Dataclasses and plain objects that hold
+tensors (key-value caches, say) are handled here: a shallow copy is made and its attributes are replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for the tensor at ``index`` in the flat list."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An object whose attributes hold tensors: a prototype and the structures of those attributes."""
+
+    prototype: Any
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """A container that pytree knows."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+
+def flatten(tree: Any) -> tuple[list[torch.Tensor], Any]:
+    """The tensors in ``tree``, each object once per occurrence, and the structure that ``unflatten`` takes."""
+    tensors: list[torch.Tensor] = []
+
+    def visit(node: Any, seen: tuple[int, ...]) -> Any:
+        if isinstance(node, torch.Tensor):
+            tensors.append(node)
+            return Slot(len(tensors) - 1)
+        if isinstance(node, _PLAIN) or isinstance(node, (type, torch.nn.Module)) or id(node) in seen:
+            return node
+        if not _is_pytree_leaf(node):
+            leaves, spec = pytree.tree_flatten(node, is_leaf=lambda x: x is not node)
+            return Nested(spec, tuple(visit(leaf, (*seen, id(node))) for leaf in leaves))
+        return _visit_object(node, lambda child: visit(child, (*seen, id(node))))
+
+    return tensors, visit(tree, ())
+
+
+def flatten_distinct(tree: Any) -> tuple[list[torch.Tensor], Any]:
+    """As ``flatten``, with a tensor that occurs several times listed once."""
+    tensors, structure = flatten(tree)
+    positions: dict[int, int] = {}
+    distinct = []
+    for tensor in tensors:
+        if id(tensor) not in positions:
+            positions[id(tensor)] = len(distinct)
+            distinct.append(tensor)
+    return distinct, renumber(structure, [positions[id(tensor)] for tensor in tensors])
+
+
+def unflatten(structure: Any, tensors: Sequence[Any]) -> Any:
+    """The tree whose tensors are ``tensors``; inverse of ``flatten``."""
+    if isinstance(structure, Slot):
+        return tensors[structure.index]
+    if isinstance(structure, Nested):
+        return pytree.tree_unflatten([unflatten(leaf, tensors) for leaf in structure.leaves], structure.spec)
+    if isinstance(structure, Held):
+        clone = copy.copy(structure.prototype)
+        for name, child in structure.attributes.items():
+            object.__setattr__(clone, name, unflatten(child, tensors))
+        return clone
+    return structure
+
+
+def renumber(structure: Any, positions: Sequence[int]) -> Any:
+    """The same structure with slot ``i`` standing for the tensor at ``positions[i]``."""
+    if isinstance(structure, Slot):
+        return Slot(positions[structure.index])
+    if isinstance(structure, Nested):
+        return Nested(structure.spec, tuple(renumber(leaf, positions) for leaf in structure.leaves))
+    if isinstance(structure, Held):
+        attributes = {name: renumber(child, positions) for name, child in structure.attributes.items()}
+        return Held(structure.prototype, attributes)
+    return structure
+
+
+def fingerprint(structure: Any) -> Any:
+    """A hashable description: equal for trees that differ only in their tensors."""
+    if isinstance(structure, Slot):
+        return ("tensor", structure.index)
+    if isinstance(structure, Nested):
+        return (str(structure.spec), tuple(fingerprint(leaf) for leaf in structure.leaves))
+    if isinstance(structure, Held):
+        items = tuple((name, fingerprint(child)) for name, child in structure.attributes.items())
+        return (type(structure.prototype), items)
+    try:
+        hash(structure)
+    except TypeError:
+        return (type(structure), repr(structure))
+    return (type(structure), structure)
+
+
+def held_slots(structure: Any) -> frozenset[int]:
+    """Slots inside opaque objects (caches): results that are carried along rather than trained on."""
+    if isinstance(structure, Nested):
+        return frozenset().union(*(held_slots(leaf) for leaf in structure.leaves)) if structure.leaves else frozenset()
+    if isinstance(structure, Held) and not dataclasses.is_dataclass(structure.prototype):
+        return frozenset(_slots(structure))
+    if isinstance(structure, Held):
+        return frozenset().union(*(held_slots(child) for child in structure.attributes.values()))
+    return frozenset()
+
+
+def _slots(structure: Any) -> list[int]:
+    if isinstance(structure, Slot):
+        return [structure.index]
+    children = structure.leaves if isinstance(structure, Nested) else ()
+    if isinstance(structure, Held):
+        children = tuple(structure.attributes.values())
+    return [slot for child in children for slot in _slots(child)]
+
+
+def _is_pytree_leaf(node: Any) -> bool:
+    is_leaf = getattr(pytree, "tree_is_leaf", None) or pytree._is_leaf
+    return bool(is_leaf(node))
+
+
+def _visit_object(node: Any, visit: Callable[[Any], Any]) -> Any:
+    """An object of a class that pytree does not know: looked into only where it holds tensors."""
+    names = _attribute_names(node)
+    attributes = {name: visit(getattr(node, name)) for name in names}
+    if not any(_slots(child) for child in attributes.values()):
+        return node
+    return Held(_emptied(node, attributes), attributes)
+
+
+def _emptied(node: Any, attributes: dict[str, Any]) -> Any:
+    """A shallow copy that keeps no tensor of ``node`` alive."""
+    prototype = copy.copy(node)
+    for name, child in attributes.items():
+        if _slots(child):
+            object.__setattr__(prototype, name, None)
+    return prototype
+
+
+def _attribute_names(node: Any) -> list[str]:
+    if dataclasses.is_dataclass(node):
+        return [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+    return list(getattr(node, "__dict__", ()))

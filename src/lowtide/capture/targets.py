@@ -1,0 +1,39 @@
+"""Operators of our own that a captured program calls beside ATen's."""
+
+from __future__ import annotations
+
+import torch
+
+
+def tangent() -> torch.Tensor:
+    """The gradient that arrives for a forward output. Never called: the caller hands it in."""
+    raise NotImplementedError("a tangent is an input of the backward pass")
+
+
+def own_layout(gradient: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    """A copy of ``gradient`` in a storage of its own with the parameter's layout.
+
+    The autograd engine copies a gradient that it cannot take over as it is (another layout, or shared memory); doing so
+    in the program keeps the copy inside the plan.
+    """
+    return torch.empty_strided(shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+
+def bernoulli(layout: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device], probability: float) -> torch.Tensor:
+    """``empty_like(x).bernoulli_(p)``, which a functional graph spells ``bernoulli(empty_like(x), p)``.
+
+    The functional operator returns a contiguous tensor whatever the layout of ``x``, and so gives other elements the same
+    random numbers. This one fills the memory in the order in which eager does.
+    """
+    shape, stride, dtype, device = layout
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).bernoulli_(probability)
+
+
+def update(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Write a mutated buffer (or argument) back, once, at the end of the forward pass."""
+    target.copy_(value)
+
+
+def keep_value(tensor: torch.Tensor) -> torch.Tensor:
+    """The value of a tensor that the forward pass overwrites, for operators that read it again in the backward pass."""
+    return tensor.clone()

@@ -1,0 +1,1 @@
+"""The ``lowtide`` command, one subcommand per file."""

@@ -1,0 +1,129 @@
+"""``lowtide demo``: train a byte-level GPT-2 with plain PyTorch and with lowtide inside a budget, and compare.
+
+The text is the standard library's sources; dropout is on. Shows losses, measured and predicted peak, and step times, and
+saves a plot of memory over the step. Exit code 1 if the promise is broken: other losses, or a peak above the budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowtide.cli.options import Subparsers
+from lowtide.errors import PlanError
+
+if TYPE_CHECKING:
+    from lowtide.demo.training import Run
+    from lowtide.planning import Plan
+
+
+def add_parser(commands: Subparsers) -> None:
+    parser = commands.add_parser("demo", help="train a small GPT-2 inside a budget", description=__doc__)
+    parser.add_argument("--budget", default="40%", help='for instance "40%%" (the default) or "120MiB"')
+    parser.add_argument("--steps", type=int, default=30, help="training steps (default: 30)")
+    parser.add_argument("--layers", type=int, default=6, help="layers of the model (default: 6)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per step (default: 4)")
+    parser.add_argument("--planner", default="auto", metavar="SPEC", help="see lowtide planners (default: auto)")
+    parser.add_argument("--output", default="demo", metavar="FOLDER", help="for memory.png and result.json")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    if min(options.steps, options.layers, options.batch) < 1 or options.steps < 3:
+        raise PlanError("the demo takes at least 3 steps, 1 layer and 1 sequence; lower values make no comparison.")
+    folder = Path(options.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    plain, planned, plan = _train(options)
+    result = _result(plain, planned, plan)
+    _print_losses(plain, planned)
+    _print_result(result)
+    _save(folder, plain, planned, plan, result)
+    return 0 if result["losses_equal"] and result["parameters_equal"] and result["within_budget"] else 1
+
+
+def _train(options: argparse.Namespace) -> tuple[Run, Run, Plan]:
+    import lowtide
+    from lowtide.demo.gpt2 import Shape, build_model, draw_batches, load_corpus
+    from lowtide.demo.training import Run, train_side_by_side
+
+    shape = Shape(layers=options.layers, batch=options.batch)
+    model = build_model(shape)
+    print(f"GPT-2, {shape.layers} layers, width {shape.width}, context {shape.context}, dropout {shape.dropout}, ", end="")
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters; batches of {shape.batch}", flush=True)
+    batches = draw_batches(load_corpus(), shape, options.steps)
+    plain, planned = Run("plain PyTorch", copy.deepcopy(model)), Run("lowtide", model)
+    print("capturing, measuring operators, planning ...", flush=True)
+    start = time.perf_counter()
+    sample = {"input_ids": batches[0], "labels": batches[0]}
+    lowtide.rematerialize(model, (), sample, budget=options.budget, planner=options.planner)
+    print(f"planned in {time.perf_counter() - start:.1f} s\n")
+    (plan,) = lowtide.plans(model)
+    print(plan, "\n", flush=True)
+    print(f"training both for {options.steps} steps ...", flush=True)
+    train_side_by_side([plain, planned], batches)
+    return plain, planned, plan
+
+
+def _result(plain: Run, planned: Run, plan: Plan) -> dict[str, Any]:
+    from lowtide.demo.training import same_parameters
+
+    plain_ns, planned_ns = (int(statistics.median(run.step_ns)) for run in (plain, planned))
+    return {
+        "steps": len(plain.losses),
+        "losses_equal": plain.losses == planned.losses,
+        "parameters_equal": same_parameters(plain.model, planned.model),
+        "plain_peak_bytes": plain.peak_bytes,
+        "unconstrained_peak_bytes": plan.unconstrained_peak_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "predicted_peak_bytes": plan.peak_bytes,
+        "measured_peak_bytes": planned.peak_bytes,
+        "within_budget": planned.peak_bytes <= plan.budget_bytes,
+        "plain_step_ns": plain_ns,
+        "step_ns": planned_ns,
+        "overhead_measured": planned_ns / plain_ns - 1,
+        "overhead_predicted": plan.overhead,
+        "solve_seconds": plan.solve_seconds,
+        "plain_losses": plain.losses,
+        "losses": planned.losses,
+    }
+
+
+def _print_losses(plain: Run, planned: Run) -> None:
+    print("\nstep  loss, plain           loss, lowtide")
+    every = max(len(plain.losses) // 6, 1)
+    for step, (ours, theirs) in enumerate(zip(planned.losses, plain.losses, strict=True)):
+        if step % every == 0 or step == len(plain.losses) - 1:
+            print(f"{step:>4}  {theirs:<20.17g}  {ours:.17g}")
+
+
+def _print_result(result: dict[str, Any]) -> None:
+    from lowtide.report.units import format_bytes, format_percent, format_time
+
+    def equal(key: str) -> str:
+        return "equal to the bit" if result[key] else "DIFFERENT"
+
+    peaks = {key: format_bytes(result[f"{key}_bytes"]) for key in ("plain_peak", "budget", "predicted_peak", "measured_peak")}
+    share = format_percent(result["measured_peak_bytes"] / result["plain_peak_bytes"])
+    print(f"\nlosses      {equal('losses_equal')} over {result['steps']} steps")
+    print(f"parameters  {equal('parameters_equal')} at the end")
+    print(f"peak        plain {peaks['plain_peak']}; lowtide {peaks['measured_peak']} ({share} of plain)")
+    verdict = "kept" if result["within_budget"] else "BROKEN"
+    print(f"            predicted {peaks['predicted_peak']}, budget {peaks['budget']}: {verdict}")
+    times = f"plain {format_time(result['plain_step_ns'])}, lowtide {format_time(result['step_ns'])}"
+    overheads = [format_percent(result[f"overhead_{kind}"]) for kind in ("measured", "predicted")]
+    print(f"step        {times} (medians, taken in turn): overhead {overheads[0]}, predicted {overheads[1]}")
+
+
+def _save(folder: Path, plain: Run, planned: Run, plan: Plan, result: dict[str, Any]) -> None:
+    from lowtide.demo.figure import memory_figure
+    from lowtide.planning import write_atomically
+
+    write_atomically(folder / "result.json", json.dumps(result, indent=1) + "\n")
+    figure = memory_figure({run.name: run.measurements[-1] for run in (plain, planned)}, plan)
+    figure.savefig(folder / "memory.png", dpi=150)
+    print(f"plot        {folder / 'memory.png'}")

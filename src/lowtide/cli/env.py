@@ -1,0 +1,59 @@
+"""``lowtide env``: versions, device, cost cache, and which optional packages are missing."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+from lowtide import __version__
+from lowtide.cli.options import Subparsers
+from lowtide.extras import EXTRAS
+
+_NEEDED = ("torch", "numpy", "numba", "platformdirs")
+
+
+def add_parser(commands: Subparsers) -> None:
+    parser = commands.add_parser("env", help="show versions, device, cache and optional packages")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    facts = [("lowtide", __version__), ("python", f"{platform.python_version()} on {platform.platform()}")]
+    facts += [(name, version(name) or "missing") for name in _NEEDED]
+    facts += [*_devices(), ("cost cache", _cache())]
+    for name, extra in EXTRAS.items():
+        facts.append((f"{name} (optional)", version(name) or f"missing: pip install 'lowtide[{extra}]'"))
+    width = max(len(name) for name, _ in facts)
+    for name, value in facts:
+        print(f"{name:<{width}}  {value}")
+    return 0
+
+
+def version(package: str) -> str | None:
+    """The installed version, ``None`` where the package is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    import torch
+
+    yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in PyTorch"
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        yield f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
+
+
+def _cache() -> str:
+    from lowtide.cost.cache import cache_folder
+
+    folder: Path = cache_folder()
+    files = [path for path in folder.glob("*.json") if path.is_file()] if folder.is_dir() else []
+    size = sum(path.stat().st_size for path in files)
+    return f"{folder}: {len(files)} files, {size / 2**10:.0f} KiB" if files else f"{folder}: empty"

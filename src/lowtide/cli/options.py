@@ -1,0 +1,14 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TypeAlias
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_planning_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--budget", required=True, help='bytes, "8GiB", "700 MB", or "40%%" of the unconstrained peak')
+    parser.add_argument("--planner", default="auto", metavar="SPEC", help='see "lowtide planners" (default: auto)')
+    parser.add_argument("--seed", type=int, default=0, help="seed of the planner (default: 0)")

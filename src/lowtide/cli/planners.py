@@ -1,0 +1,26 @@
+"""``lowtide planners``: what can be given to ``--planner``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from lowtide.cli.options import Subparsers
+
+
+def add_parser(commands: Subparsers) -> None:
+    parser = commands.add_parser("planners", help="list the planners and their options")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from lowtide.solve import get_planner, planner_names, planner_summary
+
+    width = max(map(len, planner_names()))
+    for name in planner_names():
+        print(f"{name:<{width}}  {planner_summary(name)}")
+        planner: Any = get_planner(name)
+        for field in dataclasses.fields(planner):
+            print(f"{'':<{width}}    {field.name.replace('_', '-')}={str(field.default).lower()}")
+    return 0

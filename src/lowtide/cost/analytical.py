@@ -1,0 +1,101 @@
+"""Costs without a device: operator FLOPs and bytes against peak rates (the roofline model).
+
+time = launch + max(FLOPs / sustained FLOP rate, bytes read and written / sustained bandwidth). FLOPs come from
+``torch.utils.flop_counter``'s formulas; an operator without one is bound by its bytes. Williams, Waterman, Patterson:
+Roofline, CACM 52(4), 2009.
+
+Workspace is a rule of thumb, above what was seen rather than below: operators that copy their arguments into
+another layout (convolutions, attention, sorting, scatter) are charged their arguments and results once more, others a
+wrapped number. Measure on the device for exact bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtide.capture.program import Program, Ref, TensorMeta
+from lowtide.cost.columns import storage_bytes
+from lowtide.cost.devices import Device, get_device
+from lowtide.cost.signature import map_refs, target_name
+from lowtide.ir import Costs, is_view
+from lowtide.ir.graph import TANGENT_TARGET
+
+_COPYING = ("convolution", "attention", "sort", "topk", "index_put", "scatter", "unique", "cum", "fft", "linalg")
+_WRAPPED_NUMBER_BYTES = 16
+_VIEW_NS = 1_500
+
+
+def analytical_costs(program: Program, device_name: str = "auto") -> Costs:
+    """Modelled time and workspace of every op, for ``device_name`` of the table in ``cost.devices``."""
+    device = get_device(device_name)
+    ops = program.graph.ops
+    return Costs(
+        [_time_ns(program, op.id, device) for op in ops],  # type: ignore[arg-type]
+        [_workspace_bytes(program, op.id) for op in ops],  # type: ignore[arg-type]
+        storage_bytes(program),  # type: ignore[arg-type]
+        device=f"analytical {device.name}",
+    )
+
+
+def operator_time_ns(program: Program, op: int) -> int:
+    """Modelled time of one op on this machine."""
+    return _time_ns(program, op, get_device())
+
+
+def spare_workspace_bytes(program: Program, op: int) -> int:
+    """Arguments and results once more: more than operators are known to take."""
+    node = program.graph.ops[op]
+    return sum(_touched_bytes(program.metas[value]) for value in (*set(node.inputs), *node.outputs))
+
+
+def _workspace_bytes(program: Program, op: int) -> int:
+    node = program.graph.ops[op]
+    if node.target == TANGENT_TARGET or is_view(program.graph, node):
+        return 0
+    name = target_name(program.calls[op].target)
+    return spare_workspace_bytes(program, op) if any(word in name for word in _COPYING) else _WRAPPED_NUMBER_BYTES
+
+
+def _time_ns(program: Program, op: int, device: Device) -> int:
+    node = program.graph.ops[op]
+    if node.target == TANGENT_TARGET:
+        return 0
+    if is_view(program.graph, node) and not node.effect:
+        return min(_VIEW_NS, device.launch_ns)
+    moved = sum(_touched_bytes(program.metas[value]) for value in (*set(node.inputs), *node.outputs))
+    dtype = program.metas[node.outputs[0]].dtype if node.outputs else torch.float32
+    flops_s = _flops(program, op) / (device.flops_per_second(dtype) * device.flops_share)
+    bytes_s = moved / (device.bandwidth * device.bandwidth_share)
+    return device.launch_ns + round(1e9 * max(flops_s, bytes_s))
+
+
+def _touched_bytes(meta: TensorMeta) -> int:
+    """Bytes of distinct elements: an expanded dimension is read from one place."""
+    elements = 1
+    for size, stride in zip(meta.shape, meta.stride, strict=True):
+        elements *= size if stride or not size else 1
+    return elements * meta.dtype.itemsize
+
+
+def _flops(program: Program, op: int) -> int:
+    from torch.utils.flop_counter import flop_registry
+
+    call = program.calls[op]
+    packet = getattr(call.target, "overloadpacket", None)
+    if packet not in flop_registry:
+        return 0
+    args, kwargs = map_refs(call, lambda ref: _meta_tensor(program, ref))
+    outputs: list[Any] = [_meta_tensor(program, Ref(value)) for value in program.graph.ops[op].outputs]
+    if call.positions is None:
+        return int(flop_registry[packet](*args, **kwargs, out_val=outputs[0]))
+    result: list[Any] = [None] * (max(call.positions, default=-1) + 1)
+    for position, output in zip(call.positions, outputs, strict=True):
+        result[position] = output
+    return int(flop_registry[packet](*args, **kwargs, out_val=tuple(result)))
+
+
+def _meta_tensor(program: Program, ref: Ref) -> torch.Tensor:
+    meta = program.metas[ref.value]
+    return torch.empty(meta.shape, dtype=meta.dtype, device="meta")

@@ -1,0 +1,75 @@
+"""What devices can do at best, and how much of it operators see.
+
+Peak rates are the makers' data sheets, dense, without sparsity: NVIDIA A100 80GB SXM (19.5 TFLOP/s float32, 312
+bf16/fp16, 9.7 float64, 2039 GB/s), H100 SXM (67, 989, 34, 3.35 TB/s), H200 SXM (the same chip, 4.8 TB/s), GeForce RTX
+4090 (Ada whitepaper: 82.6, 165 with fp32 accumulation, 1.29, 1008 GB/s). ``cpu`` is a pair of generic server cores with
+AVX2: 2 cores x 3 GHz x 32 float32 operations, and the bandwidth that two cores of such machines sustain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from lowtide.errors import CostError
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """``flops``: peak floating-point operations per second by dtype; ``bandwidth``: bytes per second.
+
+    ``flops_share`` and ``bandwidth_share`` are the parts of the peaks that large operators reach in practice;
+    ``launch_ns`` is what any operator takes.
+    """
+
+    name: str
+    flops: Mapping[torch.dtype, float]
+    bandwidth: float
+    launch_ns: int
+    flops_share: float
+    bandwidth_share: float
+    matches: tuple[str, ...] = ()
+
+    def flops_per_second(self, dtype: torch.dtype) -> float:
+        """Of an unlisted dtype: float32's."""
+        return self.flops.get(dtype, self.flops[torch.float32])
+
+
+def _rates(float32: float, half: float, float64: float) -> Mapping[torch.dtype, float]:
+    return MappingProxyType({torch.float32: float32, torch.float64: float64, torch.float16: half, torch.bfloat16: half})
+
+
+_DEVICES = (
+    Device("cpu", _rates(192e9, 96e9, 96e9), 25e9, 3_000, 0.6, 0.6),
+    Device("a100", _rates(19.5e12, 312e12, 9.7e12), 2.039e12, 5_000, 0.6, 0.8, ("A100",)),
+    Device("h100", _rates(67e12, 989e12, 34e12), 3.35e12, 5_000, 0.6, 0.8, ("H100",)),
+    Device("h200", _rates(67e12, 989e12, 34e12), 4.8e12, 5_000, 0.6, 0.8, ("H200",)),
+    Device("rtx4090", _rates(82.6e12, 165.2e12, 1.29e12), 1.008e12, 5_000, 0.6, 0.8, ("4090",)),
+)
+_BY_NAME = {device.name: device for device in _DEVICES}
+
+
+def device_names() -> tuple[str, ...]:
+    return tuple(_BY_NAME)
+
+
+def get_device(name: str = "auto") -> Device:
+    """The device of this name; ``"auto"`` is the machine's own where it is in the table, else the generic CPU."""
+    if name == "auto":
+        return _own_device()
+    simple = name.lower().replace(" ", "").replace("-", "").replace("_", "")
+    if simple not in _BY_NAME:
+        raise CostError(f'device {name!r} is not in the table; known are "auto", {", ".join(_BY_NAME)}.')
+    return _BY_NAME[simple]
+
+
+def _own_device() -> Device:
+    if torch.cuda.is_available():
+        maker = torch.cuda.get_device_name()
+        for device in _DEVICES:
+            if any(word in maker for word in device.matches):
+                return device
+    return _BY_NAME["cpu"]

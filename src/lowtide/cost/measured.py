@@ -1,0 +1,187 @@
+"""Costs measured on the device in use: every distinct operator call once, on synthetic tensors.
+
+An operator is run six times or more by itself: the first run warms up, the others are timed, and the allocator's peak
+during them gives the workspace: the peak less the storages that the op returns. The storages really returned are
+compared with the captured ones, and the larger bytes count. Only one operator's tensors exist at a time.
+
+Everything that the caller could notice is put back: generator states, gradient mode, autocast.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lowtide.capture.program import Program, Ref
+from lowtide.cost.analytical import operator_time_ns, spare_workspace_bytes
+from lowtide.cost.cache import CostCache, Record, device_name
+from lowtide.cost.columns import program_device, round_up, storage_bytes
+from lowtide.cost.signature import is_opaque, map_refs, signature, target_name
+from lowtide.cost.synthetic import synthetic_tensor
+from lowtide.cost.timing import time_call
+from lowtide.ir import Costs, Op
+from lowtide.ir.graph import TANGENT_TARGET
+
+_LOG = logging.getLogger(__name__)
+_BUDGET_NS = 15_000_000  # per signature
+# Kernels that return the state for their backward only where gradients are recorded.
+_NEEDS_GRAD_MODE = ("aten.mkldnn_rnn_layer.default",)
+_ARGUMENT = -1  # output group of what lives in an argument's storage
+
+
+def measure_costs(
+    program: Program, *, cache: CostCache | None = None, on_progress: Callable[[str, float], None] | None = None
+) -> Costs:
+    """Time and workspace of every op of ``program`` on its device.
+
+    ``cache`` defaults to the file of this device and torch version; ``CostCache(None)`` keeps nothing.
+    ``on_progress(text, fraction)`` is called as signatures are measured.
+    """
+    device = program_device(program)
+    cache = CostCache.open(device) if cache is None else cache
+    report = on_progress or (lambda text, fraction: None)
+    signatures = {op.id: signature(program, op.id) for op in program.graph.ops if op.target != TANGENT_TARGET}
+    missing = {key: op for op, (key, _) in reversed(signatures.items()) if cache.get(key) is None}
+    failed: set[str] = set()
+    with _undisturbed(device):
+        for count, (key, op) in enumerate(reversed(missing.items())):
+            report("measuring operators", count / len(missing))
+            record = _try_measure(program, op, device)
+            if record is None:
+                failed.add(key)
+            else:
+                cache.put(key, record, keep=signatures[op][1])
+    cache.save()
+    report("measuring operators", 1.0)
+    return _columns(
+        program, {op: None if key in failed else cache.get(key) for op, (key, _) in signatures.items()}, device
+    )
+
+
+def _try_measure(program: Program, op: int, device: torch.device) -> Record | None:
+    try:
+        return measure_operator(program, op, device)
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+        name = target_name(program.calls[op].target)
+        summary = str(error).split("\n")[0]
+        _LOG.warning("%s cannot be run on synthetic tensors (%s); its cost is estimated", name, summary)
+        return None
+
+
+def measure_operator(program: Program, op: int, device: torch.device, budget_ns: int = _BUDGET_NS) -> Record:
+    """Run one operator of ``program`` on synthetic tensors. Raises whatever it raises."""
+    call = program.calls[op]
+    args, kwargs, tensors = _arguments(program, op)
+    target = _runnable(call.target)
+    output_bytes, output_groups = _returned(target(*args, **kwargs), call.positions, tensors)
+    timing = time_call(lambda: target(*args, **kwargs), device, budget_ns)
+    return Record(timing.time_ns, timing.spread_ns, timing.peak_bytes, output_bytes, output_groups)
+
+
+def _arguments(program: Program, op: int) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
+    """The call's arguments, and the distinct tensors among them."""
+    tensors: dict[int, torch.Tensor] = {}
+
+    def tensor(ref: Ref) -> torch.Tensor:
+        if ref.value not in tensors:
+            made = _opaque(program, ref.value)
+            tensors[ref.value] = synthetic_tensor(program.metas[ref.value]) if made is None else made
+        return tensors[ref.value]
+
+    args, kwargs = map_refs(program.calls[op], tensor)
+    return args, kwargs, list(tensors.values())
+
+
+def _runnable(target: Callable[..., Any]) -> Callable[..., Any]:
+    if target_name(target) not in _NEEDS_GRAD_MODE:
+        return target
+    return torch.enable_grad()(target)
+
+
+def _opaque(program: Program, value: int) -> torch.Tensor | None:
+    """Bytes that one operator keeps for another (the workspace of a recurrent layer) must really come from it.
+
+    A backward operator reads pointers and sizes from them; made-up bytes would crash the process.
+    """
+    producer = program.graph.values[value].producer
+    if producer is None or not is_opaque(program.metas[value]):
+        return None
+    call = program.calls[producer]
+    args, kwargs, _ = _arguments(program, producer)
+    result = _runnable(call.target)(*args, **kwargs)
+    index = program.graph.ops[producer].outputs.index(value)
+    made = result if call.positions is None else result[call.positions[index]]
+    return made if isinstance(made, torch.Tensor) else None
+
+
+def _returned(
+    result: Any, positions: tuple[int, ...] | None, arguments: list[torch.Tensor]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(bytes of the storage, group) of each output, see ``Record``."""
+    outputs = [result] if positions is None else [result[position] for position in positions]
+    groups = {tensor.untyped_storage()._cdata: _ARGUMENT for tensor in arguments}
+    sizes, numbers = [], []
+    for output in outputs:
+        if not isinstance(output, torch.Tensor):
+            sizes.append(0)
+            numbers.append(_ARGUMENT)
+            continue
+        storage = output.untyped_storage()
+        number = groups.setdefault(storage._cdata, len(groups))
+        sizes.append(0 if number == _ARGUMENT else round_up(storage.nbytes(), output.device))
+        numbers.append(number)
+    return tuple(sizes), tuple(numbers)
+
+
+def _columns(program: Program, records: dict[int, Record | None], device: torch.device) -> Costs:
+    graph = program.graph
+    time_ns, workspace = [0] * len(graph.ops), [0] * len(graph.ops)
+    captured = storage_bytes(program)
+    real = list(captured)
+    for op in graph.ops:
+        if op.id not in records:
+            continue  # a gradient that arrives from outside
+        record = records[op.id]
+        if record is None:
+            time_ns[op.id] = operator_time_ns(program, op.id)
+            workspace[op.id] = spare_workspace_bytes(program, op.id)
+            continue
+        time_ns[op.id] = record.time_ns
+        workspace[op.id] = _settle(program, op, record, real)
+    return Costs(time_ns, workspace, real, device=device_name(device))  # type: ignore[arg-type]
+
+
+def _settle(program: Program, op: Op, record: Record, real: list[int]) -> int:
+    """The op's workspace, after raising ``real`` where the storages returned are larger than captured.
+
+    An output that the capture took for a view but that has bytes of its own is charged to the storage it was taken to
+    view, or to the workspace where that is external.
+    """
+    values, storages = program.graph.values, program.graph.storages
+    returned: dict[int, dict[int, int]] = {}  # storage -> group -> bytes
+    for value, nbytes, group in zip(op.outputs, record.output_bytes, record.output_groups, strict=True):
+        if group != _ARGUMENT:
+            returned.setdefault(values[value].storage, {})[group] = nbytes
+    kept = 0
+    for storage, groups in returned.items():
+        fresh = sum(groups.values())
+        if storages[storage].base == op.id:
+            kept += fresh
+            real[storage] = max(real[storage], fresh)
+        elif fresh:
+            _LOG.warning("%s was captured as a view but returns %d bytes of its own", op.name, fresh)
+            if not storages[storage].external:
+                kept += fresh
+                real[storage] += fresh
+    return max(0, record.peak_bytes - kept)
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield

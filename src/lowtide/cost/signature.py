@@ -1,0 +1,105 @@
+"""What makes two operator calls cost the same: the target, the layouts of its tensors, and its other arguments.
+
+Grammar of the key, a string that is stable across processes::
+
+    key       ::= target "(" argument* ")" "->" positions "|" settings
+    argument  ::= tensor | number | text | "[" argument* "]"
+    tensor    ::= "%" n dtype shape stride offset device     n counts distinct tensors; storage offset modulo 64 bytes
+    settings  ::= threads, determinism, matmul precision     whatever else chooses a kernel
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lowtide.capture.program import Call, Program, Ref, TensorMeta
+
+ALIGNMENT_BYTES = 64
+
+
+def signature(program: Program, op: int) -> tuple[str, bool]:
+    """The key of ``op``, and whether it means the same in another process (else it must not be kept in a file)."""
+    call = program.calls[op]
+    describer = _Describer(program)
+    arguments = describer.text((call.args, dict(sorted(call.kwargs.items()))))
+    key = f"{target_name(call.target)}{arguments}->{call.positions}|{settings()}"
+    return key, describer.stable
+
+
+def target_name(target: Callable[..., Any]) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', repr(target))}"
+
+
+def is_opaque(meta: TensorMeta) -> bool:
+    """Plain bytes: state that an operator keeps for its backward, not numbers."""
+    return meta.dtype == torch.uint8
+
+
+def settings() -> str:
+    """The process-wide switches that choose kernels."""
+    backends = torch.backends
+    switches = (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        backends.mkldnn.enabled,
+        backends.cudnn.enabled,
+        backends.cudnn.benchmark,
+        backends.cudnn.deterministic,
+    )
+    return ",".join(map(str, switches))
+
+
+def map_refs(call: Call, tensor: Callable[[Ref], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call's arguments with ``tensor(ref)`` in place of every ``Ref``, nested ones too."""
+
+    def replace(argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            return tensor(argument)
+        if isinstance(argument, (list, tuple)) and not isinstance(argument, torch.Size):
+            return type(argument)([replace(item) for item in argument])
+        if isinstance(argument, Mapping):
+            return {key: replace(item) for key, item in argument.items()}
+        return argument
+
+    return replace(call.args), replace(call.kwargs)
+
+
+class _Describer:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.numbers: dict[int, int] = {}
+        self.stable = True
+
+    def text(self, argument: Any) -> str:
+        if isinstance(argument, Ref):
+            number = self.numbers.setdefault(argument.value, len(self.numbers))
+            return f"%{number}{_layout(self.program.metas[argument.value])}{self._origin(argument.value)}"
+        if isinstance(argument, Mapping):
+            return "{" + ",".join(f"{key}={self.text(item)}" for key, item in argument.items()) + "}"
+        if isinstance(argument, (list, tuple)):
+            return "[" + ",".join(self.text(item) for item in argument) + "]"
+        if argument is None or isinstance(argument, (bool, int, float, complex, str)):
+            return repr(argument)
+        if isinstance(argument, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+            return str(argument)
+        self.stable = False
+        return f"<{type(argument).__name__} {id(argument)}>"
+
+    def _origin(self, value: int) -> str:
+        """The operator behind opaque bytes: what they hold depends on it."""
+        producer = self.program.graph.values[value].producer
+        if producer is None or not is_opaque(self.program.metas[value]):
+            return ""
+        return f"<-{target_name(self.program.calls[producer].target)}"
+
+
+def _layout(meta: TensorMeta) -> str:
+    offset = meta.storage_offset * meta.dtype.itemsize % ALIGNMENT_BYTES
+    dtype = str(meta.dtype).removeprefix("torch.")
+    return f"{dtype}{list(meta.shape)}{list(meta.stride)}+{offset}@{meta.device}".replace(" ", "")

@@ -1,0 +1,43 @@
+"""Tensors to time operators on: any layout, values that are valid as indices, probabilities' signs and masks."""
+
+from __future__ import annotations
+
+import torch
+
+from lowtide.capture.program import TensorMeta
+from lowtide.cost.signature import ALIGNMENT_BYTES
+
+_PATTERN_ELEMENTS = 1 << 16
+
+
+def synthetic_tensor(meta: TensorMeta) -> torch.Tensor:
+    """A tensor of this layout: integers 0, booleans in turn, floating values normal (a short pattern, repeated).
+
+    The storage is only as large as the layout reaches, its offset only the original's alignment.
+    """
+    offset = meta.storage_offset * meta.dtype.itemsize % ALIGNMENT_BYTES // meta.dtype.itemsize
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride, strict=True))
+    elements = offset + (reach if all(meta.shape) else 0)
+    flat = torch.empty(elements, dtype=meta.dtype, device=meta.device)
+    _fill(flat)
+    return flat.as_strided(meta.shape, meta.stride, offset)
+
+
+def _fill(flat: torch.Tensor) -> None:
+    pattern = _pattern(flat.dtype, flat.device)
+    if pattern is None:
+        flat.zero_()
+        return
+    whole = flat.numel() // _PATTERN_ELEMENTS * _PATTERN_ELEMENTS
+    flat[:whole].view(-1, _PATTERN_ELEMENTS).copy_(pattern)
+    flat[whole:].copy_(pattern[: flat.numel() - whole])
+
+
+def _pattern(dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    if dtype == torch.bool:
+        return torch.rand(_PATTERN_ELEMENTS, generator=generator).lt(0.5).to(device)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return None
+    drawn = torch.complex64 if dtype.is_complex else torch.float32
+    return torch.randn(_PATTERN_ELEMENTS, dtype=drawn, generator=generator).to(device, dtype)

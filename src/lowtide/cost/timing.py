@@ -1,0 +1,96 @@
+"""Time and allocator peak of a call, repeated under the conditions of a training step.
+
+In a step an operator's result is allocated anew and its arguments have left the caches, because other operators ran in
+between: in a loop memory-bound operators take half to a fifth of that. So on the CPU each repetition drops the last
+result first and a buffer as large as the last-level cache is swept. Seen on GPT-2 (2 layers, width 256), summed over a
+step: 1.0 of the time in place for every frequent operator, against 0.3 to 0.8 without the sweep.
+
+Not included is what the system takes to hand out zeroed pages, which happens when the process grows, not when an
+operator runs: memory freed and used again costs nothing. The median is reported, which one preempted repetition does
+not move.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lowtide.runtime.meter import allocation_peak
+
+_CACHE_SIZES = Path("/sys/devices/system/cpu/cpu0/cache")
+_USUAL_CACHE_BYTES, _LARGEST_SWEEP_BYTES = 32 << 20, 64 << 20
+_FEWEST, _MOST = 5, 25
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """``spread_ns`` is the distance between the quartiles; ``peak_bytes`` the most allocated by one repetition."""
+
+    time_ns: int
+    spread_ns: int
+    peak_bytes: int
+
+
+def time_call(call: Callable[[], Any], device: torch.device, budget_ns: int) -> Timing:
+    """Repeat ``call`` for about ``budget_ns`` (at least five times); its results are dropped. The caller warms up."""
+    return _time_cuda(call, device, budget_ns) if device.type == "cuda" else _time_cpu(call, budget_ns)
+
+
+def _time_cpu(call: Callable[[], Any], budget_ns: int) -> Timing:
+    samples: list[int] = []
+    sweep = _sweep_buffer()
+
+    def repeat() -> None:
+        clock = time.perf_counter_ns
+        deadline = clock() + budget_ns
+        while len(samples) < _FEWEST or (len(samples) < _MOST and clock() < deadline):
+            sweep.max()
+            start = clock()
+            call()
+            samples.append(clock() - start)
+
+    peak, _ = allocation_peak(repeat)
+    return _summary(samples, peak)
+
+
+@functools.cache
+def _sweep_buffer() -> npt.NDArray[np.int64]:
+    """As large as the last-level cache."""
+    sizes = [_USUAL_CACHE_BYTES]
+    for path in _CACHE_SIZES.glob("index3/size"):
+        text = path.read_text(encoding="ascii").strip()
+        if text.endswith("K") and text[:-1].isdigit():
+            sizes = [int(text[:-1]) << 10]
+    return np.zeros(min(sizes[0], _LARGEST_SWEEP_BYTES) // 8, dtype=np.int64)
+
+
+def _time_cuda(call: Callable[[], Any], device: torch.device, budget_ns: int) -> Timing:
+    """On the device's own clock, so that launch latency hidden behind other work is not counted."""
+    samples: list[int] = []
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    level = torch.cuda.memory_allocated(device)
+    deadline = time.perf_counter_ns() + budget_ns
+    while len(samples) < _FEWEST or (len(samples) < _MOST and time.perf_counter_ns() < deadline):
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        samples.append(round(start.elapsed_time(end) * 1e6))
+    return _summary(samples, torch.cuda.max_memory_allocated(device) - level)
+
+
+def _summary(samples: list[int], peak_bytes: int) -> Timing:
+    quartiles = statistics.quantiles(samples, n=4)
+    return Timing(round(statistics.median(samples)), round(quartiles[2] - quartiles[0]), peak_bytes)

@@ -1,0 +1,45 @@
+"""The error tree. Every message says what failed, the numbers, and the nearest fix; the data are attributes too."""
+
+from __future__ import annotations
+
+
+class LowtideError(Exception):
+    """Base of every error that lowtide raises on purpose."""
+
+
+class CaptureError(LowtideError):
+    """The model's program cannot be captured as one graph. ``source`` is the user's ``file:line`` where known."""
+
+    def __init__(self, message: str, *, source: str = "") -> None:
+        super().__init__(message)
+        self.source = source
+
+
+class CostError(LowtideError):
+    """An operator could not be measured or modelled."""
+
+
+class PlanError(LowtideError):
+    """A plan cannot be made from this input."""
+
+
+class InfeasibleBudgetError(PlanError):
+    """No schedule that the planner knows fits the budget.
+
+    ``minimum_bytes`` is the smallest budget for which a schedule is known, ``operator`` the op at the bottleneck and
+    ``source`` the user's ``file:line`` of that op.
+    """
+
+    def __init__(self, message: str, *, minimum_bytes: int, operator: str = "", source: str = "") -> None:
+        super().__init__(message)
+        self.minimum_bytes = minimum_bytes
+        self.operator = operator
+        self.source = source
+
+
+class ScheduleError(LowtideError):
+    """A schedule is invalid for its graph."""
+
+
+class ExecutionError(LowtideError):
+    """A planned program was used in a way that it does not support."""

@@ -1,0 +1,33 @@
+"""Optional dependencies, imported where they are used."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from lowtide.errors import LowtideError
+
+# Module, and the extra of this package that installs it.
+EXTRAS = {"rich": "cli", "matplotlib": "plot", "transformers": "models", "diffusers": "models", "highspy": "milp"}
+
+
+class MissingExtraError(LowtideError):
+    """An optional dependency is not installed. ``extra`` is the extra that brings it."""
+
+    def __init__(self, message: str, *, extra: str) -> None:
+        super().__init__(message)
+        self.extra = extra
+
+
+def require(module: str) -> ModuleType:
+    """Import ``module`` (its top package is in ``EXTRAS``). Raises ``MissingExtraError`` naming what to install."""
+    package = module.partition(".")[0]
+    extra = EXTRAS[package]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise MissingExtraError(
+            f"this needs {package}, which is not installed; run: pip install 'lowtide[{extra}]'", extra=extra
+        ) from error

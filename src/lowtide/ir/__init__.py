@@ -1,0 +1,35 @@
+"""The intermediate representation: graphs, costs and schedules, with their simulator and checker. No torch."""
+
+from lowtide.ir.checker import check
+from lowtide.ir.costs import Costs
+from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
+from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule, Step
+from lowtide.ir.sequence import is_view, keep_all_schedule, schedule_from_sequence
+from lowtide.ir.simulator import Simulation, owned_storages, simulate
+from lowtide.ir.text import format_graph, format_schedule, parse_graph, parse_schedule
+
+__all__ = [
+    "Compute",
+    "Costs",
+    "Free",
+    "Graph",
+    "Op",
+    "Phase",
+    "RestoreRng",
+    "SaveRng",
+    "Schedule",
+    "Simulation",
+    "Step",
+    "Storage",
+    "Value",
+    "check",
+    "format_graph",
+    "format_schedule",
+    "is_view",
+    "keep_all_schedule",
+    "owned_storages",
+    "parse_graph",
+    "parse_schedule",
+    "schedule_from_sequence",
+    "simulate",
+]

@@ -1,0 +1,143 @@
+"""Validity of a schedule, independent of bytes and of the simulator.
+
+Every input is live when read, nothing is freed twice or while it is not live, outputs are there when they are due, random
+ops are replayed under their first state, effects run once and in order, and first computes keep the program's order
+(views, which cost nothing, excepted).
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from lowtide.errors import ScheduleError
+from lowtide.ir.graph import Graph, Phase
+from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule
+
+
+def check(graph: Graph, schedule: Schedule) -> None:
+    """Raise ``ScheduleError`` naming the step and the op if ``schedule`` is not valid for ``graph``."""
+    _Checker(graph, schedule).run()
+
+
+class _Checker:
+    def __init__(self, graph: Graph, schedule: Schedule) -> None:
+        self.graph = graph
+        self.schedule = schedule
+        self.index = 0
+        self.values = {value.id for value in graph.values if value.producer is None}
+        self.storages = {storage.id for storage in graph.storages if storage.external}
+        self.computed: set[int] = set()
+        self.latest = -1
+        self.saved: set[int] = set()
+        self.restored: int | None = None
+        self.handed: set[int] = set()
+
+    def run(self) -> None:
+        steps = self.schedule.steps
+        if not 0 <= self.schedule.boundary <= len(steps):
+            self._fail(f"boundary {self.schedule.boundary} lies outside the {len(steps)} steps")
+        for self.index, step in enumerate(steps):
+            if self.index == self.schedule.boundary:
+                self._hand_over()
+            if self.restored is not None and step != Compute(self.restored):
+                self._fail(f"RestoreRng of {self._name(self.restored)} is not followed by its compute")
+            if isinstance(step, Compute):
+                self._compute(step.op)
+            elif isinstance(step, Free):
+                self._free(step.storage)
+            elif isinstance(step, SaveRng):
+                self._save(step.op)
+            elif isinstance(step, RestoreRng):
+                self._restore(step.op)
+        if self.restored is not None:
+            self._fail("the schedule ends after a RestoreRng")
+        if self.schedule.boundary == len(steps):
+            self._hand_over()
+        self._finish()
+
+    def _compute(self, op_id: int) -> None:
+        if not 0 <= op_id < len(self.graph.ops):
+            self._fail(f"there is no op {op_id}")
+        op = self.graph.ops[op_id]
+        if self.index < self.schedule.boundary and op.phase is Phase.BACKWARD:
+            self._fail(f"backward op {op.name} runs in the forward program")
+        again = op_id in self.computed
+        if again and not op.recomputable:
+            self._fail(f"{op.name} must run exactly once")
+        if not again and not self._only_views(op_id):
+            if op_id < self.latest:
+                self._fail(f"{op.name} first runs after {self._name(self.latest)}, which comes later in the program")
+            if self.index >= self.schedule.boundary and op.phase is Phase.FORWARD:
+                self._fail(f"forward op {op.name} first runs in the backward program")
+            self.latest = op_id
+        for value in op.inputs:
+            if value not in self.values:
+                self._fail(f"{op.name} reads {self.graph.values[value].name}, which is not live")
+        if op.random and again and self.restored != op_id:
+            self._fail(f"random op {op.name} is recomputed without its generator state")
+        self.restored = None
+        self.computed.add(op_id)
+        self._allocate(op_id)
+
+    def _only_views(self, op_id: int) -> bool:
+        """View ops are pure and free, so they may first run anywhere."""
+        op = self.graph.ops[op_id]
+        own = [v for v in op.outputs if self.graph.storages[self.graph.values[v].storage].base == op_id]
+        return bool(op.outputs) and not own and not op.effect and not op.random
+
+    def _allocate(self, op_id: int) -> None:
+        own = {s for v in self.graph.ops[op_id].outputs if self.graph.storages[s := self.graph.values[v].storage].base == op_id}
+        kept = own & self.storages
+        self.storages |= own
+        for value in self.graph.ops[op_id].outputs:
+            storage = self.graph.values[value].storage
+            if storage not in self.storages:
+                self._fail(f"{self._name(op_id)} forms a view of a storage that is not live")
+            if storage not in kept or value in self.values:
+                self.values.add(value)
+
+    def _free(self, storage_id: int) -> None:
+        if not 0 <= storage_id < len(self.graph.storages):
+            self._fail(f"there is no storage {storage_id}")
+        storage = self.graph.storages[storage_id]
+        name = self.graph.values[storage.values[0]].name if storage.values else str(storage_id)
+        if storage.external:
+            self._fail(f"the storage of {name} is not the program's to free")
+        if storage_id not in self.storages:
+            self._fail(f"the storage of {name} is freed but not live")
+        if storage_id in self.handed:
+            self._fail(f"the storage of {name} belongs to the caller and cannot be freed")
+        self.storages.discard(storage_id)
+        self.values.difference_update(storage.values)
+
+    def _save(self, op_id: int) -> None:
+        if not self.graph.ops[op_id].random or op_id in self.computed or op_id in self.saved:
+            self._fail(f"the generator state of {self._name(op_id)} can only be saved once, before a random op first runs")
+        self.saved.add(op_id)
+
+    def _restore(self, op_id: int) -> None:
+        if op_id not in self.saved or op_id not in self.computed:
+            self._fail(f"the generator state of {self._name(op_id)} was not saved")
+        self.restored = op_id
+
+    def _hand_over(self) -> None:
+        for value in self.graph.forward_outputs:
+            if value not in self.values:
+                self._fail(f"forward output {self.graph.values[value].name} is not live at the boundary")
+            storage = self.graph.values[value].storage
+            if not self.graph.storages[storage].external:
+                self.handed.add(storage)
+
+    def _finish(self) -> None:
+        for value in self.graph.outputs:
+            if value not in self.values:
+                self._fail(f"output {self.graph.values[value].name} is not live at the end")
+        missing = next((op for op in self.graph.ops if op.effect and op.id not in self.computed), None)
+        if missing is not None:
+            self._fail(f"effect {missing.name} never runs")
+
+    def _name(self, op_id: int) -> str:
+        return self.graph.ops[op_id].name
+
+    def _fail(self, reason: str) -> NoReturn:
+        raise ScheduleError(f"step {self.index}: {reason}")

@@ -1,0 +1,36 @@
+"""What a graph costs on a device: integer columns beside the graph, one entry per op or per storage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Column = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Costs:
+    """``time_ns[op]``, ``workspace_bytes[op]`` (allocated and released inside the op) and ``storage_bytes[storage]``.
+
+    External storages have 0 bytes. ``rng_state_bytes`` is what one saved generator state occupies on the device.
+    ``device`` names where the numbers come from. The columns are read-only.
+    """
+
+    time_ns: Column
+    workspace_bytes: Column
+    storage_bytes: Column
+    rng_state_bytes: int = 0
+    device: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("time_ns", "workspace_bytes", "storage_bytes"):
+            column = np.ascontiguousarray(getattr(self, name), dtype=np.int64)
+            column.flags.writeable = False
+            object.__setattr__(self, name, column)
+
+    @property
+    def total_time_ns(self) -> int:
+        """Time of the program without recomputation."""
+        return int(self.time_ns.sum())

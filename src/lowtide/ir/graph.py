@@ -1,0 +1,101 @@
+"""The program to be scheduled: operators, the values they return, and the storages behind those values.
+
+Grammar::
+
+    graph    ::= op*                       in execution order, the first ``forward_ops`` of them the forward pass
+    op       ::= value* "=" target "(" value* ")" flag*
+    value    ::= a tensor, which lives in exactly one storage
+    storage  ::= bytes, behind one or more values (a base and its views)
+
+Bytes are charged to storages, never to values, so a view costs nothing. Graph inputs (parameters, buffers, the call's
+tensors) live in *external* storages: they were allocated before the pass began, cost nothing and are never freed.
+The gradients that arrive for the forward outputs are produced by ordinary operators with target ``lowtide.tangent`` and
+the ``effect`` flag, first in the backward pass; a mutated buffer is written back by a ``lowtide.update`` op.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+TANGENT_TARGET = "lowtide.tangent"
+UPDATE_TARGET = "lowtide.update"
+
+
+class Phase(enum.Enum):
+    """The pass an operator belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operator call.
+
+    ``inputs`` and ``outputs`` are value ids; an operator with several results is one op with several values. ``random``
+    ops are replayed from the generator state of their first execution; ``effect`` ops run exactly once, in order;
+    ``collective`` ops are never recomputed. ``module`` is the module path, ``source`` the user's ``file:line``.
+    """
+
+    id: int
+    name: str
+    target: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    phase: Phase
+    random: bool = False
+    effect: bool = False
+    collective: bool = False
+    module: str = ""
+    source: str = ""
+
+    @property
+    def recomputable(self) -> bool:
+        return not (self.effect or self.collective)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor. ``producer`` is the op id that returns it, or ``None`` for a graph input."""
+
+    id: int
+    name: str
+    storage: int
+    producer: int | None
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """The bytes behind one or more values. ``base`` is the op that allocates it, ``None`` for an external storage."""
+
+    id: int
+    base: int | None
+    values: tuple[int, ...]
+
+    @property
+    def external(self) -> bool:
+        return self.base is None
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A forward and backward program.
+
+    ``inputs``: values that exist before the pass. ``forward_outputs``: values handed to the caller at the
+    forward/backward boundary; their storages stay resident from there to the end. ``outputs``: values that must be
+    resident at the end (the gradients; for a plain DAG its outputs). ``forward_ops``: ``ops[:forward_ops]`` is the
+    forward pass. ``fixed_bytes`` is resident throughout and counts towards the budget.
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    storages: tuple[Storage, ...]
+    inputs: tuple[int, ...]
+    forward_outputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    forward_ops: int
+    fixed_bytes: int = 0

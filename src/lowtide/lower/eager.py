@@ -1,0 +1,239 @@
+"""From a schedule to a Python generator that runs it, operator by operator.
+
+The generated function is one generator per call of the model::
+
+    def step(inputs, tangents, write_back):
+        v0, v1 = inputs[0], inputs[1]
+        v2 = mm(v0, v1)                    # forward program; a ``Free`` is a ``del``
+        yield [v2.detach()]                # the forward outputs
+        v3 = tangents[0]
+        v2 = mm(v0, v1)                    # a rematerialization is the call again
+        yield [v4]                         # gradients, as soon as they are final, group by group
+
+What the backward pass needs are the locals of the suspended generator, so saved tensors need no bookkeeping, every call
+has its own, and each is released where the schedule says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.capture import targets
+from lowtide.capture.program import Call, Program, Ref
+from lowtide.ir import Compute, Free, Op, RestoreRng, SaveRng, Schedule
+from lowtide.ir.graph import TANGENT_TARGET, UPDATE_TARGET
+from lowtide.lower import random
+from lowtide.lower.stages import Stage, stages
+
+Step = Generator[list[torch.Tensor], None, None]
+_FILES = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lowered:
+    """``step(inputs, tangents, write_back)`` is the generator above; ``inputs`` and ``tangents`` are lists that it empties.
+
+    ``write_back`` is false when a forward pass is run again and buffers have their new values already. ``stages[i]``
+    names the gradients of the i-th yield after the forward outputs. ``reads_after`` are the flat inputs that the backward
+    program reads, ``reads_outputs`` the forward outputs that it reads.
+    """
+
+    step: Callable[[list[torch.Tensor], list[torch.Tensor], bool], Step]
+    source: str
+    stages: tuple[Stage, ...]
+    reads_after: tuple[int, ...]
+    reads_outputs: tuple[int, ...]
+
+
+def lower(program: Program, schedule: Schedule) -> Lowered:
+    """Generate and compile the step function of ``schedule``."""
+    return _Generator(program, schedule).lower()
+
+
+class _Generator:
+    def __init__(self, program: Program, schedule: Schedule) -> None:
+        self.program = program
+        self.graph = program.graph
+        self.schedule = schedule
+        self.lines: list[str] = []
+        self.namespace: dict[str, Any] = {"save_rng": random.save, "replay": random.replay}
+        self._names: dict[Any, str] = {}
+        self.live: set[int] = set()  # values that have a variable
+        self.handed: set[int] = set()  # storages whose gradient has left
+        self.replayed: set[int] = set()
+        values = [value for _, value in program.gradients]
+        sizes = [program.metas[value].storage_bytes for value in values]
+        self.stages = stages(self.graph, schedule, values, sizes)
+
+    def lower(self) -> Lowered:
+        self._load_inputs()
+        dead = self._external_last_reads()
+        leaving = {stage.after: stage for stage in self.stages}
+        for index, step in enumerate(self.schedule.steps):
+            if index == self.schedule.boundary:
+                self._yield_outputs()
+            self._step(step)
+            self._drop(dead.get(index, ()))
+            if index in leaving:
+                self._yield_gradients(leaving[index])
+        if self.schedule.boundary == len(self.schedule.steps):
+            self._yield_outputs()
+        return self._compile()
+
+    def _load_inputs(self) -> None:
+        for position, value in enumerate(self.program.inputs):
+            if value is not None:
+                self._emit(f"v{value} = inputs[{position}]")
+                self.live.add(value)
+        for value, tensor in self.program.constants.items():
+            self._emit(f"v{value} = {self._constant(tensor)}")
+            self.live.add(value)
+        self._emit("inputs.clear()")
+
+    def _external_last_reads(self) -> dict[int, list[int]]:
+        """Values in storages that the schedule does not free, by the step that reads them last."""
+        last: dict[int, int] = {}
+        for index, step in enumerate(self.schedule.steps):
+            if isinstance(step, Compute):
+                last.update(dict.fromkeys(self.graph.ops[step.op].inputs, index))
+        keep = set(self.graph.forward_outputs) | set(self.graph.outputs)
+        dead: dict[int, list[int]] = {}
+        for value, index in last.items():
+            external = self.graph.storages[self.graph.values[value].storage].external
+            if external and value not in keep:
+                dead.setdefault(index, []).append(value)
+        return dead
+
+    def _step(self, step: Any) -> None:
+        if isinstance(step, Compute):
+            self._compute(step.op)
+        elif isinstance(step, Free):
+            self._drop(self.graph.storages[step.storage].values)
+        elif isinstance(step, SaveRng):
+            self._emit(f"r{step.op} = save_rng({self._device(step.op)})")
+        elif isinstance(step, RestoreRng):
+            self.replayed.add(step.op)
+
+    def _compute(self, op_id: int) -> None:
+        op, call = self.graph.ops[op_id], self.program.calls[op_id]
+        if op.target == TANGENT_TARGET:
+            position = sum(1 for other in self.graph.ops[:op_id] if other.target == TANGENT_TARGET)
+            self._emit(f"v{op.outputs[0]} = tangents[{position}]")
+            if position + 1 == len(self.program.tangents):
+                self._emit("tangents.clear()")
+            self.live.add(op.outputs[0])
+            return
+        expression = self._expression(op_id, call)
+        if call.target is targets.update:
+            expression = f"if write_back: {expression}"
+        self._assign(op, call.positions, expression)
+
+    def _expression(self, op_id: int, call: Call) -> str:
+        arguments = [self._argument(a) for a in call.args]
+        arguments += [f"{name}={self._argument(a)}" for name, a in call.kwargs.items()]
+        function = self._constant(call.target)
+        if op_id in self.replayed:
+            self.replayed.discard(op_id)
+            return f"replay(r{op_id}, {self._device(op_id)}, {', '.join([function, *arguments])})"
+        return f"{function}({', '.join(arguments)})"
+
+    def _assign(self, op: Op, positions: tuple[int, ...] | None, expression: str) -> None:
+        """Bind the outputs that have no variable yet; a recomputed output that is still alive stays what it was."""
+        outputs = op.outputs
+        wanted = [v for v in outputs if v not in self.live and not self._left(v, op.id)]
+        if positions is None or not outputs:
+            self._emit(f"v{wanted[0]} = {expression}" if wanted else expression)
+        else:
+            self._emit(f"t = {expression}")
+            for value, position in zip(outputs, positions, strict=True):
+                if value in wanted:
+                    self._emit(f"v{value} = t[{position}]")
+            self._emit("del t")
+        self.live.update(wanted)
+
+    def _left(self, value: int, op_id: int) -> bool:
+        """Whether ``op_id`` allocates the value's storage and the caller has it already."""
+        storage = self.graph.values[value].storage
+        return storage in self.handed and self.graph.storages[storage].base == op_id
+
+    def _drop(self, values: Iterable[int]) -> None:
+        names = [f"v{value}" for value in values if value in self.live]
+        if names:
+            self._emit(f"del {', '.join(names)}")
+        self.live.difference_update(values)
+
+    def _yield_outputs(self) -> None:
+        # Detached: the autograd engine marks what it is given, and a marked tensor would keep the generator alive.
+        results = ", ".join(f"v{value}.detach()" for value in self.graph.forward_outputs)
+        self._emit(f"out = [{results}]")
+        later = self._reads_after()
+        held = {self.graph.values[value].storage for value in self.graph.forward_outputs}
+        self.handed |= held
+        self._drop(v for s in held for v in self.graph.storages[s].values if v not in later)
+        self._emit("yield out")
+        self._emit("del out")
+
+    def _yield_gradients(self, stage: Stage) -> None:
+        values = [self.program.gradients[index][1] for index in stage.gradients]
+        self._emit(f"out = [{', '.join(f'v{value}' for value in values)}]")
+        for value in values:
+            storage = self.graph.values[value].storage
+            self.handed.add(storage)
+            self._drop(self.graph.storages[storage].values)
+        self._emit("yield out")
+
+    def _reads_after(self) -> set[int]:
+        steps = self.schedule.steps[self.schedule.boundary :]
+        return {value for s in steps if isinstance(s, Compute) for value in self.graph.ops[s.op].inputs}
+
+    def _device(self, op_id: int) -> str:
+        op = self.graph.ops[op_id]
+        value = (*op.outputs, *op.inputs)[0]
+        return self._constant(self.program.metas[value].device)
+
+    def _argument(self, argument: Any) -> str:
+        if isinstance(argument, Ref):
+            return f"v{argument.value}"
+        if isinstance(argument, (list, tuple)):
+            items = [self._argument(item) for item in argument]
+            return f"[{', '.join(items)}]" if isinstance(argument, list) else f"({''.join(i + ', ' for i in items)})"
+        if argument is None or isinstance(argument, (bool, int, str)):
+            return repr(argument)
+        return self._constant(argument)
+
+    def _constant(self, thing: Any) -> str:
+        key = (type(thing), thing) if isinstance(thing, (float, torch.device, torch.dtype)) else id(thing)
+        if key not in self._names:
+            stem = getattr(thing, "__name__", "") if callable(thing) else ""
+            stem = stem.split(".")[0]
+            self._names[key] = f"{stem if stem.isidentifier() else 'c'}_{len(self._names)}"
+            self.namespace[self._names[key]] = thing
+        return self._names[key]
+
+    def _emit(self, line: str) -> None:
+        self.lines.append(line)
+
+    def _compile(self) -> Lowered:
+        source = "def step(inputs, tangents, write_back):\n" + "".join(f"    {line}\n" for line in self.lines)
+        filename = f"<lowtide step {next(_FILES)}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+        exec(compile(source, filename, "exec"), self.namespace)
+        after = self._reads_after()
+        # What the program updates itself is read again by operators that do not use its value (see capture.convert).
+        updated = {op.inputs[0] for op in self.graph.ops if op.target == UPDATE_TARGET}
+        inputs = tuple(i for i, value in enumerate(self.program.inputs) if value in after and value not in updated)
+        storages = {self.graph.values[value].storage for value in after}
+        outputs = self.graph.forward_outputs
+        read = tuple(i for i, value in enumerate(outputs) if self.graph.values[value].storage in storages)
+        return Lowered(self.namespace["step"], source, self.stages, inputs, read)
+
+
+def lines(lowered: Lowered) -> Iterator[str]:
+    """The generated program, for reading."""
+    yield from lowered.source.splitlines()

@@ -1,0 +1,59 @@
+"""When each gradient leaves the backward program.
+
+A gradient is final after the last step that reads its storage. Gradients leave in groups, so that the autograd engine
+can accumulate them (and optimizers, hooks and data-parallel reducers act on them) while the backward program is still
+running; a group is large enough that the cost of leaving and coming back is small beside the work in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowtide.ir import Compute, Free, Graph, Schedule
+
+_MAXIMUM_STAGES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Gradients (indices into the program's list) that leave after schedule step ``after``."""
+
+    after: int
+    gradients: tuple[int, ...]
+
+
+def final_steps(graph: Graph, schedule: Schedule, values: Sequence[int]) -> list[int]:
+    """For each value, the last step that computes it or touches its storage."""
+    last: dict[int, int] = {}
+    for index, step in enumerate(schedule.steps):
+        if isinstance(step, Compute):
+            op = graph.ops[step.op]
+            for value in (*op.inputs, *op.outputs):
+                last[graph.values[value].storage] = index
+    return [last[graph.values[value].storage] for value in values]
+
+
+def _after_frees(schedule: Schedule, index: int) -> int:
+    """The last of the ``Free`` steps that follow step ``index``: memory goes before control does."""
+    while index + 1 < len(schedule.steps) and isinstance(schedule.steps[index + 1], Free):
+        index += 1
+    return index
+
+
+def stages(graph: Graph, schedule: Schedule, values: Sequence[int], sizes: Sequence[int]) -> tuple[Stage, ...]:
+    """Group the gradients ``values`` (``sizes`` in bytes) in the order in which they become final."""
+    steps = final_steps(graph, schedule, values)
+    threshold = max(1, sum(sizes) // _MAXIMUM_STAGES)
+    found: list[Stage] = []
+    pending: list[int] = []
+    pending_bytes = 0
+    order = sorted(range(len(values)), key=lambda i: (steps[i], i))
+    for rank, index in enumerate(order):
+        pending.append(index)
+        pending_bytes += sizes[index]
+        last = rank + 1 == len(order)
+        if last or (pending_bytes >= threshold and steps[order[rank + 1]] != steps[index]):
+            found.append(Stage(_after_frees(schedule, steps[index]), tuple(pending)))
+            pending, pending_bytes = [], 0
+    return tuple(found)

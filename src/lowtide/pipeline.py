@@ -1,0 +1,138 @@
+"""Capture, cost, plan: the stages joined up."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lowtide.budget import parse_budget
+from lowtide.capture import Program
+from lowtide.cost import analytical_costs, measure_costs
+from lowtide.errors import PlanError
+from lowtide.ir import Costs, keep_all_schedule, simulate
+from lowtide.planning import Plan, make_plan
+
+Progress = Callable[[str, float], None]
+_RNG_STATE_BYTES = 5056  # what torch allocates for a moment to read a CPU generator's state
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a model is to be planned; the arguments of ``lowtide.rematerialize``."""
+
+    budget: int | str | None = None
+    total_budget: int | str | None = None
+    reserve: int | str = 0
+    planner: str = "auto"
+    compiler: str = "eager"
+    on_new_signature: str = "plan"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.budget is None) == (self.total_budget is None):
+            raise PlanError('give either budget= (what a pass allocates) or total_budget= (everything), e.g. budget="8GiB".')
+        if self.compiler != "eager":
+            raise PlanError(f'compiler={self.compiler!r} is not available; use compiler="eager".')
+        if self.on_new_signature not in ("plan", "eager", "error"):
+            raise PlanError(f'on_new_signature={self.on_new_signature!r} is unknown; use "plan", "eager" or "error".')
+        given = self.budget if self.budget is not None else self.total_budget
+        assert given is not None
+        parse_budget(given, 1 << 62)  # a malformed budget is an error now, not at the first call
+
+
+def program_costs(program: Program, on_progress: Progress | None = None) -> Costs:
+    """Costs of ``program`` on its device: measured, or analytical where the device is ``meta``."""
+    if any(meta.device.type == "meta" for meta in program.metas):
+        costs = analytical_costs(program)
+    else:
+        costs = measure_costs(program, on_progress=on_progress)
+    return _with_generator_states(program, costs)
+
+
+def _with_generator_states(program: Program, costs: Costs) -> Costs:
+    """Reading a CPU generator's state takes memory for a moment, before the random operator takes its own."""
+    workspace = np.array(costs.workspace_bytes)
+    for op in program.graph.ops:
+        if op.random:
+            own = sum(int(costs.storage_bytes[s]) for s in {program.graph.values[v].storage for v in op.outputs})
+            workspace[op.id] = max(int(workspace[op.id]), _RNG_STATE_BYTES - own)
+    return dataclasses.replace(costs, workspace_bytes=workspace, rng_state_bytes=0)
+
+
+def make_program_plan(
+    program: Program, settings: Settings, model: nn.Module | None = None, on_progress: Progress | None = None
+) -> Plan:
+    """Cost and plan ``program``. Raises ``InfeasibleBudgetError`` where the budget cannot be met."""
+    costs = program_costs(program, on_progress)
+    unconstrained = simulate(program.graph, costs, keep_all_schedule(program.graph)).peak_bytes
+    budget = _pass_budget(program, settings, unconstrained, model)
+    return make_plan(
+        program.graph, costs, budget=budget, planner=settings.planner, seed=settings.seed, on_progress=on_progress
+    )
+
+
+def _pass_budget(program: Program, settings: Settings, unconstrained: int, model: nn.Module | None) -> int:
+    """Bytes that a pass may allocate, from whichever budget was given."""
+    reserve = parse_budget(settings.reserve, unconstrained) if settings.reserve else 0
+    if settings.budget is not None:
+        total = parse_budget(settings.budget, unconstrained)
+        fixed = 0
+    else:
+        assert settings.total_budget is not None
+        fixed = _resident_bytes(program, model)
+        total = parse_budget(settings.total_budget, unconstrained + fixed)
+    _check_device(program, total)
+    if total - reserve - fixed <= 0:
+        parts = f"{reserve} bytes are reserved" + (f" and {fixed} bytes resident outside the pass" if fixed else "")
+        raise PlanError(f"a budget of {total} bytes leaves nothing for the pass: {parts}. Raise the budget.")
+    return total - reserve - fixed
+
+
+def _resident_bytes(program: Program, model: nn.Module | None) -> int:
+    """Parameters, buffers, inputs, existing gradients, and two optimizer states per trainable parameter (as Adam has)."""
+    metas = {value: program.metas[value] for value in program.graph.inputs}
+    inputs = {program.graph.values[value].storage: meta.storage_bytes for value, meta in metas.items()}
+    trainable = sum(program.metas[value].storage_bytes for _, value in program.gradients)
+    gradients = sum(p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None) if model else 0
+    return sum(inputs.values()) + 2 * trainable + gradients
+
+
+def _check_device(program: Program, budget: int) -> None:
+    device = program.metas[0].device
+    memory = _device_memory(device)
+    if memory is not None and budget > memory:
+        raise PlanError(f"a budget of {budget} bytes is more than the device {device} has ({memory} bytes); lower it.")
+
+
+def _device_memory(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def plan(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Any = None,
+    *,
+    budget: int | str,
+    planner: str = "auto",
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> Plan:
+    """See ``lowtide.plan``."""
+    from lowtide.capture import capture
+
+    settings = Settings(budget=budget, planner=planner, seed=seed)
+    with torch.enable_grad():
+        program = capture(model, args, kwargs)
+    return make_program_plan(program, settings, model, on_progress)

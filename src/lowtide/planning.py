@@ -1,0 +1,162 @@
+"""The plan: a graph, its costs, and the schedule that fits a budget. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowtide.budget import parse_budget
+from lowtide.errors import InfeasibleBudgetError, PlanError
+from lowtide.ir import Costs, Graph, Schedule, check, keep_all_schedule, simulate
+from lowtide.ir.schedule import Compute
+from lowtide.ir.serial import graph_from_json, graph_to_json, read_json, schedule_from_json, schedule_to_json
+from lowtide.solve import Problem, minimum_peak, solve
+
+PLAN_FORMAT = "lowtide-plan/1"
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A schedule of a training program within a memory budget.
+
+    Bytes are what a forward and backward pass allocates above what was allocated when it began. ``time_ns`` is the
+    predicted time of the pass, ``lower_bound_ns`` a proven bound on it for any schedule within the budget, if there is
+    one. ``str(plan)`` is a readable report.
+    """
+
+    graph: Graph
+    costs: Costs
+    schedule: Schedule
+    planner: str
+    budget_bytes: int
+    peak_bytes: int
+    unconstrained_peak_bytes: int
+    time_ns: int
+    lower_bound_ns: int | None = None
+    seed: int = 0
+    solve_seconds: float = 0.0
+
+    @property
+    def overhead(self) -> float:
+        """Extra time over the same program without recomputation, as a fraction."""
+        total = self.costs.total_time_ns
+        return self.time_ns / total - 1 if total else 0.0
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as ``lowtide-plan/1`` JSON, atomically."""
+        data = {
+            "format": PLAN_FORMAT,
+            "planner": self.planner,
+            "seed": self.seed,
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": self.peak_bytes,
+            "unconstrained_peak_bytes": self.unconstrained_peak_bytes,
+            "time_ns": self.time_ns,
+            "lower_bound_ns": self.lower_bound_ns,
+            "solve_seconds": self.solve_seconds,
+            "graph": graph_to_json(self.graph, self.costs),
+            "schedule": schedule_to_json(self.schedule),
+        }
+        write_atomically(Path(path), json.dumps(data))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a saved plan; checks and simulates its schedule again.
+
+        Raises ``PlanError`` for a file that is not a plan and ``ScheduleError`` for a schedule that is not valid.
+        """
+        data = read_json(path)
+        if data.get("format") != PLAN_FORMAT:
+            raise PlanError(f"{path} is not a saved plan: expected format {PLAN_FORMAT!r}, found {data.get('format')!r}.")
+        try:
+            graph, costs = graph_from_json(data["graph"])
+            schedule = schedule_from_json(data["schedule"])
+            check(graph, schedule)
+            result = simulate(graph, costs, schedule)
+            bound = data["lower_bound_ns"]
+            return cls(
+                graph,
+                costs,
+                schedule,
+                str(data["planner"]),
+                int(data["budget_bytes"]),
+                result.peak_bytes,
+                simulate(graph, costs, keep_all_schedule(graph)).peak_bytes,
+                result.time_ns,
+                None if bound is None else int(bound),
+                int(data["seed"]),
+                float(data["solve_seconds"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"{path} is not a complete plan: {type(error).__name__} {error}.") from error
+
+    def __str__(self) -> str:
+        from lowtide.report.text import render_plan
+
+        return render_plan(self)
+
+
+def make_plan(
+    graph: Graph,
+    costs: Costs,
+    *,
+    budget: int | str,
+    planner: str = "auto",
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> Plan:
+    """Plan ``graph`` within ``budget``. Raises ``InfeasibleBudgetError`` where the planner finds no schedule."""
+    unconstrained = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+    budget_bytes = parse_budget(budget, unconstrained)
+    solution = solve(Problem(graph, costs, budget_bytes, seed, on_progress), planner)
+    if solution.schedule is None:
+        raise infeasible(graph, costs, budget_bytes, unconstrained, solution.minimum_bytes, planner, seed)
+    return Plan(
+        graph,
+        costs,
+        solution.schedule,
+        solution.planner,
+        budget_bytes,
+        solution.peak_bytes,
+        unconstrained,
+        solution.time_ns,
+        solution.lower_bound_ns,
+        seed,
+        solution.solve_seconds,
+    )
+
+
+def infeasible(
+    graph: Graph, costs: Costs, budget: int, unconstrained: int, minimum: int | None, planner: str, seed: int
+) -> InfeasibleBudgetError:
+    """The error for a budget that was not met: what is known to be reachable, and where the bottleneck is."""
+    best_peak, schedule = minimum_peak(graph, costs, seed)
+    reachable = best_peak if minimum is None else minimum
+    step = schedule.steps[simulate(graph, costs, schedule).peak_step]
+    op = graph.ops[step.op] if isinstance(step, Compute) else graph.ops[0]
+    place = f" ({op.source})" if op.source else ""
+    hint = "" if reachable <= best_peak else f" Planner auto reaches {best_peak} bytes."
+    return InfeasibleBudgetError(
+        f"planner {planner} found no schedule within {budget} bytes; the smallest budget it can meet is {reachable} bytes "
+        f"({100 * reachable / max(unconstrained, 1):.1f}% of the {unconstrained} bytes without rematerialization). The "
+        f"bottleneck is {op.name}{place}.{hint} Raise the budget, or make the batch or the sequence smaller.",
+        minimum_bytes=reachable,
+        operator=op.name,
+        source=op.source,
+    )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old or the new text, never a part."""
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise PlanError(f"cannot write {path}: {error.strerror or error}.") from error

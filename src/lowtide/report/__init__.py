@@ -1,0 +1,1 @@
+"""Plans for people: text now, other forms later. No torch."""

@@ -1,0 +1,80 @@
+"""A plan as a readable table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lowtide.ir import Compute, simulate
+from lowtide.report.modules import ModuleRow, merge_repeats, module_rows
+from lowtide.report.units import format_bytes, format_percent, format_time
+
+if TYPE_CHECKING:
+    from lowtide.planning import Plan
+
+_MOST_ROWS = 40
+_HEADER = ("module", "saved", "recomputed ops", "recompute time", "time once")
+
+
+def render_plan(plan: Plan) -> str:
+    """Budget, predicted peak, overhead, where the peak is, and what is saved and recomputed per module."""
+    rows = merge_repeats(module_rows(plan.graph, plan.costs, plan.schedule))
+    return "\n".join([*_summary(plan), "", *_table(rows)])
+
+
+def _summary(plan: Plan) -> list[str]:
+    total = max(plan.unconstrained_peak_bytes, 1)
+    bound = "none known"
+    if plan.lower_bound_ns is not None and plan.costs.total_time_ns:
+        bound = format_percent(plan.lower_bound_ns / plan.costs.total_time_ns - 1)
+    facts = {
+        "budget": f"{format_bytes(plan.budget_bytes)} ({format_percent(plan.budget_bytes / total)} of unconstrained)",
+        "predicted peak": f"{format_bytes(plan.peak_bytes)} ({format_percent(plan.peak_bytes / total)})",
+        "unconstrained peak": format_bytes(plan.unconstrained_peak_bytes),
+        "overhead": f"{format_percent(plan.overhead)} of {format_time(plan.costs.total_time_ns)}",
+        "overhead's lower bound": bound,
+        "peak at": peak_position(plan),
+        "planner": f"{plan.planner}, seed {plan.seed}, {plan.solve_seconds:.1f} s",
+        "costs": plan.costs.device or "as given",
+    }
+    width = max(map(len, facts))
+    title = f"plan of {plan.graph.name}" if plan.graph.name else "plan"
+    return [f"{title}: {len(plan.graph.ops)} ops", *(f"  {key:<{width}}  {value}" for key, value in facts.items())]
+
+
+def peak_position(plan: Plan) -> str:
+    """The op that runs at the predicted peak, its module and the user's source line."""
+    step = plan.schedule.steps[simulate(plan.graph, plan.costs, plan.schedule).peak_step]
+    if not isinstance(step, Compute):
+        return "between two ops"
+    op = plan.graph.ops[step.op]
+    where = f" of {op.module}" if op.module else ""
+    return f"{op.name}{where}, {op.phase.value}" + (f", {op.source}" if op.source else "")
+
+
+def _table(rows: list[ModuleRow]) -> list[str]:
+    cells = [_cells(row) for row in rows[:_MOST_ROWS]]
+    widths = [max(map(len, column)) for column in zip(_HEADER, *cells, strict=True)]
+    lines = [_line(_HEADER, widths), _line(["-" * width for width in widths], widths), *(_line(c, widths) for c in cells)]
+    left = rows[_MOST_ROWS:]
+    if left:
+        saved = sum(row.saved_bytes for row in left)
+        again = sum(row.recomputed_ns for row in left)
+        lines.append(f"and {len(left)} more: {format_bytes(saved)} saved, {format_time(again)} recomputed")
+    return lines
+
+
+def _cells(row: ModuleRow) -> tuple[str, ...]:
+    again = format_time(row.recomputed_ns) if row.recomputed_ops else "-"
+    return (
+        row.name or "(model)",
+        format_bytes(row.saved_bytes),
+        str(row.recomputed_ops) if row.recomputed_ops else "-",
+        again,
+        format_time(row.time_ns),
+    )
+
+
+def _line(cells: tuple[str, ...] | list[str], widths: list[int]) -> str:
+    name, *figures = cells
+    padded = [name.ljust(widths[0]), *(figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True))]
+    return "  ".join(padded).rstrip()

@@ -1,0 +1,322 @@
+"""A counter under PyTorch's CPU allocator: every allocation of every thread, exact to the byte, about 10 ns each.
+
+``torch.profiler``'s memory events cover only the threads that inherited the profiler's state (a plain
+``threading.Thread`` is not seen, nor is anything with ``profile_all_threads``), and miss the release of blocks that are
+older than the session. Here a small allocator is put in front of c10's own through ``c10::SetCPUAllocator``: it calls
+the original, notes the size in a lock-free table, and wraps the deleter, so that it sees the free wherever it happens.
+It changes neither sizes nor addresses. The machine code is assembled by llvmlite, which numba needs anyway, so no
+compiler is wanted on the machine.
+
+What it relies on, probed before use and again by a test allocation after it (``install`` returns ``None`` where
+anything differs): the exported ``c10::GetCPUAllocator`` and ``c10::SetCPUAllocator``; the Itanium layout of
+``c10::Allocator`` (two destructors, ``allocate``, ``is_simple_data_ptr``, ``raw_deleter``, ...); ``c10::DataPtr`` as
+data, then context and deleter in the standard library's order.
+
+It stays installed for the life of the process, because blocks outlive a measurement; so do code and table. Blocks that
+were allocated before it was installed are unknown: their frees are not seen, and a measurement is then too high.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_LOG = logging.getLogger(__name__)
+
+_TABLE_SLOTS = 1 << 18  # blocks alive at a time; two words each, 4 MiB, touched only as used
+_PROBES = 256  # a block that finds no slot in so many is left uncounted
+_VTABLE_SLOTS = 16
+_ALLOCATE, _RAW_DELETER = 2, 4  # positions in c10::Allocator's vtable
+_LEVEL, _PEAK, _LOG_ADDRESS, _LOG_CAPACITY, _LOG_LENGTH, _UNCOUNTED, _STATE_WORDS = range(7)
+
+_ASSEMBLY = """
+declare i32 @clock_gettime(i32, ptr)
+
+define internal void @record(i64 %delta) {{
+  %level = inttoptr i64 {level} to ptr
+  %peak = inttoptr i64 {peak} to ptr
+  %before = atomicrmw add ptr %level, i64 %delta seq_cst
+  %now = add i64 %before, %delta
+  %previous = atomicrmw max ptr %peak, i64 %now seq_cst
+  %capacity = load atomic i64, ptr inttoptr (i64 {log_capacity} to ptr) seq_cst, align 8
+  %logging = icmp sgt i64 %capacity, 0
+  br i1 %logging, label %reserve, label %done
+reserve:
+  %index = atomicrmw add ptr inttoptr (i64 {log_length} to ptr), i64 1 seq_cst
+  %fits = icmp slt i64 %index, %capacity
+  br i1 %fits, label %write, label %done
+write:
+  %time = alloca [2 x i64], align 8
+  %status = call i32 @clock_gettime(i32 {clock}, ptr %time)
+  %seconds = load i64, ptr %time
+  %fraction_at = getelementptr i64, ptr %time, i64 1
+  %fraction = load i64, ptr %fraction_at
+  %whole = mul i64 %seconds, 1000000000
+  %ns = add i64 %whole, %fraction
+  %log_address = load i64, ptr inttoptr (i64 {log_address} to ptr)
+  %log = inttoptr i64 %log_address to ptr
+  %word = mul i64 %index, 2
+  %entry = getelementptr i64, ptr %log, i64 %word
+  store i64 %ns, ptr %entry
+  %level_at = getelementptr i64, ptr %entry, i64 1
+  store i64 %now, ptr %level_at
+  br label %done
+done:
+  ret void
+}}
+
+define internal i64 @first_slot(ptr %data) {{
+  %address = ptrtoint ptr %data to i64
+  %mixed = mul i64 %address, 11400714819323198485
+  %slot = lshr i64 %mixed, {hash_shift}
+  ret i64 %slot
+}}
+
+define internal ptr @slot_address(i64 %first, i64 %probe) {{
+  %slot = add i64 %first, %probe
+  %wrapped = and i64 %slot, {slot_mask}
+  %word = mul i64 %wrapped, 2
+  %address = getelementptr i64, ptr inttoptr (i64 {table} to ptr), i64 %word
+  ret ptr %address
+}}
+
+define void @allocate(ptr sret([4 x i64]) %out, ptr %self, i64 %bytes) uwtable {{
+  call void inttoptr (i64 {original_allocate} to ptr)(
+    ptr sret([4 x i64]) %out, ptr inttoptr (i64 {original} to ptr), i64 %bytes)
+  %data = load ptr, ptr %out
+  %absent = icmp eq ptr %data, null
+  br i1 %absent, label %done, label %insert
+insert:
+  %key = ptrtoint ptr %data to i64
+  %first = call i64 @first_slot(ptr %data)
+  br label %loop
+loop:
+  %probe = phi i64 [ 0, %insert ], [ %next, %taken ]
+  %slot = call ptr @slot_address(i64 %first, i64 %probe)
+  %exchange = cmpxchg ptr %slot, i64 0, i64 %key seq_cst seq_cst
+  %won = extractvalue {{ i64, i1 }} %exchange, 1
+  br i1 %won, label %store, label %taken
+taken:
+  %next = add i64 %probe, 1
+  %more = icmp slt i64 %next, {probes}
+  br i1 %more, label %loop, label %full
+full:
+  %uncounted = atomicrmw add ptr inttoptr (i64 {uncounted} to ptr), i64 1 seq_cst
+  br label %done
+store:
+  %size_at = getelementptr i64, ptr %slot, i64 1
+  store i64 %bytes, ptr %size_at
+  %deleter_at = getelementptr i64, ptr %out, i64 {deleter_word}
+  store ptr @release, ptr %deleter_at
+  call void @record(i64 %bytes)
+  br label %done
+done:
+  ret void
+}}
+
+define void @release(ptr %data) uwtable {{
+  %key = ptrtoint ptr %data to i64
+  %first = call i64 @first_slot(ptr %data)
+  br label %loop
+loop:
+  %probe = phi i64 [ 0, %0 ], [ %next, %other ]
+  %slot = call ptr @slot_address(i64 %first, i64 %probe)
+  %found = load atomic i64, ptr %slot seq_cst, align 8
+  %mine = icmp eq i64 %found, %key
+  br i1 %mine, label %remove, label %other
+other:
+  %next = add i64 %probe, 1
+  %more = icmp slt i64 %next, {probes}
+  br i1 %more, label %loop, label %done
+remove:
+  %size_at = getelementptr i64, ptr %slot, i64 1
+  %bytes = load i64, ptr %size_at
+  store atomic i64 0, ptr %slot seq_cst, align 8
+  %minus = sub i64 0, %bytes
+  call void @record(i64 %minus)
+  br label %done
+done:
+  call void inttoptr (i64 {original_deleter} to ptr)(ptr %data)
+  ret void
+}}
+
+define ptr @raw_deleter(ptr %self) {{
+  ret ptr @release
+}}
+"""
+
+
+class AllocationCounter:
+    """Level and peak of the bytes that the CPU allocator has handed out since the counter was installed."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    @property
+    def level_bytes(self) -> int:
+        return int(self._state[_LEVEL])
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self._state[_PEAK])
+
+    @property
+    def uncounted_blocks(self) -> int:
+        """Blocks that found no place in the table; 0 unless hundreds of thousands of tensors are alive."""
+        return int(self._state[_UNCOUNTED])
+
+    def reset_peak(self) -> int:
+        """The peak falls to the present level, which is returned."""
+        self._state[_PEAK] = level = self.level_bytes
+        return level
+
+    def raise_peak(self, peak_bytes: int) -> None:
+        self._state[_PEAK] = max(self.peak_bytes, peak_bytes)
+
+    def start_log(self, address: int, capacity: int) -> bool:
+        """From now on write (monotonic ns, level) per event to ``address``; false where a log runs already."""
+        if self._state[_LOG_CAPACITY]:
+            return False
+        self._state[_LOG_ADDRESS] = address
+        self._state[_LOG_LENGTH] = 0
+        self._state[_LOG_CAPACITY] = capacity
+        return True
+
+    def stop_log(self) -> int:
+        """Stop writing; the number of events seen, which may be more than were written."""
+        self._state[_LOG_CAPACITY] = 0
+        return int(self._state[_LOG_LENGTH])
+
+
+@functools.cache
+def install() -> AllocationCounter | None:
+    """The process's counter, put in place on the first call; ``None`` where this build of torch does not allow it."""
+    if sys.platform not in ("linux", "darwin"):
+        return None
+    try:
+        return _install()
+    except (ImportError, OSError, AttributeError, RuntimeError, ValueError) as error:
+        _LOG.warning("the exact CPU allocation counter is not available: %s", error)
+        return None
+
+
+def _install() -> AllocationCounter:
+    c10 = _load_c10()
+    original = c10.get()
+    vtable = _words(_words(original, 1)[0], _VTABLE_SLOTS)
+    deleter, deleter_word = _probe_layout(original, vtable)
+    state_address = _forever(_STATE_WORDS)
+    code = _assemble(
+        original=original,
+        original_allocate=vtable[_ALLOCATE],
+        original_deleter=deleter,
+        deleter_word=deleter_word,
+        table=_forever(2 * _TABLE_SLOTS),
+        hash_shift=64 - _TABLE_SLOTS.bit_length() + 1,
+        slot_mask=_TABLE_SLOTS - 1,
+        probes=_PROBES,
+        clock=1 if sys.platform == "linux" else 6,
+        level=state_address + 8 * _LEVEL,
+        peak=state_address + 8 * _PEAK,
+        log_address=state_address + 8 * _LOG_ADDRESS,
+        log_capacity=state_address + 8 * _LOG_CAPACITY,
+        log_length=state_address + 8 * _LOG_LENGTH,
+        uncounted=state_address + 8 * _UNCOUNTED,
+    )
+    counter = AllocationCounter(_words(state_address, _STATE_WORDS))
+    c10.set(_allocator_object(vtable, code), 0)
+    if not _counts(counter):
+        c10.set(original, 0)
+        raise RuntimeError("a test allocation was not counted")
+    return counter
+
+
+class _C10:
+    """The two exported functions."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.get = library._ZN3c1015GetCPUAllocatorEv
+        self.get.restype = ctypes.c_void_p
+        self.get.argtypes = ()
+        self.set = library._ZN3c1015SetCPUAllocatorEPNS_9AllocatorEh
+        self.set.restype = None
+        self.set.argtypes = (ctypes.c_void_p, ctypes.c_uint8)
+
+
+def _load_c10() -> _C10:
+    name = "libc10.so" if sys.platform == "linux" else "libc10.dylib"
+    return _C10(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)))
+
+
+def _words(address: int, count: int) -> Any:
+    return (ctypes.c_int64 * count).from_address(address)
+
+
+def _forever(words: int) -> int:
+    """Zeroed memory that is never given back: blocks may be freed after the interpreter is gone."""
+    calloc = ctypes.CDLL(None).calloc
+    calloc.restype = ctypes.c_void_p
+    calloc.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
+    address = calloc(words, 8)
+    if not address:
+        raise RuntimeError("no memory for the counter's table")
+    return int(address)
+
+
+def _probe_layout(original: int, vtable: Any) -> tuple[int, int]:
+    """The original deleter, and at which word of a ``DataPtr`` it stands; ``RuntimeError`` where the layout is another.
+
+    Looks at the ``DataPtr`` inside a fresh tensor's ``StorageImpl``: there the words data, context and deleter follow
+    one another, and ``raw_deleter()`` must be one of them.
+    """
+    raw_deleter = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(vtable[_RAW_DELETER])(original)
+    tensor = torch.empty(64, dtype=torch.uint8)
+    storage = _words(tensor.untyped_storage()._cdata, 8)
+    data = tensor.data_ptr()
+    for first in range(2, 6):
+        found = list(storage[first : first + 3])
+        if found == [data, raw_deleter, data]:
+            return int(raw_deleter), 1
+        if found == [data, data, raw_deleter]:
+            return int(raw_deleter), 2
+    raise RuntimeError("the layout of c10::DataPtr is not the expected one")
+
+
+def _assemble(**constants: int) -> dict[str, int]:
+    from llvmlite import binding  # type: ignore[import-untyped]
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    module = binding.parse_assembly(_ASSEMBLY.format(**constants))
+    module.verify()
+    machine = binding.Target.from_default_triple().create_target_machine(opt=2)
+    engine = binding.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    addresses = {name: engine.get_function_address(name) for name in ("allocate", "release", "raw_deleter")}
+    engine.detach()  # never unloaded, see _forever
+    return addresses
+
+
+def _allocator_object(original_vtable: Any, code: dict[str, int]) -> int:
+    """A ``c10::Allocator`` with the original's vtable except for the two functions replaced."""
+    vtable = _forever(_VTABLE_SLOTS)
+    _words(vtable, _VTABLE_SLOTS)[:] = original_vtable[:]
+    _words(vtable, _VTABLE_SLOTS)[_ALLOCATE] = code["allocate"]
+    _words(vtable, _VTABLE_SLOTS)[_RAW_DELETER] = code["raw_deleter"]
+    instance = _forever(8)
+    _words(instance, 1)[0] = vtable
+    return instance
+
+
+def _counts(counter: AllocationCounter) -> bool:
+    before = counter.level_bytes
+    block = torch.empty(12345, dtype=torch.uint8)
+    during = counter.level_bytes
+    del block
+    return during - before == 12345 and counter.level_bytes == before

@@ -1,0 +1,185 @@
+"""The model swap: a planned ``forward`` in place of the model's own, one plan per input signature."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.capture import Program, capture, structure
+from lowtide.capture.capture import flat_arguments
+from lowtide.capture.module import GradientMask, model_state
+from lowtide.errors import ExecutionError, PlanError
+from lowtide.lower import Lowered, lower
+from lowtide.pipeline import Settings, make_program_plan
+from lowtide.planning import Plan
+from lowtide.runtime.signature import Signature, describe, signature
+from lowtide.runtime.step import run
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """A planned program, ready to run."""
+
+    program: Program
+    plan: Plan
+    lowered: Lowered
+    remake: Callable[[GradientMask], Entry]
+
+    def for_mask(self, mask: GradientMask) -> Entry:
+        """The same program for a gradient of other results; it serves the following calls too."""
+        return self.remake(mask)
+
+
+class Rematerialized:
+    """The planned ``forward`` of one model. Calls under ``torch.no_grad()`` or in evaluation mode run the original."""
+
+    _lowtide_runtime = True
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self._model = weakref.ref(model)
+        self.settings = settings
+        self.entries: dict[Signature, list[Entry]] = {}
+        self.had_instance_forward = "forward" in model.__dict__
+        self.original_forward = model.forward
+        self._warned = False
+        functools.update_wrapper(self, self.original_forward, updated=())
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise ExecutionError("the rematerialized model no longer exists; keep a reference to it.")
+        return model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self.model
+        if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.original_forward(*args, **kwargs)
+        inputs, arguments = self.flat_inputs(args, kwargs)
+        if not any(tensor.requires_grad for tensor in inputs):
+            return self.original_forward(*args, **kwargs)
+        entry = self.entry(args, kwargs, inputs, arguments)
+        if entry is None:
+            return self.original_forward(*args, **kwargs)
+        return _rebuild(entry.program, run(entry, inputs), inputs, model)
+
+    def flat_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Any]:
+        tensors, arguments = flat_arguments(args, kwargs)
+        return [*model_state(self.model).tensors, *tensors], arguments
+
+    def entry(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: list[torch.Tensor], arguments: Any
+    ) -> Entry | None:
+        """The planned program for this call, made now if it is new; ``None`` where eager was asked for."""
+        key = signature(list(self.model.modules()), inputs, arguments)
+        memo: dict[int, Any] = {}
+        for entry in self.entries.get(key, ()):
+            if all(question.holds(inputs, memo) for question in entry.program.questions):
+                return entry
+        if self.entries and self.settings.on_new_signature != "plan":
+            return self._refuse(inputs)
+        return self._make(key, args, kwargs, None)
+
+    def _make(
+        self, key: Signature, args: Sequence[Any], kwargs: Mapping[str, Any], mask: GradientMask | None
+    ) -> Entry:
+        program = capture(self.model, args, kwargs, mask=mask)
+        plan = make_program_plan(program, self.settings, self.model)
+        lowered = lower(program, plan.schedule)
+        # Shapes suffice to capture again for other gradients, but values answer the questions: keep the small ones.
+        remake = functools.partial(self._remake, key, program, _without_storage(args, kwargs))
+        entry = Entry(program, plan, lowered, remake)
+        self.entries.setdefault(key, []).append(entry)
+        _LOG.info("planned %s: peak %d bytes of %d", type(self.model).__name__, plan.peak_bytes, plan.budget_bytes)
+        return entry
+
+    def _remake(self, key: Signature, old: Program, sample: tuple[Any, Any], mask: GradientMask) -> Entry:
+        with torch.enable_grad():
+            entry = self._make(key, *sample, mask)
+        known = self.entries[key]
+        known[:] = [entry, *(e for e in known if e is not entry and e.program is not old)]
+        return entry
+
+    def _refuse(self, inputs: Sequence[torch.Tensor]) -> None:
+        states = len(model_state(self.model).tensors)
+        what = f"a call with {describe(inputs, states)} has another signature than the planned ones"
+        if self.settings.on_new_signature == "error":
+            raise PlanError(f'{what}; call with the planned shapes, or pass on_new_signature="plan" (or "eager").')
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{what}; it runs without a plan, outside the budget.", stacklevel=4)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rematerialized:
+        """The copy of the model plans for itself, under the same settings."""
+        clone = object.__new__(type(self))
+        memo[id(self)] = clone
+        model = memo.get(id(self.model)) or copy.deepcopy(self.model, memo)
+        clone._reset(model, self)
+        return clone
+
+    def _reset(self, model: nn.Module, other: Rematerialized) -> None:
+        self._model = weakref.ref(model)
+        self.settings = other.settings
+        self.entries = {}
+        self.had_instance_forward = other.had_instance_forward
+        self._warned = False
+        forward = other.original_forward
+        self.original_forward = getattr(forward, "__func__", forward)
+        if hasattr(forward, "__func__"):
+            self.original_forward = forward.__func__.__get__(model)
+        functools.update_wrapper(self, self.original_forward, updated=())
+
+    def __reduce__(self) -> Any:
+        """Pickled with the model: settings travel, plans are made anew."""
+        original = self.original_forward if self.had_instance_forward else None
+        return _restore_pickled, (self.model, self.settings, original)
+
+
+def _restore_pickled(model: nn.Module, settings: Settings, original: Callable[..., Any] | None) -> Rematerialized:
+    if original is not None:
+        model.forward = original  # type: ignore[method-assign]
+    return Rematerialized(model, settings)
+
+
+def _rebuild(program: Program, outputs: list[torch.Tensor], inputs: list[torch.Tensor], model: nn.Module) -> Any:
+    """The model's result, of the type that eager returns."""
+    tensors = []
+    for result in program.results:
+        source = (
+            inputs[result.argument]
+            if result.argument is not None
+            else outputs[result.returned if result.returned is not None else result.base or 0]
+        )
+        tensors.append(source if result.view is None else source.as_strided(*result.view))
+    for name, index in program.reassigned.items():
+        path, _, leaf = name.rpartition(".")
+        model.get_submodule(path)._buffers[leaf] = tensors[index].detach()
+    return structure.unflatten(program.result_structure, tensors)
+
+
+def _without_storage(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The call with floating tensors replaced by ones without memory."""
+    tensors, tree = flat_arguments(args, kwargs)
+    light = [_light(tensor) for tensor in tensors]
+    result: tuple[Any, Any] = structure.unflatten(tree, light)
+    return result
+
+
+def _light(tensor: torch.Tensor) -> torch.Tensor:
+    """Integers as they are, since they answer questions; a floating tensor of the same layout without memory."""
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return tensor.detach().clone()
+    hollow = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    hollow.untyped_storage().resize_(0)
+    return hollow.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,38 @@
+"""What a plan depends on: one plan per signature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.capture import structure
+
+Signature = tuple[Any, ...]
+
+
+def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], arguments: Any) -> Signature:
+    """Structure and non-tensor values of the call, layout of every flat input, training flags, autocast and modes."""
+    device_type = inputs[0].device.type
+    autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+    return (
+        structure.fingerprint(arguments),
+        tuple(map(tensor_key, inputs)),
+        tuple(module.training for module in modules),
+        autocast,
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+    )
+
+
+def describe(inputs: Sequence[torch.Tensor], states: int) -> str:
+    """The call's tensors in a few words, for messages."""
+    tensors = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in inputs[states:]]
+    return ", ".join(tensors) or "no tensors"

@@ -1,0 +1,267 @@
+"""One call of a planned model: its generator, and the chain of autograd nodes that drives it.
+
+The chain mirrors the backward program. Seen from the result, the first node receives the gradients of the outputs; each
+further node runs the next segment of the backward program and returns the gradients that became final in it. The nodes
+are linked by empty tensors, so the engine runs them one after the other and accumulates each group of gradients in
+between, as it does in eager.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from lowtide.capture.module import GradientMask
+from lowtide.capture.program import Program, Result
+from lowtide.errors import ExecutionError
+from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.lower import Lowered
+from lowtide.lower import random as rng
+
+
+class Executable(Protocol):
+    """A program and its lowered form."""
+
+    @property
+    def program(self) -> Program: ...
+    @property
+    def lowered(self) -> Lowered: ...
+    def for_mask(self, mask: GradientMask) -> Executable:
+        """The same program for gradients of other outputs, or in another layout."""
+
+
+@dataclass(eq=False)
+class ModelCall:
+    """The state of one forward pass until its backward pass is done.
+
+    ``inputs``: the flat inputs. ``nodes[i]``: the flat inputs whose gradients the i-th node of the chain returns.
+    """
+
+    executable: Executable
+    inputs: list[torch.Tensor]
+    nodes: tuple[tuple[int, ...], ...]
+    tangents: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
+    output_versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    rng_state: bytearray | None = None
+    generator: Any = None
+
+    @property
+    def device_type(self) -> str:
+        return self.inputs[0].device.type
+
+    def forward(self) -> list[torch.Tensor]:
+        """Run the forward program; returns the forward outputs."""
+        if any(op.random for op in self.executable.program.graph.ops):
+            self.rng_state = rng.save(self.inputs[0].device)
+        lowered = self.executable.lowered
+        self.generator = lowered.step(list(self.inputs), self.tangents, True)
+        with below_autograd():
+            outputs = list(next(self.generator))
+        own = len(outputs) - len(self.executable.program.kept)
+        self.kept = dict(zip(self.executable.program.kept, outputs[own:], strict=True))
+        self.versions = {i: self.inputs[i]._version for i in lowered.reads_after}
+        self.output_versions = [(outputs[i].detach(), outputs[i]._version) for i in lowered.reads_outputs]
+        return outputs[:own]
+
+    def receive(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The gradients of the forward outputs have arrived: start the backward program, in its first state."""
+        self._check_unmodified()
+        program = self.executable.program
+        if self.generator is None or not _expected(program, gradients):
+            self._run_again(gradients)
+        else:
+            self.tangents.extend(_prepared(program, gradients))
+
+    def stage(self, node: int) -> tuple[torch.Tensor | None, ...]:
+        """Run the next segment; the gradients of ``nodes[node]``, ``None`` for inputs that have none."""
+        if self.generator is not None:
+            self._advance(node)
+        result = tuple(self.gradients.pop(position, None) for position in self.nodes[node])
+        if node + 1 == len(self.nodes):
+            self.gradients.clear()
+        return result
+
+    def _advance(self, node: int) -> None:
+        stages = self.executable.lowered.stages
+        if node < len(stages):
+            with below_autograd():
+                values = next(self.generator)
+            for index in reversed(stages[node].gradients):
+                self.gradients[self.executable.program.gradients[index][0]] = values.pop()
+        if node + 1 >= len(stages):
+            self.generator.close()
+            self.generator = None
+
+    def _run_again(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Other gradients than expected, or a second backward pass: run the forward pass again and all of the backward.
+
+        The forward pass runs under its own generator state and writes nothing back, so its effects stay as they were.
+        """
+        self.generator = None
+        program = self.executable.program
+        mask = tuple(_wanted(result, gradients) for result in program.results[: len(program.mask)])
+        executable = self.executable if mask == program.mask else self.executable.for_mask(mask)
+        tangents: list[torch.Tensor] = []
+        device = self.inputs[0].device
+        current = rng.save(device)
+        if self.rng_state is not None:
+            rng.restore(self.rng_state, device)
+        try:
+            inputs = [self.kept.get(i, tensor) for i, tensor in enumerate(self.inputs)]
+            generator = executable.lowered.step(inputs, tangents, False)
+            with below_autograd():
+                next(generator)
+        finally:
+            rng.restore(current, device)
+        tangents.extend(_prepared(executable.program, gradients))
+        for stage in executable.lowered.stages:
+            with below_autograd():
+                values = next(generator)
+            for index in reversed(stage.gradients):
+                self.gradients[executable.program.gradients[index][0]] = values.pop()
+        generator.close()
+
+    def _check_unmodified(self) -> None:
+        changed = [i for i, version in self.versions.items() if self.inputs[i]._version != version]
+        changed_output = any(tensor._version != version for tensor, version in self.output_versions)
+        if changed or changed_output:
+            names = self.executable.program.state_names
+            what = ", ".join(names[i][0] if i < len(names) else f"argument {i - len(names)}" for i in changed)
+            raise ExecutionError(
+                f"{what or 'an output of the model'} was modified in place between the forward and the backward pass, "
+                "which needs the value it had. Modify it after the backward pass, or modify a clone."
+            )
+
+
+def _expected(program: Program, gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Whether these gradients are the ones that the program was made for."""
+    present = {i for i, gradient in enumerate(gradients) if gradient is not None}
+    if present != set(program.tangents):
+        return False
+    pairs = zip(_tangent_values(program), program.tangents, strict=True)
+    return all(_has_layout(gradients[output], program.metas[value].stride) for value, output in pairs)
+
+
+def _has_layout(gradient: torch.Tensor | None, stride: Sequence[int]) -> bool:
+    assert gradient is not None
+    sizes = zip(gradient.shape, gradient.stride(), stride, strict=True)
+    return gradient.numel() <= 1 or all(size == 1 or have == want for size, have, want in sizes)
+
+
+def _wanted(result: Result, gradients: Sequence[torch.Tensor | None]) -> bool | tuple[int, ...]:
+    """The mask entry for a result whose gradient arrived like this."""
+    place = result.returned if result.returned is not None else result.base
+    gradient = gradients[place] if place is not None else None
+    if gradient is None:
+        return False
+    return tuple(gradient.stride()) if result.returned is not None and gradient.numel() > 1 else True
+
+
+def _tangent_values(program: Program) -> list[int]:
+    return [op.outputs[0] for op in program.graph.ops if op.target == TANGENT_TARGET]
+
+
+def _prepared(program: Program, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The arriving gradients in the layout that the program was captured with."""
+    prepared = []
+    for value, output in zip(_tangent_values(program), program.tangents, strict=True):
+        gradient, meta = gradients[output], program.metas[value]
+        assert gradient is not None
+        gradient = gradient.detach()
+        if not _has_layout(gradient, meta.stride):
+            copy = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+            gradient = copy.copy_(gradient)
+        prepared.append(gradient)
+    return prepared
+
+
+class OutputNode(torch.autograd.Function):
+    """Runs the forward program; its backward takes the gradients of the outputs and leaves the work to the stages."""
+
+    @staticmethod
+    def forward(ctx: Any, call: ModelCall, fixed: tuple[int, ...], token: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(token)
+        with without_autocast(call.device_type):
+            outputs = call.forward()
+        ctx.mark_non_differentiable(*(outputs[i] for i in fixed))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors  # the engine's own error on a second backward pass without retain_graph=True
+        ctx.call.receive(gradients)
+        return None, None, torch.empty(0)
+
+
+class StageNode(torch.autograd.Function):
+    """Its backward runs one segment of the backward program."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: ModelCall, node: int, token: torch.Tensor | None, *inputs: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.call = call
+        ctx.node = node
+        ctx.chained = token is not None
+        return torch.empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
+        with without_autocast(ctx.call.device_type):
+            gradients = ctx.call.stage(ctx.node)
+        return None, None, torch.empty(0) if ctx.chained else None, *gradients
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Operators run as inside eager's forward pass: nothing is recorded, but kernels that ask find gradients enabled.
+
+    The engine's own thread state is restored afterwards.
+    """
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        yield
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """The captured operators have the types that autocast chose already: they must not be cast again."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def run(executable: Executable, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Forward outputs of the program on the flat ``inputs``, linked to them in the autograd graph."""
+    program, lowered = executable.program, executable.lowered
+    nodes = _nodes(program, lowered, inputs)
+    call = ModelCall(executable, inputs, nodes)
+    token = None
+    for node in range(len(nodes) - 1, -1, -1):
+        token = StageNode.apply(call, node, token, *(inputs[i] for i in nodes[node]))
+    differentiable = {r.returned if r.returned is not None else r.base for r in program.results if r.requires_grad}
+    returned = len(program.graph.forward_outputs) - len(program.kept)
+    fixed = tuple(i for i in range(returned) if i not in differentiable)
+    return list(OutputNode.apply(call, fixed, token))
+
+
+def _nodes(program: Program, lowered: Lowered, inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Flat inputs per node: those of each stage, and in the last one every other input that requires a gradient."""
+    groups = [[program.gradients[index][0] for index in stage.gradients] for stage in lowered.stages]
+    placed = {position for group in groups for position in group}
+    rest = [i for i, tensor in enumerate(inputs) if tensor.requires_grad and i not in placed]
+    if not groups:
+        groups.append([])
+    groups[-1].extend(rest)
+    return tuple(map(tuple, groups))

@@ -1,0 +1,49 @@
+"""Planners: from a graph, its costs and a budget to a schedule. No planner is trusted: see ``solve``."""
+
+from __future__ import annotations
+
+from lowtide.errors import ScheduleError
+from lowtide.ir import check, simulate
+from lowtide.solve.minimum import minimum_peak, working_set_bound
+from lowtide.solve.problem import Planner, Problem, Progress, Solution, Status
+from lowtide.solve.registry import format_spec, get_planner, planner_names, planner_summary
+
+__all__ = [
+    "Planner",
+    "Problem",
+    "Progress",
+    "Solution",
+    "Status",
+    "format_spec",
+    "get_planner",
+    "minimum_peak",
+    "planner_names",
+    "planner_summary",
+    "solve",
+    "working_set_bound",
+]
+
+
+def solve(problem: Problem, planner: str | Planner = "auto") -> Solution:
+    """The planner's answer, its schedule checked and simulated again.
+
+    An infeasible budget is an answer, not an error. Raises ``ScheduleError`` where the planner returned an invalid
+    schedule, one over the budget, or wrong figures (a defect of the planner), ``PlanError`` for an unknown planner.
+    """
+    chosen = get_planner(planner) if isinstance(planner, str) else planner
+    solution = chosen.solve(problem)
+    if solution.schedule is None:
+        return solution
+    check(problem.graph, solution.schedule)
+    result = simulate(problem.graph, problem.costs, solution.schedule)
+    if result.peak_bytes > problem.budget_bytes:
+        raise ScheduleError(
+            f"planner {solution.planner} returned a schedule that peaks at {result.peak_bytes} bytes, "
+            f"{result.peak_bytes - problem.budget_bytes} over the budget of {problem.budget_bytes}"
+        )
+    if (result.peak_bytes, result.time_ns) != (solution.peak_bytes, solution.time_ns):
+        raise ScheduleError(
+            f"planner {solution.planner} reports {solution.peak_bytes} bytes and {solution.time_ns} ns, "
+            f"the simulator finds {result.peak_bytes} bytes and {result.time_ns} ns"
+        )
+    return solution

@@ -1,0 +1,210 @@
+"""A graph as flat arrays for the compiled searches, with view operators folded into the storages they look at.
+
+A *node* is an operator that must be scheduled: it allocates storages or may run only once. Nodes keep the order of
+their op ids; node ``nodes`` stands for the end of the program and reads the outputs. A *view* is an operator that
+allocates nothing: whoever uses its result reads the storage (and whatever else the view reads) and *needs* the view,
+which is run again for every renewal of the storage in which it is needed. Dead operators are dropped.
+
+Ragged tables are stored as ``x_start`` and ``x``: the entries of row ``i`` are ``x[x_start[i]:x_start[i + 1]]``.
+
+A sequence of op ids found on this model becomes a schedule through ``lowtide.ir.schedule_from_sequence``. The model
+errs only upwards: what the simulator reports for the schedule is never more than what was found here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtide.ir.costs import Costs
+from lowtide.ir.graph import Graph
+from lowtide.ir.sequence import is_view
+
+Indices = npt.NDArray[np.int32]
+Numbers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compact:
+    """``nodes`` rows and one more for the end; storages and views are renumbered."""
+
+    nodes: int
+    op_of_node: Indices
+    time_ns: Numbers
+    workspace_bytes: Numbers  # a view's workspace is charged to those who need it
+    reads_start: Indices  # node -> storages
+    reads: Indices
+    owns_start: Indices  # node -> storages it allocates
+    owns: Indices
+    needs_start: Indices  # node -> views
+    needs: Indices
+    views_start: Indices  # storage -> its views
+    views: Indices
+    view_time_ns: Numbers
+    storage_bytes: Numbers
+    storage_node: Indices  # storage -> the node that allocates it
+    held: Flags  # storage -> handed to the caller: never freed once computed
+    recomputable: Flags  # node
+    random: Flags  # node
+    boundary: int  # the first backward node
+    fixed_bytes: int
+    rng_state_bytes: int
+    constant_ns: int  # time of views of external storages
+    faithful: bool  # bytes are exact, not an upper bound: views need neither workspace nor other storages
+
+    def sequence(self, nodes: Iterable[int]) -> list[int]:
+        """Op ids of a sequence of nodes."""
+        return [int(self.op_of_node[node]) for node in nodes]
+
+
+def compact(graph: Graph, costs: Costs) -> Compact:
+    """The graph as flat arrays."""
+    return _Compaction(graph, costs).build()
+
+
+class _Compaction:
+    """Tables that are filled in the order of the ops."""
+
+    def __init__(self, graph: Graph, costs: Costs) -> None:
+        self.graph = graph
+        self.costs = costs
+        self.views = {op.id for op in graph.ops if is_view(graph, op)}
+        self.needed = needed_ops(graph)
+        self.node_of_op = {op: node for node, op in enumerate(sorted(self.needed - self.views))}
+        bases = {storage.id: storage.base for storage in graph.storages}
+        kept = [storage for storage, base in sorted(bases.items()) if base is not None and base in self.node_of_op]
+        self.storage_index = {storage: index for index, storage in enumerate(kept)}
+        self.view_index = {op: index for index, op in enumerate(sorted(self.views & self.needed))}
+        self.closure: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
+
+    def build(self) -> Compact:
+        graph, costs = self.graph, self.costs
+        ops = sorted(self.node_of_op)
+        uses = [self._uses(graph.ops[op].inputs) for op in ops]
+        owns = [[s for s in self._storages(graph.ops[op].outputs) if graph.storages[s].base == op] for op in ops]
+        forward = sum(op < graph.forward_ops for op in ops)
+        if forward:
+            storages, views = self._uses(graph.forward_outputs)
+            read, needed = uses[forward - 1]
+            uses[forward - 1] = (read | storages - {*owns[forward - 1]}, needed | views)
+        uses.append(self._uses((*graph.outputs, *graph.forward_outputs)))
+        owns.append([])
+        view_ops = sorted(self.view_index)
+        on_storage = [self._view_storage(op) for op in view_ops]
+        external = [op for op, storage in zip(view_ops, on_storage, strict=True) if storage is None]
+        views_of: list[list[int]] = [[] for _ in self.storage_index]
+        for view, storage in enumerate(on_storage):
+            if storage is not None:
+                views_of[self.storage_index[storage]].append(view)
+        reads_start, reads = _ragged([[self.storage_index[s] for s in sorted(read)] for read, _ in uses])
+        needs_start, needs = _ragged([[self.view_index[v] for v in sorted(seen - {*external})] for _, seen in uses])
+        owns_start, owned = _ragged([[self.storage_index[s] for s in allocated] for allocated in owns])
+        views_start, view_table = _ragged(views_of)
+        kept = list(self.storage_index)
+        held = {graph.values[value].storage for value in graph.forward_outputs}
+        pinned = self._pinned_bases()
+        return Compact(
+            nodes=len(ops),
+            op_of_node=np.array(ops, np.int32),
+            time_ns=np.array([*costs.time_ns[ops], 0], np.int64),
+            workspace_bytes=self._workspace(ops, uses),
+            reads_start=reads_start,
+            reads=reads,
+            owns_start=owns_start,
+            owns=owned,
+            needs_start=needs_start,
+            needs=needs,
+            views_start=views_start,
+            views=view_table,
+            view_time_ns=costs.time_ns[view_ops] if view_ops else np.zeros(0, np.int64),
+            storage_bytes=costs.storage_bytes[kept] if kept else np.zeros(0, np.int64),
+            storage_node=np.array([self.node_of_op[_base(graph, s)] for s in kept], np.int32),
+            held=np.array([s in held for s in kept], np.bool_),
+            recomputable=np.array([*(graph.ops[o].recomputable and o not in pinned for o in ops), False], np.bool_),
+            random=np.array([*(graph.ops[op].random for op in ops), False], np.bool_),
+            boundary=forward,
+            fixed_bytes=graph.fixed_bytes,
+            rng_state_bytes=costs.rng_state_bytes,
+            constant_ns=sum(int(costs.time_ns[op]) for op in external),
+            faithful=not any(costs.workspace_bytes[op] or self._reads_elsewhere(op) for op in view_ops),
+        )
+
+    def _uses(self, values: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """Internal storages read and view ops needed to have these values."""
+        storages: set[int] = set()
+        views: set[int] = set()
+        for value in values:
+            more_storages, more_views = self._value_uses(value)
+            storages |= more_storages
+            views |= more_views
+        return frozenset(storages), frozenset(views)
+
+    def _value_uses(self, value: int) -> tuple[frozenset[int], frozenset[int]]:
+        """As ``_uses`` for one value; every view on the way has an earlier op id, so the table fills in order."""
+        if value not in self.closure:
+            storage, producer = self.graph.values[value].storage, self.graph.values[value].producer
+            own = frozenset({storage}) if storage in self.storage_index else frozenset()
+            result = (own, frozenset[int]())
+            if producer in self.views and producer is not None:
+                inner = self._uses(self.graph.ops[producer].inputs)
+                result = (own | inner[0], inner[1] | {producer})
+            self.closure[value] = result
+        return self.closure[value]
+
+    def _storages(self, values: Iterable[int]) -> list[int]:
+        return list(dict.fromkeys(self.graph.values[value].storage for value in values))
+
+    def _view_storage(self, op: int) -> int | None:
+        inside = [s for s in self._storages(self.graph.ops[op].outputs) if s in self.storage_index]
+        return inside[0] if inside else None
+
+    def _reads_elsewhere(self, view: int) -> bool:
+        """Whether the view op reads an internal storage other than the one that it looks at."""
+        return bool(self._uses(self.graph.ops[view].inputs)[0] - {self._view_storage(view)})
+
+    def _workspace(self, ops: list[int], uses: Sequence[tuple[frozenset[int], frozenset[int]]]) -> Numbers:
+        own = [*self.costs.workspace_bytes[ops], 0]
+        view = [max((int(self.costs.workspace_bytes[v]) for v in views), default=0) for _, views in uses]
+        return np.maximum(np.array(own, np.int64), np.array(view, np.int64))
+
+    def _pinned_bases(self) -> set[int]:
+        """Ops that are computed once because others cannot follow: bases of storages into which a node that is not
+        the base puts a value, or of which one view op puts values into several."""
+        pinned: set[int] = set()
+        for op in self.graph.ops:
+            bases = {self.graph.storages[s].base for s in self._storages(op.outputs)} - {None, op.id}
+            if op.id not in self.views:
+                pinned |= {base for base in bases if base is not None}
+                pinned |= {op.id} if bases else set()
+            elif len(bases) > 1:
+                pinned |= {base for base in bases if base is not None}
+        return pinned
+
+
+def needed_ops(graph: Graph) -> set[int]:
+    """Ops whose results someone needs, or that must run for their effect."""
+    producers = [graph.values[v].producer for v in (*graph.outputs, *graph.forward_outputs)]
+    needed = {op for op in producers if op is not None}
+    for op in reversed(graph.ops):
+        if op.id in needed or not op.recomputable:
+            needed.add(op.id)
+            needed |= {p for p in (graph.values[value].producer for value in op.inputs) if p is not None}
+            # A value in another op's storage exists only while that storage does.
+            bases = (graph.storages[graph.values[value].storage].base for value in (*op.inputs, *op.outputs))
+            needed |= {base for base in bases if base is not None}
+    return needed
+
+
+def _base(graph: Graph, storage: int) -> int:
+    base = graph.storages[storage].base
+    return -1 if base is None else base
+
+
+def _ragged(rows: list[list[int]]) -> tuple[Indices, Indices]:
+    start = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(row) for row in rows], out=start[1:])
+    return start, np.array([entry for row in rows for entry in row], np.int32)

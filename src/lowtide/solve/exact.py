@@ -1,0 +1,135 @@
+"""Shortest path over memory states, for graphs of a few nodes: what the searches are measured against, and what
+``auto`` uses where it is affordable.
+
+A state is (nodes computed for the first time, live storages, live views, saved generator states); an edge computes a
+node whose inputs are live (time, and a peak that has to fit), forms a view, frees a storage or forgets a saved state.
+Dijkstra's algorithm gives the least time within a budget, or the least peak. Exact for order-preserving schedules with
+recomputation anywhere, on the compact model. The number of states is exponential in the number of storages: for at
+most about ten nodes; ``None`` where the limit is passed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.solve.compact import Compact
+
+MAX_NODES = 9
+MAX_STORAGES = 12
+MAX_STATES = 30_000
+
+State = tuple[int, int, int, int]  # next first compute, live storages, live views, saved states (bit sets)
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """``nodes`` is empty where no sequence fits (``feasible`` false)."""
+
+    feasible: bool
+    nodes: tuple[int, ...]
+    time_ns: int
+    peak_bytes: int
+
+
+def affordable(model: Compact) -> bool:
+    return model.nodes <= MAX_NODES and len(model.storage_node) <= MAX_STORAGES
+
+
+def shortest(model: Compact, budget_bytes: int | None) -> Optimum | None:
+    """The least time within the budget; with ``None`` the least peak. ``None`` where there are too many states."""
+    space = _Space(model)
+    by_peak = budget_bytes is None
+    start: State = (0, 0, 0, 0)
+    ticket = itertools.count()
+    queue: list[tuple[tuple[int, int], int, State]] = [((0, 0), next(ticket), start)]
+    best: dict[State, tuple[int, int]] = {start: (0, 0)}
+    came: dict[State, tuple[State, int]] = {}
+    settled: set[State] = set()
+    while queue:
+        cost, _, state = heapq.heappop(queue)
+        if state in settled:
+            continue
+        settled.add(state)
+        if len(settled) > MAX_STATES:
+            return None
+        if state[0] > model.nodes:
+            peak, time = cost if by_peak else cost[::-1]
+            return Optimum(True, _path(state, came, model.nodes), time + model.constant_ns, peak)
+        for after, node, time, step in space.edges(state):
+            if budget_bytes is not None and step > budget_bytes:
+                continue
+            peak = max(cost[0 if by_peak else 1], step)
+            total = cost[1 if by_peak else 0] + time
+            key = (peak, total) if by_peak else (total, peak)
+            if after not in best or key < best[after]:
+                best[after] = key
+                came[after] = (state, node)
+                heapq.heappush(queue, (key, next(ticket), after))
+    return Optimum(False, (), 0, 0)
+
+
+def _path(state: State, came: dict[State, tuple[State, int]], end: int) -> tuple[int, ...]:
+    nodes: list[int] = []
+    while state in came:
+        state, node = came[state]
+        if 0 <= node < end:
+            nodes.append(node)
+    return tuple(reversed(nodes))
+
+
+class _Space:
+    """Bit sets per node and the edges out of a state."""
+
+    def __init__(self, model: Compact) -> None:
+        self.model = model
+        self.reads = [_bits(model.reads[a:b]) for a, b in itertools.pairwise(model.reads_start)]
+        self.owns = [_bits(model.owns[a:b]) for a, b in itertools.pairwise(model.owns_start)]
+        self.needs = [_bits(model.needs[a:b]) for a, b in itertools.pairwise(model.needs_start)]
+        self.views = [_bits(model.views[a:b]) for a, b in itertools.pairwise(model.views_start)]
+        self.held = _bits(index for index, held in enumerate(model.held) if held)
+
+    def edges(self, state: State) -> Iterator[tuple[State, int, int, int]]:
+        """(state after, node computed or -1, time, bytes resident during the step)."""
+        first, live, views, saved = state
+        for storage in _members(live & ~self.held):
+            yield (first, live & ~(1 << storage), views & ~self.views[storage], saved), -1, 0, 0
+        for node in _members(saved):
+            yield (first, live, views, saved & ~(1 << node)), -1, 0, 0
+        yield from self._compute(state, first, (False, True) if self.model.random[first] else (False,))
+        for node in range(first):
+            random = bool(self.model.random[node])
+            allowed = self.model.recomputable[node] and (not random or saved >> node & 1)
+            if allowed and self.owns[node] & ~live:
+                yield from self._compute(state, node, (False,))
+
+    def _compute(self, state: State, node: int, saves: tuple[bool, ...]) -> Iterator[tuple[State, int, int, int]]:
+        first, live, views, saved = state
+        model = self.model
+        if self.reads[node] & ~live:
+            return
+        formed = views | self.needs[node]
+        time = int(model.time_ns[node]) + sum(int(model.view_time_ns[v]) for v in _members(formed & ~views))
+        for save in saves:
+            kept = saved | (1 << node if save else 0)
+            step = model.fixed_bytes + int(model.workspace_bytes[node]) + kept.bit_count() * model.rng_state_bytes
+            step += sum(int(model.storage_bytes[s]) for s in _members(live))
+            step += sum(int(model.storage_bytes[s]) for s in _members(self.owns[node]))
+            yield (first + (node == first), live | self.owns[node], formed, kept), node, time, step
+
+
+def _bits(members: Iterable[Any]) -> int:
+    total = 0
+    for member in members:
+        total |= 1 << int(member)
+    return total
+
+
+def _members(bits: int) -> Iterator[int]:
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low

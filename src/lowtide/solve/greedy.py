@@ -1,0 +1,56 @@
+"""``greedy``: run the program and evict, whenever the next operator would not fit, what is cheapest to rebuild.
+
+The victim is the live storage with the least (time to rebuild it, evicted ancestors included) / (bytes x time until its
+next use), the score of dynamic tensor rematerialization (Kirisame et al., ICLR 2021, arXiv 2006.09616) with the known
+next use in place of staleness. Evicted inputs are rebuilt recursively where they are next read.
+
+No guarantee of any kind: pinned inputs of a recursive rebuild can exceed the budget. It is therefore run against
+several smaller limits as well, and the quickest result that fits is the answer. O(operators x storages) per run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lowtide.ir import Schedule, schedule_from_sequence
+from lowtide.solve.compact import Compact, Indices, compact
+from lowtide.solve.outcome import answer
+from lowtide.solve.problem import Problem, Solution
+from lowtide.solve.tables import Tables, decode, make_tables
+
+_LIMITS = (1.0, 0.97, 0.93, 0.88, 0.8, 0.7, 0.6, 0.5)
+_STEPS_PER_NODE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """``limits``: how many limits at and below the budget are tried."""
+
+    limits: int = len(_LIMITS)
+
+    def solve(self, problem: Problem) -> Solution:
+        began = time.perf_counter()
+        model = compact(problem.graph, problem.costs)
+        tables = make_tables(model)
+        sequences = greedy_sequences(model, tables, problem.budget_bytes, self.limits)
+        schedules = [_schedule(problem, model, codes) for codes in sequences]
+        return answer("greedy", problem, schedules, began)
+
+
+def greedy_sequences(
+    model: Compact, tables: Tables, budget_bytes: int, limits: int = len(_LIMITS)
+) -> Iterator[Indices]:
+    """Encoded sequences, one per limit for which greedy comes to an end."""
+    from lowtide.solve.greedy_kernel import greedy_sequence
+
+    room = max(budget_bytes - model.fixed_bytes, 0)
+    for limit in _LIMITS[: max(limits, 1)]:
+        codes = greedy_sequence(tables, int(room * limit), _STEPS_PER_NODE * (model.nodes + 1))
+        if len(codes):
+            yield codes
+
+
+def _schedule(problem: Problem, model: Compact, codes: Indices) -> Schedule:
+    return schedule_from_sequence(problem.graph, decode(model, codes))

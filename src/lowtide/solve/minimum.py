@@ -1,0 +1,70 @@
+"""How small a budget can be: the smallest peak of any schedule found, and a quick bound that none can go below."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lowtide.ir import Costs, Graph, Schedule, keep_all_schedule, simulate
+
+if TYPE_CHECKING:
+    from lowtide.solve.portfolio import Candidate, Portfolio
+
+_LOWER_SHARE = 0.25  # of the iterations of a search at default effort, per run
+_LOWER_RUNS = 2
+
+
+def minimum_peak(graph: Graph, costs: Costs, seed: int = 0) -> tuple[int, Schedule]:
+    """The smallest peak reached and a schedule that has it; ``auto`` with the same seed reaches it too.
+
+    Exact for graphs of a few nodes, a search from nested segment checkpointing for others.
+    """
+    from lowtide.solve.portfolio import make_portfolio
+
+    portfolio = make_portfolio(graph, costs, seed)
+    exact = smallest_exactly(portfolio)
+    found = exact if exact is not None else portfolio.schedule(lowest_candidate(portfolio, 0))
+    measured = [
+        (simulate(graph, costs, schedule).peak_bytes, schedule) for schedule in (keep_all_schedule(graph), found)
+    ]
+    return min(measured, key=lambda pair: pair[0])
+
+
+def smallest_exactly(portfolio: Portfolio) -> Schedule | None:
+    """A schedule of the least peak; ``None`` where the graph is too large for the exact search."""
+    from lowtide.solve.exact import affordable, shortest
+
+    optimum = shortest(portfolio.model, None) if affordable(portfolio.model) else None
+    return portfolio.schedule_of(optimum.nodes) if optimum is not None else None
+
+
+def starting_points(portfolio: Portfolio) -> list[Candidate]:
+    """Sequences that do not depend on the budget."""
+    return [portfolio.keep_all(), *portfolio.segments()]
+
+
+def lowest_candidate(portfolio: Portfolio, target_bytes: int) -> Candidate:
+    """The smallest peak that runs from the lowest starting points reach, or at most ``target_bytes`` once reached.
+
+    Independent of any budget but for the early end, so that what it finds can be found again.
+    """
+    points = sorted(starting_points(portfolio), key=lambda point: (point.peak_bytes, point.recompute_ns))
+    best = points[0]
+    for stream in range(60, 60 + _LOWER_RUNS):
+        if best.peak_bytes > target_bytes:
+            best = portfolio.lower(best, target_bytes, int(_LOWER_SHARE * portfolio.iterations), stream)
+    return best
+
+
+def working_set_bound(graph: Graph, costs: Costs) -> int:
+    """No schedule peaks below this: the largest sum, over the ops that must run, of the bytes that one op reads and
+    writes, its workspace, what was handed to the caller before it, and ``fixed_bytes``."""
+    from lowtide.solve.compact import needed_ops
+
+    sizes = costs.storage_bytes
+    held = {graph.values[value].storage for value in graph.forward_outputs}
+    largest = sum(int(sizes[s]) for s in {graph.values[value].storage for value in graph.outputs} | held)
+    for op in sorted(needed_ops(graph)):
+        there = {graph.values[value].storage for value in (*graph.ops[op].inputs, *graph.ops[op].outputs)}
+        there |= held if op >= graph.forward_ops else set()
+        largest = max(largest, int(costs.workspace_bytes[op]) + sum(int(sizes[s]) for s in there))
+    return largest + graph.fixed_bytes

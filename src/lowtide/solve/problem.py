@@ -1,0 +1,70 @@
+"""What a planner is asked and what it answers."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from lowtide.ir.costs import Costs
+from lowtide.ir.graph import Graph
+from lowtide.ir.schedule import Schedule
+
+Progress = Callable[[str, float], None]
+"""Called with the name of a stage and the fraction of it that is done (0 to 1)."""
+
+
+class Status(enum.Enum):
+    """How good an answer is."""
+
+    OPTIMAL = "optimal"  # no order-preserving schedule within the budget takes less time
+    FEASIBLE = "feasible"  # fits the budget
+    INFEASIBLE = "infeasible"  # proven: no order-preserving schedule fits the budget
+    UNSOLVED = "unsolved"  # the planner found none, which proves nothing
+
+    @property
+    def solved(self) -> bool:
+        return self in (Status.OPTIMAL, Status.FEASIBLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Find the quickest schedule of ``graph`` whose peak is at most ``budget_bytes`` (``graph.fixed_bytes``
+    included)."""
+
+    graph: Graph
+    costs: Costs
+    budget_bytes: int
+    seed: int = 0
+    on_progress: Progress | None = None
+
+    def progress(self, stage: str, fraction: float) -> None:
+        if self.on_progress is not None:
+            self.on_progress(stage, fraction)
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A planner's answer.
+
+    ``peak_bytes`` and ``time_ns`` are those of ``schedule``, both 0 without one. ``lower_bound_ns`` is a proven bound
+    on the time of every order-preserving schedule within the budget. ``minimum_bytes`` is the smallest peak of any
+    schedule that this planner knows, always present when not solved.
+    """
+
+    planner: str
+    status: Status
+    schedule: Schedule | None
+    peak_bytes: int
+    time_ns: int
+    lower_bound_ns: int | None = None
+    minimum_bytes: int | None = None
+    solve_seconds: float = 0.0
+
+
+@runtime_checkable
+class Planner(Protocol):
+    """A frozen dataclass whose fields are its options."""
+
+    def solve(self, problem: Problem) -> Solution: ...

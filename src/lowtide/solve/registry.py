@@ -1,0 +1,97 @@
+"""Planners by name and by textual spec, such as ``auto{effort=2}``.
+
+Grammar::
+
+    spec    ::= name | name "{" option ("," option)* "}"
+    option  ::= field "=" value            dashes in field names stand for underscores
+
+A planner is one file with one frozen dataclass, whose fields (``int``, ``float``, ``bool`` or ``str``) are the options,
+and one line in ``PLANNERS``. Its module is imported when it is first asked for, so that an optional dependency costs
+nothing before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+from lowtide.errors import PlanError
+from lowtide.solve.problem import Planner
+
+PLANNERS: dict[str, tuple[str, str, str]] = {
+    "auto": ("lowtide.solve.auto", "Auto", "portfolio of searches over compute sequences; the default"),
+    "greedy": (
+        "lowtide.solve.greedy",
+        "Greedy",
+        "evicts what is cheapest to rebuild per byte and time to next use",
+    ),
+    "keep-all": ("lowtide.solve.keep_all", "KeepAll", "recomputes nothing, frees at the last use"),
+}
+
+
+def planner_names() -> tuple[str, ...]:
+    return tuple(PLANNERS)
+
+
+def planner_summary(name: str) -> str:
+    """One line on what the planner does."""
+    return _entry(name)[2]
+
+
+def get_planner(spec: str) -> Planner:
+    """The planner that a spec names, options applied. Raises ``PlanError`` naming what is known."""
+    name, brace, rest = spec.strip().partition("{")
+    module, class_name, _ = _entry(name.strip())
+    cls = getattr(importlib.import_module(module), class_name)
+    if brace and not rest.endswith("}"):
+        raise PlanError(f"planner spec {spec!r} lacks its closing brace; write for instance 'auto{{effort=2}}'")
+    planner: Planner = cls(**_options(spec, cls, rest.removesuffix("}")))
+    return planner
+
+
+def format_spec(planner: Planner) -> str:
+    """The spec that gives this planner back; options at their defaults are left out."""
+    name = next((n for n, (_, cls, _) in PLANNERS.items() if cls == type(planner).__name__), type(planner).__name__)
+    changed = [
+        f"{field.name.replace('_', '-')}={_text(getattr(planner, field.name))}"
+        for field in dataclasses.fields(planner)  # type: ignore[arg-type]
+        if getattr(planner, field.name) != field.default
+    ]
+    return f"{name}{{{','.join(changed)}}}" if changed else name
+
+
+def _entry(name: str) -> tuple[str, str, str]:
+    if name not in PLANNERS:
+        raise PlanError(f"no planner is named {name!r}; known: {', '.join(PLANNERS)}")
+    return PLANNERS[name]
+
+
+def _options(spec: str, cls: Any, text: str) -> dict[str, Any]:
+    fields = {field.name.replace("_", "-"): field for field in dataclasses.fields(cls)}
+    options: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        key = key.replace("_", "-")
+        if key not in fields:
+            known = ", ".join(fields) or "none"
+            raise PlanError(f"planner spec {spec!r}: no option {key!r}; known: {known}")
+        field = fields[key]
+        options[field.name] = _value(spec, key, value, type(field.default))
+    return options
+
+
+def _value(spec: str, key: str, text: str, kind: type) -> Any:
+    if kind is bool and text in ("true", "false"):
+        return text == "true"
+    try:
+        if kind in (int, float, str):
+            return kind(text)
+    except ValueError:
+        pass
+    expected = "true or false" if kind is bool else f"a value of type {kind.__name__}"
+    raise PlanError(f"planner spec {spec!r}: {key} needs {expected}, not {text!r}")
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

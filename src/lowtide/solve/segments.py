@@ -1,0 +1,147 @@
+"""Segment checkpointing, nested: a family of starting points for the searches, good where budgets are small.
+
+The forward pass is cut into ``m`` blocks of about equal time, each cut moved to where the fewest bytes cross it. A
+block is recomputed just before its first backward use, from the nearest block input that is still there; which inputs
+are kept is the optimal nested choice for ``s`` slots on a chain with these block times (the recurrence of Griewank and
+Walther 2000 with unequal times). With s = m - 1 every block is recomputed once (Chen et al. 2016, arXiv 1604.06174).
+All (m, s) of a small grid are generated and swept; bytes are not looked at until then, so nothing is guaranteed.
+
+    E(l, h, s) = min over l < c < h of  E(c, h, s - 1) + F(l, c) + E(l, c, s)        recompute time of blocks l .. h-1
+    E(l, h, 0) = sum over i < h - 1 of F(l, i + 1),   E(l, l + 1, s) = 0             F(l, c): forward time of blocks l .. c-1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtide.solve.compact import Compact, Indices, Numbers
+from lowtide.solve.compiled import kernel
+
+_BLOCKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48)
+_SLOTS = (1, 2, 3, 4, 5, 6, 8)
+
+
+def segment_sequences(model: Compact) -> Iterator[Indices]:
+    """Encoded sequences, one per number of blocks and slots."""
+    crossing = _crossing_bytes(model)
+    first_use = _first_backward_use(model)
+    for blocks in _BLOCKS:
+        if blocks >= model.boundary:
+            return
+        cuts = _cuts(model, crossing, blocks)
+        if len(cuts) != blocks + 1:
+            continue
+        times = np.array([model.time_ns[a:b].sum() for a, b in zip(cuts[:-1], cuts[1:], strict=True)], np.int64)
+        stages = _stages(model, cuts, first_use)
+        for slots in sorted({*(s for s in _SLOTS if s < blocks - 1), blocks - 1}):
+            yield _sequence(model, cuts, stages, _advance_from(times, slots))
+
+
+def _crossing_bytes(model: Compact) -> Numbers:
+    """Bytes that cross the cut before each forward node, counting forward reads only."""
+    change = np.zeros(model.boundary + 1, np.int64)
+    last = _last_forward_use(model)
+    for storage, node in enumerate(model.storage_node):
+        if node < model.boundary and last[storage] > node:
+            change[node + 1] += model.storage_bytes[storage]
+            change[last[storage] + 1] -= model.storage_bytes[storage]
+    return np.cumsum(change)
+
+
+def _last_forward_use(model: Compact) -> Numbers:
+    last = np.full(len(model.storage_node), -1, np.int64)
+    for node in range(model.boundary):
+        last[model.reads[model.reads_start[node] : model.reads_start[node + 1]]] = node
+    return last
+
+
+def _first_backward_use(model: Compact) -> Numbers:
+    first = np.full(len(model.storage_node), model.nodes, np.int64)
+    for node in range(model.nodes - 1, model.boundary - 1, -1):
+        first[model.reads[model.reads_start[node] : model.reads_start[node + 1]]] = node
+    return first
+
+
+def _cuts(model: Compact, crossing: Numbers, blocks: int) -> list[int]:
+    """Node positions ``0 = c_0 < ... < c_blocks = boundary``; fewer where blocks would be empty."""
+    elapsed = np.concatenate([[0], np.cumsum(model.time_ns[: model.boundary])])
+    total = int(elapsed[-1])
+    cuts = [0]
+    for block in range(1, blocks):
+        low = int(np.searchsorted(elapsed, total * (block - 0.4) / blocks))
+        high = int(np.searchsorted(elapsed, total * (block + 0.4) / blocks))
+        low, high = max(low, cuts[-1] + 1), min(high, model.boundary - 1)
+        if low <= high:
+            cuts.append(low + int(np.argmin(crossing[low : high + 1])))
+    return [*cuts, model.boundary]
+
+
+def _stages(model: Compact, cuts: list[int], first_use: Numbers) -> list[int]:
+    """Per block the backward node before which it has to be there; not increasing with the block."""
+    last = _last_forward_use(model)
+    stages = [model.nodes] * (len(cuts) - 1)
+    for block, (begin, end) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+        inside = (model.storage_node >= begin) & (model.storage_node < end) & (last < end)
+        if inside.any():
+            stages[block] = int(first_use[inside].min())
+    for block in range(len(stages) - 2, -1, -1):
+        stages[block] = max(stages[block], stages[block + 1])
+    return stages
+
+
+def _advance_from(times: Numbers, slots: int) -> list[int]:
+    """Per block the block from which recomputation starts when it is needed; -1: kept from the forward pass."""
+    split = best_splits(times, slots)
+    starts = [-1] * len(times)
+    waiting = [(0, len(times), slots, -1)]
+    while waiting:
+        low, high, left, start = waiting.pop()
+        if high - low == 1 or left == 0:
+            starts[low : high - 1] = [low] * (high - 1 - low)
+            starts[high - 1] = start
+            continue
+        middle = int(split[low, high, left])
+        waiting.append((middle, high, left - 1, start))
+        waiting.append((low, middle, left, low))
+    return starts
+
+
+@kernel
+def best_splits(times: Numbers, slots: int) -> npt.NDArray[np.int32]:
+    """The minimising cut ``c`` of E(l, h, s) for all l, h, s."""
+    blocks = len(times)
+    until = np.zeros(blocks + 1, np.int64)
+    for block in range(blocks):
+        until[block + 1] = until[block] + times[block]
+    extra = np.zeros((blocks + 1, blocks + 1, slots + 1), np.int64)
+    split = np.zeros((blocks + 1, blocks + 1, slots + 1), np.int32)
+    for length in range(2, blocks + 1):
+        for low in range(blocks - length + 1):
+            high = low + length
+            for block in range(low, high - 1):
+                extra[low, high, 0] += until[block + 1] - until[low]
+            for left in range(1, slots + 1):
+                best = -1
+                for middle in range(low + 1, high):
+                    cost = extra[middle, high, left - 1] + until[middle] - until[low] + extra[low, middle, left]
+                    if best < 0 or cost < best:
+                        best = cost
+                        split[low, high, left] = middle
+                extra[low, high, left] = best
+    return split
+
+
+def _sequence(model: Compact, cuts: list[int], stages: list[int], starts: list[int]) -> Indices:
+    recomputes: dict[int, list[int]] = {}
+    for block in range(len(starts) - 1, -1, -1):
+        if starts[block] >= 0 and stages[block] < model.nodes:
+            nodes = range(cuts[starts[block]], cuts[block + 1])
+            recomputes.setdefault(stages[block], []).extend(~node for node in nodes if model.recomputable[node])
+    codes: list[int] = []
+    for node in range(model.nodes + 1):
+        codes.extend(recomputes.get(node, ()))
+        codes.append(node)
+    return np.array(codes, np.int32)

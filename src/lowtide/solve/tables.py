@@ -1,0 +1,98 @@
+"""The compact model in the form that compiled kernels take: a named tuple of arrays."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lowtide.solve.compact import Compact, Flags, Indices, Numbers
+
+
+class Tables(NamedTuple):
+    """The columns of ``Compact``, see there. ``uses`` of a storage are the nodes that read it, ascending."""
+
+    nodes: int
+    boundary: int
+    rng_state_bytes: int
+    time_ns: Numbers
+    workspace_bytes: Numbers
+    reads_start: Indices
+    reads: Indices
+    owns_start: Indices
+    owns: Indices
+    needs_start: Indices
+    needs: Indices
+    views_start: Indices
+    views: Indices
+    view_time_ns: Numbers
+    storage_bytes: Numbers
+    storage_node: Indices
+    uses_start: Indices
+    uses: Indices
+    gaps: Indices  # indices in reads, each as often as bytes x wait since the previous use ask for
+    read_node: Indices  # index in reads -> node
+    held: Flags
+    recomputable: Flags
+    random: Flags
+
+
+def make_tables(model: Compact) -> Tables:
+    uses: list[list[int]] = [[] for _ in model.storage_node]
+    for node in range(model.nodes + 1):
+        for storage in model.reads[model.reads_start[node] : model.reads_start[node + 1]]:
+            uses[storage].append(node)
+    uses_start = np.zeros(len(uses) + 1, np.int32)
+    np.cumsum([len(row) for row in uses], out=uses_start[1:])
+    return Tables(
+        nodes=model.nodes,
+        boundary=model.boundary,
+        rng_state_bytes=model.rng_state_bytes,
+        time_ns=model.time_ns,
+        workspace_bytes=model.workspace_bytes,
+        reads_start=model.reads_start,
+        reads=model.reads,
+        owns_start=model.owns_start,
+        owns=model.owns,
+        needs_start=model.needs_start,
+        needs=model.needs,
+        views_start=model.views_start,
+        views=model.views,
+        view_time_ns=model.view_time_ns,
+        storage_bytes=model.storage_bytes,
+        storage_node=model.storage_node,
+        uses_start=uses_start,
+        uses=np.array([node for row in uses for node in row], np.int32),
+        gaps=_gaps(model),
+        read_node=np.repeat(np.arange(model.nodes + 1, dtype=np.int32), np.diff(model.reads_start)),
+        held=model.held,
+        recomputable=model.recomputable,
+        random=model.random,
+    )
+
+
+def _gaps(model: Compact, size: int = 8192) -> Indices:
+    """Reads drawn evenly by the root of bytes x nodes since the storage was last used: where recomputing may pay."""
+    weights = np.zeros(len(model.reads))
+    last = model.storage_node.astype(np.int64)
+    for node in range(model.nodes + 1):
+        for read in range(model.reads_start[node], model.reads_start[node + 1]):
+            storage = model.reads[read]
+            if model.recomputable[model.storage_node[storage]] and not model.held[storage]:
+                weights[read] = np.sqrt(float(model.storage_bytes[storage]) * (node - last[storage] - 1))
+            last[storage] = node
+    total = weights.sum()
+    if total == 0:
+        return np.arange(len(weights), dtype=np.int32)
+    return np.asarray(np.searchsorted(np.cumsum(weights), (np.arange(size) + 0.5) / size * total), np.int32)
+
+
+def encode_keep_all(model: Compact) -> Indices:
+    """The program as it is: every node once. A recompute of node ``x`` is written ``~x`` in such sequences."""
+    return np.arange(model.nodes + 1, dtype=np.int32)
+
+
+def decode(model: Compact, codes: Indices) -> list[int]:
+    """Op ids of an encoded sequence, the end left out."""
+    nodes = np.where(codes < 0, ~codes, codes)
+    return model.sequence(nodes[nodes < model.nodes])

@@ -1,0 +1,245 @@
+"""Bad input: each a clear error that says what to do, or documented behaviour."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from tests.support.networks import BATCH, WithLoss, perceptron, rows
+from tests.support.records import assert_same_records, run_training, training_step
+from tests.support.training import compare_training, make, prepared
+
+_STEP = training_step()
+
+
+def _network() -> nn.Module:
+    return WithLoss(perceptron(4))
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [0, -1, "0", "-5 MB", "12 apples", "", "%", "0%", "-40%", "nan", "inf GiB", True, float("nan"), [1], "1e400"],
+    ids=repr,
+)
+@pytest.mark.parametrize("entry", ["rematerialize", "plan"])
+def test_budget_that_is_none(entry: str, budget: Any) -> None:
+    model = make(_network)
+    with pytest.raises(lowtide.PlanError) as caught:
+        getattr(lowtide, entry)(model, *rows()(0), budget=budget)
+    message = str(caught.value)
+    assert "budget" in message
+    assert re.search(r"\d+ ?(GiB|MB|MiB|%)", message), f"no example of a good budget in {message!r}"
+    assert not isinstance(caught.value, lowtide.InfeasibleBudgetError)
+    assert_same_records(run_training(model, rows(), _STEP, 1), run_training(make(_network), rows(), _STEP, 1))
+
+
+def test_no_budget() -> None:
+    with pytest.raises(lowtide.PlanError, match="budget"):
+        lowtide.rematerialize(make(_network), *rows()(0))
+
+
+def test_two_budgets() -> None:
+    with pytest.raises(lowtide.PlanError, match="total_budget"):
+        lowtide.rematerialize(make(_network), *rows()(0), budget="40%", total_budget="1GiB")
+
+
+def test_budget_above_everything_recomputes_nothing() -> None:
+    plan = lowtide.plan(make(_network), *rows()(0), budget="1 GiB")
+    assert plan.overhead == 0
+    assert plan.peak_bytes <= plan.unconstrained_peak_bytes
+    compare_training(_network, rows(), budgets=("1 GiB",))
+
+
+def test_budget_above_the_device() -> None:
+    with pytest.raises(lowtide.PlanError, match="more than the device"):
+        lowtide.rematerialize(make(_network), *rows()(0), budget="5000 TiB")
+
+
+def test_budget_below_everything() -> None:
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.rematerialize(make(_network), *rows()(0), budget=100)
+    error = caught.value
+    assert error.minimum_bytes > 100
+    assert error.operator
+    assert "networks.py" in error.source or "modules" in error.source or error.source == ""
+    assert lowtide.plan(make(_network), *rows()(0), budget=error.minimum_bytes).peak_bytes <= error.minimum_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"planner": "best"}, "planner"),
+        ({"planner": "auto{effort=banana}"}, "effort"),
+        ({"planner": "auto{depth=3}"}, "depth"),
+        ({"compiler": "gcc"}, "compiler"),
+        ({"on_new_signature": "ignore"}, "on_new_signature"),
+        ({"reserve": -1}, "reserve"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unknown_options(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(lowtide.PlanError, match=word):
+        lowtide.rematerialize(make(_network), *rows()(0), budget="70%", **options)
+
+
+def test_model_without_parameters() -> None:
+    with pytest.raises(lowtide.CaptureError, match="gradient"):
+        lowtide.rematerialize(nn.Sequential(nn.Tanh(), nn.Sigmoid()), *rows()(0), budget="70%")
+
+
+def test_model_without_parameters_but_with_differentiable_input() -> None:
+    compare_training(lambda: WithLoss(nn.Sequential(nn.Tanh(), nn.Sigmoid(), nn.Tanh())), rows(requires_grad=True))
+
+
+@pytest.mark.parametrize("how", ["frozen", "detached", "nothing returned"])
+def test_no_output_requires_a_gradient(how: str) -> None:
+    class Without(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = perceptron(2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = self.body(x)
+            return None if how == "nothing returned" else y.detach() if how == "detached" else y
+
+    model = make(Without)
+    if how == "frozen":
+        model.requires_grad_(False)
+    with pytest.raises(lowtide.CaptureError, match="gradient"):
+        lowtide.rematerialize(model, *rows()(0), budget="70%")
+
+
+def test_two_devices() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, device="meta"))
+    with pytest.raises(lowtide.CaptureError, match="device"):
+        lowtide.rematerialize(model, *rows()(0), budget="70%")
+
+
+def test_input_on_another_device() -> None:
+    with pytest.raises(lowtide.CaptureError, match="device"):
+        lowtide.rematerialize(make(_network), (torch.empty(64, 32, device="meta"),), budget="70%")
+
+
+def test_meta_model_can_be_planned_but_not_run() -> None:
+    with torch.device("meta"):
+        model, x = _network(), torch.empty(64, 32)
+    plan = lowtide.plan(model, (x,), {}, budget="70%")
+    assert plan.peak_bytes <= plan.budget_bytes
+    with pytest.raises(lowtide.LowtideError, match="meta"):
+        lowtide.rematerialize(model, (x,), budget="70%")
+
+
+def test_already_rematerialized() -> None:
+    model = prepared(_network, rows(), "70%")
+    with pytest.raises(lowtide.LowtideError, match=r"already|restore"):
+        lowtide.rematerialize(model, *rows()(0), budget="50%")
+    assert_same_records(run_training(model, rows(), _STEP, 2), run_training(make(_network), rows(), _STEP, 2))
+
+
+def test_part_of_the_model_is_already_rematerialized() -> None:
+    """An error, or exact training."""
+    model = make(_network)
+    lowtide.rematerialize(model.body, *rows()(0), budget="70%")
+    try:
+        lowtide.rematerialize(model, *rows()(0), budget="70%")
+    except lowtide.LowtideError as error:
+        assert "already" in str(error) or "restore" in str(error)
+    assert_same_records(run_training(model, rows(), _STEP, 2), run_training(make(_network), rows(), _STEP, 2))
+
+
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_on_submodules(hook: str) -> None:
+    model = make(_network)
+    getattr(model.body[2], hook)(lambda *_: None)
+    with pytest.raises(lowtide.CaptureError, match="hook") as caught:
+        lowtide.rematerialize(model, *rows()(0), budget="70%")
+    assert "body.2" in str(caught.value)
+
+
+def test_forward_hooks_on_submodules_are_part_of_the_program() -> None:
+    def network() -> nn.Module:
+        model = _network()
+        model.body[2].register_forward_hook(lambda module, args, y: y * 2)
+        return model
+
+    compare_training(network, rows(), budgets=("60%",))
+
+
+def test_not_a_number() -> None:
+    """NaNs and infinities pass through as in eager."""
+
+    def inputs(iteration: int) -> Any:
+        (x,), _ = rows()(iteration)
+        x[iteration, 3], x[5, 5] = float("nan"), float("inf")
+        return (x,), {}
+
+    compare_training(_network, inputs)
+
+
+_SAMPLES = {
+    "unknown keyword": (),
+    "text": ("text",),
+    "number": (1,),
+    "wrong width": (torch.zeros(3, 7),),
+    "too many": (torch.zeros(2, 32),) * 2,
+}
+
+
+@pytest.mark.parametrize("name", _SAMPLES)
+def test_sample_that_does_not_fit(name: str) -> None:
+    """The sample is not what the model takes: the error says so and carries the model's own message."""
+    model = make(_network)
+    sample = _SAMPLES[name]
+    with pytest.raises((lowtide.CaptureError, TypeError)) as caught:
+        lowtide.rematerialize(model, sample, None if sample else {"wrong": 1}, budget="70%")
+    assert str(caught.value)
+    assert_same_records(run_training(model, rows(), _STEP, 1), run_training(make(_network), rows(), _STEP, 1))
+
+
+def test_call_that_does_not_fit_raises_what_eager_raises() -> None:
+    model = prepared(_network, rows(), "70%")
+    for wrong in ((torch.randn(3, 7),), (), (torch.randn(2, 32), 1)):
+        with pytest.raises((RuntimeError, TypeError, lowtide.CaptureError)):
+            model(*wrong)
+    assert_same_records(run_training(model, rows(), _STEP, 2), run_training(make(_network), rows(), _STEP, 2))
+
+
+def test_not_a_module() -> None:
+    with pytest.raises((TypeError, lowtide.LowtideError), match=r"[Mm]odule"):
+        lowtide.rematerialize(lambda x: x, *rows()(0), budget="70%")
+
+
+def test_sparse_parameter_is_refused() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = perceptron(2)
+            self.register_buffer("adjacency", torch.eye(BATCH).to_sparse())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(self.adjacency, self.body(x)).mean()
+
+    with pytest.raises(lowtide.CaptureError):
+        lowtide.rematerialize(make(Sparse), *rows()(0), budget="70%")
+
+
+def test_plans_and_restore_of_a_plain_model() -> None:
+    model = make(_network)
+    for function in (lowtide.plans, lowtide.restore):
+        try:
+            function(model)
+        except lowtide.LowtideError as error:
+            assert "rematerialize" in str(error)
+
+
+def test_preparation_under_no_grad() -> None:
+    """Preparing a model for training inside ``no_grad`` plans its training all the same."""
+    model = make(_network)
+    with torch.no_grad():
+        lowtide.rematerialize(model, *rows()(0), budget="70%", planner="greedy")
+    assert_same_records(run_training(model, rows(), _STEP, 2), run_training(make(_network), rows(), _STEP, 2))

@@ -1,0 +1,117 @@
+"""What a budget covers: total budgets, room for the caller, extreme budgets, saved plans, and the measured peak."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from tests.support.networks import WithLoss, perceptron, residual_blocks, rows
+from tests.support.training import compare_training, make, prepared
+
+
+def _network() -> nn.Module:
+    body = residual_blocks(lambda: nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 32)), 5)
+    return WithLoss(body)
+
+
+@pytest.mark.parametrize("planner", ["auto", "greedy"])
+@pytest.mark.parametrize("budget", ["100%", "80%", "55%", "30%", "15%", 1])
+def test_every_budget_is_kept_or_refused(budget: int | str, planner: str) -> None:
+    """Infeasible budgets run at the minimum that the error names, see ``prepared``."""
+    compare_training(_network, rows(512), budgets=(budget,), iterations=2, planner=planner)
+
+
+def test_smaller_budget_is_never_faster() -> None:
+    overheads = [lowtide.plan(make(_network), *rows(512)(0), budget=f"{b}%").overhead for b in (100, 80, 60, 45)]
+    assert overheads[0] == 0
+    assert overheads == sorted(overheads)
+
+
+def test_plan_attributes_and_round_trip(tmp_path: Path) -> None:
+    plan = lowtide.plan(make(_network), *rows(512)(0), budget="50%")
+    assert plan.peak_bytes <= plan.budget_bytes < plan.unconstrained_peak_bytes
+    assert plan.overhead > 0
+    assert plan.graph.ops
+    assert plan.schedule.steps
+    text = str(plan)
+    assert "body" in text
+    plan.save(tmp_path / "plan.json")
+    again = lowtide.Plan.load(tmp_path / "plan.json")
+    assert again.schedule == plan.schedule
+    assert again.peak_bytes == plan.peak_bytes
+    assert str(again) == text
+
+
+def test_same_seed_same_plan() -> None:
+    plans = [lowtide.plan(make(_network), *rows(512)(0), budget="50%", seed=3) for _ in range(2)]
+    assert plans[0].schedule.steps == plans[1].schedule.steps or plans[0].costs != plans[1].costs
+
+
+def test_percentage_of_the_measured_eager_like_peak() -> None:
+    """The unconstrained peak is the peak of the same program without recomputation, measured."""
+    model = prepared(_network, rows(512), "100%")
+    plan = lowtide.plans(model)[0]
+    args, _ = rows(512)(0)
+    measured = lowtide.measure(lambda: model(*args).backward()).peak_bytes
+    assert measured <= plan.unconstrained_peak_bytes
+    assert abs(measured - plan.unconstrained_peak_bytes) <= 256 * 1024
+
+
+def test_reserve_leaves_room_for_the_callers_loss() -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(perceptron(6), nn.Linear(32, 32))
+
+    def step(model: nn.Module, args: Any) -> None:
+        y = model(*args)
+        (y.exp().square() + y.sin()).mean().backward()
+
+    args, _ = rows(512)(0)
+    (model_y,) = (make(network)(*args).detach().requires_grad_(),)
+    reserve = lowtide.measure(lambda: (model_y.exp().square() + model_y.sin()).mean().backward()).peak_bytes
+    plain = make(network)
+    eager_peak = lowtide.measure(step, plain, args).peak_bytes
+    budget = int(eager_peak * 0.8)
+    model = make(network)
+    lowtide.rematerialize(model, args, budget=budget, reserve=reserve)
+    assert lowtide.measure(step, model, args).peak_bytes <= budget
+
+
+def test_total_budget_counts_what_is_there() -> None:
+    """Parameters, buffers, inputs, gradients and optimizer state count; a total below the parameters is infeasible."""
+    model = make(_network)
+    resident = sum(p.numel() * p.element_size() for p in model.parameters())
+    lowtide.rematerialize(model, *rows(512)(0), total_budget="8 MiB")
+    plan = lowtide.plans(model)[0]
+    args, _ = rows(512)(0)
+    assert lowtide.measure(lambda: model(*args).backward()).peak_bytes + resident <= 8 * 2**20
+    assert plan.peak_bytes <= 8 * 2**20
+    with pytest.raises(lowtide.InfeasibleBudgetError):
+        lowtide.rematerialize(make(_network), *rows(512)(0), total_budget=resident)
+
+
+@pytest.mark.parametrize("gradients", ["absent", "present"])
+def test_peak_with_and_without_existing_gradients(gradients: str) -> None:
+    """With ``.grad`` present the new gradients come one after the other and are gone when added."""
+    model = prepared(_network, rows(512), "50%")
+    plan = lowtide.plans(model)[0]
+    args, _ = rows(512)(0)
+    if gradients == "present":
+        model(*args).backward()
+    else:
+        model.zero_grad(set_to_none=True)
+    assert lowtide.measure(lambda: model(*args).backward()).peak_bytes <= plan.budget_bytes
+
+
+def test_peak_of_every_iteration() -> None:
+    model = prepared(_network, rows(512), "45%")
+    budget = lowtide.plans(model)[0].budget_bytes
+    torch.manual_seed(0)
+    for iteration in range(3):
+        args, _ = rows(512)(iteration)
+        model.zero_grad(set_to_none=True)
+        assert lowtide.measure(lambda args=args: model(*args).backward()).peak_bytes <= budget

@@ -1,0 +1,127 @@
+"""Row: in-place ReLU, in-place add, views, ``nn.Sequential``, ``Dropout(p=0)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.support.networks import WithLoss, perceptron, rows
+from tests.support.training import compare_training
+
+
+def test_inplace_relu_in_sequential() -> None:
+    compare_training(lambda: WithLoss(perceptron(6, activation=lambda: nn.ReLU(inplace=True))), rows())
+
+
+def test_bare_sequential() -> None:
+    compare_training(lambda: perceptron(6), rows())
+
+
+def test_dropout_of_probability_zero() -> None:
+    def network() -> nn.Module:
+        return WithLoss(nn.Sequential(perceptron(3), nn.Dropout(0.0), perceptron(3), nn.Dropout(0.0, inplace=True)))
+
+    compare_training(network, rows())
+
+
+class _InPlace(nn.Module):
+    """Sums, products and slices written in place, on results and on views of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        x += self.layers[1](x.tanh())
+        x.mul_(0.5).add_(1.0)
+        y = self.layers[2](torch.sin(x))
+        y[:, :8] = torch.relu(y[:, 8:16]) + 1
+        y[:, 16:].clamp_(min=-0.5)
+        z = torch.zeros_like(y)
+        z[::2] = self.layers[3](y)[::2]
+        z.index_add_(0, torch.arange(4), y[:4])
+        return self.layers[4](z.masked_fill_(z > 2, 0.0))
+
+
+def test_inplace_arithmetic_and_slices() -> None:
+    compare_training(lambda: WithLoss(_InPlace()), rows())
+
+
+class _Views(nn.Module):
+    """Views of views, expanded, transposed and split tensors, several of them alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.out = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.out:
+            q, k, v = self.qkv(x).view(-1, 3, 4, 8).unbind(1)
+            scores = torch.softmax(q.transpose(0, 1) @ k.permute(1, 2, 0), -1)
+            mixed = (scores @ v.transpose(0, 1)).transpose(0, 1).reshape(-1, 32)
+            left, right = layer(mixed).chunk(2, dim=-1)
+            x = x + torch.cat([right, left.expand_as(left)], -1).view_as(x)[:, None].squeeze(1)
+        return x.T.contiguous().T.unfold(0, 2, 2).mean(-1)
+
+
+def test_views() -> None:
+    compare_training(lambda: WithLoss(_Views()), rows())
+
+
+class _InputViews(nn.Module):
+    """Results that are the input, a view of it, a parameter, or views of one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = perceptron(4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        y = self.body(x)
+        weight = self.body[0].weight
+        return {
+            "same": x,
+            "view": x[:4],
+            "y": y,
+            "half": y[:, :16],
+            "flat": y.view(-1),
+            "weight": weight,
+            "t": weight.t(),
+        }
+
+
+def test_results_that_alias_inputs_and_each_other() -> None:
+    def loss(output: dict[str, torch.Tensor]) -> torch.Tensor:
+        return output["y"].square().sum() + output["half"].sum() + (output["flat"] * 2).sum() + output["t"].sum()
+
+    compare_training(_InputViews, rows(), loss)
+
+
+class _MutatesArgument(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = perceptron(4)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        y = self.body(x + memory)
+        memory.mul_(0.5).add_(y.detach().mean(0))
+        return y.square().mean()
+
+
+def test_argument_written_in_place() -> None:
+    """The caller's tensor is written, as by eager: checked through the second and third iteration's losses."""
+    memories: dict[int, torch.Tensor] = {}
+
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        memory = memories.setdefault(id(model), torch.zeros(32))
+        loss = model(args[0], memory)
+        loss.backward()
+        return loss, memory.clone()
+
+    def inputs(iteration: int) -> Any:
+        return (rows()(iteration)[0][0], torch.zeros(32)), {}
+
+    compare_training(_MutatesArgument, inputs, step=step, check_peak=False)

@@ -1,0 +1,146 @@
+"""Rows: ``eval()``, ``no_grad``, ``inference_mode``; autocast and bfloat16 parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.networks import WithLoss, perceptron, rows
+from tests.support.training import compare_training, make, prepared
+
+
+def _network() -> nn.Module:
+    return nn.Sequential(perceptron(3), nn.BatchNorm1d(32), nn.Dropout(0.2), perceptron(3))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_without_gradients(mode: Callable[[], Any], training: bool) -> None:
+    plain, ours = make(_network).train(training), prepared(_network, rows(), "60%").train(training)
+    (x,), _ = rows()(0)
+    results = []
+    for model in (plain, ours):
+        torch.manual_seed(3)
+        with mode():
+            results.append(model(x))
+    assert torch.equal(*results)
+    assert results[1].requires_grad is False
+    assert results[0].is_inference() == results[1].is_inference()
+    for theirs, mine in zip(plain.buffers(), ours.buffers(), strict=True):
+        assert torch.equal(theirs, mine)
+
+
+def test_eval_mode_trains_exactly() -> None:
+    """Gradients in eval mode (fine tuning with frozen statistics) are another signature."""
+
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        step.calls += 1
+        model.train(step.calls % 2 == 1)
+        y = model(*args)
+        y.square().mean().backward()
+        return y
+
+    step.calls = 0
+
+    compare_training(_network, rows(), step=step, iterations=4, check_peak=False)
+
+
+def test_validation_between_training_steps() -> None:
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        y = model(*args)
+        y.square().mean().backward()
+        model.eval()
+        with torch.no_grad():
+            validation = model(args[0] + 1)
+        model.train()
+        return y, validation
+
+    compare_training(_network, rows(), step=step, check_peak=False, budgets=("60%",))
+
+
+def test_set_grad_enabled_false_inside_the_model() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen, self.body = perceptron(3), perceptron(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                features = self.frozen(x)
+            return self.body(features).square().mean()
+
+    compare_training(Partly, rows())
+
+
+def _autocast_step(dtype: torch.dtype) -> Callable[..., Any]:
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        with torch.autocast("cpu", dtype=dtype):
+            y = model(*args)
+            loss = y.float().square().mean()
+        loss.backward()
+        return y
+
+    return step
+
+
+def _prepare_under_autocast(dtype: torch.dtype) -> Callable[..., Any]:
+    import lowtide
+
+    def prepare(model: nn.Module, args: Any, kwargs: Any, *, budget: Any) -> nn.Module:
+        with torch.autocast("cpu", dtype=dtype):
+            return lowtide.rematerialize(model, args, kwargs, budget=budget)
+
+    return prepare
+
+
+def _attention() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+    return nn.Sequential(
+        nn.Linear(32, 32), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.LayerNorm(32)
+    )
+
+
+def _sequences(iteration: int) -> Any:
+    return (rows()(iteration)[0][0].view(16, 16, 32),), {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_autocast_around_the_call(dtype: torch.dtype) -> None:
+    prepare = _prepare_under_autocast(dtype)
+    compare_training(_attention, _sequences, step=_autocast_step(dtype), prepare=prepare)
+
+
+def test_autocast_differs_from_the_sample() -> None:
+    """Planned without autocast, called with it: another signature, exact."""
+    compare_training(_attention, _sequences, step=_autocast_step(torch.bfloat16), check_peak=False, budgets=("60%",))
+
+
+def test_autocast_inside_the_model() -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = perceptron(4), nn.Linear(32, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = self.body(x)
+            with torch.autocast("cpu", enabled=False):
+                return self.head(y.float()).square().mean()
+
+    compare_training(Inside, rows())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bfloat16", "float64"])
+def test_parameters_of_another_dtype(dtype: torch.dtype) -> None:
+    def network() -> nn.Module:
+        return WithLoss(_attention()).to(dtype)
+
+    def inputs(iteration: int) -> Any:
+        (x,), _ = _sequences(iteration)
+        return (x.to(dtype),), {}
+
+    compare_training(network, inputs)

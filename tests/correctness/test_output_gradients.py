@@ -1,0 +1,123 @@
+"""Row: loss ``y.sum()``, transposed or expanded output gradients, ``y.backward(g)``: exact, the caller's tensors untouched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.networks import BATCH, generator, perceptron, rows
+from tests.support.records import Step
+from tests.support.training import compare_training
+
+_GRADIENT = torch.randn(BATCH, 32, generator=generator(77))
+_GRADIENTS = {
+    "contiguous": _GRADIENT,
+    "transposed": torch.randn(32, BATCH, generator=generator(78)).t(),
+    "expanded": torch.randn(32, generator=generator(79)).expand(BATCH, 32),
+    "scalar expanded": torch.tensor(0.5).expand(BATCH, 32),
+    "strided": torch.randn(BATCH, 64, generator=generator(80))[:, ::2],
+    "offset": torch.randn(BATCH + 1, 32, generator=generator(81))[1:],
+}
+
+
+def test_sum() -> None:
+    compare_training(perceptron, rows(), lambda y: y.sum(), budgets=("100%", "70%", "45%"))
+
+
+def test_mean_of_transposed() -> None:
+    compare_training(perceptron, rows(), lambda y: (y.t() * torch.ones(BATCH)).t()[:, :5].mean())
+
+
+def _backward_with(gradient: torch.Tensor, *, touch: bool = False) -> Step:
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        y = model(*args)
+        kept = y.detach().clone()
+        given = gradient.clone() if gradient.is_contiguous() else gradient
+        before, version = given.clone(), given._version
+        y.backward(given)
+        assert torch.equal(given, before), "the caller's output gradient was changed"
+        assert given._version == version
+        assert torch.equal(y, kept), "the caller's output was changed"
+        return y
+
+    return step
+
+
+@pytest.mark.parametrize("name", _GRADIENTS)
+def test_backward_with_gradient(name: str) -> None:
+    compare_training(perceptron, rows(), step=_backward_with(_GRADIENTS[name]), check_peak=False)
+
+
+class _Linear(nn.Module):
+    """Its output gradient is a parameter gradient or an input gradient as it stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(BATCH, 32))
+        self.body = perceptron(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) + self.bias
+
+
+@pytest.mark.parametrize("name", _GRADIENTS)
+def test_output_gradient_that_becomes_a_parameter_gradient(name: str) -> None:
+    """What the caller handed in must not end up as ``.grad``, where an optimizer would write to it."""
+
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        y = model(*args)
+        given = _GRADIENTS[name]
+        before = given.clone()
+        y.backward(given)
+        model.bias.grad.mul_(2)
+        assert torch.equal(given, before), "the parameter's gradient shares memory with the caller's"
+        return y
+
+    compare_training(_Linear, rows(requires_grad=True), step=step, check_peak=False, budgets=("60%",))
+
+
+def test_autograd_grad() -> None:
+    """``torch.autograd.grad`` leaves ``.grad`` alone and returns the same tensors."""
+
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        y = model(*args)
+        wanted = (args[0], model[0].weight, model[-2].bias)
+        return y, torch.autograd.grad(y.square().mean(), wanted)
+
+    compare_training(perceptron, rows(requires_grad=True), step=step, check_peak=False)
+
+
+def test_hooks_on_parameters_and_output() -> None:
+    """Tensor hooks fire once per backward and see eager's gradients."""
+
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        seen: list[torch.Tensor] = []
+        handles = [p.register_hook(lambda g: seen.append(g.clone())) for p in (model[0].weight, model[4].bias)]
+        post = model[2].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        y = model(*args)
+        y.register_hook(lambda g: g * 2)
+        y.square().mean().backward()
+        for handle in (*handles, post):
+            handle.remove()
+        assert len(seen) == 3
+        return y, *sorted(seen, key=lambda g: g.numel())[:1]
+
+    compare_training(perceptron, rows(), step=step, check_peak=False, budgets=("60%",))
+
+
+def test_output_changed_in_place_afterwards() -> None:
+    """The caller may scale the output in place before differentiating it, where eager allows it."""
+
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        y = model(*args)
+        y.mul_(0.5)
+        y.square().mean().backward()
+        return y
+
+    def network() -> nn.Module:
+        return nn.Sequential(perceptron(4), nn.Linear(32, 8))
+
+    compare_training(network, rows(), step=step, check_peak=False, budgets=("60%",))

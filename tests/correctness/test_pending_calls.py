@@ -1,0 +1,127 @@
+"""Rows: two forwards, then the two backwards in either order; gradient accumulation; backward twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from tests.support.networks import WithLoss, perceptron, rows
+from tests.support.records import Step
+from tests.support.training import compare_training, prepared
+
+
+def _network() -> nn.Module:
+    return WithLoss(nn.Sequential(perceptron(3), nn.Dropout(0.2), nn.BatchNorm1d(32), perceptron(3)))
+
+
+def _one_input(iteration: int) -> Any:
+    return rows()(iteration)
+
+
+def _pending(order: Sequence[int]) -> Step:
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        losses = [model(args[0]), model(args[0].flip(0) + 1)]
+        for index in order:
+            losses[index].backward()
+        return losses
+
+    return step
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first first", "last first"])
+def test_two_forwards_then_two_backwards(order: Sequence[int]) -> None:
+    compare_training(_network, _one_input, step=_pending(order), check_peak=False)
+
+
+def test_two_forwards_one_backward_of_the_sum() -> None:
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        loss = model(args[0]) + model(args[0] * 2)
+        loss.backward()
+        return loss
+
+    compare_training(_network, _one_input, step=step, check_peak=False)
+
+
+def test_forward_without_backward_in_between() -> None:
+    """A training forward whose result is dropped keeps nothing and disturbs nothing."""
+
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        model(args[0] + 1)
+        loss = model(args[0])
+        loss.backward()
+        return loss
+
+    compare_training(_network, _one_input, step=step, check_peak=False)
+
+
+def test_output_fed_into_the_model_again() -> None:
+    """One autograd graph with the model in it twice, one call behind the other."""
+
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        y = model(model(args[0]))
+        y.square().mean().backward()
+        return y
+
+    compare_training(lambda: perceptron(4), rows(requires_grad=True), step=step, check_peak=False)
+
+
+def test_gradient_accumulation() -> None:
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        losses = []
+        for shift in range(3):
+            loss = model(args[0] + shift) / 3
+            loss.backward()
+            losses.append(loss)
+        return losses
+
+    compare_training(_network, _one_input, step=step, check_peak=False)
+
+
+def test_gradients_present_at_the_start() -> None:
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        loss = model(args[0])
+        loss.backward()
+        return loss
+
+    compare_training(_network, _one_input, step=step, check_peak=False)
+
+
+def test_backward_twice_with_retain_graph() -> None:
+    """Exact where it is supported; otherwise a clear error."""
+
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        loss = model(args[0])
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return loss
+
+    try:
+        compare_training(_network, _one_input, step=step, check_peak=False)
+    except lowtide.ExecutionError as error:
+        assert "retain_graph" in str(error)
+
+
+def test_second_backward_without_retain_graph_is_an_error() -> None:
+    model = prepared(_network, _one_input, "60%")
+    loss = model(*_one_input(0)[0])
+    loss.backward()
+    with pytest.raises((RuntimeError, lowtide.ExecutionError), match=r"second time|retain_graph"):
+        loss.backward()
+
+
+def test_double_backward_is_an_error_that_says_so() -> None:
+    def make() -> nn.Module:
+        return perceptron(3)
+
+    model = prepared(make, rows(requires_grad=True), "60%")
+    (x,), _ = rows(requires_grad=True)(0)
+    with pytest.raises((lowtide.ExecutionError, RuntimeError), match=r"create_graph|twice|second|higher|differentia"):
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()

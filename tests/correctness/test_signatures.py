@@ -1,0 +1,136 @@
+"""Row: another batch size or sequence length, last short batch: planned anew, or eager with one warning, as configured."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from tests.support.networks import BATCH, WithLoss, generator, perceptron, rows
+from tests.support.training import compare_training, prepared
+
+_SIZES = (256, 192, 256, 5, 192)
+
+
+def _network() -> nn.Module:
+    return WithLoss(nn.Sequential(perceptron(3), nn.Dropout(0.1), perceptron(3)))
+
+
+def _changing(iteration: int) -> Any:
+    return (torch.randn(_SIZES[iteration], 32, generator=generator(iteration)),), {}
+
+
+def test_other_batch_sizes_are_planned_anew() -> None:
+    outcomes = compare_training(_network, _changing, iterations=len(_SIZES))
+    for outcome in outcomes:
+        plans = lowtide.plans(outcome.model)
+        assert len(plans) == len(set(_SIZES))
+        assert len({plan.unconstrained_peak_bytes for plan in plans}) == len(set(_SIZES))
+
+
+def test_every_signature_keeps_its_budget() -> None:
+    model = prepared(_network, _changing, "60%")
+    for iteration in range(2):
+        model(*_changing(iteration)[0]).backward()
+    for iteration, plan in enumerate(lowtide.plans(model)):
+        model.zero_grad(set_to_none=True)
+        args, _ = _changing(iteration)
+        assert lowtide.measure(lambda args=args: model(*args).backward()).peak_bytes <= plan.budget_bytes
+
+
+def test_eager_on_new_signature_warns_once() -> None:
+    def compare() -> Any:
+        return compare_training(_network, _changing, iterations=5, budgets=("60%",), on_new_signature="eager")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (outcome,) = compare()
+    ours = [w for w in caught if "signature" in str(w.message)]
+    assert len(ours) == 1
+    assert len(lowtide.plans(outcome.model)) == 1
+
+
+def test_error_on_new_signature() -> None:
+    model = prepared(_network, _changing, "60%", on_new_signature="error")
+    model(*_changing(0)[0]).backward()
+    with pytest.raises(lowtide.LowtideError, match="signature"):
+        model(*_changing(1)[0])
+    model(*_changing(2)[0]).backward()
+
+
+def test_infeasible_budget_for_a_new_signature() -> None:
+    """A fixed number of bytes that fits the sample but not a larger batch is an error that names the minimum."""
+    model = prepared(_network, _changing, "60%")
+    budget = lowtide.plans(model)[0].budget_bytes
+    lowtide.restore(model)
+    lowtide.rematerialize(model, *_changing(0), budget=budget)
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        model(torch.randn(4096, 32))
+    assert caught.value.minimum_bytes > budget
+    model(*_changing(0)[0]).backward()
+
+
+def test_plain_arguments_are_part_of_the_signature() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = perceptron(4)
+
+        def forward(self, x: torch.Tensor, power: int = 1) -> torch.Tensor:
+            return self.body(x).pow(power).mean() if power < 3 else self.body(x).sin().mean()
+
+    def inputs(iteration: int) -> Any:
+        return rows()(iteration)[0], {"power": (1, 2, 3, 1)[iteration]}
+
+    (outcome,) = compare_training(Scaled, inputs, iterations=4, budgets=("60%",))
+    assert len(lowtide.plans(outcome.model)) == 3
+
+
+def test_masks_are_questions() -> None:
+    """A decision on an integer input is captured with its answer; another answer is another program."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = perceptron(4)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            y = self.body(x)
+            return y.mean() if mask.all() else (y * mask[:, None]).sum() / mask.sum()
+
+    def inputs(iteration: int) -> Any:
+        mask = torch.ones(BATCH, dtype=torch.int64)
+        mask[: (0, 3, 0, 7)[iteration]] = 0
+        return (*rows()(iteration)[0], mask), {}
+
+    (outcome,) = compare_training(Masked, inputs, iterations=4, budgets=("60%",))
+    assert len(lowtide.plans(outcome.model)) == 2
+
+
+def test_no_sample_given() -> None:
+    """Without a sample the plan is made at the first call."""
+    model = _network()
+    lowtide.rematerialize(model, budget="70%")
+    assert lowtide.plans(model) == []
+    model(*_changing(0)[0]).backward()
+    assert len(lowtide.plans(model)) == 1
+
+
+def test_requires_grad_changes_are_noticed() -> None:
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        step.calls += 1
+        model.body[0].requires_grad_(step.calls % 2 == 1)
+        loss = model(*args)
+        loss.backward()
+        return loss
+
+    step.calls = 0
+
+    def inputs(iteration: int) -> Any:
+        return rows()(iteration)
+
+    compare_training(_network, inputs, step=step, check_peak=False, iterations=4, budgets=("60%",))

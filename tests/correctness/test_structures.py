@@ -1,0 +1,124 @@
+"""Row: dict, data class, tuple, ``ModelOutput``, nested outputs; keyword arguments; a single tensor stays a tensor."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.networks import generator, perceptron, rows
+from tests.support.training import compare_training, prepared
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Result:
+    hidden: torch.Tensor
+    note: str
+    extra: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FrozenResult:
+    hidden: torch.Tensor
+    scores: tuple[torch.Tensor, torch.Tensor]
+
+
+class PlainResult:
+    """Not registered with anything."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+        self.items = [hidden.detach() + 1]
+
+
+def _model_output(y: torch.Tensor) -> Any:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput(last_hidden_state=y, hidden_states=(y * 2, y.tanh()))
+
+
+_SHAPERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda y: y,
+    "tuple of one": lambda y: (y,),
+    "list": lambda y: [y, y.sigmoid()],
+    "dict": lambda y: {"y": y, "z": y.exp()},
+    "ordered dict": lambda y: OrderedDict(z=y.exp(), y=y),
+    "named tuple": lambda y: Pair(y, y.cos()),
+    "data class": lambda y: Result(y, "a note"),
+    "frozen data class": lambda y: FrozenResult(y, (y.sin(), y.cos())),
+    "plain object": PlainResult,
+    "model output": _model_output,
+    "nested": lambda y: {"a": [y, (y.sin(), None, 3)], "b": Result(y.cos(), "x", y.abs()), "c": "text"},
+    "integers and no gradient": lambda y: (y, y.argmax(-1), y.detach().mean(), torch.arange(3), y > 0),
+    "the same twice": lambda y: (y, y, {"again": y}),
+    "none and numbers": lambda y: (None, y, 1.5, True),
+}
+
+
+class _Shaped(nn.Module):
+    def __init__(self, shaper: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.body = perceptron(4)
+        self.shaper = shaper
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.shaper(self.body(x))
+
+
+@pytest.mark.parametrize("name", _SHAPERS)
+def test_output_structure(name: str) -> None:
+    compare_training(lambda: _Shaped(_SHAPERS[name]), rows(), budgets=("70%", "50%") if name == "nested" else ("60%",))
+
+
+def test_the_same_tensor_stays_one_object() -> None:
+    model = prepared(lambda: _Shaped(_SHAPERS["the same twice"]), rows(), "60%")
+    first, second, nested = model(*rows()(0)[0])
+    assert first is second is nested["again"]
+
+
+class _Keywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = perceptron(4)
+
+    def forward(
+        self, x: torch.Tensor, *rest: torch.Tensor, scale: float = 1.0, batch: dict[str, Any] | None = None, **more: Any
+    ) -> dict[str, torch.Tensor]:
+        y = self.body(x) * scale
+        for tensor in rest:
+            y = y + tensor
+        if batch is not None:
+            y = y * batch["weights"][0] + batch["options"].shift
+        return {"y": y + more.get("bias", 0), **({"mask": more["mask"] * 2} if "mask" in more else {})}
+
+
+@dataclass
+class Options:
+    shift: torch.Tensor
+    name: str = "options"
+
+
+def _keyword_inputs(iteration: int) -> Any:
+    source = generator(iteration)
+    x, more, weights, shift = (torch.randn(256, 32, generator=source) for _ in range(4))
+    batch = {"weights": [weights], "options": Options(shift[0])}
+    kwargs = {"scale": 0.5, "batch": batch, "bias": 2.0, "mask": torch.ones(3, dtype=torch.bool)}
+    return (x, more, more), kwargs
+
+
+def test_keyword_and_nested_arguments() -> None:
+    compare_training(_Keywords, _keyword_inputs)
+
+
+def test_defaults_and_none() -> None:
+    def inputs(iteration: int) -> Any:
+        return (), {"x": rows()(iteration)[0][0], "batch": None}
+
+    compare_training(_Keywords, inputs, budgets=("60%",))

@@ -1,0 +1,113 @@
+"""Measured costs make the simulator exact: every step of a program takes the bytes that were predicted, to the byte."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide.capture import Program, capture
+from lowtide.cost import CostCache, measure_costs
+from lowtide.cost.signature import map_refs, target_name
+from lowtide.cost.synthetic import synthetic_tensor
+from lowtide.ir import Compute, Costs, Free, Op, keep_all_schedule, simulate
+from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.runtime import cpu_allocator
+
+
+class _Loss(nn.Module):
+    """A scalar result: its gradient may arrive in any layout, so what views it is planned as a copy of one number."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.model(inputs).square().sum()
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(8, 16, 2, batch_first=True, dropout=0.1)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(inputs)[0])
+
+
+def _convolutional() -> nn.Module:
+    block = [
+        nn.Conv2d(3, 8, 3, stride=2),
+        nn.BatchNorm2d(8),
+        nn.GELU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.LazyLinear(4),
+    ]
+    model = nn.Sequential(*block)
+    model(torch.randn(2, 3, 16, 16))
+    return model
+
+
+CASES = {
+    "convolutional": lambda: (_convolutional(), torch.randn(5, 3, 16, 16)),
+    "double": lambda: (_convolutional().double(), torch.randn(5, 3, 16, 16, dtype=torch.float64)),
+    "half": lambda: (
+        nn.Sequential(nn.Linear(9, 7), nn.LayerNorm(7)).bfloat16(),
+        torch.randn(4, 9, dtype=torch.bfloat16),
+    ),
+    "transformer": lambda: (nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), torch.randn(3, 10, 16)),
+    "recurrent": lambda: (_Recurrent(), torch.randn(4, 6, 8)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_step_takes_the_predicted_bytes(case: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = CASES[case]()
+    program = capture(_Loss(model), (inputs,))
+    costs = measure_costs(program, cache=CostCache(None))
+    with torch.no_grad():
+        differences = _run(program, costs)
+    slack = inputs.dtype.itemsize
+    assert [difference for difference in differences if not -slack <= difference[0] <= 0] == []
+
+
+def _run(program: Program, costs: Costs) -> list[tuple[int, str]]:
+    """(measured less predicted, op) of every step where they differ, in a run that keeps everything."""
+    counter = cpu_allocator.install()
+    assert counter is not None
+    schedule = keep_all_schedule(program.graph)
+    predicted = simulate(program.graph, costs, schedule).timeline
+    values: dict[int, Any] = {v: synthetic_tensor(program.metas[v]) for v in program.graph.inputs}
+    gc.collect()
+    start = counter.level_bytes
+    differences = []
+    for index, step in enumerate(schedule.steps):
+        counter.reset_peak()
+        if isinstance(step, Compute):
+            _compute(program, program.graph.ops[step.op], values)
+            measured = counter.peak_bytes - start
+            if measured != predicted[index]:
+                differences.append((measured - int(predicted[index]), program.graph.ops[step.op].name))
+        elif isinstance(step, Free):
+            for value in program.graph.storages[step.storage].values:
+                values.pop(value, None)
+    return differences
+
+
+def _compute(program: Program, op: Op, values: dict[int, Any]) -> None:
+    if op.target == TANGENT_TARGET:
+        meta = program.metas[op.outputs[0]]
+        values[op.outputs[0]] = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
+        return
+    call = program.calls[op.id]
+    args, kwargs = map_refs(call, lambda ref: values[ref.value])
+    with torch.set_grad_enabled("mkldnn_rnn" in target_name(call.target)):
+        result = call.target(*args, **kwargs)
+    outputs = (result,) if call.positions is None else [result[position] for position in call.positions]
+    values.update(zip(op.outputs, outputs, strict=False))

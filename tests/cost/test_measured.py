@@ -1,0 +1,134 @@
+"""Measured costs: byte-exact workspaces, real storages, nothing of the caller's disturbed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.cost import CostCache, measure_costs
+from lowtide.cost.signature import signature
+from lowtide.runtime.meter import allocation_peak
+from tests.cost.programs import program_of
+
+aten = torch.ops.aten
+
+
+def _costs(*calls: Any, **layouts: Any) -> Any:
+    return measure_costs(program_of(*calls, **layouts), cache=CostCache(None))
+
+
+def test_workspace_is_exact() -> None:
+    costs = _costs(("y", aten.mul.Tensor, ("x", 2.5)), x=torch.empty(100, 100))
+    assert costs.storage_bytes.tolist() == [0, 40000]
+    assert costs.workspace_bytes.tolist() == [12]  # the number as a double and as a float
+    assert costs.time_ns[0] > 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: aten.convolution.default(x, x[:4, :, :3, :3], None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+        lambda x: aten.sort.default(x),
+        lambda x: aten.var_mean.correction(x, [1], correction=1),
+        lambda x: aten._softmax.default(x, 1, False),
+    ],
+)
+def test_peak_of_multiple_outputs_equals_the_real_call(call: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.randn(8, 4, 12, 12, dtype=torch.float64)
+    call(x)
+    peak, _ = allocation_peak(lambda: call(x))
+    recorded: list[Any] = []
+
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            recorded.append((func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        call(x)
+    func, args, kwargs = recorded[-1]
+    names = [f"a{i}" if isinstance(arg, torch.Tensor) else arg for i, arg in enumerate(args)]
+    layouts = {f"a{i}": arg for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+    costs = _costs(
+        (("y", "z") if func in (aten.sort.default, aten.var_mean.correction) else "y", func, names, kwargs), **layouts
+    )
+    assert int(costs.storage_bytes.sum() + costs.workspace_bytes[0]) == peak
+
+
+def test_views_cost_no_bytes_and_integers_are_valid_indices() -> None:
+    costs = _costs(
+        ("v", aten.view.default, ("x", [4, 25])),
+        ("t", aten.t.default, ("v",)),
+        ("e", aten.embedding.default, ("t", "i")),
+        x=torch.empty(100),
+        i=torch.zeros(7, dtype=torch.int64),
+    )
+    assert costs.storage_bytes.sum() == 7 * 4 * 4
+    assert costs.workspace_bytes[:2].tolist() == [0, 0]
+
+
+def test_equal_signatures_are_measured_once() -> None:
+    texts: list[float] = []
+    program = program_of(
+        *((f"y{i}", aten.relu.default, ("x",)) for i in range(6)),
+        x=torch.empty(50),
+    )
+    assert len({signature(program, op.id)[0] for op in program.graph.ops}) == 1
+    costs = measure_costs(program, cache=CostCache(None), on_progress=lambda text, fraction: texts.append(fraction))
+    assert len(set(costs.time_ns.tolist())) == 1
+    assert texts == [0.0, 1.0]
+
+
+def test_generators_and_modes_are_untouched() -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    with torch.enable_grad():
+        _costs(("y", aten.bernoulli.p, ("x", 0.5)), x=torch.empty(1000))
+        assert torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_operator_that_fails_is_estimated(caplog: pytest.LogCaptureFixture) -> None:
+    def picky(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("not on these values")
+
+    with caplog.at_level(logging.WARNING):
+        costs = _costs(("y", picky, ("x",), {}, torch.empty(10)), x=torch.empty(10))
+    assert "not on these values" in caplog.text
+    assert costs.time_ns[0] > 0
+    assert costs.workspace_bytes[0] >= 80
+
+
+def test_real_storages_larger_than_captured_are_charged() -> None:
+    def generous(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(1000)[:10]
+
+    costs = _costs(("y", generous, ("x",), {}, torch.empty(10)), x=torch.empty(10))
+    assert costs.storage_bytes.tolist() == [0, 4000]
+    assert costs.workspace_bytes.tolist() == [0]
+
+
+def test_a_copy_that_was_captured_as_a_view_is_charged(caplog: pytest.LogCaptureFixture) -> None:
+    def copies(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    base = torch.empty(10)
+    costs = _costs(
+        ("b", aten.relu.default, ("x",), {}, base), ("y", copies, ("b",), {}, base.view(2, 5)), x=torch.empty(10)
+    )
+    assert "captured as a view" in caplog.text
+    assert costs.storage_bytes.tolist() == [0, 80]
+
+
+def test_records_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path))
+    program = program_of(("y", aten.relu.default, ("x",)), x=torch.empty(50))
+    first = measure_costs(program)
+    assert [name.startswith("costs-") for name in sorted(os.listdir(tmp_path)) if name.endswith(".json")] == [True]
+    assert measure_costs(program).time_ns.tolist() == first.time_ns.tolist()

@@ -1,0 +1,99 @@
+"""Every order-preserving schedule of a tiny graph, explored on the graph itself, apart from ``lowtide.solve``.
+
+A state is what the checker and the simulator look at: the latest first compute, effects run, live storages, live
+values, saved generator states, whether the forward outputs were handed over. Uniform-cost search over all of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lowtide.ir import Costs, Graph, Phase
+
+
+class State(NamedTuple):
+    latest: int
+    computed: frozenset[int]
+    storages: frozenset[int]
+    values: frozenset[int]
+    saved: frozenset[int]
+    handed: bool
+
+
+def brute_force(graph: Graph, costs: Costs, budget: int | None) -> int | None:
+    """The least time within the budget, ``None`` if nothing fits; with no budget the least peak."""
+    outside = frozenset(value.id for value in graph.values if value.producer is None)
+    external = frozenset(storage.id for storage in graph.storages if storage.external)
+    start = State(-1, frozenset(), external, outside, frozenset(), False)
+    ticket = itertools.count()
+    best = {start: (0, 0)}
+    queue = [((0, 0), next(ticket), start)]
+    while queue:
+        cost, _, state = heapq.heappop(queue)
+        if best[state] < cost:
+            continue
+        if _done(graph, state):
+            return max(cost[0], graph.fixed_bytes) if budget is None else cost[0]
+        for after, time, during in _steps(graph, costs, state):
+            if budget is not None and during > budget:
+                continue
+            key = (max(cost[0], during), cost[1] + time) if budget is None else (cost[0] + time, 0)
+            if after not in best or key < best[after]:
+                best[after] = key
+                heapq.heappush(queue, (key, next(ticket), after))
+    return None
+
+
+def _done(graph: Graph, state: State) -> bool:
+    effects = all(op.id in state.computed for op in graph.ops if op.effect)
+    return state.handed and effects and state.values.issuperset(graph.outputs)
+
+
+def _steps(graph: Graph, costs: Costs, state: State) -> Iterator[tuple[State, int, int]]:
+    held = {graph.values[value].storage for value in graph.forward_outputs}
+    if not state.handed and state.values.issuperset(graph.forward_outputs):
+        yield state._replace(handed=True), 0, 0
+    for storage in state.storages:
+        # What goes to the caller is never freed, before the boundary neither.
+        if not graph.storages[storage].external and storage not in held:
+            dead = frozenset(graph.storages[storage].values)
+            yield state._replace(storages=state.storages - {storage}, values=state.values - dead), 0, 0
+    for op in state.saved:
+        yield state._replace(saved=state.saved - {op}), 0, 0
+    for op in range(len(graph.ops)):
+        yield from _compute(graph, costs, state, op)
+
+
+def _compute(graph: Graph, costs: Costs, state: State, op_id: int) -> Iterator[tuple[State, int, int]]:
+    op = graph.ops[op_id]
+    own = frozenset(storage.id for storage in graph.storages if storage.base == op_id)
+    view = not own and not op.effect and not op.random
+    again = op_id in state.computed
+    if not state.values.issuperset(op.inputs) or (again and not op.recomputable):
+        return
+    if again and op.random and op_id not in state.saved:
+        return
+    if not state.handed and op.phase is Phase.BACKWARD:
+        return
+    if not again and not view and (op_id < state.latest or (state.handed and op.phase is Phase.FORWARD)):
+        return
+    if {graph.values[value].storage for value in op.outputs} - own - state.storages:
+        return
+    for saves in (False, True) if op.random and not again else (False,):
+        saved = state.saved | {op_id} if saves else state.saved
+        during = graph.fixed_bytes + int(costs.workspace_bytes[op_id]) + len(saved) * costs.rng_state_bytes
+        during += sum(int(costs.storage_bytes[s]) for s in state.storages) + sum(
+            int(costs.storage_bytes[s]) for s in own
+        )
+        after = State(
+            latest=state.latest if again or view else op_id,
+            computed=state.computed if view else state.computed | {op_id},
+            storages=state.storages | own,
+            values=state.values | set(op.outputs),
+            saved=saved,
+            handed=state.handed,
+        )
+        yield after, int(costs.time_ns[op_id]), during

@@ -1,0 +1,74 @@
+"""Planners against every schedule of tiny graphs."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowtide.ir import keep_all_schedule, simulate
+from lowtide.solve import Problem, Status, minimum_peak, solve
+from tests.solve.brute_force import brute_force
+from tests.solve.small_graphs import small_graph
+
+
+def cases(seed: int) -> list[int]:
+    """Budgets around the least peak, halfway, and just below the peak without recomputation."""
+    graph, costs = small_graph(seed, 5 + seed % 3)
+    top = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+    least = brute_force(graph, costs, None)
+    assert least is not None
+    return sorted({least - 1, least, (least + top) // 2, top - 1})
+
+
+def compare(seeds: range, planner: str) -> tuple[int, int]:
+    """(cases, cases in which the planner is as quick as the optimum); anything wrong fails."""
+    total = equal = 0
+    for seed in seeds:
+        graph, costs = small_graph(seed, 5 + seed % 3)
+        for budget in cases(seed):
+            optimum = brute_force(graph, costs, budget)
+            solution = solve(Problem(graph, costs, budget), planner)
+            total += 1
+            if optimum is None:
+                assert not solution.status.solved
+                assert solution.minimum_bytes is not None and solution.minimum_bytes > budget
+                equal += 1
+                continue
+            if solution.status.solved:
+                assert solution.time_ns >= optimum, (seed, budget)
+                equal += solution.time_ns == optimum
+            if solution.status is Status.OPTIMAL:
+                assert solution.time_ns == solution.lower_bound_ns == optimum
+    return total, equal
+
+
+def test_auto_equals_the_optimum() -> None:
+    total, equal = compare(range(180), "auto")
+    assert total > 440
+    assert equal == total
+
+
+@pytest.mark.slow
+def test_auto_equals_the_optimum_in_more_cases() -> None:
+    total, equal = compare(range(180, 1000), "auto")
+    assert equal == total
+
+
+def test_the_search_alone_is_nearly_always_optimal() -> None:
+    total, equal = compare(range(30), "auto{effort=1,exact=false}")
+    assert equal >= 0.95 * total
+
+
+@pytest.mark.parametrize("planner", ["keep-all", "greedy"])
+def test_quick_planners_are_never_better_than_the_optimum(planner: str) -> None:
+    compare(range(60), planner)
+
+
+def test_auto_is_infeasible_exactly_when_nothing_fits() -> None:
+    for seed in range(60):
+        graph, costs = small_graph(seed, 6)
+        least = brute_force(graph, costs, None)
+        assert least is not None
+        below = solve(Problem(graph, costs, least - 1))
+        assert below.status is Status.INFEASIBLE and below.minimum_bytes == least and below.schedule is None
+        assert solve(Problem(graph, costs, least)).status is Status.OPTIMAL
+        assert minimum_peak(graph, costs)[0] == least

@@ -1,0 +1,75 @@
+"""The compact model against the simulator."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from lowtide.ir import Costs, Graph, check, schedule_from_sequence, simulate
+from lowtide.solve.compact import Compact, Indices, compact
+from lowtide.solve.segments import segment_sequences
+from lowtide.solve.sweep import Swept, make_scratch, sweep
+from lowtide.solve.tables import decode, encode_keep_all, make_tables
+from tests.solve.small_graphs import chain, small_graph
+from tests.support.random_graphs import random_graph
+
+
+def measure(model: Compact, codes: Indices) -> tuple[Indices, Swept]:
+    tables = make_tables(model)
+    target = codes.copy()
+    scratch = make_scratch(tables, len(codes), 0)
+    swept = sweep(tables, scratch, codes.copy(), 0, target, 0, 0, 2**62, np.inf, 0.0, 0.0, 1.0)
+    return target[swept.start :], swept
+
+
+def with_recomputes(model: Compact, seed: int) -> Indices:
+    """The program with recomputes of random nodes at random places."""
+    draw = random.Random(seed)
+    codes: list[int] = []
+    for node in encode_keep_all(model).tolist():
+        earlier = [n for n in range(node) if model.recomputable[n]]
+        codes.extend(~draw.choice(earlier) for _ in range(draw.randint(0, 2)) if earlier)
+        codes.append(node)
+    return np.array(codes, np.int32)
+
+
+def assert_never_under(graph: Graph, costs: Costs, seed: int) -> None:
+    model = compact(graph, costs)
+    codes, swept = measure(model, with_recomputes(model, seed))
+    schedule = schedule_from_sequence(graph, decode(model, codes))
+    check(graph, schedule)
+    result = simulate(graph, costs, schedule)
+    assert swept.peak_bytes + model.fixed_bytes >= result.peak_bytes
+    if model.faithful:
+        assert swept.peak_bytes + model.fixed_bytes == result.peak_bytes
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_small_graphs(seed: int) -> None:
+    assert_never_under(*small_graph(seed, 8), seed)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_larger_graphs(seed: int) -> None:
+    assert_never_under(*random_graph(seed, 40), seed)
+
+
+def test_unused_recomputes_drop_out() -> None:
+    graph, costs = chain(4)
+    model = compact(graph, costs)
+    codes, swept = measure(model, np.array([0, 1, ~0, 2, 3, 4, 5, 6, 7, 8], np.int32))
+    assert codes.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8] or (codes < 0).sum() == 1
+    assert swept.recompute_ns == int((codes < 0).sum())
+    assert measure(model, encode_keep_all(model))[1].recompute_ns == 0
+
+
+def test_segments_hold_fewer_bytes_on_a_long_chain() -> None:
+    graph, costs = chain(64)
+    model = compact(graph, costs)
+    top = measure(model, encode_keep_all(model))[1].peak_bytes
+    swept = [measure(model, codes)[1] for codes in segment_sequences(model)]
+    assert min(s.peak_bytes for s in swept) < top / 4
+    once = [s for s in swept if s.recompute_ns <= costs.total_time_ns // 2]
+    assert min(s.peak_bytes for s in once) < top / 3

@@ -1,0 +1,125 @@
+"""What holds for planners on graphs of any size."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numba
+import pytest
+
+from lowtide.errors import ScheduleError
+from lowtide.ir import Costs, keep_all_schedule, schedule_from_sequence, simulate
+from lowtide.solve import Problem, Solution, Status, minimum_peak, solve, working_set_bound
+from lowtide.solve.compiled import kernel
+from tests.solve.small_graphs import chain, small_graph
+from tests.support.random_graphs import random_graph
+
+QUICK = "auto{effort=1}"
+
+
+def budget_of(graph: object, costs: object, fraction: float) -> int:
+    return int(simulate(graph, costs, keep_all_schedule(graph)).peak_bytes * fraction)  # type: ignore[arg-type]
+
+
+def test_without_need_nothing_is_recomputed() -> None:
+    for seed in range(20):
+        graph, costs = random_graph(seed, 30)
+        plain = simulate(graph, costs, keep_all_schedule(graph))
+        for budget in (plain.peak_bytes, 2**60):
+            solution = solve(Problem(graph, costs, budget))
+            assert solution.status is Status.OPTIMAL
+            assert (solution.peak_bytes, solution.time_ns) == (plain.peak_bytes, plain.time_ns)
+
+
+def test_more_budget_is_never_slower() -> None:
+    for seed in range(25):
+        graph, costs = small_graph(seed, 7)
+        top = budget_of(graph, costs, 1.0)
+        times = [s.time_ns for s in (solve(Problem(graph, costs, b)) for b in range(1, top + 1)) if s.schedule]
+        assert times == sorted(times, reverse=True)
+
+
+def test_scaling_bytes_and_budget_changes_nothing() -> None:
+    graph, costs = chain(30, times=tuple(1 + i % 5 for i in range(60)))
+    scaled = Costs(costs.time_ns, costs.workspace_bytes * 4, costs.storage_bytes * 4, costs.rng_state_bytes * 4)
+    budget = budget_of(graph, costs, 0.4)
+    first = solve(Problem(graph, costs, budget), QUICK)
+    assert first.schedule == solve(Problem(graph, scaled, 4 * budget), QUICK).schedule
+
+
+def test_same_seed_same_schedule() -> None:
+    graph, costs = random_graph(5, 60)
+    budget = budget_of(graph, costs, 0.8)
+    problem = Problem(graph, costs, budget, seed=3)
+    assert solve(problem, QUICK).schedule == solve(problem, QUICK).schedule
+
+
+def test_chain_at_small_budgets() -> None:
+    graph, costs = chain(48)
+    for fraction in (0.5, 0.3, 0.2):
+        solution = solve(Problem(graph, costs, budget_of(graph, costs, fraction)), QUICK)
+        assert solution.status is Status.FEASIBLE
+        assert solution.time_ns <= 1.8 * costs.total_time_ns
+
+
+def test_auto_is_at_least_as_quick_as_greedy() -> None:
+    for seed in range(6):
+        graph, costs = random_graph(seed, 50)
+        problem = Problem(graph, costs, budget_of(graph, costs, 0.85))
+        greedy, auto = solve(problem, "greedy"), solve(problem, QUICK)
+        assert auto.status.solved or not greedy.status.solved
+        assert not greedy.status.solved or auto.time_ns <= greedy.time_ns
+
+
+def test_minimum_is_reachable_and_above_the_working_set() -> None:
+    for seed in range(4):
+        graph, costs = random_graph(seed, 40)
+        least, schedule = minimum_peak(graph, costs, seed=seed)
+        assert simulate(graph, costs, schedule).peak_bytes == least >= working_set_bound(graph, costs)
+        unsolved = solve(Problem(graph, costs, working_set_bound(graph, costs) - 1, seed=seed), QUICK)
+        assert unsolved.status is Status.INFEASIBLE
+        assert unsolved.minimum_bytes == least
+        assert solve(Problem(graph, costs, least, seed=seed), QUICK).status.solved
+
+
+def test_progress_is_reported() -> None:
+    graph, costs = chain(20)
+    seen: list[tuple[str, float]] = []
+    problem = Problem(graph, costs, budget_of(graph, costs, 0.5), on_progress=lambda *step: seen.append(step))
+    solve(problem, QUICK)
+    fractions = [fraction for _, fraction in seen]
+    assert fractions == sorted(fractions) and fractions[-1] == 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Liar:
+    """Returns the plain program whatever the budget."""
+
+    time_ns: int
+    peak_bytes: int
+
+    def solve(self, problem: Problem) -> Solution:
+        schedule = keep_all_schedule(problem.graph)
+        return Solution("liar", Status.FEASIBLE, schedule, self.peak_bytes, self.time_ns)
+
+
+def test_no_planner_is_trusted() -> None:
+    graph, costs = chain(4)
+    plain = simulate(graph, costs, schedule_from_sequence(graph, range(8)))
+    with pytest.raises(ScheduleError, match="over the budget"):
+        solve(Problem(graph, costs, plain.peak_bytes - 1), Liar(plain.time_ns, plain.peak_bytes))
+    with pytest.raises(ScheduleError, match="the simulator finds"):
+        solve(Problem(graph, costs, plain.peak_bytes), Liar(plain.time_ns - 1, plain.peak_bytes))
+    assert solve(Problem(graph, costs, plain.peak_bytes), Liar(plain.time_ns, plain.peak_bytes)).schedule is not None
+
+
+def test_kernels_work_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_it = numba.njit
+
+    def refuse(*args: object, **options: object) -> object:
+        if options.get("cache"):
+            raise RuntimeError("no locator available")
+        return compile_it(*args, **options)
+
+    monkeypatch.setattr(numba, "njit", refuse)
+    assert kernel(lambda x: x + 1)(2) == 3

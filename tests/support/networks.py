@@ -1,0 +1,58 @@
+"""Small models for the tests, deep and wide enough that a plan has something to decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+WIDTH = 32
+BATCH = 256
+
+
+class Residual(nn.Module):
+    """``x + body(x)``."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(x)
+
+
+class WithLoss(nn.Module):
+    """A body whose mean square is the result, so that the whole step lies inside the plan."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = self.body(*args, **kwargs)
+        return (result.abs() if result.is_complex() else result.float()).square().mean()
+
+
+def perceptron(depth: int = 6, width: int = WIDTH, activation: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:
+    """Linear layers and activations in turn."""
+    return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), activation())))
+
+
+def residual_blocks(make_body: Callable[[], nn.Module], depth: int = 4) -> nn.Sequential:
+    return nn.Sequential(*(Residual(make_body()) for _ in range(depth)))
+
+
+def rows(batch: int = BATCH, width: int = WIDTH, *, requires_grad: bool = False) -> Callable[[int], Any]:
+    """``make_inputs`` for models of one floating tensor; other values at every iteration."""
+
+    def make_inputs(iteration: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        values = torch.randn(batch, width, generator=generator(iteration))
+        return (values.requires_grad_(requires_grad),), {}
+
+    return make_inputs
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 + seed)

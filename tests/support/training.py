@@ -1,0 +1,172 @@
+"""Train a rematerialized model beside a plain one and compare everything, to the bit.
+
+``compare_training`` trains two models made by the same factory on the same inputs from the same generator state, one plain
+and one rematerialized, compares every iteration (see ``tests.support.records``), checks that preparing the model changed
+nothing of it, and measures one more iteration against the budget and the predicted peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+import lowtide
+from tests.support.records import (
+    SEED,
+    Inputs,
+    Loss,
+    Record,
+    Step,
+    assert_same_records,
+    copy_inputs,
+    run_training,
+    scalar_loss,
+    tensors_of,
+    training_step,
+)
+
+BUDGETS = ("70%", "45%")
+ITERATIONS = 3
+# Quick ones, in turn: what is compared here is the execution of schedules, not their quality.
+PLANNERS = ("greedy", "auto{effort=1}")
+CLOSENESS = 0.01
+CLOSENESS_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One compared run: the trained model, the records of its iterations, and the peak of a further one."""
+
+    model: nn.Module
+    records: Sequence[Record]
+    measured_bytes: int
+
+
+def compare_training(
+    model_factory: Callable[[], nn.Module],
+    make_inputs: Callable[[int], Inputs],
+    loss: Loss = scalar_loss,
+    *,
+    step: Step | None = None,
+    budgets: Sequence[int | str] = BUDGETS,
+    iterations: int = ITERATIONS,
+    tolerance: float = 0.0,
+    layouts: bool = True,
+    check_peak: bool = True,
+    prepare: Callable[..., nn.Module] | None = None,
+    **options: Any,
+) -> list[Outcome]:
+    """Compare eager with a rematerialized model at each of ``budgets`` (or the smallest reachable one above it).
+
+    ``make_inputs(iteration)`` returns ``(args, kwargs)``; the first one is the sample that the plan is made for. A custom
+    ``step`` runs forward and backward itself; its peak is compared only where ``check_peak`` holds. ``options`` go to
+    ``lowtide.rematerialize``, or to ``prepare`` where another preparation is to be compared.
+    """
+    step_function = step or training_step(loss)
+    expected = run_training(make(model_factory), make_inputs, step_function, iterations)
+    outcomes = []
+    for index, budget in enumerate(budgets):
+        planner = {} if prepare else {"planner": PLANNERS[index % len(PLANNERS)], **options}
+        model = prepared(model_factory, make_inputs, budget, prepare=prepare, **planner)
+        records = run_training(model, make_inputs, step_function, iterations)
+        assert_same_records(records, expected, tolerance=tolerance, layouts=layouts)
+        measured = 0
+        if check_peak and prepare is None:
+            measured = assert_within_plan(model, make_inputs(0), loss, step_function)
+        outcomes.append(Outcome(model, records, measured))
+    return outcomes
+
+
+def make(model_factory: Callable[[], nn.Module]) -> nn.Module:
+    """The factory's model under a fixed seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return model_factory()
+
+
+def prepared(
+    model_factory: Callable[[], nn.Module],
+    make_inputs: Callable[[int], Inputs],
+    budget: int | str,
+    *,
+    prepare: Callable[..., nn.Module] | None = None,
+    **options: Any,
+) -> nn.Module:
+    """A rematerialized model at ``budget`` or, where that is infeasible, at the minimum that the error names."""
+    model = make(model_factory)
+    before = _fingerprint(model)
+    if prepare is None:
+        options.setdefault("planner", PLANNERS[0])
+    args, kwargs = copy_inputs(make_inputs(0))
+    generator = torch.get_rng_state()
+    run = prepare or lowtide.rematerialize
+    try:
+        result = run(model, args, kwargs, budget=budget, **options)
+    except lowtide.InfeasibleBudgetError as error:
+        assert _fingerprint(model) == before, "a failed preparation changed the model"
+        result = run(model, args, kwargs, budget=error.minimum_bytes, **options)
+    assert result is model
+    assert torch.equal(torch.get_rng_state(), generator), "preparation moved the generator"
+    after = _fingerprint(model)
+    for key, value in before.items():
+        assert after[key] == value, f"preparation changed the model's {key}"
+    return model
+
+
+def _fingerprint(model: nn.Module) -> dict[str, Any]:
+    """Everything of the model that preparing it must leave as it is."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {
+        "state_dict keys": list(model.state_dict()),
+        "tensors": [(name, id(tensor), tensor._version, tensor.data_ptr()) for name, tensor in tensors],
+        "values": [tensor.detach().double().sum().item() for _, tensor in tensors if not tensor.is_complex()],
+        "gradients": [None if p.grad is None else id(p.grad) for p in model.parameters()],
+        "modules": [(name, id(module), module.training) for name, module in model.named_modules()],
+        "hooks": [len(module._forward_hooks) + len(module._backward_hooks) for module in model.modules()],
+    }
+
+
+def assert_within_plan(model: nn.Module, inputs: Inputs, loss: Loss, step: Step) -> int:
+    """Measure one more iteration: its peak must lie within the plan's budget and close under the predicted peak.
+
+    What the caller's own loss allocates between the two passes is not part of a plan; it is measured apart and allowed.
+    """
+    args, kwargs = copy_inputs(inputs)
+    model.zero_grad(set_to_none=True)
+    plan = lowtide.plans(model)[0]
+    measured = lowtide.measure(step, model, args, kwargs).peak_bytes
+    allowance = _caller_bytes(model, inputs, loss)
+    predicted = plan.peak_bytes
+    assert predicted <= plan.budget_bytes
+    assert measured <= plan.budget_bytes + allowance, (
+        f"measured peak {measured:,} above the budget {plan.budget_bytes:,} (predicted {predicted:,}, caller {allowance:,})"
+    )
+    assert measured <= predicted + allowance, f"measured peak {measured:,} above the predicted {predicted:,}"
+    slack = max(CLOSENESS_BYTES, int(CLOSENESS * predicted))
+    assert measured >= predicted - slack, f"measured peak {measured:,} far below the predicted {predicted:,}"
+    return measured
+
+
+def _caller_bytes(model: nn.Module, inputs: Inputs, loss: Loss) -> int:
+    """What ``loss(output).backward()`` allocates outside the model, 0 for a model that returns its loss."""
+    args, kwargs = copy_inputs(inputs)
+    with torch.no_grad():
+        output = model(*args, **kwargs)
+    if getattr(output, "loss", None) is not None:
+        return 0
+    if loss is scalar_loss and not isinstance(output, torch.Tensor):
+        output = tensors_of(output)  # objects that pytree does not know
+    leaves = pytree.tree_map(_leaf, output)
+    if isinstance(leaves, torch.Tensor) and loss(leaves) is leaves:
+        return 0
+    return lowtide.measure(lambda: loss(leaves).backward()).peak_bytes
+
+
+def _leaf(value: Any) -> Any:
+    differentiable = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return value.detach().clone().requires_grad_() if differentiable else value
