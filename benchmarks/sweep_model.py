@@ -141,10 +141,11 @@ class _Sweep:
 
 
 def _step(sample: Sample) -> torch.Tensor:
+    """One step as trainers do it: the whole result stays alive until the backward pass is done."""
     model, args, kwargs = sample
-    loss = loss_of(model(*args, **kwargs))
-    loss.backward()
-    return loss.detach()
+    result = model(*args, **kwargs)
+    loss_of(result).backward()
+    return loss_of(result).detach()
 
 
 def _train(sample: Sample, iterations: int) -> State:

@@ -71,14 +71,16 @@ def rematerialize(
         raise PlanError("the model is rematerialized already; call lowtide.restore(model) first to change its budget.")
     inner = next((name for name, m in model.named_modules() if name and runtime_of(m) is not None), None)
     if inner is not None:
-        raise PlanError(f"submodule {inner!r} is rematerialized already; restore it, or leave the outer model as it is.")
+        raise PlanError(
+            f"submodule {inner!r} is rematerialized already; restore it, or leave the outer model as it is."
+        )
     settings = Settings(budget, total_budget, reserve, planner, compiler, on_new_signature, seed)
     runtime = Rematerialized(model, settings)
     if args or kwargs:
         with torch.enable_grad():
             inputs, arguments = runtime.flat_inputs(args, kwargs or {})
             runtime.entry(args, kwargs or {}, inputs, arguments)
-    model.forward = runtime  # type: ignore[assignment]
+    model.forward = runtime
     return model
 
 
@@ -89,7 +91,7 @@ def restore(model: Model) -> Model:
         raise PlanError("the model is not rematerialized.")
     del model.__dict__["forward"]
     if runtime.had_instance_forward:
-        model.forward = runtime.original_forward  # type: ignore[method-assign]
+        model.forward = runtime.original_forward
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 
 from lowtide.errors import PlanError
 
@@ -12,7 +13,7 @@ _UNITS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
-_PATTERN = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
+_PATTERN = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)\s*([a-z]*|%)\s*", re.IGNORECASE)
 _EXAMPLES = 'give bytes as an int, a string with a unit such as "8GiB" or "700 MB", or a percentage such as "40%"'
 
 
@@ -38,6 +39,5 @@ def _amount(budget: int | str, unconstrained_peak_bytes: int) -> int:
     unit = match[2].lower() if match else ""
     if match is None or (unit != "%" and unit not in _UNITS):
         raise PlanError(f"{budget!r} is not a budget; {_EXAMPLES}.")
-    number = float(match[1])
-    scale = unconstrained_peak_bytes / 100 if unit == "%" else _UNITS[unit]
-    return int(number * scale)
+    scale = Fraction(unconstrained_peak_bytes, 100) if unit == "%" else _UNITS[unit]
+    return int(Fraction(match[1]) * scale)  # exact: 100% is the peak to the byte

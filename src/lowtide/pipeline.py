@@ -37,7 +37,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         if (self.budget is None) == (self.total_budget is None):
-            raise PlanError('give either budget= (what a pass allocates) or total_budget= (everything), e.g. budget="8GiB".')
+            raise PlanError(
+                'give either budget= (what a pass allocates) or total_budget= (everything), e.g. budget="8GiB".'
+            )
         if self.compiler != "eager":
             raise PlanError(f'compiler={self.compiler!r} is not available; use compiler="eager".')
         if self.on_new_signature not in ("plan", "eager", "error"):

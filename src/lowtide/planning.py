@@ -72,7 +72,9 @@ class Plan:
         """
         data = read_json(path)
         if data.get("format") != PLAN_FORMAT:
-            raise PlanError(f"{path} is not a saved plan: expected format {PLAN_FORMAT!r}, found {data.get('format')!r}.")
+            raise PlanError(
+                f"{path} is not a saved plan: expected format {PLAN_FORMAT!r}, found {data.get('format')!r}."
+            )
         try:
             graph, costs = graph_from_json(data["graph"])
             schedule = schedule_from_json(data["schedule"])

@@ -31,7 +31,8 @@ def _holds_fake(holder: Any, depth: int) -> bool:
         if isinstance(child, torch.Tensor):
             if isinstance(child, (FakeTensor, FunctionalTensor)):
                 return True
-        elif depth and (isinstance(child, (list, tuple, dict)) or type(child).__name__ == "_lru_list_elem"):
-            if _holds_fake(child, depth - 1):
-                return True
+            continue
+        container = isinstance(child, (list, tuple, dict)) or type(child).__name__ == "_lru_list_elem"
+        if depth and container and _holds_fake(child, depth - 1):
+            return True
     return False

@@ -18,7 +18,7 @@ from lowtide.capture import structure
 from lowtide.capture.convert import Converted, convert
 from lowtide.capture.fake import AnsweringFakeMode
 from lowtide.capture.joint import export_joint
-from lowtide.capture.module import GradientMask, State, TracedModel, copy_without_data, model_state, announce_origins
+from lowtide.capture.module import GradientMask, State, TracedModel, announce_origins, copy_without_data, model_state
 from lowtide.capture.program import Program, Result
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.ir import Graph
@@ -42,8 +42,8 @@ def capture(
     """The training program of ``model(*args, **kwargs)``.
 
     ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is
-    guessed, see ``capture.module.guess_mask``. Raises ``CaptureError`` where the program depends on data in a way that cannot be
-    answered before it runs, or uses something unsupported.
+    guessed, see ``capture.module.guess_mask``. Raises ``CaptureError`` where the program depends on data in a way that
+    cannot be answered before it runs, or uses something unsupported.
     """
     state = model_state(model)
     tensors, arguments = flat_arguments(args, kwargs)
@@ -81,10 +81,14 @@ def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int) -> torch
 
 
 def _check(model: nn.Module, state: State, tensors: Sequence[torch.Tensor]) -> None:
-    devices = {tensor.device for tensor in (*state.tensors, *tensors) if tensor.dim() > 0 or tensor.device.type != "cpu"}
+    devices = {
+        tensor.device for tensor in (*state.tensors, *tensors) if tensor.dim() > 0 or tensor.device.type != "cpu"
+    }
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
-        raise CaptureError(f"the model and its inputs lie on {len(devices)} devices ({names}); move them to one device.")
+        raise CaptureError(
+            f"the model and its inputs lie on {len(devices)} devices ({names}); move them to one device."
+        )
     for name, module in model.named_modules():
         if name and (module._backward_hooks or module._backward_pre_hooks):
             raise CaptureError(
@@ -121,9 +125,11 @@ def _assemble(
 ) -> Program:
     builder = converted.builder
     returned, results = _results(converted, metadata, traced)
-    position_of = {d.PlainAOTInput(i): i for i in range(len(converted.inputs))}
+    position_of: dict[Any, int] = {d.PlainAOTInput(i): i for i in range(len(converted.inputs))}
     gradients = tuple(
-        (position_of[desc.grad_of], value) for desc, value in converted.outputs.items() if isinstance(desc, d.GradAOTOutput)
+        (position_of[desc.grad_of], value)
+        for desc, value in converted.outputs.items()
+        if isinstance(desc, d.GradAOTOutput)
     )
     tangents = tuple(returned.index(converted.outputs[desc]) for desc in converted.tangent_outputs)
     arriving = [op.outputs[0] for op in builder.ops if op.target == TANGENT_TARGET]

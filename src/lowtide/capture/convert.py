@@ -41,7 +41,7 @@ class Converted:
 
     builder: Builder
     forward_ops: int
-    inputs: tuple[int | None, ...]
+    inputs: tuple[int, ...]
     constants: dict[int, torch.Tensor]
     tangent_outputs: tuple[Any, ...]  # descriptor of the forward output each tangent op belongs to
     outputs: dict[Any, int]  # descriptor -> value
@@ -59,7 +59,7 @@ class _Walk:
         self.builder = Builder()
         self.value_of: dict[fx.Node, Any] = {}  # an int, or a dict from position to value for several outputs
         self.constants: dict[int, torch.Tensor] = {}
-        self.inputs: list[int | None] = []
+        self.inputs: list[int] = []
         self.origin: dict[int, tuple[str, str]] = {}  # autograd sequence number -> module path, source
         self.phase = Phase.FORWARD
         self.kept: dict[int, int] = {}
@@ -116,7 +116,7 @@ class _Walk:
         for node in [n for n in self.value_of if n.meta["desc"] in mutated]:
             readers = [user for user in node.users if user in reaching or _is_backward(user)]
             if any(not _is_training_norm(user) for user in readers):
-                external = self.value_of[node]
+                external: int = self.value_of[node]
                 op = self._new_op(f"{node.name}_before", "lowtide.keep_value", (external,), ("", ""), effect=True)
                 copy = self.builder.add_fresh(op.name, op.id, owned(self.builder.metas[external]), node.meta["val"])
                 self.builder.add_op(replace(op, outputs=(copy,)), Call(targets.keep_value, (Ref(external),), {}))
@@ -124,7 +124,7 @@ class _Walk:
                 self.value_of[node] = copy
 
     def _updates(self, descriptors: dict[Any, Any]) -> None:
-        inputs = {node.meta["desc"]: value for node, value in zip(self._inputs(), self.inputs, strict=True)}
+        inputs: dict[Any, int] = {n.meta["desc"]: value for n, value in zip(self._inputs(), self.inputs, strict=True)}
         for desc, node in descriptors.items():
             if isinstance(desc, d.InputMutationAOTOutput):
                 target, value = inputs[desc.mutated_input], self._value(node)
@@ -146,23 +146,24 @@ class _Walk:
         self.builder.add_op(replace(op, outputs=(value,)), Call(targets.tangent, (), {}))
 
     def _convert(self, node: fx.Node) -> None:
+        first: Any = node.args[0] if node.args else None
         if node.op == "get_attr":
             self._constant(node)
         elif node.target is operator.getitem:
-            container = self.value_of[node.args[0]]
+            container = self.value_of[first]
             self.value_of[node] = container[node.args[1]] if isinstance(container, dict) else container
         elif node.target in _ALIASES:
-            self.value_of[node] = self.value_of[node.args[0]]
-        elif node.target is _ATEN.as_strided.default and _is_tangent(node.args[0]):
-            self._tangent_layout(node)
+            self.value_of[node] = self.value_of[first]
+        elif node.target is _ATEN.as_strided.default and _is_tangent(first):
+            self._tangent_layout(node, first, node.args[2])
         elif str(node.target) not in _DROPPED:
             self._operator(node)
 
-    def _tangent_layout(self, node: fx.Node) -> None:
+    def _tangent_layout(self, node: fx.Node, tangent: fx.Node, stride: Any) -> None:
         """The tangent arrives with these strides (an expanded scalar, say): it needs no more memory than that."""
-        value = self.value_of[node.args[0]]
+        value = self.value_of[tangent]
         meta = self.builder.metas[value]
-        self.builder.metas[value] = owned(replace(meta, stride=tuple(node.args[2])))
+        self.builder.metas[value] = owned(replace(meta, stride=tuple(stride)))
         self.value_of[node] = value
 
     def _constant(self, node: fx.Node) -> None:
@@ -175,7 +176,9 @@ class _Walk:
         self.constants[value] = tensor
 
     def _operator(self, node: fx.Node) -> None:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: Ref(self._value(n)))
+        reference: Any = lambda n: Ref(self._value(n))  # noqa: E731
+        arguments: Any = fx.map_arg((node.args, node.kwargs), reference)
+        args, kwargs = arguments
         target, read = _callable(node.target), node.all_input_nodes
         if fills_empty(node):
             target, args, read = targets.bernoulli, (_owned_layout(node.meta["val"]), *args[1:]), []
@@ -189,7 +192,8 @@ class _Walk:
             found = [(i, v) for i, v in enumerate(result or ()) if isinstance(v, torch.Tensor)]
             values = {i: self.builder.add_value(f"{node.name}.{i}", v, op.id) for i, v in found}
             self.value_of[node], outputs, positions = values, tuple(values.values()), tuple(values)
-        op = replace(op, outputs=outputs, **_flags(node.target))
+        flags: dict[str, Any] = _flags(node.target)
+        op = replace(op, outputs=outputs, **flags)
         self.builder.add_op(op, Call(target, args, dict(kwargs), positions))
 
     def _new_op(
@@ -197,7 +201,15 @@ class _Walk:
     ) -> Op:
         module, source = origin
         return Op(
-            len(self.builder.ops), name, target, tuple(inputs), (), self.phase, effect=effect, module=module, source=source
+            len(self.builder.ops),
+            name,
+            target,
+            tuple(inputs),
+            (),
+            self.phase,
+            effect=effect,
+            module=module,
+            source=source,
         )
 
     def _origin(self, node: fx.Node) -> tuple[str, str]:

@@ -87,7 +87,7 @@ def _evaluate(known: Known, inputs: Sequence[torch.Tensor], memo: dict[int, Any]
     return memo[key]
 
 
-class AnsweringFakeMode(FakeTensorMode):
+class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors whose known values answer data-dependent questions. ``questions`` is what was asked and depends on
     the call's inputs."""
 
@@ -103,9 +103,7 @@ class AnsweringFakeMode(FakeTensorMode):
             return
         _attach(fake, real, self._intern(("input", position), Known(None, (), {}, None, position, None, True)))
 
-    def dispatch(  # type: ignore[override]
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _QUESTIONS:
             return self._answer(func, args, kwargs)
@@ -117,7 +115,10 @@ class AnsweringFakeMode(FakeTensorMode):
                 return fakes.grouped_mm(*args, **kwargs)
         if func is _ATEN._ctc_loss.Tensor:
             return self._ctc_loss(args)
-        if func is _ATEN._ctc_loss_backward.Tensor:
+        if func is _ATEN._ctc_loss.default:
+            with self:
+                return fakes.ctc_loss(args[0], max(args[3]))
+        if func in (_ATEN._ctc_loss_backward.Tensor, _ATEN._ctc_loss_backward.default):
             with self:
                 return fakes.ctc_loss_backward(args[1])
         try:
@@ -178,19 +179,15 @@ class AnsweringFakeMode(FakeTensorMode):
         if func._schema.name.split("::")[1] in UNINITIALISED or func.namespace not in ("aten", "prims"):
             return None, None
         flat, spec = pytree.tree_flatten((tuple(args), kwargs))
-        reals, knowns, keys = [], [], []
-        depends = False
-        for leaf in flat:
-            if not isinstance(leaf, torch.Tensor):
-                reals.append(leaf), knowns.append(leaf), keys.append(_scalar_key(leaf))
-                continue
-            pair = self._known_tensor(leaf)
-            if pair is None:
-                return None, None
-            reals.append(pair[0]), knowns.append(pair[1]), keys.append(id(pair[1]))
-            depends = depends or pair[1].depends_on_input
-        if any(isinstance(leaf, torch.Tensor) for leaf in flat) is False and not _small_factory(func, args, kwargs):
+        pairs = [self._known_tensor(leaf) if isinstance(leaf, torch.Tensor) else (leaf, leaf) for leaf in flat]
+        known_pairs = [pair for pair in pairs if pair is not None]
+        if len(known_pairs) < len(pairs):
             return None, None
+        if not any(isinstance(leaf, torch.Tensor) for leaf in flat) and not _small_factory(args, kwargs):
+            return None, None
+        reals, knowns = [real for real, _ in known_pairs], [known for _, known in known_pairs]
+        depends = any(isinstance(known, Known) and known.depends_on_input for known in knowns)
+        keys = [id(known) if isinstance(known, Known) else (type(known), known) for known in knowns]
         if func._schema.is_mutable:
             return self._known_mutation(func, flat)
         if any(isinstance(r, torch.device) and r.type == "meta" for r in reals):
@@ -239,11 +236,7 @@ def _attach(fake: torch.Tensor, real: torch.Tensor, known: Known) -> None:
     fake._lowtide_known = (real, known)  # type: ignore[attr-defined]
 
 
-def _scalar_key(leaf: Any) -> Any:
-    return (type(leaf), leaf)
-
-
-def _small_factory(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _small_factory(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """A constant made from numbers alone, on a real device, of reasonable size."""
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "meta":

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 
-def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None = None, *rest: Any, **named: Any) -> torch.Tensor:
+def grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None = None, *rest: Any, **named: Any
+) -> torch.Tensor:
     """Output of ``aten._grouped_mm``: rows padded to 16 bytes, as the real kernel allocates them."""
     dtype = named.get("out_dtype") or a.dtype
     if a.dim() == 2 and b.dim() == 2:

@@ -21,7 +21,6 @@ from lowtide.capture import structure
 from lowtide.capture.caches import clear_caches_of_fakes
 from lowtide.capture.source import user_source
 
-
 # Per tensor of the result: no gradient (False), one in the layout of the tensor (True), or one with these strides.
 GradientMask = tuple[bool | tuple[int, ...], ...]
 
@@ -41,8 +40,8 @@ def model_state(model: nn.Module) -> State:
     for name, tensor in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(tensor), (tensor, []))[1].append(name)
     parameters = len(places)
-    for name, tensor in model.named_buffers(remove_duplicate=False):
-        places.setdefault(id(tensor), (tensor, []))[1].append(name)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        places.setdefault(id(buffer), (buffer, []))[1].append(name)
     tensors = tuple(tensor for tensor, _ in places.values())
     return State(tensors, tuple(tuple(names) for _, names in places.values()), parameters)
 
@@ -54,12 +53,14 @@ def copy_without_data(model: nn.Module, state: State, fakes: Sequence[torch.Tens
         for value in vars(module).values():
             if isinstance(value, torch.Tensor):
                 memo.setdefault(id(value), value)
-    forward = model.__dict__.get("forward")
-    if getattr(forward, "_lowtide_runtime", False):
-        memo[id(forward)] = forward.original_forward
+    planned: Any = model.__dict__.get("forward")
+    if not getattr(planned, "_lowtide_runtime", False):
+        return copy.deepcopy(model, memo)
+    memo[id(planned)] = None
     clone = copy.deepcopy(model, memo)
-    if getattr(forward, "_lowtide_runtime", False):
-        del clone.__dict__["forward"]
+    del clone.__dict__["forward"]
+    if planned.had_instance_forward:
+        clone.forward = copy.deepcopy(planned.original_forward, {**memo, id(model): clone})
     return clone
 
 
@@ -116,8 +117,8 @@ def _expecting(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Ten
     if entry is True:
         return tensor
     # A layer of its own, so that the hook sees just the gradient that arrives from outside.
-    result = torch.ops.aten.alias.default(tensor)
-    result.register_hook(lambda gradient: gradient.as_strided(gradient.shape, entry))
+    result: torch.Tensor = torch.ops.aten.alias.default(tensor)
+    result.register_hook(lambda gradient: gradient.as_strided(gradient.shape, entry))  # type: ignore[no-untyped-call]
     return result
 
 

@@ -73,7 +73,8 @@ class Program:
     ``None`` where the program does not read it. ``constants`` are the values of tensors that the model holds outside of
     its parameters and buffers. ``tangents[i]`` is the forward output that the i-th ``lowtide.tangent`` op belongs to.
     ``gradients`` pairs a flat input with the value of its gradient. ``mask`` tells for which results a gradient is
-    expected, and in which layout (``capture.module.GradientMask``). ``questions`` are what the program's shape depends on, see ``capture.fake``.
+    expected, and in which layout (``capture.module.GradientMask``). ``questions`` are what the program's shape depends
+    on, see ``capture.fake``.
     ``kept`` are the flat inputs whose first values, overwritten by the forward pass, are its last forward outputs.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -22,10 +23,10 @@ def is_user_file(filename: str) -> bool:
 
 def user_source() -> str:
     """``file:line`` of the innermost frame outside torch, lowtide and the standard library, or an empty string."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
         if is_user_file(filename):
             return f"{filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""

@@ -49,7 +49,7 @@ def flatten(tree: Any) -> tuple[list[torch.Tensor], Any]:
         if isinstance(node, torch.Tensor):
             tensors.append(node)
             return Slot(len(tensors) - 1)
-        if isinstance(node, _PLAIN) or isinstance(node, (type, torch.nn.Module)) or id(node) in seen:
+        if isinstance(node, (*_PLAIN, type, torch.nn.Module)) or id(node) in seen:
             return node
         if not _is_pytree_leaf(node):
             leaves, spec = pytree.tree_flatten(node, is_leaf=lambda x: x is not node)
@@ -63,7 +63,7 @@ def flatten_distinct(tree: Any) -> tuple[list[torch.Tensor], Any]:
     """As ``flatten``, with a tensor that occurs several times listed once."""
     tensors, structure = flatten(tree)
     positions: dict[int, int] = {}
-    distinct = []
+    distinct: list[torch.Tensor] = []
     for tensor in tensors:
         if id(tensor) not in positions:
             positions[id(tensor)] = len(distinct)

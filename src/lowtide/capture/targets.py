@@ -19,7 +19,9 @@ def own_layout(gradient: torch.Tensor, shape: tuple[int, ...], stride: tuple[int
     return torch.empty_strided(shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 
-def bernoulli(layout: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device], probability: float) -> torch.Tensor:
+def bernoulli(
+    layout: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device], probability: float
+) -> torch.Tensor:
     """``empty_like(x).bernoulli_(p)``, which a functional graph spells ``bernoulli(empty_like(x), p)``.
 
     The functional operator returns a contiguous tensor whatever the layout of ``x``, and so gives other elements the same

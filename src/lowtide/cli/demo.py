@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser("demo", help="train a small GPT-2 inside a budget", description=__doc__)
     parser.add_argument("--budget", default="40%", help='for instance "40%%" (the default) or "120MiB"')
-    parser.add_argument("--steps", type=int, default=30, help="training steps (default: 30)")
+    parser.add_argument("--steps", type=int, default=24, help="training steps (default: 24)")
     parser.add_argument("--layers", type=int, default=6, help="layers of the model (default: 6)")
     parser.add_argument("--batch", type=int, default=4, help="sequences per step (default: 4)")
     parser.add_argument("--planner", default="auto", metavar="SPEC", help="see lowtide planners (default: auto)")
@@ -53,7 +53,9 @@ def _train(options: argparse.Namespace) -> tuple[Run, Run, Plan]:
 
     shape = Shape(layers=options.layers, batch=options.batch)
     model = build_model(shape)
-    print(f"GPT-2, {shape.layers} layers, width {shape.width}, context {shape.context}, dropout {shape.dropout}, ", end="")
+    print(
+        f"GPT-2, {shape.layers} layers, width {shape.width}, context {shape.context}, dropout {shape.dropout}, ", end=""
+    )
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters; batches of {shape.batch}", flush=True)
     batches = draw_batches(load_corpus(), shape, options.steps)
     plain, planned = Run("plain PyTorch", copy.deepcopy(model)), Run("lowtide", model)
@@ -107,7 +109,9 @@ def _print_result(result: dict[str, Any]) -> None:
     def equal(key: str) -> str:
         return "equal to the bit" if result[key] else "DIFFERENT"
 
-    peaks = {key: format_bytes(result[f"{key}_bytes"]) for key in ("plain_peak", "budget", "predicted_peak", "measured_peak")}
+    peaks = {
+        key: format_bytes(result[f"{key}_bytes"]) for key in ("plain_peak", "budget", "predicted_peak", "measured_peak")
+    }
     share = format_percent(result["measured_peak_bytes"] / result["plain_peak_bytes"])
     print(f"\nlosses      {equal('losses_equal')} over {result['steps']} steps")
     print(f"parameters  {equal('parameters_equal')} at the end")

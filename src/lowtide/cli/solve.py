@@ -95,5 +95,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
     print(f"{summary['status']} by {summary['planner']} in {summary['solve_seconds']:.2f} s")
     print(f"  budget    {format_bytes(budget)} ({budget} bytes), unconstrained peak {format_bytes(whole)}")
     print(f"  peak      {format_bytes(peak)} ({peak} bytes)")
-    print(f"  overhead  {summary['overhead_percent']:.3f} % (lower bound {'none' if bound is None else f'{bound:.3f} %'})")
+    print(
+        f"  overhead  {summary['overhead_percent']:.3f} % (lower bound {'none' if bound is None else f'{bound:.3f} %'})"
+    )
     print(f"  time      {format_time(summary['time_ns'])} in {again} computes")

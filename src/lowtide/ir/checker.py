@@ -86,7 +86,11 @@ class _Checker:
         return bool(op.outputs) and not own and not op.effect and not op.random
 
     def _allocate(self, op_id: int) -> None:
-        own = {s for v in self.graph.ops[op_id].outputs if self.graph.storages[s := self.graph.values[v].storage].base == op_id}
+        own = {
+            s
+            for v in self.graph.ops[op_id].outputs
+            if self.graph.storages[s := self.graph.values[v].storage].base == op_id
+        }
         kept = own & self.storages
         self.storages |= own
         for value in self.graph.ops[op_id].outputs:
@@ -112,7 +116,9 @@ class _Checker:
 
     def _save(self, op_id: int) -> None:
         if not self.graph.ops[op_id].random or op_id in self.computed or op_id in self.saved:
-            self._fail(f"the generator state of {self._name(op_id)} can only be saved once, before a random op first runs")
+            self._fail(
+                f"the generator state of {self._name(op_id)} can only be saved once, before a random op first runs"
+            )
         self.saved.add(op_id)
 
     def _restore(self, op_id: int) -> None:

@@ -87,7 +87,9 @@ class _Builder:
                 steps.append(producer)
                 for output in graph.ops[producer].outputs:
                     storage = self.storage_of[output]
-                    target = external_views if graph.storages[storage].external else live_views.setdefault(storage, set())
+                    target = (
+                        external_views if graph.storages[storage].external else live_views.setdefault(storage, set())
+                    )
                     target.add(output)
 
         boundary = self._boundary(sequence)
@@ -115,12 +117,14 @@ class _Builder:
         """Which computes are needed, by one sweep from the end."""
         graph = self.graph
         needed = {self.storage_of[v] for v in (*graph.outputs, *graph.forward_outputs)}
-        needed_views = {v for v in (*graph.outputs, *graph.forward_outputs)}
+        needed_views = {*graph.outputs, *graph.forward_outputs}
         first: dict[int, int] = {}
-        for index, op in enumerate(steps):
-            first.setdefault(op, index)
+        for index, op_id in enumerate(steps):
+            first.setdefault(op_id, index)
         kept = [False] * len(steps)
-        running: set[int] = set()  # ops that run later: they first run in their place, so that the order is the program's
+        running: set[int] = (
+            set()
+        )  # ops that run later: they first run in their place, so that the order is the program's
         for index in range(len(steps) - 1, -1, -1):
             op = graph.ops[steps[index]]
             once = op.effect and first[op.id] == index
@@ -132,7 +136,9 @@ class _Builder:
                     for storage in self.owned[op.id]
                 )
                 keep = keep or (first[op.id] == index and op.id in running)
-                keep = keep or any(v in needed_views and self.storage_of[v] not in self.owned[op.id] for v in op.outputs)
+                keep = keep or any(
+                    v in needed_views and self.storage_of[v] not in self.owned[op.id] for v in op.outputs
+                )
             if not keep:
                 continue
             kept[index] = True

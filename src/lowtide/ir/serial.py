@@ -151,7 +151,14 @@ def dag_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
         graph = Graph(
             name=str(data.get("name", "")),
             ops=tuple(
-                Op(i, names[i], names[i], tuple(op["inputs"]), (i,), Phase.FORWARD if i < forward_ops else Phase.BACKWARD)
+                Op(
+                    i,
+                    names[i],
+                    names[i],
+                    tuple(op["inputs"]),
+                    (i,),
+                    Phase.FORWARD if i < forward_ops else Phase.BACKWARD,
+                )
                 for i, op in enumerate(ops)
             ),
             values=tuple(Value(i, name, i, i) for i, name in enumerate(names)),

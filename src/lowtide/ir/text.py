@@ -309,7 +309,9 @@ def parse_schedule(text: str) -> Schedule:
 def _parse_step(line: str, number: int) -> Step:
     match = _STEP.fullmatch(line)
     if match is None:
-        raise PlanError(f"line {number}: {line[:100]!r} is not a step; steps are compute, free, save_rng and restore_rng.")
+        raise PlanError(
+            f"line {number}: {line[:100]!r} is not a step; steps are compute, free, save_rng and restore_rng."
+        )
     if match[3]:
         return Free(int(match[3]))
     kinds = {"compute": Compute, "save_rng": SaveRng, "restore_rng": RestoreRng}

@@ -26,9 +26,7 @@ def restore(state: bytearray, device: torch.device) -> None:
     _generator(device).set_state(torch.frombuffer(state, dtype=torch.uint8))
 
 
-def replay(
-    state: bytearray, device: torch.device, target: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
+def replay(state: bytearray, device: torch.device, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """``target(*args, **kwargs)`` under ``state``; the generator goes on afterwards as if nothing had been drawn."""
     current = save(device)
     restore(state, device)

@@ -54,7 +54,11 @@ def peak_position(plan: Plan) -> str:
 def _table(rows: list[ModuleRow]) -> list[str]:
     cells = [_cells(row) for row in rows[:_MOST_ROWS]]
     widths = [max(map(len, column)) for column in zip(_HEADER, *cells, strict=True)]
-    lines = [_line(_HEADER, widths), _line(["-" * width for width in widths], widths), *(_line(c, widths) for c in cells)]
+    lines = [
+        _line(_HEADER, widths),
+        _line(["-" * width for width in widths], widths),
+        *(_line(c, widths) for c in cells),
+    ]
     left = rows[_MOST_ROWS:]
     if left:
         saved = sum(row.saved_bytes for row in left)

@@ -88,12 +88,11 @@ class Rematerialized:
             if all(question.holds(inputs, memo) for question in entry.program.questions):
                 return entry
         if self.entries and self.settings.on_new_signature != "plan":
-            return self._refuse(inputs)
+            self._refuse(inputs)
+            return None
         return self._make(key, args, kwargs, None)
 
-    def _make(
-        self, key: Signature, args: Sequence[Any], kwargs: Mapping[str, Any], mask: GradientMask | None
-    ) -> Entry:
+    def _make(self, key: Signature, args: Sequence[Any], kwargs: Mapping[str, Any], mask: GradientMask | None) -> Entry:
         program = capture(self.model, args, kwargs, mask=mask)
         plan = make_program_plan(program, self.settings, self.model)
         lowered = lower(program, plan.schedule)
@@ -148,7 +147,7 @@ class Rematerialized:
 
 def _restore_pickled(model: nn.Module, settings: Settings, original: Callable[..., Any] | None) -> Rematerialized:
     if original is not None:
-        model.forward = original  # type: ignore[method-assign]
+        model.forward = original
     return Rematerialized(model, settings)
 
 

@@ -249,11 +249,11 @@ def run(executable: Executable, inputs: list[torch.Tensor]) -> list[torch.Tensor
     call = ModelCall(executable, inputs, nodes)
     token = None
     for node in range(len(nodes) - 1, -1, -1):
-        token = StageNode.apply(call, node, token, *(inputs[i] for i in nodes[node]))
+        token = StageNode.apply(call, node, token, *(inputs[i] for i in nodes[node]))  # type: ignore[no-untyped-call]
     differentiable = {r.returned if r.returned is not None else r.base for r in program.results if r.requires_grad}
     returned = len(program.graph.forward_outputs) - len(program.kept)
     fixed = tuple(i for i in range(returned) if i not in differentiable)
-    return list(OutputNode.apply(call, fixed, token))
+    return list(OutputNode.apply(call, fixed, token))  # type: ignore[no-untyped-call]
 
 
 def _nodes(program: Program, lowered: Lowered, inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:

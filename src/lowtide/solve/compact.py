@@ -190,7 +190,7 @@ def needed_ops(graph: Graph) -> set[int]:
     producers = [graph.values[v].producer for v in (*graph.outputs, *graph.forward_outputs)]
     needed = {op for op in producers if op is not None}
     for op in reversed(graph.ops):
-        if op.id in needed or not op.recomputable:
+        if op.id in needed or op.effect:
             needed.add(op.id)
             needed |= {p for p in (graph.values[value].producer for value in op.inputs) if p is not None}
             # A value in another op's storage exists only while that storage does.

@@ -1,0 +1,120 @@
+"""The other commands, in process; the demo as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowtide import Plan
+from lowtide.cli.main import main
+from lowtide.extras import MissingExtraError, require
+
+_MODULE = """
+import torch
+from torch import nn
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))), (torch.randn(32, 64),), {}
+
+def broken():
+    raise ValueError("no weights")
+
+def alone():
+    return nn.Linear(2, 2)
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "command_line_sample.py").write_text(_MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "command_line_sample", raising=False)
+
+
+@pytest.mark.usefixtures("_module")
+def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "command_line_sample:build", "--budget", "60%", "-o", "plan.json"]) == 0
+    printed = capsys.readouterr().out
+    plan = Plan.load("plan.json")
+    assert printed.strip() == str(plan)
+    assert plan.peak_bytes <= plan.budget_bytes < plan.unconstrained_peak_bytes
+
+
+@pytest.mark.usefixtures("_module")
+def test_plan_infeasible(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "command_line_sample:build", "--budget", "1kB"]) == 3
+    assert "smallest budget" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_module")
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("command_line_sample", "PACKAGE.MODULE:CALLABLE"),
+        ("command_line_sample:", "PACKAGE.MODULE:CALLABLE"),
+        ("no_such_module:build", "cannot load"),
+        ("command_line_sample:missing", "cannot load"),
+        ("command_line_sample:number", "not a callable"),
+        ("command_line_sample:broken", "raised ValueError: no weights"),
+        ("command_line_sample:alone", "not a tuple"),
+    ],
+)
+def test_plan_bad_target(target: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", target, "--budget", "50%"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_planners(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["planners"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("auto", "greedy", "keep-all", "effort="))
+
+
+def test_env(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["env"]) == 0
+    printed = capsys.readouterr().out
+    assert str(tmp_path / "cache") in printed
+    assert all(word in printed for word in ("torch", "numba", "cpu", "highspy (optional)"))
+
+
+def test_solving_needs_no_torch() -> None:
+    code = "import sys, lowtide.cli.main, lowtide.planning, lowtide.cli.solve; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'lowtide\[plot\]'"):
+        require("matplotlib")
+
+
+def test_demo_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    arguments = ["--steps", "4", "--layers", "1", "--batch", "1", "--planner", "auto{effort=1}", "--budget", "60%"]
+    assert main(["demo", *arguments, "--output", str(tmp_path / "out")]) == 0
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["losses_equal"]
+    assert result["parameters_equal"]
+    assert result["measured_peak_bytes"] <= result["predicted_peak_bytes"] <= result["budget_bytes"]
+    assert (tmp_path / "out" / "memory.png").stat().st_size > 0
+    assert "equal to the bit" in capsys.readouterr().out
+
+
+def test_demo_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--steps", "1", "--output", str(tmp_path)]) == 2
+    assert "at least 3 steps" in capsys.readouterr().err

@@ -1,0 +1,109 @@
+"""``lowtide solve``: one JSON object, exit codes, files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lowtide.cli.main import main
+from lowtide.ir import check, simulate
+from lowtide.ir.serial import load_instance, read_json, schedule_from_json
+from lowtide.planning import make_plan
+from tests.support.chains import LAYER_BYTES, chain_dag
+
+KEYS = [
+    "status", "planner", "budget_bytes", "peak_bytes", "unconstrained_peak_bytes", "time_ns", "overhead_percent",
+    "lower_bound_percent", "solve_seconds", "schedule",
+]  # fmt: skip
+
+
+@pytest.fixture
+def instance(tmp_path: Path) -> str:
+    path = tmp_path / "chain.json"
+    path.write_text(json.dumps(chain_dag()))
+    return str(path)
+
+
+def test_json(instance: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["solve", instance, "--budget", "70%", "--json"]) == 0
+    printed, progress = capsys.readouterr()
+    result = json.loads(printed)
+    assert list(result) == KEYS
+    assert progress == ""
+    assert result["status"] in ("optimal", "feasible")
+    assert result["peak_bytes"] <= result["budget_bytes"] == result["unconstrained_peak_bytes"] * 70 // 100
+    assert _replay(chain_dag(), result["schedule"]) == (result["peak_bytes"], result["time_ns"])
+    assert result["overhead_percent"] > 0
+
+
+def test_text_and_schedule_file(instance: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "schedule.json"
+    assert main(["solve", instance, "--budget", "70%", "--planner", "auto{effort=1}", "--seed", "2", "-o", str(out)]) == 0
+    assert "overhead" in capsys.readouterr().out
+    graph, costs = load_instance(instance)
+    schedule = schedule_from_json(read_json(out))
+    check(graph, schedule)
+    assert simulate(graph, costs, schedule).peak_bytes <= 70 * simulate(graph, costs, schedule).peak_bytes
+
+
+def test_saved_plan_is_an_instance(instance: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph, costs = load_instance(instance)
+    make_plan(graph, costs, budget="80%").save(tmp_path / "plan.json")
+    assert main(["solve", str(tmp_path / "plan.json"), "--budget", "100%", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["overhead_percent"] == 0
+
+
+def test_infeasible(instance: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["solve", instance, "--budget", str(2 * LAYER_BYTES), "--json"]) == 3
+    printed, message = capsys.readouterr()
+    assert json.loads(printed)["schedule"] is None
+    assert "smallest budget it can meet is" in message
+    minimum = message.split("smallest budget it can meet is ")[1].split()[0]
+    assert main(["solve", instance, "--budget", minimum]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.json", "--budget", "1GiB"], "cannot read"),
+        (["{instance}", "--budget", "12 apples"], "not a budget"),
+        (["{instance}", "--budget", "0"], "not positive"),
+        (["{instance}", "--budget", "40%", "--planner", "magic"], "no planner is named"),
+        (["{instance}", "--budget", "40%", "--planner", "auto{effort=99}"], "effort"),
+    ],
+)
+def test_bad_input(
+    instance: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["solve", *(argument.replace("{instance}", instance) for argument in arguments)]) == 2
+    printed, error = capsys.readouterr()
+    assert message in error
+    assert printed == ""
+
+
+def test_bad_usage(instance: str) -> None:
+    for arguments in ([], ["solve"], ["solve", instance], ["frobnicate"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+
+
+def _replay(dag: dict[str, object], schedule: list[list[object]]) -> tuple[int, int]:
+    """Peak and time of a schedule under the rules of ``lowtide-dag/1``, without this package."""
+    ops = dag["ops"]
+    assert isinstance(ops, list)
+    live: set[int] = set()
+    peak = time_ns = 0
+    for kind, number in schedule:
+        assert isinstance(number, int)
+        if kind == "free":
+            live.remove(number)
+            continue
+        op = ops[number]
+        assert set(op["inputs"]) <= live
+        live.add(number)
+        peak = max(peak, sum(ops[i]["bytes"] for i in live) + op["workspace_bytes"])
+        time_ns += op["time_ns"]
+    return peak, time_ns

@@ -1,0 +1,53 @@
+"""Budgets in every way a user may write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lowtide.budget import parse_budget
+from lowtide.errors import PlanError
+
+PEAK = 695_668_745
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (1, 1),
+        (10**12, 10**12),
+        ("123", 123),
+        ("8GiB", 8 * 2**30),
+        ("8 gib", 8 * 2**30),
+        (" 700 MB ", 700 * 10**6),
+        ("1.5e9", 1_500_000_000),
+        ("1.5KiB", 1536),
+        (".5kB", 500),
+        ("100%", PEAK),
+        ("40%", PEAK * 40 // 100),
+        ("12.5 %", PEAK // 8),
+        ("150%", PEAK * 3 // 2),
+    ],
+)
+def test_amounts(budget: int | str, expected: int) -> None:
+    assert parse_budget(budget, PEAK) == expected
+
+
+@pytest.mark.parametrize("peak", [1, 7, 49, 2**53 + 1, 2**60 - 1])
+def test_the_whole_peak_is_exact(peak: int) -> None:
+    assert parse_budget("100%", peak) == peak
+
+
+@pytest.mark.parametrize("budget", [0, -1, "0", "-8GiB", "0%", "-40%", 0.0, "0.3B"])
+def test_not_positive(budget: Any) -> None:
+    with pytest.raises(PlanError, match="not positive.*8GiB"):
+        parse_budget(budget, PEAK)
+
+
+@pytest.mark.parametrize(
+    "budget", ["12 apples", "", "GiB", "8 Gi B", "1e9999", "nan", True, None, [1], float("nan"), float("inf"), b"8GiB"]
+)
+def test_not_a_budget(budget: Any) -> None:
+    with pytest.raises(PlanError, match="not a budget.*40%"):
+        parse_budget(budget, PEAK)

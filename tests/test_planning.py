@@ -1,0 +1,89 @@
+"""Plans: made, saved, loaded, refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.errors import InfeasibleBudgetError, PlanError, ScheduleError
+from lowtide.ir.serial import dag_from_json
+from lowtide.planning import Plan, make_plan
+from tests.support.chains import LAYER_BYTES, chain_dag
+
+GRAPH, COSTS = dag_from_json(chain_dag())
+
+
+def _plan(**changes: Any) -> Plan:
+    return make_plan(GRAPH, COSTS, **{"budget": "70%", **changes})
+
+
+def test_plan_fits_and_costs_what_it_says() -> None:
+    plan = _plan()
+    assert plan.peak_bytes <= plan.budget_bytes == plan.unconstrained_peak_bytes * 70 // 100
+    assert plan.overhead == plan.time_ns / COSTS.total_time_ns - 1 > 0
+
+
+def test_full_budget_recomputes_nothing() -> None:
+    plan = _plan(budget="100%")
+    assert plan.overhead == 0
+    assert plan.peak_bytes == plan.unconstrained_peak_bytes
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    plan = _plan(seed=3)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert (loaded.graph, loaded.schedule, loaded.planner) == (plan.graph, plan.schedule, plan.planner)
+    assert (loaded.peak_bytes, loaded.time_ns, loaded.budget_bytes) == (plan.peak_bytes, plan.time_ns, plan.budget_bytes)
+    assert (loaded.seed, loaded.lower_bound_ns, str(loaded)) == (3, plan.lower_bound_ns, str(plan))
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_infeasible_names_a_reachable_minimum_and_the_bottleneck() -> None:
+    with pytest.raises(InfeasibleBudgetError, match=r"smallest budget.*Raise the budget") as caught:
+        _plan(budget=2 * LAYER_BYTES)
+    minimum = caught.value.minimum_bytes
+    assert minimum > 2 * LAYER_BYTES
+    assert caught.value.operator in {op.name for op in GRAPH.ops}
+    assert _plan(budget=minimum).peak_bytes <= minimum
+
+
+def test_unknown_planner() -> None:
+    with pytest.raises(PlanError, match="known: auto"):
+        _plan(planner="fastest")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[]", "not an object"),
+        ("{", "not JSON"),
+        ("{}", "not a saved plan"),
+        ('{"format": "lowtide-plan/2"}', "lowtide-plan/1"),
+        ('{"format": "lowtide-plan/1"}', "not a complete plan"),
+    ],
+)
+def test_load_refuses(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlanError, match=reason):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_load_checks_the_schedule(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    _plan().save(path)
+    data = json.loads(path.read_text())
+    data["schedule"]["steps"].insert(0, ["compute", 5])
+    path.write_text(json.dumps(data))
+    with pytest.raises(ScheduleError, match="step 0"):
+        Plan.load(path)
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot read"):
+        Plan.load(tmp_path / "missing.json")
+    with pytest.raises(PlanError, match="cannot write"):
+        _plan().save(tmp_path / "missing" / "plan.json")
