@@ -94,9 +94,7 @@ def run(shape: Shape, rounds: int) -> Result:
     eager = build_model(shape)
     (batch,) = draw_batches(load_corpus(), shape, 1)
     sample = {"input_ids": batch, "labels": batch}
-    full, half = (
-        lowtide.rematerialize(copy.deepcopy(eager), (), sample, budget=budget) for budget in ("100%", "50%")
-    )
+    full, half = (lowtide.rematerialize(copy.deepcopy(eager), (), sample, budget=budget) for budget in ("100%", "50%"))
     (plan,) = lowtide.plans(half)
     times = interleaved([eager, full, half], batch, rounds)
     quartiles = statistics.quantiles(times[0], n=4)
@@ -143,7 +141,8 @@ def document(result: Result) -> str:
 
 `python -m benchmarks.step_time`: the GPT-2 of `lowtide demo` (6 layers, width 256, context 256, batch 4, dropout 0.1,
 unconstrained peak {mebibytes:.1f} MiB), forward and backward, {result.rounds} rounds taken in turn, {result.threads} threads,
-torch {result.torch_version}, {result.machine}. Interquartile range of the plain passes: {100 * result.spread:.1f} % of the median.
+torch {result.torch_version}, {result.machine}. Interquartile range of
+the plain passes: {100 * result.spread:.1f} % of their median.
 
 | pass | median | over | measured | predicted |
 |---|---:|---|---:|---:|

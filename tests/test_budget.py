@@ -41,7 +41,7 @@ def test_the_whole_peak_is_exact(peak: int) -> None:
 
 @pytest.mark.parametrize("budget", [0, -1, "0", "-8GiB", "0%", "-40%", 0.0, "0.3B"])
 def test_not_positive(budget: Any) -> None:
-    with pytest.raises(PlanError, match="not positive.*8GiB"):
+    with pytest.raises(PlanError, match=r"not positive.*8GiB"):
         parse_budget(budget, PEAK)
 
 
@@ -49,5 +49,5 @@ def test_not_positive(budget: Any) -> None:
     "budget", ["12 apples", "", "GiB", "8 Gi B", "1e9999", "nan", True, None, [1], float("nan"), float("inf"), b"8GiB"]
 )
 def test_not_a_budget(budget: Any) -> None:
-    with pytest.raises(PlanError, match="not a budget.*40%"):
+    with pytest.raises(PlanError, match=r"not a budget.*40%"):
         parse_budget(budget, PEAK)

@@ -37,7 +37,11 @@ def test_save_and_load(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert (loaded.graph, loaded.schedule, loaded.planner) == (plan.graph, plan.schedule, plan.planner)
-    assert (loaded.peak_bytes, loaded.time_ns, loaded.budget_bytes) == (plan.peak_bytes, plan.time_ns, plan.budget_bytes)
+    assert (loaded.peak_bytes, loaded.time_ns, loaded.budget_bytes) == (
+        plan.peak_bytes,
+        plan.time_ns,
+        plan.budget_bytes,
+    )
     assert (loaded.seed, loaded.lower_bound_ns, str(loaded)) == (3, plan.lower_bound_ns, str(plan))
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 

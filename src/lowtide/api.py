@@ -74,6 +74,11 @@ def rematerialize(
         raise PlanError(
             f"submodule {inner!r} is rematerialized already; restore it, or leave the outer model as it is."
         )
+    tensors = [*model.parameters(), *model.buffers()]
+    if tensors and all(tensor.is_meta for tensor in tensors):
+        raise PlanError(
+            "a model on the meta device can be planned (lowtide.plan) but not run; move it to a device first."
+        )
     settings = Settings(budget, total_budget, reserve, planner, compiler, on_new_signature, seed)
     runtime = Rematerialized(model, settings)
     if args or kwargs:

@@ -14,30 +14,38 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _PATTERN = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)\s*([a-z]*|%)\s*", re.IGNORECASE)
+_LIMIT = 1 << 70
 _EXAMPLES = 'give bytes as an int, a string with a unit such as "8GiB" or "700 MB", or a percentage such as "40%"'
 
 
-def parse_budget(budget: int | str, unconstrained_peak_bytes: int) -> int:
+def parse_budget(budget: int | str, unconstrained_peak_bytes: int, *, what: str = "budget") -> int:
     """``budget`` in bytes, rounded down; a percentage is of ``unconstrained_peak_bytes``.
 
-    Raises ``PlanError`` for anything that is not a positive amount.
+    Raises ``PlanError``, naming ``what``, for anything that is not a positive amount.
     """
-    amount = _amount(budget, unconstrained_peak_bytes)
+    amount = _amount(budget, unconstrained_peak_bytes, what)
     if amount < 1:
-        raise PlanError(f"a budget of {budget!r} is {amount} bytes, which is not positive; {_EXAMPLES}.")
+        raise PlanError(f"a {what} of {budget!r} is {amount} bytes, which is not positive; {_EXAMPLES}.")
     return amount
 
 
-def _amount(budget: int | str, unconstrained_peak_bytes: int) -> int:
+def is_percentage(budget: int | str | None) -> bool:
+    return isinstance(budget, str) and budget.strip().endswith("%")
+
+
+def _amount(budget: int | str, unconstrained_peak_bytes: int, what: str) -> int:
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
-        raise PlanError(f"{budget!r} is not a budget; {_EXAMPLES}.")
+        raise PlanError(f"{budget!r} is not a {what}; {_EXAMPLES}.")
     if isinstance(budget, (int, float)):
         if not math.isfinite(budget):
-            raise PlanError(f"{budget!r} is not a budget; {_EXAMPLES}.")
+            raise PlanError(f"{budget!r} is not a {what}; {_EXAMPLES}.")
         return int(budget)
     match = _PATTERN.fullmatch(budget)
     unit = match[2].lower() if match else ""
     if match is None or (unit != "%" and unit not in _UNITS):
         raise PlanError(f"{budget!r} is not a budget; {_EXAMPLES}.")
     scale = Fraction(unconstrained_peak_bytes, 100) if unit == "%" else _UNITS[unit]
-    return int(Fraction(match[1]) * scale)  # exact: 100% is the peak to the byte
+    amount = int(Fraction(match[1]) * scale)  # exact: 100% is the peak to the byte
+    if amount >= _LIMIT:
+        raise PlanError(f"a {what} of {budget!r} is more than any device has; {_EXAMPLES}.")
+    return amount

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from lowtide.budget import parse_budget
+from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Program
 from lowtide.cost import analytical_costs, measure_costs
-from lowtide.errors import PlanError
+from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, keep_all_schedule, simulate
 from lowtide.planning import Plan, make_plan
 
@@ -47,6 +47,8 @@ class Settings:
         given = self.budget if self.budget is not None else self.total_budget
         assert given is not None
         parse_budget(given, 1 << 62)  # a malformed budget is an error now, not at the first call
+        if self.reserve != 0:
+            parse_budget(self.reserve, 1 << 62, what="reserve")
 
 
 def program_costs(program: Program, on_progress: Progress | None = None) -> Costs:
@@ -69,32 +71,52 @@ def _with_generator_states(program: Program, costs: Costs) -> Costs:
 
 
 def make_program_plan(
-    program: Program, settings: Settings, model: nn.Module | None = None, on_progress: Progress | None = None
+    program: Program,
+    settings: Settings,
+    model: nn.Module | None = None,
+    on_progress: Progress | None = None,
+    granted_bytes: int = 0,
 ) -> Plan:
-    """Cost and plan ``program``. Raises ``InfeasibleBudgetError`` where the budget cannot be met."""
+    """Cost and plan ``program``. Raises ``InfeasibleBudgetError`` where the budget cannot be met.
+
+    ``granted_bytes`` is what an earlier signature of the model was given: a budget in percent is at least that, so that a
+    short last batch may use the memory of a full one.
+    """
     costs = program_costs(program, on_progress)
     unconstrained = simulate(program.graph, costs, keep_all_schedule(program.graph)).peak_bytes
-    budget = _pass_budget(program, settings, unconstrained, model)
-    return make_plan(
-        program.graph, costs, budget=budget, planner=settings.planner, seed=settings.seed, on_progress=on_progress
-    )
-
-
-def _pass_budget(program: Program, settings: Settings, unconstrained: int, model: nn.Module | None) -> int:
-    """Bytes that a pass may allocate, from whichever budget was given."""
-    reserve = parse_budget(settings.reserve, unconstrained) if settings.reserve else 0
-    if settings.budget is not None:
-        total = parse_budget(settings.budget, unconstrained)
-        fixed = 0
-    else:
-        assert settings.total_budget is not None
-        fixed = _resident_bytes(program, model)
-        total = parse_budget(settings.total_budget, unconstrained + fixed)
+    aside = _reserved_bytes(program, settings, unconstrained, model)
+    given = settings.budget if settings.budget is not None else settings.total_budget
+    assert given is not None
+    total = parse_budget(given, unconstrained + (aside if settings.budget is None else 0))
     _check_device(program, total)
-    if total - reserve - fixed <= 0:
-        parts = f"{reserve} bytes are reserved" + (f" and {fixed} bytes resident outside the pass" if fixed else "")
-        raise PlanError(f"a budget of {total} bytes leaves nothing for the pass: {parts}. Raise the budget.")
-    return total - reserve - fixed
+    budget = total - aside
+    if is_percentage(given):
+        budget = max(budget, granted_bytes)
+    try:
+        return make_plan(
+            program.graph,
+            costs,
+            budget=max(budget, 1),
+            planner=settings.planner,
+            seed=settings.seed,
+            on_progress=on_progress,
+        )
+    except InfeasibleBudgetError as error:
+        if not aside:
+            raise
+        raise InfeasibleBudgetError(
+            f"{error} This is the pass alone; {aside} bytes are reserved or resident outside of it, so the budget must be "
+            f"at least {error.minimum_bytes + aside} bytes.",
+            minimum_bytes=error.minimum_bytes + aside,
+            operator=error.operator,
+            source=error.source,
+        ) from None
+
+
+def _reserved_bytes(program: Program, settings: Settings, unconstrained: int, model: nn.Module | None) -> int:
+    """Bytes of the given budget that a pass must leave alone."""
+    reserve = parse_budget(settings.reserve, unconstrained, what="reserve") if settings.reserve != 0 else 0
+    return reserve + (_resident_bytes(program, model) if settings.budget is None else 0)
 
 
 def _resident_bytes(program: Program, model: nn.Module | None) -> int:

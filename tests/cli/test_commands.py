@@ -19,7 +19,7 @@ from torch import nn
 
 def build():
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))), (torch.randn(32, 64),), {}
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))), (torch.randn(2048, 64),), {}
 
 def broken():
     raise ValueError("no weights")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.cli.main import main
-from lowtide.ir import check, simulate
+from lowtide.ir import check, keep_all_schedule, simulate
 from lowtide.ir.serial import load_instance, read_json, schedule_from_json
 from lowtide.planning import make_plan
 from tests.support.chains import LAYER_BYTES, chain_dag
@@ -40,12 +40,15 @@ def test_json(instance: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_text_and_schedule_file(instance: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "schedule.json"
-    assert main(["solve", instance, "--budget", "70%", "--planner", "auto{effort=1}", "--seed", "2", "-o", str(out)]) == 0
+    assert (
+        main(["solve", instance, "--budget", "70%", "--planner", "auto{effort=1}", "--seed", "2", "-o", str(out)]) == 0
+    )
     assert "overhead" in capsys.readouterr().out
     graph, costs = load_instance(instance)
     schedule = schedule_from_json(read_json(out))
     check(graph, schedule)
-    assert simulate(graph, costs, schedule).peak_bytes <= 70 * simulate(graph, costs, schedule).peak_bytes
+    whole = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+    assert simulate(graph, costs, schedule).peak_bytes <= 70 * whole // 100
 
 
 def test_saved_plan_is_an_instance(instance: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,9 +77,7 @@ def test_infeasible(instance: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["{instance}", "--budget", "40%", "--planner", "auto{effort=99}"], "effort"),
     ],
 )
-def test_bad_input(
-    instance: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input(instance: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["solve", *(argument.replace("{instance}", instance) for argument in arguments)]) == 2
     printed, error = capsys.readouterr()
     assert message in error

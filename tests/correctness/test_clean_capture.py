@@ -68,7 +68,7 @@ def test_preparation_changes_nothing(entry: str) -> None:
     random.seed(4)
     before, generator, python = _everything(model), torch.get_rng_state(), random.getstate()
     values, version = x.detach().clone(), x._version
-    getattr(lowtide, entry)(model, (x,), {}, budget="70%")
+    getattr(lowtide, entry)(model, (x,), {}, budget="70%", planner="greedy")
     _assert_same(_everything(model), before)
     assert torch.equal(torch.get_rng_state(), generator)
     assert random.getstate() == python
@@ -84,7 +84,7 @@ def test_existing_gradients_survive() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     kept = {name: p.grad for name, p in model.named_parameters()}
-    lowtide.rematerialize(model, *rows()(0), budget="70%")
+    lowtide.rematerialize(model, *rows()(0), budget="70%", planner="greedy")
     for name, parameter in model.named_parameters():
         assert parameter.grad is kept[name]
         assert torch.equal(parameter.grad, torch.ones_like(parameter))
@@ -92,7 +92,7 @@ def test_existing_gradients_survive() -> None:
 
 def test_deterministic_and_thread_settings_survive() -> None:
     before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled())
-    lowtide.rematerialize(make(_Watched), *rows()(0), budget="70%")
+    lowtide.rematerialize(make(_Watched), *rows()(0), budget="70%", planner="greedy")
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()) == before
 
 
@@ -112,14 +112,14 @@ def test_no_activation_memory_is_kept_after_preparation() -> None:
     model = make(network)
     inputs = rows(4096)(0)
     before = _live_tensor_bytes()
-    lowtide.rematerialize(model, *inputs, budget="60%")
+    lowtide.rematerialize(model, *inputs, budget="60%", planner="greedy")
     assert _live_tensor_bytes() - before < 4096 * 32 * 4 // 2
 
 
 def test_no_activation_memory_is_kept_after_a_step() -> None:
     model = make(lambda: WithLoss(nn.Sequential(perceptron(6), nn.Dropout(0.1))))
     inputs = rows(4096)(0)
-    lowtide.rematerialize(model, *inputs, budget="60%")
+    lowtide.rematerialize(model, *inputs, budget="60%", planner="greedy")
     model(*inputs[0]).backward()
     before = _live_tensor_bytes()
     model(*inputs[0]).backward()

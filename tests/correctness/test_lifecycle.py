@@ -42,8 +42,8 @@ def test_two_models_in_turn() -> None:
         return first, second
 
     def prepare(model: nn.Module, args: Any, kwargs: Any, *, budget: Any) -> nn.Module:
-        lowtide.rematerialize(model.first, args, budget=budget)
-        lowtide.rematerialize(model.second, args, budget=budget)
+        lowtide.rematerialize(model.first, args, budget=budget, planner="greedy")
+        lowtide.rematerialize(model.second, args, budget=budget, planner="greedy")
         return model
 
     compare_training(Both, rows(), step=step, prepare=prepare)
@@ -127,7 +127,7 @@ def test_parameter_data_moved_and_back() -> None:
 def test_restore() -> None:
     model = make(_network)
     attributes = set(vars(model))
-    lowtide.rematerialize(model, *rows()(0), budget="60%")
+    lowtide.rematerialize(model, *rows()(0), budget="60%", planner="greedy")
     _records(model, 1)
     lowtide.restore(model)
     assert set(vars(model)) == attributes
@@ -139,7 +139,7 @@ def test_restore() -> None:
 def test_restore_and_plan_again() -> None:
     model = prepared(_network, rows(), "70%")
     lowtide.restore(model)
-    lowtide.rematerialize(model, *rows()(0), budget="50%")
+    lowtide.rematerialize(model, *rows()(0), budget="50%", planner="greedy")
     assert_same_records(_records(model), _records(make(_network)))
 
 
@@ -177,7 +177,7 @@ def test_optimizer_made_before_and_after() -> None:
     expected = train(plain, torch.optim.Adam(plain.parameters()))
     before = make(_network)
     optimizer = torch.optim.Adam(before.parameters())
-    lowtide.rematerialize(before, *rows()(0), budget="60%")
+    lowtide.rematerialize(before, *rows()(0), budget="60%", planner="greedy")
     after = prepared(_network, rows(), "60%")
     for found in (train(before, optimizer), train(after, torch.optim.Adam(after.parameters()))):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

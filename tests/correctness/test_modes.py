@@ -92,7 +92,7 @@ def _prepare_under_autocast(dtype: torch.dtype) -> Callable[..., Any]:
 
     def prepare(model: nn.Module, args: Any, kwargs: Any, *, budget: Any) -> nn.Module:
         with torch.autocast("cpu", dtype=dtype):
-            return lowtide.rematerialize(model, args, kwargs, budget=budget)
+            return lowtide.rematerialize(model, args, kwargs, budget=budget, planner="greedy")
 
     return prepare
 

@@ -67,7 +67,7 @@ def test_infeasible_budget_for_a_new_signature() -> None:
     model = prepared(_network, _changing, "60%")
     budget = lowtide.plans(model)[0].budget_bytes
     lowtide.restore(model)
-    lowtide.rematerialize(model, *_changing(0), budget=budget)
+    lowtide.rematerialize(model, *_changing(0), budget=budget, planner="greedy")
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
         model(torch.randn(4096, 32))
     assert caught.value.minimum_bytes > budget
@@ -114,7 +114,7 @@ def test_masks_are_questions() -> None:
 def test_no_sample_given() -> None:
     """Without a sample the plan is made at the first call."""
     model = _network()
-    lowtide.rematerialize(model, budget="70%")
+    lowtide.rematerialize(model, budget="70%", planner="greedy")
     assert lowtide.plans(model) == []
     model(*_changing(0)[0]).backward()
     assert len(lowtide.plans(model)) == 1

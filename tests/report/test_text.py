@@ -34,15 +34,39 @@ def test_units() -> None:
 
 
 def test_blocks() -> None:
-    paths = {"transformer.h.0.mlp.act": "transformer.h.0", "0.weight": "0", "lm_head": "lm_head", "": "", "conv1.x": "conv1.x"}
+    paths = {
+        "transformer.h.0.mlp.act": "transformer.h.0",
+        "0.weight": "0",
+        "lm_head": "lm_head",
+        "": "",
+        "conv1.x": "conv1.x",
+    }
     assert {path: block_of(path) for path in paths} == paths
 
 
 def test_like_neighbours_are_merged() -> None:
-    rows = [ModuleRow("stem", 5, 0, 0, 1), *(ModuleRow(f"h.{i}", 100, 2, 10 + i, 30) for i in range(3)), ModuleRow("h.3", 7, 0, 0, 30)]
+    rows = [
+        ModuleRow("stem", 5, 0, 0, 1),
+        *(ModuleRow(f"h.{i}", 100, 2, 10 + i, 30) for i in range(3)),
+        ModuleRow("h.3", 7, 0, 0, 30),
+    ]
     merged = merge_repeats(rows)
     assert [row.name for row in merged] == ["stem", "h.0-2 (each)", "h.3"]
     assert merged[1] == ModuleRow("h.0-2 (each)", 100, 2, 11, 30)
 
 
-GOLDEN = ""
+GOLDEN = """\
+plan of chain: 8 ops
+  budget                  3.9 KiB (80.0 % of unconstrained)
+  predicted peak          3.9 KiB (80.0 %)
+  unconstrained peak      4.9 KiB
+  overhead                5.6 % of 180 ns
+  overhead's lower bound  5.6 %
+  peak at                 gradient0 of layers.0.linear, backward, model.py:7
+  planner                 auto, seed 0, 0.0 s
+  costs                   as given
+
+module              saved  recomputed ops  recompute time  time once
+-----------------  ------  --------------  --------------  ---------
+layers.0              0 B               1           10 ns      30 ns
+layers.1-3 (each)  1000 B               -               -      50 ns"""

@@ -67,7 +67,8 @@ class _Walk:
     def run(self) -> Converted:
         nodes = list(self.module.graph.nodes)
         tangents = self._placeholders(nodes)
-        calls = [n for n in nodes if n.op in ("call_function", "get_attr")]
+        live = _ancestors([nodes[-1], *(n for n in nodes if _runs_anyway(n))])
+        calls = [n for n in nodes if n.op in ("call_function", "get_attr") and n in live]
         split = next((i for i, n in enumerate(calls) if _is_backward(n)), len(calls))
         output = nodes[-1]
         descriptors = dict(zip(output.meta["desc"], output.args[0], strict=True))
@@ -176,12 +177,7 @@ class _Walk:
         self.constants[value] = tensor
 
     def _operator(self, node: fx.Node) -> None:
-        reference: Any = lambda n: Ref(self._value(n))  # noqa: E731
-        arguments: Any = fx.map_arg((node.args, node.kwargs), reference)
-        args, kwargs = arguments
-        target, read = _callable(node.target), node.all_input_nodes
-        if fills_empty(node):
-            target, args, read = targets.bernoulli, (_owned_layout(node.meta["val"]), *args[1:]), []
+        target, args, kwargs, read = self._call(node)
         tensors = tuple(dict.fromkeys(self._value(n) for n in read))
         op = self._new_op(node.name, str(node.target), tensors, self._origin(node))
         result = node.meta.get("val")
@@ -194,7 +190,15 @@ class _Walk:
             self.value_of[node], outputs, positions = values, tuple(values.values()), tuple(values)
         flags: dict[str, Any] = _flags(node.target)
         op = replace(op, outputs=outputs, **flags)
-        self.builder.add_op(op, Call(target, args, dict(kwargs), positions))
+        self.builder.add_op(op, Call(target, args, kwargs, positions))
+
+    def _call(self, node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[fx.Node]]:
+        """What to call, its arguments with references for tensors, and the nodes that it reads."""
+        if fills_empty(node):
+            return targets.bernoulli, (_owned_layout(node.meta["val"]), *node.args[1:]), {}, []
+        reference: Any = lambda n: Ref(self._value(n))  # noqa: E731
+        arguments: Any = fx.map_arg((node.args, node.kwargs), reference)
+        return _callable(node.target), arguments[0], dict(arguments[1]), node.all_input_nodes
 
     def _new_op(
         self, name: str, target: str, inputs: Iterable[int], origin: tuple[str, str], effect: bool = False
@@ -263,8 +267,15 @@ def _ancestors(outputs: Iterable[Any]) -> set[fx.Node]:
         node = pending.pop()
         if node not in found:
             found.add(node)
-            pending.extend(node.all_input_nodes)
+            pending.extend([] if fills_empty(node) else node.all_input_nodes)
     return found
+
+
+def _runs_anyway(node: fx.Node) -> bool:
+    """Whether a node runs although nobody reads its result: it advances a generator or has an effect."""
+    if not isinstance(node.target, torch._ops.OpOverload) or str(node.target) in _DROPPED:
+        return False
+    return torch.Tag.nondeterministic_seeded in node.target.tags or node.target._schema.is_mutable
 
 
 def _reaching(forward: Sequence[fx.Node], backward: set[fx.Node]) -> set[fx.Node]:

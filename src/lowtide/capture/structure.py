@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,19 +44,24 @@ class Nested:
 def flatten(tree: Any) -> tuple[list[torch.Tensor], Any]:
     """The tensors in ``tree``, each object once per occurrence, and the structure that ``unflatten`` takes."""
     tensors: list[torch.Tensor] = []
+    return tensors, _visit(tree, tensors, ())
 
-    def visit(node: Any, seen: tuple[int, ...]) -> Any:
-        if isinstance(node, torch.Tensor):
-            tensors.append(node)
-            return Slot(len(tensors) - 1)
-        if isinstance(node, (*_PLAIN, type, torch.nn.Module)) or id(node) in seen:
-            return node
-        if not _is_pytree_leaf(node):
-            leaves, spec = pytree.tree_flatten(node, is_leaf=lambda x: x is not node)
-            return Nested(spec, tuple(visit(leaf, (*seen, id(node))) for leaf in leaves))
-        return _visit_object(node, lambda child: visit(child, (*seen, id(node))))
 
-    return tensors, visit(tree, ())
+def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[int, ...]) -> Any:
+    if isinstance(node, torch.Tensor):
+        tensors.append(node)
+        return Slot(len(tensors) - 1)
+    if isinstance(node, (*_PLAIN, type, torch.nn.Module)) or id(node) in seen:
+        return node
+    within = (*seen, id(node))
+    if not _is_pytree_leaf(node):
+        leaves, spec = _one_level(node)
+        return Nested(spec, tuple(_visit(leaf, tensors, within) for leaf in leaves))
+    # A class that pytree does not know is looked into only where it holds tensors.
+    attributes = {name: _visit(getattr(node, name), tensors, within) for name in _attribute_names(node)}
+    if not any(_slots(child) for child in attributes.values()):
+        return node
+    return Held(_emptied(node, attributes), attributes)
 
 
 def flatten_distinct(tree: Any) -> tuple[list[torch.Tensor], Any]:
@@ -138,13 +143,22 @@ def _is_pytree_leaf(node: Any) -> bool:
     return bool(is_leaf(node))
 
 
-def _visit_object(node: Any, visit: Callable[[Any], Any]) -> Any:
-    """An object of a class that pytree does not know: looked into only where it holds tensors."""
-    names = _attribute_names(node)
-    attributes = {name: visit(getattr(node, name)) for name in names}
-    if not any(_slots(child) for child in attributes.values()):
-        return node
-    return Held(_emptied(node, attributes), attributes)
+class _Below:
+    """Everything but the root is a leaf."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+
+    def __call__(self, node: Any) -> bool:
+        return node is not self.root
+
+
+def _one_level(node: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The children of a container. ``tree_flatten`` leaves a reference cycle behind, which must not hold the tensors."""
+    below = _Below(node)
+    children, spec = pytree.tree_flatten(node, is_leaf=below)
+    below.root = None
+    return children, spec
 
 
 def _emptied(node: Any, attributes: dict[str, Any]) -> Any:

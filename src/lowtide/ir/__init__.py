@@ -5,6 +5,13 @@ from lowtide.ir.costs import Costs
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
 from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule, Step
 from lowtide.ir.sequence import is_view, keep_all_schedule, schedule_from_sequence
+from lowtide.ir.serial import (
+    graph_from_json,
+    graph_to_json,
+    load_instance,
+    schedule_from_json,
+    schedule_to_json,
+)
 from lowtide.ir.simulator import Simulation, owned_storages, simulate
 from lowtide.ir.text import format_graph, format_schedule, parse_graph, parse_schedule
 
@@ -25,11 +32,16 @@ __all__ = [
     "check",
     "format_graph",
     "format_schedule",
+    "graph_from_json",
+    "graph_to_json",
     "is_view",
     "keep_all_schedule",
+    "load_instance",
     "owned_storages",
     "parse_graph",
     "parse_schedule",
+    "schedule_from_json",
     "schedule_from_sequence",
+    "schedule_to_json",
     "simulate",
 ]

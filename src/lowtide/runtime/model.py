@@ -94,7 +94,8 @@ class Rematerialized:
 
     def _make(self, key: Signature, args: Sequence[Any], kwargs: Mapping[str, Any], mask: GradientMask | None) -> Entry:
         program = capture(self.model, args, kwargs, mask=mask)
-        plan = make_program_plan(program, self.settings, self.model)
+        granted = max((e.plan.budget_bytes for entries in self.entries.values() for e in entries), default=0)
+        plan = make_program_plan(program, self.settings, self.model, granted_bytes=granted)
         lowered = lower(program, plan.schedule)
         # Shapes suffice to capture again for other gradients, but values answer the questions: keep the small ones.
         remake = functools.partial(self._remake, key, program, _without_storage(args, kwargs))

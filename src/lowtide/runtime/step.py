@@ -65,7 +65,9 @@ class ModelCall:
         lowered = self.executable.lowered
         self.generator = lowered.step(list(self.inputs), self.tangents, True)
         with below_autograd():
-            outputs = list(next(self.generator))
+            handed = next(self.generator)
+        outputs = list(handed)
+        handed.clear()  # the generator must not keep what autograd is about to mark: the cycle would never be freed
         own = len(outputs) - len(self.executable.program.kept)
         self.kept = dict(zip(self.executable.program.kept, outputs[own:], strict=True))
         self.versions = {i: self.inputs[i]._version for i in lowered.reads_after}

@@ -11,8 +11,8 @@ several smaller limits as well, and the quickest result that fits is the answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from lowtide.ir import Schedule, schedule_from_sequence
 from lowtide.solve.compact import Compact, Indices, compact
@@ -34,9 +34,25 @@ class Greedy:
         began = time.perf_counter()
         model = compact(problem.graph, problem.costs)
         tables = make_tables(model)
-        sequences = greedy_sequences(model, tables, problem.budget_bytes, self.limits)
-        schedules = [_schedule(problem, model, codes) for codes in sequences]
-        return answer("greedy", problem, schedules, began)
+
+        def attempt(budget_bytes: int) -> Solution:
+            asked = replace(problem, budget_bytes=budget_bytes)
+            sequences = greedy_sequences(model, tables, budget_bytes, self.limits)
+            return answer("greedy", asked, [_schedule(asked, model, codes) for codes in sequences], began)
+
+        solution = attempt(problem.budget_bytes)
+        if solution.status.solved or solution.minimum_bytes is None:
+            return solution
+        return replace(solution, minimum_bytes=_reachable(attempt, solution.minimum_bytes))
+
+
+def _reachable(attempt: Callable[[int], Solution], budget_bytes: int) -> int:
+    """The first budget, going up from peak to peak, that greedy meets when it is asked for just that."""
+    while True:
+        solution = attempt(budget_bytes)
+        if solution.status.solved or solution.minimum_bytes is None or solution.minimum_bytes <= budget_bytes:
+            return budget_bytes
+        budget_bytes = solution.minimum_bytes
 
 
 def greedy_sequences(
