@@ -23,7 +23,8 @@ def keep_all_schedule(graph: Graph) -> Schedule:
 def schedule_from_sequence(graph: Graph, sequence: Sequence[int]) -> Schedule:
     """The canonical schedule of ``sequence``; see the module's docstring.
 
-    Ops that nobody needs and recomputes whose results nobody uses are dropped; effects stay.
+    Ops that nobody needs and recomputes whose results nobody uses are dropped. Effects stay, and so does the first compute
+    of an op that runs again, so that first computes keep the program's order.
     """
     return _Builder(graph).build(sequence)
 
@@ -122,20 +123,17 @@ class _Builder:
         for index, op_id in enumerate(steps):
             first.setdefault(op_id, index)
         kept = [False] * len(steps)
-        running: set[int] = (
-            set()
-        )  # ops that run later: they first run in their place, so that the order is the program's
+        running: set[int] = set()  # ops that run later: they first run in their place, to keep the program's order
         for index in range(len(steps) - 1, -1, -1):
             op = graph.ops[steps[index]]
-            once = op.effect and first[op.id] == index
             if self.view[op.id]:
                 keep = any(value in needed_views for value in op.outputs)
             else:
-                keep = once or any(
+                keep = (op.effect or op.id in running) and first[op.id] == index
+                keep = keep or any(
                     storage in needed and (storage not in self.held or first[op.id] == index)
                     for storage in self.owned[op.id]
                 )
-                keep = keep or (first[op.id] == index and op.id in running)
                 keep = keep or any(
                     v in needed_views and self.storage_of[v] not in self.owned[op.id] for v in op.outputs
                 )

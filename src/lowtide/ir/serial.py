@@ -148,6 +148,7 @@ def dag_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
             for source in op["inputs"]:
                 if not isinstance(source, int) or not 0 <= source < index:
                     raise PlanError(f"op {names[index]} ({index}) reads op {source}, which is not an earlier one.")
+        read = {source for op in ops for source in op["inputs"]} | set(data["outputs"])
         graph = Graph(
             name=str(data.get("name", "")),
             ops=tuple(
@@ -158,6 +159,7 @@ def dag_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
                     tuple(op["inputs"]),
                     (i,),
                     Phase.FORWARD if i < forward_ops else Phase.BACKWARD,
+                    effect=i not in read,  # every op runs, also one whose result nobody reads
                 )
                 for i, op in enumerate(ops)
             ),

@@ -49,7 +49,7 @@ class Portfolio:
     def iterations(self) -> int:
         """Of all runs together at default effort; a step of a run costs time in proportion to the nodes."""
         nodes = max(self.model.nodes, 1)
-        return int(min(14_000.0 * nodes, 3e10 / nodes**1.5))
+        return int(min(14_000.0 * nodes, 7e9 / nodes**1.25))
 
     def schedule(self, candidate: Candidate) -> Schedule:
         return schedule_from_sequence(self.graph, decode(self.model, candidate.codes))
