@@ -6,8 +6,8 @@ compares medians. Two claims are checked (exit code 1 where one fails):
 - at 100 % the pass takes no more than 3 % longer than plain eager;
 - the measured overhead of 50 % over 100 % is no more than 3 percentage points above the predicted one.
 
-Results go to ``step_time.json`` and ``step_time.md`` under the results folder. The machine should be otherwise idle: the
-spread of the plain passes is written beside the medians.
+Every run is added to ``step_time.json`` and ``step_time.md`` under the results folder, whatever it shows. The machine should
+be otherwise idle: the spread of the plain passes is written beside the medians.
 """
 
 from __future__ import annotations
@@ -80,10 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     result = run(Shape(), options.rounds)
     options.results.mkdir(parents=True, exist_ok=True)
-    record = {**asdict(result), "full_over_eager": result.full_over_eager, "half_over_full": result.half_over_full}
-    (options.results / "step_time.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.results / "step_time.md").write_text(document(result))
-    print(document(result))
+    path = options.results / "step_time.json"
+    results = [*earlier(path), result]
+    path.write_text(json.dumps([asdict(each) for each in results], indent=1) + "\n")
+    path.with_suffix(".md").write_text(document(results))
+    print(document(results))
     for complaint in result.broken():
         print(complaint, file=sys.stderr)
     return 1 if result.broken() else 0
@@ -134,23 +135,33 @@ def timed_pass(model: nn.Module, batch: torch.Tensor) -> int:
     return time.perf_counter_ns() - start
 
 
-def document(result: Result) -> str:
-    """The result as Markdown."""
-    mebibytes = result.unconstrained_peak_bytes / 2**20
-    return f"""# Step time
+def document(results: Sequence[Result]) -> str:
+    """Every run so far as Markdown, the latest last."""
+    lines = [
+        "# Step time",
+        "",
+        "`python -m benchmarks.step_time`: the GPT-2 of `lowtide demo` (6 layers, width 256, context 256, batch 4, dropout",
+        "0.1), forward and backward, plain eager, lowtide at 100 % and at 50 % of the unconstrained peak, taken in turn.",
+        "Every run is kept, the latest last. The spread is the interquartile range of the plain passes over their median:",
+        "where it is large, the machine was busy and the run says little.",
+        "",
+        "| rounds | threads | torch | spread | plain | 100 % | 50 % | 100 % over plain | 50 % over 100 % | predicted | claims |",
+        "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    return "\n".join([*lines, *map(_row, results)]) + "\n"
 
-`python -m benchmarks.step_time`: the GPT-2 of `lowtide demo` (6 layers, width 256, context 256, batch 4, dropout 0.1,
-unconstrained peak {mebibytes:.1f} MiB), forward and backward, {result.rounds} rounds taken in turn, {result.threads} threads,
-torch {result.torch_version}, {result.machine}. Interquartile range of
-the plain passes: {100 * result.spread:.1f} % of their median.
 
-| pass | median | over | measured | predicted |
-|---|---:|---|---:|---:|
-| plain eager | {result.eager_ns / 1e6:.1f} ms | | | |
-| lowtide at 100 % | {result.full_ns / 1e6:.1f} ms | plain eager | {100 * result.full_over_eager:.1f} % | 0 % |
-| lowtide at 50 % | {result.half_ns / 1e6:.1f} ms | lowtide at 100 % | {100 * result.half_over_full:.1f} % | \
-{100 * result.predicted_overhead:.1f} % |
-"""
+def _row(result: Result) -> str:
+    medians = [f"{taken / 1e6:.1f} ms" for taken in (result.eager_ns, result.full_ns, result.half_ns)]
+    ratios = (result.full_over_eager, result.half_over_full, result.predicted_overhead)
+    cells = [str(result.rounds), str(result.threads), result.torch_version, f"{100 * result.spread:.1f} %", *medians]
+    cells += [f"{100 * ratio:.1f} %" for ratio in ratios]
+    return f"| {' | '.join([*cells, '; '.join(result.broken()) or 'hold'])} |"
+
+
+def earlier(path: Path) -> list[Result]:
+    """The runs that a results file holds."""
+    return [Result(**record) for record in json.loads(path.read_text())] if path.exists() else []
 
 
 if __name__ == "__main__":

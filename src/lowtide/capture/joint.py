@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -33,11 +32,21 @@ class _Function(nn.Module):
 
 
 @contextlib.contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+@contextlib.contextmanager
 def _eager_dispatch() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in (aot_autograd, graph_capture):
             if hasattr(module, "enable_python_dispatcher"):
-                stack.enter_context(mock.patch.object(module, "enable_python_dispatcher", contextlib.nullcontext))
+                stack.enter_context(_replaced(module, "enable_python_dispatcher", contextlib.nullcontext))
         if hasattr(functorch_config, "backward_pass_autocast"):
             stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         yield

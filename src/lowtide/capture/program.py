@@ -93,3 +93,8 @@ class Program:
     state_names: tuple[tuple[str, ...], ...]
     parameters: int
     kept: tuple[int, ...]
+
+    @property
+    def answers(self) -> tuple[Any, ...]:
+        """What the questions were answered, to tell programs of one signature apart."""
+        return tuple((question.source, question.ask, question.answer) for question in self.questions)

@@ -314,7 +314,11 @@ def _parse_step(line: str, number: int) -> Step:
         )
     if match[3]:
         return Free(int(match[3]))
-    kinds = {"compute": Compute, "save_rng": SaveRng, "restore_rng": RestoreRng}
+    kinds: dict[str, type[Compute] | type[SaveRng] | type[RestoreRng]] = {
+        "compute": Compute,
+        "save_rng": SaveRng,
+        "restore_rng": RestoreRng,
+    }
     return kinds[match[1]](int(match[2]))
 
 

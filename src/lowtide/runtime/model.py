@@ -50,6 +50,7 @@ class Rematerialized:
         self._model = weakref.ref(model)
         self.settings = settings
         self.entries: dict[Signature, list[Entry]] = {}
+        self.spare: dict[Signature, list[Entry]] = {}
         self.had_instance_forward = "forward" in model.__dict__
         self.original_forward = model.forward
         self._warned = False
@@ -98,16 +99,26 @@ class Rematerialized:
         plan = make_program_plan(program, self.settings, self.model, granted_bytes=granted)
         lowered = lower(program, plan.schedule)
         # Shapes suffice to capture again for other gradients, but values answer the questions: keep the small ones.
-        remake = functools.partial(self._remake, key, program, _without_storage(args, kwargs))
+        autocast = _autocast(program)
+        remake = functools.partial(self._remake, key, program, _without_storage(args, kwargs), autocast)
         entry = Entry(program, plan, lowered, remake)
         self.entries.setdefault(key, []).append(entry)
         _LOG.info("planned %s: peak %d bytes of %d", type(self.model).__name__, plan.peak_bytes, plan.budget_bytes)
         return entry
 
-    def _remake(self, key: Signature, old: Program, sample: tuple[Any, Any], mask: GradientMask) -> Entry:
-        with torch.enable_grad():
-            entry = self._make(key, *sample, mask)
-        known = self.entries[key]
+    def _remake(
+        self, key: Signature, old: Program, sample: tuple[Any, Any], autocast: torch.autocast, mask: GradientMask
+    ) -> Entry:
+        """An entry for gradients that arrive differently; it takes the place of ``old``, which is kept in case they
+        alternate."""
+        known, spare = self.entries[key], self.spare.setdefault(key, [])
+        wanted = (mask, old.answers)
+        entry = next((e for e in spare if (e.program.mask, e.program.answers) == wanted), None)
+        if entry is None:
+            with torch.enable_grad(), autocast:
+                entry = self._make(key, *sample, mask)
+        spare.extend(e for e in known if e.program is old)
+        spare[:] = [e for e in spare if e is not entry]
         known[:] = [entry, *(e for e in known if e is not entry and e.program is not old)]
         return entry
 
@@ -132,6 +143,7 @@ class Rematerialized:
         self._model = weakref.ref(model)
         self.settings = other.settings
         self.entries = {}
+        self.spare = {}
         self.had_instance_forward = other.had_instance_forward
         self._warned = False
         forward = other.original_forward
@@ -166,6 +178,13 @@ def _rebuild(program: Program, outputs: list[torch.Tensor], inputs: list[torch.T
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path)._buffers[leaf] = tensors[index].detach()
     return structure.unflatten(program.result_structure, tensors)
+
+
+def _autocast(program: Program) -> torch.autocast:
+    """The autocast state of now, to be entered again."""
+    device_type = program.metas[0].device.type
+    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    return torch.autocast(device_type, dtype=dtype if enabled else None, enabled=enabled)
 
 
 def _without_storage(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

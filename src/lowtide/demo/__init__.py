@@ -1,0 +1,1 @@
+"""The demonstration behind ``lowtide demo``: a byte-level GPT-2 on the standard library's sources, twice."""

@@ -1,0 +1,78 @@
+"""Two trainings side by side, step by step, so that both meet the same machine load.
+
+Each run has its own model, optimizer and generator state; nothing but the starting point is shared.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lowtide.runtime.meter import Measurement, measure
+
+_LEARNING_RATE = 1e-3
+
+
+@dataclass(slots=True)
+class Run:
+    """One training. ``losses`` per step; ``step_ns`` of the steps that were timed; ``measurements`` of the others."""
+
+    name: str
+    model: nn.Module
+    seed: int = 0
+    losses: list[float] = field(default_factory=list)
+    step_ns: list[int] = field(default_factory=list)
+    measurements: list[Measurement] = field(default_factory=list)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    generator_state: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            self.generator_state = torch.get_rng_state()
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(measurement.peak_bytes for measurement in self.measurements)
+
+    def step(self, batch: torch.Tensor, *, metered: bool) -> None:
+        """One training step: its memory is measured, or its time."""
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.generator_state)
+            self.optimizer.zero_grad(set_to_none=True)
+            start = time.perf_counter_ns()
+            if metered:
+                self.measurements.append(measure(self._pass, batch))
+            else:
+                self._pass(batch)
+            self.optimizer.step()
+            if not metered:
+                self.step_ns.append(time.perf_counter_ns() - start)
+            self.generator_state = torch.get_rng_state()
+
+    def _pass(self, batch: torch.Tensor) -> None:
+        """Forward and backward: what a budget is about."""
+        loss = self.model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        self.losses.append(loss.item())
+
+
+def train_side_by_side(runs: list[Run], batches: list[torch.Tensor], metered_every: int = 8) -> None:
+    """Take every batch with each of the runs in turn; memory is measured at the second step and some later ones.
+
+    The order within a step alternates, so that neither run always goes first.
+    """
+    for index, batch in enumerate(batches):
+        metered = index % metered_every == 1
+        for run in runs if index % 2 == 0 else runs[::-1]:
+            run.step(batch, metered=metered)
+
+
+def same_parameters(first: nn.Module, second: nn.Module) -> bool:
+    """Whether all parameters and buffers are equal to the bit."""
+    ours, theirs = first.state_dict(), second.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
