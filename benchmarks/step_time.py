@@ -145,7 +145,7 @@ def document(results: Sequence[Result]) -> str:
         "Every run is kept, the latest last. The spread is the interquartile range of the plain passes over their median:",
         "where it is large, the machine was busy and the run says little.",
         "",
-        "| rounds | threads | torch | spread | plain | 100 % | 50 % | 100 % over plain | 50 % over 100 % | predicted | claims |",
+        "| rounds | threads | torch | spread | plain | 100 % | 50 % | 100 / plain | 50 / 100 % | predicted | claims |",
         "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     return "\n".join([*lines, *map(_row, results)]) + "\n"

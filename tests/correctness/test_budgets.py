@@ -13,7 +13,6 @@ import lowtide
 from tests.support.networks import WithLoss, perceptron, residual_blocks, rows
 from tests.support.training import compare_training, make, prepared
 
-
 _QUICK = "auto{effort=1}"
 
 
@@ -30,7 +29,9 @@ def test_every_budget_is_kept_or_refused(budget: int | str, planner: str) -> Non
 
 
 def test_smaller_budget_is_never_faster() -> None:
-    overheads = [lowtide.plan(make(_network), *rows(512)(0), budget=f"{b}%", planner=_QUICK).overhead for b in (100, 80, 60, 45)]
+    overheads = [
+        lowtide.plan(make(_network), *rows(512)(0), budget=f"{b}%", planner=_QUICK).overhead for b in (100, 80, 60, 45)
+    ]
     assert overheads[0] == 0
     assert overheads == sorted(overheads)
 

@@ -83,7 +83,7 @@ def test_missing_gradient_is_caught() -> None:
         model[0][0].weight.requires_grad_(False)
         return model
 
-    with pytest.raises(AssertionError, match="gradient of 0.0.weight: None instead of a tensor"):
+    with pytest.raises(AssertionError, match=r"gradient of 0\.0\.weight: None instead of a tensor"):
         _compare(prepare)
 
 

@@ -41,18 +41,21 @@ class Greedy:
             return answer("greedy", asked, [_schedule(asked, model, codes) for codes in sequences], began)
 
         solution = attempt(problem.budget_bytes)
-        if solution.status.solved or solution.minimum_bytes is None:
+        if solution.status.solved:
             return solution
-        return replace(solution, minimum_bytes=_reachable(attempt, solution.minimum_bytes))
+        return replace(solution, minimum_bytes=_reachable(attempt, solution.minimum_bytes or problem.budget_bytes))
 
 
 def _reachable(attempt: Callable[[int], Solution], budget_bytes: int) -> int:
-    """The first budget, going up from peak to peak, that greedy meets when it is asked for just that."""
+    """The first budget, going up from peak to peak, that greedy meets when it is asked for just that.
+
+    Greedy may come to no end at all for a budget; then the next one tried is 2 % larger.
+    """
     while True:
         solution = attempt(budget_bytes)
-        if solution.status.solved or solution.minimum_bytes is None or solution.minimum_bytes <= budget_bytes:
+        if solution.status.solved:
             return budget_bytes
-        budget_bytes = solution.minimum_bytes
+        budget_bytes = max(solution.minimum_bytes or 0, budget_bytes + budget_bytes // 50 + 1)
 
 
 def greedy_sequences(
