@@ -110,7 +110,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _report(row: Row) -> bool:
     """Say how a row went; true where it breaks something."""
     found = problems(row)
-    outcome = "; ".join(found) if found else f"{row.status}, overhead {100 * row.overhead_predicted:.1f} %"
+    good = f"overhead {100 * row.overhead_predicted:.1f} %" if row.status == "ok" else row.status
+    outcome = "; ".join(found) or good
     sys.stdout.write(f"{'FAIL' if found else 'good'} {row.model} {row.asked}: {outcome}\n")
     sys.stdout.flush()
     return bool(found)

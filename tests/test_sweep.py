@@ -22,7 +22,7 @@ def _assert_good(name: str, arguments: list[str], results: Path) -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_quick(name: str, tmp_path: Path) -> None:
-    _assert_good(name, ["--budgets", "60%,35%", "--timings", "1"], tmp_path)
+    _assert_good(name, ["--budgets", "60%,35%", "--timings", "1", "--planner", "auto{effort=1}"], tmp_path)
 
 
 @pytest.mark.slow
