@@ -165,7 +165,7 @@ def phi() -> Sample:
 
 @zoo
 def mixtral() -> Sample:
-    """The experts as a loop of matrix products; which tokens go where is decided by the data."""
+    """Experts as grouped matrix products; which tokens go where is decided by the data, in tensors."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(

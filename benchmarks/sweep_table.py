@@ -53,7 +53,7 @@ def _line(cells: Sequence[str]) -> str:
 
 def _cells(row: Row, broken: Sequence[str]) -> list[str]:
     if row.status == "capture":
-        return [row.model, "", row.asked, "", "", "", "", "", "", "not captured (data-dependent)"]
+        return [row.model, "", row.asked, "", "", "", "", "", "", "not captured"]
     if row.status == "infeasible":
         minimum = f"infeasible, minimum {_mebibytes(row.minimum_bytes)} MiB"
         return [row.model, "", row.asked, _mebibytes(row.budget_bytes), "", "", "", "", "", minimum]

@@ -275,7 +275,8 @@ def _runs_anyway(node: fx.Node) -> bool:
     """Whether a node runs although nobody reads its result: it advances a generator or has an effect."""
     if not isinstance(node.target, torch._ops.OpOverload) or str(node.target) in _DROPPED:
         return False
-    return torch.Tag.nondeterministic_seeded in node.target.tags or node.target._schema.is_mutable
+    flags = _flags(node.target)
+    return flags["random"] or flags["effect"]
 
 
 def _reaching(forward: Sequence[fx.Node], backward: set[fx.Node]) -> set[fx.Node]:
@@ -303,6 +304,6 @@ def _flags(target: Any) -> dict[str, bool]:
         return {}
     return {
         "random": torch.Tag.nondeterministic_seeded in target.tags,
-        "effect": target._schema.is_mutable,
+        "effect": target._schema.is_mutable or not target._schema.returns,
         "collective": target.namespace in ("_c10d_functional", "c10d_functional"),
     }

@@ -16,6 +16,7 @@ from torch import nn
 from torch._functorch import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_capture
+from torch._higher_order_ops import effects
 
 from lowtide.errors import CaptureError
 
@@ -47,6 +48,9 @@ def _eager_dispatch() -> Iterator[None]:
         for module in (aot_autograd, graph_capture):
             if hasattr(module, "enable_python_dispatcher"):
                 stack.enter_context(_replaced(module, "enable_python_dispatcher", contextlib.nullcontext))
+        if hasattr(effects, "has_effects"):
+            # Checks (of a factorisation, say) stay plain operators instead of being threaded through effect tokens.
+            stack.enter_context(_replaced(effects, "has_effects", lambda *_: False))
         if hasattr(functorch_config, "backward_pass_autocast"):
             stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         yield
