@@ -117,7 +117,11 @@ def _report(row: Row) -> bool:
 
 def _document(results: Path) -> str:
     rows = [Row(**row) for name in MODELS for row in _rows_of(results / "sweep" / f"{name}.json")]
-    setting = f"torch {torch.__version__}, {platform.machine()}, float32, training mode, dropout as published"
+    planners = ", ".join(sorted({row.planner for row in rows if row.planner}))
+    setting = (
+        f"planner {planners}; torch {torch.__version__}, {platform.machine()}, float32, training mode, dropout as "
+        "published; step times are medians of few steps and noisy"
+    )
     return table(rows, {id(row): problems(row) for row in rows}, setting)
 
 
