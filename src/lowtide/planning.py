@@ -14,7 +14,7 @@ from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, Graph, Schedule, check, keep_all_schedule, simulate
 from lowtide.ir.schedule import Compute
 from lowtide.ir.serial import graph_from_json, graph_to_json, read_json, schedule_from_json, schedule_to_json
-from lowtide.solve import Problem, minimum_peak, solve
+from lowtide.solve import Problem, format_spec, get_planner, minimum_peak, solve
 
 PLAN_FORMAT = "lowtide-plan/1"
 Progress = Callable[[str, float], None]
@@ -122,7 +122,7 @@ def make_plan(
         graph,
         costs,
         solution.schedule,
-        solution.planner,
+        format_spec(get_planner(planner)),
         budget_bytes,
         solution.peak_bytes,
         unconstrained,

@@ -181,3 +181,15 @@ def test_optimizer_made_before_and_after() -> None:
     after = prepared(_network, rows(), "60%")
     for found in (train(before, optimizer), train(after, torch.optim.Adam(after.parameters()))):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_deepcopy_of_a_container() -> None:
+    """Containers have a length, which a model under construction cannot answer."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1))
+    x = torch.randn(8, 32)
+    lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all")
+    clone = copy.deepcopy(model)
+    for copied in (model, clone):
+        copied(x).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), clone.parameters(), strict=True))
+    assert lowtide.plans(clone)[0] is not lowtide.plans(model)[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from lowtide.errors import ScheduleError
-from lowtide.ir.graph import Graph, Phase
+from lowtide.ir.graph import Graph, Op, Phase
 from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule
 
 
@@ -29,7 +29,8 @@ class _Checker:
         self.computed: set[int] = set()
         self.latest = -1
         self.saved: set[int] = set()
-        self.restored: int | None = None
+        self.replayed: set[int] = set()
+        self.due: int | None = None  # the op whose compute must come next
         self.handed: set[int] = set()
 
     def run(self) -> None:
@@ -37,10 +38,10 @@ class _Checker:
         if not 0 <= self.schedule.boundary <= len(steps):
             self._fail(f"boundary {self.schedule.boundary} lies outside the {len(steps)} steps")
         for self.index, step in enumerate(steps):
+            if self.due is not None and (step != Compute(self.due) or self.index == self.schedule.boundary):
+                self._fail(f"the generator state of {self._name(self.due)} is not followed by its compute")
             if self.index == self.schedule.boundary:
                 self._hand_over()
-            if self.restored is not None and step != Compute(self.restored):
-                self._fail(f"RestoreRng of {self._name(self.restored)} is not followed by its compute")
             if isinstance(step, Compute):
                 self._compute(step.op)
             elif isinstance(step, Free):
@@ -49,16 +50,15 @@ class _Checker:
                 self._save(step.op)
             elif isinstance(step, RestoreRng):
                 self._restore(step.op)
-        if self.restored is not None:
-            self._fail("the schedule ends after a RestoreRng")
+        self.index = len(steps)
+        if self.due is not None:
+            self._fail(f"the schedule ends between the generator state of {self._name(self.due)} and its compute")
         if self.schedule.boundary == len(steps):
             self._hand_over()
         self._finish()
 
     def _compute(self, op_id: int) -> None:
-        if not 0 <= op_id < len(self.graph.ops):
-            self._fail(f"there is no op {op_id}")
-        op = self.graph.ops[op_id]
+        op = self._op(op_id)
         if self.index < self.schedule.boundary and op.phase is Phase.BACKWARD:
             self._fail(f"backward op {op.name} runs in the forward program")
         again = op_id in self.computed
@@ -73,9 +73,9 @@ class _Checker:
         for value in op.inputs:
             if value not in self.values:
                 self._fail(f"{op.name} reads {self.graph.values[value].name}, which is not live")
-        if op.random and again and self.restored != op_id:
+        if op.random and again and self.due != op_id:
             self._fail(f"random op {op.name} is recomputed without its generator state")
-        self.restored = None
+        self.due = None
         self.computed.add(op_id)
         self._allocate(op_id)
 
@@ -83,7 +83,7 @@ class _Checker:
         """View ops are pure and free, so they may first run anywhere."""
         op = self.graph.ops[op_id]
         own = [v for v in op.outputs if self.graph.storages[self.graph.values[v].storage].base == op_id]
-        return bool(op.outputs) and not own and not op.effect and not op.random
+        return bool(op.outputs) and not own and op.recomputable and not op.random
 
     def _allocate(self, op_id: int) -> None:
         own = {
@@ -115,16 +115,18 @@ class _Checker:
         self.values.difference_update(storage.values)
 
     def _save(self, op_id: int) -> None:
-        if not self.graph.ops[op_id].random or op_id in self.computed or op_id in self.saved:
-            self._fail(
-                f"the generator state of {self._name(op_id)} can only be saved once, before a random op first runs"
-            )
+        op = self._op(op_id)
+        if not op.random or op_id in self.computed or op_id in self.saved:
+            self._fail(f"the generator state of {op.name} can only be saved once, before a random op first runs")
         self.saved.add(op_id)
+        self.due = op_id
 
     def _restore(self, op_id: int) -> None:
+        op = self._op(op_id)
         if op_id not in self.saved or op_id not in self.computed:
-            self._fail(f"the generator state of {self._name(op_id)} was not saved")
-        self.restored = op_id
+            self._fail(f"the generator state of {op.name} was not saved")
+        self.replayed.add(op_id)
+        self.due = op_id
 
     def _hand_over(self) -> None:
         for value in self.graph.forward_outputs:
@@ -141,6 +143,14 @@ class _Checker:
         missing = next((op for op in self.graph.ops if op.effect and op.id not in self.computed), None)
         if missing is not None:
             self._fail(f"effect {missing.name} never runs")
+        unused = self.saved - self.replayed
+        if unused:
+            self._fail(f"the generator state of {self._name(min(unused))} is saved and never restored")
+
+    def _op(self, op_id: int) -> Op:
+        if not 0 <= op_id < len(self.graph.ops):
+            self._fail(f"there is no op {op_id}")
+        return self.graph.ops[op_id]
 
     def _name(self, op_id: int) -> str:
         return self.graph.ops[op_id].name

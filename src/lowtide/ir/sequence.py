@@ -1,8 +1,9 @@
 """From a compute sequence to a schedule.
 
 A sequence of op ids says everything that a planner decides: liveness, and so every ``Free``, follows from it. The
-convention: a compute renews every storage of the op (except those handed to the caller), and a storage lives from a
-compute to its last use before the next one. View ops are not part of the decision; they are computed where their values
+convention: a compute renews every storage of the op, and a storage lives from a compute to its last use before the next
+one. Two kinds of storages are never renewed: those handed to the caller, and those into which another op that allocates
+puts a value, which a renewal would lose. View ops are not part of the decision; they are computed where their values
 are first used in each life of the storage.
 """
 
@@ -31,7 +32,7 @@ def schedule_from_sequence(graph: Graph, sequence: Sequence[int]) -> Schedule:
 
 def is_view(graph: Graph, op: Op) -> bool:
     """Whether ``op`` allocates nothing and only forms views of storages that exist."""
-    if not op.outputs or op.effect or op.random:
+    if not op.outputs or not op.recomputable or op.random:
         return False
     return all(graph.storages[graph.values[value].storage].base != op.id for value in op.outputs)
 
@@ -41,15 +42,24 @@ class _Builder:
         self.graph = graph
         self.owned = owned_storages(graph)
         self.view = [is_view(graph, op) for op in graph.ops]
-        self.held = {graph.values[value].storage for value in graph.forward_outputs}
-        self.held = {s for s in self.held if not graph.storages[s].external}
         self.storage_of = [value.storage for value in graph.values]
+        self.lasting = {self.storage_of[value] for value in graph.forward_outputs} | self._shared()
 
     def build(self, sequence: Sequence[int]) -> Schedule:
         steps, forward_end = self._with_views([op for op in sequence if not self.view[op]])
         kept = self._used(steps)
         computes = [op for op, keep in zip(steps, kept, strict=True) if keep]
         return self._with_frees(computes, self._boundary(computes[: sum(kept[:forward_end])]))
+
+    def _shared(self) -> set[int]:
+        """Storages into which an op that is neither their base nor a view puts a value."""
+        return {
+            storage
+            for op in self.graph.ops
+            if not self.view[op.id]
+            for storage in (self.storage_of[value] for value in op.outputs)
+            if self.graph.storages[storage].base != op.id
+        }
 
     def _boundary(self, computes: Sequence[int]) -> int:
         """Just after the last first compute of a forward op."""
@@ -68,57 +78,46 @@ class _Builder:
         pass reads is formed there, and must not move the boundary.
         """
         graph = self.graph
-        live_views: dict[int, set[int]] = {}  # storage -> values formed by views in its current life
-        external_views: set[int] = set()
+        formed: list[set[int]] = [set() for _ in graph.storages]  # values that views formed in the current life
         steps: list[int] = []
-
-        def need(value: int) -> None:
-            pending = [value]
-            chain: list[int] = []
-            while pending:
-                producer = graph.values[pending[-1]].producer
-                storage = self.storage_of[pending.pop()]
-                if producer is None or not self.view[producer]:
-                    continue
-                formed = external_views if graph.storages[storage].external else live_views.setdefault(storage, set())
-                if not formed.issuperset(graph.ops[producer].outputs):
-                    chain.append(producer)
-                    pending.extend(graph.ops[producer].inputs)
-            for producer in sorted(set(chain)):
-                steps.append(producer)
-                for output in graph.ops[producer].outputs:
-                    storage = self.storage_of[output]
-                    target = (
-                        external_views if graph.storages[storage].external else live_views.setdefault(storage, set())
-                    )
-                    target.add(output)
-
         boundary = self._boundary(sequence)
         forward_end = 0
         for index, op in enumerate(sequence):
             if index == boundary:
-                for value in graph.forward_outputs:
-                    need(value)
+                self._form(graph.forward_outputs, formed, steps)
                 forward_end = len(steps)
-            for value in graph.ops[op].inputs:
-                need(value)
+            self._form(graph.ops[op].inputs, formed, steps)
             steps.append(op)
             for storage in self.owned[op]:
-                if storage not in self.held:
-                    live_views[storage] = set()
+                if storage not in self.lasting:
+                    formed[storage].clear()
         if boundary == len(sequence):
-            for value in graph.forward_outputs:
-                need(value)
+            self._form(graph.forward_outputs, formed, steps)
             forward_end = len(steps)
-        for value in graph.outputs:
-            need(value)
+        self._form(graph.outputs, formed, steps)
         return steps, forward_end
+
+    def _form(self, values: Sequence[int], formed: list[set[int]], steps: list[int]) -> None:
+        """Append the view ops that ``values`` still need, in the program's order."""
+        pending = list(values)
+        missing: set[int] = set()
+        while pending:
+            value = pending.pop()
+            producer = self.graph.values[value].producer
+            if producer is not None and self.view[producer] and value not in formed[self.storage_of[value]]:
+                if producer not in missing:
+                    missing.add(producer)
+                    pending.extend(self.graph.ops[producer].inputs)
+        for producer in sorted(missing):
+            steps.append(producer)
+            for output in self.graph.ops[producer].outputs:
+                formed[self.storage_of[output]].add(output)
 
     def _used(self, steps: Sequence[int]) -> list[bool]:
         """Which computes are needed, by one sweep from the end."""
         graph = self.graph
-        needed = {self.storage_of[v] for v in (*graph.outputs, *graph.forward_outputs)}
-        needed_views = {*graph.outputs, *graph.forward_outputs}
+        needed_values = {*graph.outputs, *graph.forward_outputs}
+        needed = {self.storage_of[value] for value in needed_values}
         first: dict[int, int] = {}
         for index, op_id in enumerate(steps):
             first.setdefault(op_id, index)
@@ -126,29 +125,20 @@ class _Builder:
         running: set[int] = set()  # ops that run later: they first run in their place, to keep the program's order
         for index in range(len(steps) - 1, -1, -1):
             op = graph.ops[steps[index]]
-            if self.view[op.id]:
-                keep = any(value in needed_views for value in op.outputs)
-            else:
-                keep = (op.effect or op.id in running) and first[op.id] == index
-                keep = keep or any(
-                    storage in needed and (storage not in self.held or first[op.id] == index)
-                    for storage in self.owned[op.id]
-                )
-                keep = keep or any(
-                    v in needed_views and self.storage_of[v] not in self.owned[op.id] for v in op.outputs
-                )
+            is_first = first[op.id] == index
+            made = [s for s in self.owned[op.id] if is_first or s not in self.lasting]
+            foreign = [v for v in op.outputs if self.storage_of[v] not in self.owned[op.id]]
+            keep = not needed.isdisjoint(made) or (is_first and (op.effect or op.id in running))
+            if is_first or self.view[op.id]:  # a storage that others put values into is not renewed, so they stay
+                keep = keep or not needed_values.isdisjoint(foreign)
             if not keep:
                 continue
             kept[index] = True
             running.add(op.id)
-            for value in op.outputs:
-                needed_views.discard(value)
-            for storage in self.owned[op.id]:
-                if storage not in self.held or first[op.id] == index:
-                    needed.discard(storage)
-            for value in op.inputs:
-                needed.add(self.storage_of[value])
-                needed_views.add(value)
+            needed_values.difference_update(op.outputs)
+            needed.difference_update(made)
+            needed_values.update(op.inputs)
+            needed.update(self.storage_of[value] for value in op.inputs)
         return kept
 
     def _with_frees(self, computes: Sequence[int], boundary: int) -> Schedule:
@@ -184,6 +174,6 @@ class _Builder:
                     ends.setdefault(index, []).append(storage)
                     alive.add(storage)
             for storage in self.owned[op.id]:
-                if storage not in self.held:
+                if storage not in self.lasting:
                     alive.discard(storage)
         return ends

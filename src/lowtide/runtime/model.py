@@ -135,8 +135,8 @@ class Rematerialized:
         """The copy of the model plans for itself, under the same settings."""
         clone = object.__new__(type(self))
         memo[id(self)] = clone
-        model = memo.get(id(self.model)) or copy.deepcopy(self.model, memo)
-        clone._reset(model, self)
+        model = memo.get(id(self.model))  # under construction where the model itself is being copied
+        clone._reset(copy.deepcopy(self.model, memo) if model is None else model, self)
         return clone
 
     def _reset(self, model: nn.Module, other: Rematerialized) -> None:
