@@ -14,7 +14,7 @@ from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, Graph, Schedule, check, keep_all_schedule, simulate
 from lowtide.ir.schedule import Compute
 from lowtide.ir.serial import graph_from_json, graph_to_json, read_json, schedule_from_json, schedule_to_json
-from lowtide.solve import Problem, format_spec, get_planner, minimum_peak, solve
+from lowtide.solve import Problem, Solution, format_spec, get_planner, minimum_peak, solve
 
 PLAN_FORMAT = "lowtide-plan/1"
 Progress = Callable[[str, float], None]
@@ -115,9 +115,10 @@ def make_plan(
     """Plan ``graph`` within ``budget``. Raises ``InfeasibleBudgetError`` where the planner finds no schedule."""
     unconstrained = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
     budget_bytes = parse_budget(budget, unconstrained)
-    solution = solve(Problem(graph, costs, budget_bytes, seed, on_progress), planner)
+    problem = Problem(graph, costs, budget_bytes, seed, on_progress)
+    solution = solve(problem, planner)
     if solution.schedule is None:
-        raise infeasible(graph, costs, budget_bytes, unconstrained, solution.minimum_bytes, planner, seed)
+        raise infeasible(problem, solution, unconstrained, planner)
     return Plan(
         graph,
         costs,
@@ -133,21 +134,22 @@ def make_plan(
     )
 
 
-def infeasible(
-    graph: Graph, costs: Costs, budget: int, unconstrained: int, minimum: int | None, planner: str, seed: int
-) -> InfeasibleBudgetError:
+def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner: str) -> InfeasibleBudgetError:
     """The error for a budget that was not met: what is known to be reachable, and where the bottleneck is."""
-    best_peak, schedule = minimum_peak(graph, costs, seed)
-    reachable = best_peak if minimum is None else minimum
-    step = schedule.steps[simulate(graph, costs, schedule).peak_step]
-    op = graph.ops[step.op] if isinstance(step, Compute) else graph.ops[0]
+    lowest, minimum = solution.lowest_schedule, solution.minimum_bytes
+    if lowest is None:
+        reached, lowest = minimum_peak(problem.graph, problem.costs, problem.seed)
+        minimum = reached if minimum is None else minimum
+    step = lowest.steps[simulate(problem.graph, problem.costs, lowest).peak_step]
+    op = problem.graph.ops[step.op] if isinstance(step, Compute) else problem.graph.ops[0]
     place = f" ({op.source})" if op.source else ""
-    hint = "" if reachable <= best_peak else f" Planner auto reaches {best_peak} bytes."
+    hint = "" if planner.startswith("auto") else " Planner auto may reach less."
+    percent = 100 * (minimum or 0) / max(unconstrained, 1)
     return InfeasibleBudgetError(
-        f"planner {planner} found no schedule within {budget} bytes; the smallest budget it can meet is {reachable} bytes "
-        f"({100 * reachable / max(unconstrained, 1):.1f}% of the {unconstrained} bytes without rematerialization). The "
-        f"bottleneck is {op.name}{place}.{hint} Raise the budget, or make the batch or the sequence smaller.",
-        minimum_bytes=reachable,
+        f"planner {planner} found no schedule within {problem.budget_bytes} bytes; the smallest budget it can meet is "
+        f"{minimum} bytes ({percent:.1f}% of the {unconstrained} bytes without rematerialization). The bottleneck is "
+        f"{op.name}{place}.{hint} Raise the budget, or make the batch or the sequence smaller.",
+        minimum_bytes=minimum or 0,
         operator=op.name,
         source=op.source,
     )

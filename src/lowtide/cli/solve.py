@@ -40,13 +40,13 @@ def run(options: argparse.Namespace) -> int:
     unconstrained = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
     budget = parse_budget(options.budget, unconstrained)
     with progress_bar() as on_progress:
-        solution = solve(Problem(graph, costs, budget, options.seed, on_progress), options.planner)
+        problem = Problem(graph, costs, budget, options.seed, on_progress)
+        solution = solve(problem, options.planner)
     summary = _summary(solution, costs, budget, unconstrained)
     if options.json:
         print(json.dumps(summary))
     if solution.schedule is None:
-        minimum = solution.minimum_bytes
-        raise infeasible(graph, costs, budget, unconstrained, minimum, options.planner, options.seed)
+        raise infeasible(problem, solution, unconstrained, options.planner)
     if options.output:
         write_atomically(Path(options.output), json.dumps(schedule_to_json(solution.schedule)))
         print(f"schedule written to {options.output}", file=sys.stderr)

@@ -17,7 +17,8 @@ def answer(
     ``began`` is the reading of ``time.perf_counter`` at the start.
     """
     measured = [(simulate(problem.graph, problem.costs, schedule), schedule) for schedule in candidates]
-    minimum_bytes = min((result.peak_bytes for result, _ in measured), default=None)
+    lowest = min(measured, key=lambda pair: pair[0].peak_bytes, default=None)
+    minimum_bytes = None if lowest is None else lowest[0].peak_bytes
     fitting = [(result, schedule) for result, schedule in measured if result.peak_bytes <= problem.budget_bytes]
     if not fitting:
         return Solution(
@@ -27,6 +28,7 @@ def answer(
             peak_bytes=0,
             time_ns=0,
             minimum_bytes=minimum_bytes,
+            lowest_schedule=None if lowest is None else lowest[1],
             solve_seconds=time.perf_counter() - began,
         )
     result, schedule = min(fitting, key=lambda pair: (pair[0].time_ns, pair[0].peak_bytes))

@@ -50,7 +50,7 @@ class Solution:
 
     ``peak_bytes`` and ``time_ns`` are those of ``schedule``, both 0 without one. ``lower_bound_ns`` is a proven bound
     on the time of every order-preserving schedule within the budget. ``minimum_bytes`` is the smallest peak of any
-    schedule that this planner knows, always present when not solved.
+    schedule that this planner knows, always present when not solved; ``lowest_schedule`` is then the lowest it found.
     """
 
     planner: str
@@ -60,6 +60,7 @@ class Solution:
     time_ns: int
     lower_bound_ns: int | None = None
     minimum_bytes: int | None = None
+    lowest_schedule: Schedule | None = None
     solve_seconds: float = 0.0
 
 
