@@ -4,6 +4,7 @@ from lowtide.ir.checker import check
 from lowtide.ir.costs import Costs
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
 from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule, Step
+from lowtide.ir.schedule_text import format_schedule, parse_schedule
 from lowtide.ir.sequence import is_view, keep_all_schedule, schedule_from_sequence
 from lowtide.ir.serial import (
     graph_from_json,
@@ -13,7 +14,7 @@ from lowtide.ir.serial import (
     schedule_to_json,
 )
 from lowtide.ir.simulator import Simulation, owned_storages, simulate
-from lowtide.ir.text import format_graph, format_schedule, parse_graph, parse_schedule
+from lowtide.ir.text import format_graph, parse_graph
 
 __all__ = [
     "Compute",

@@ -104,10 +104,11 @@ class _Builder:
         while pending:
             value = pending.pop()
             producer = self.graph.values[value].producer
-            if producer is not None and self.view[producer] and value not in formed[self.storage_of[value]]:
-                if producer not in missing:
-                    missing.add(producer)
-                    pending.extend(self.graph.ops[producer].inputs)
+            if producer is None or not self.view[producer] or producer in missing:
+                continue
+            if value not in formed[self.storage_of[value]]:
+                missing.add(producer)
+                pending.extend(self.graph.ops[producer].inputs)
         for producer in sorted(missing):
             steps.append(producer)
             for output in self.graph.ops[producer].outputs:
@@ -128,7 +129,9 @@ class _Builder:
             is_first = first[op.id] == index
             made = [s for s in self.owned[op.id] if is_first or s not in self.lasting]
             foreign = [v for v in op.outputs if self.storage_of[v] not in self.owned[op.id]]
-            keep = not needed.isdisjoint(made) or (is_first and (op.effect or op.id in running))
+            keep = not needed.isdisjoint(made)
+            if is_first and not self.view[op.id]:
+                keep = keep or op.effect or op.id in running
             if is_first or self.view[op.id]:  # a storage that others put values into is not renewed, so they stay
                 keep = keep or not needed_values.isdisjoint(foreign)
             if not keep:

@@ -1,23 +1,18 @@
-"""JSON forms, versioned: ``lowtide-graph/1`` (a graph with its costs), ``lowtide-schedule/1``, and the published
-``lowtide-dag/1``, which loads into a graph where every op returns one value in a storage of its own."""
+"""JSON forms, versioned: ``lowtide-graph/1`` (a graph with its costs) and ``lowtide-schedule/1``; and files of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lowtide.errors import PlanError
-from lowtide.ir.costs import Column, Costs
+from lowtide.ir.costs import Costs
+from lowtide.ir.dag import dag_from_json
+from lowtide.ir.fields import DAG_FORMAT, GRAPH_FORMAT, SCHEDULE_FORMAT, column, count, expect_format, index, text
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
 from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule, Step
 
-GRAPH_FORMAT = "lowtide-graph/1"
-SCHEDULE_FORMAT = "lowtide-schedule/1"
-DAG_FORMAT = "lowtide-dag/1"
 _STEPS: dict[str, type[Compute] | type[Free] | type[SaveRng] | type[RestoreRng]] = {
     "compute": Compute,
     "free": Free,
@@ -66,19 +61,19 @@ def _op_to_json(op: Op, costs: Costs) -> dict[str, Any]:
 
 def graph_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
     """Inverse of ``graph_to_json``. Raises ``PlanError`` naming what is wrong."""
-    _expect_format(data, GRAPH_FORMAT)
+    expect_format(data, GRAPH_FORMAT)
     try:
         graph = _graph(data)
         costs = Costs(
-            _column(_count(op["time_ns"], op["name"]) for op in data["ops"]),
-            _column(_count(op["workspace_bytes"], op["name"]) for op in data["ops"]),
-            _column(_count(storage["bytes"], "a storage") for storage in data["storages"]),
-            _count(data["rng_state_bytes"], "rng_state_bytes"),
-            data["device"],
+            column(count(op["time_ns"], op["name"]) for op in data["ops"]),
+            column(count(op["workspace_bytes"], op["name"]) for op in data["ops"]),
+            column(count(storage["bytes"], "a storage") for storage in data["storages"]),
+            count(data["rng_state_bytes"], "rng_state_bytes"),
+            text(data["device"], "device"),
         )
     except KeyError as error:
         raise PlanError(f"the graph lacks the key {error}; it is not a complete {GRAPH_FORMAT} object.") from error
-    except (TypeError, AttributeError, IndexError) as error:
+    except (TypeError, AttributeError, ValueError) as error:
         raise PlanError(f"the graph is malformed: {error}.") from error
     _validate(graph)
     return graph, costs
@@ -86,36 +81,48 @@ def graph_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
 
 def _graph(data: dict[str, Any]) -> Graph:
     values = tuple(
-        Value(i, v["name"], v["storage"], v["producer"], v["dtype"], tuple(v["shape"]))
+        Value(
+            i,
+            text(v["name"], "name of a value"),
+            v["storage"],
+            v["producer"],
+            text(v["dtype"], f"dtype of value {v['name']}"),
+            tuple(count(size, f"shape of value {v['name']}") for size in v["shape"]),
+        )
         for i, v in enumerate(data["values"])
     )
     members: list[list[int]] = [[] for _ in data["storages"]]
     for value in values:
-        members[_index(value.storage, len(members), f"value {value.name}")].append(value.id)
-    forward_ops = _count(data["forward_ops"], "forward_ops")
+        members[index(value.storage, len(members), f"value {value.name}")].append(value.id)
+    forward_ops = index(data["forward_ops"], len(data["ops"]) + 1, "forward_ops")
     return Graph(
-        name=data["name"],
-        ops=tuple(
-            Op(
-                i,
-                op["name"],
-                op["target"],
-                tuple(op["inputs"]),
-                tuple(op["outputs"]),
-                Phase.FORWARD if i < forward_ops else Phase.BACKWARD,
-                **{flag: flag in op["flags"] for flag in _FLAGS},
-                module=op["module"],
-                source=op["source"],
-            )
-            for i, op in enumerate(data["ops"])
-        ),
+        name=text(data["name"], "name of the graph"),
+        ops=tuple(_op(op, i, forward_ops) for i, op in enumerate(data["ops"])),
         values=values,
         storages=tuple(Storage(i, s["base"], tuple(members[i])) for i, s in enumerate(data["storages"])),
         inputs=tuple(data["inputs"]),
         forward_outputs=tuple(data["forward_outputs"]),
         outputs=tuple(data["outputs"]),
         forward_ops=forward_ops,
-        fixed_bytes=_count(data["fixed_bytes"], "fixed_bytes"),
+        fixed_bytes=count(data["fixed_bytes"], "fixed_bytes"),
+    )
+
+
+def _op(op: dict[str, Any], position: int, forward_ops: int) -> Op:
+    name = text(op["name"], f"name of op {position}")
+    unknown = [flag for flag in op["flags"] if flag not in _FLAGS]
+    if unknown:
+        raise PlanError(f"op {name} has unknown flags {unknown}; known are {', '.join(_FLAGS)}.")
+    return Op(
+        position,
+        name,
+        text(op["target"], f"target of {name}"),
+        tuple(op["inputs"]),
+        tuple(op["outputs"]),
+        Phase.FORWARD if position < forward_ops else Phase.BACKWARD,
+        **{flag: flag in op["flags"] for flag in _FLAGS},
+        module=text(op["module"], f"module of {name}"),
+        source=text(op["source"], f"source of {name}"),
     )
 
 
@@ -123,66 +130,32 @@ def _validate(graph: Graph) -> None:
     available = {value.id for value in graph.values if value.producer is None}
     for op in graph.ops:
         for value in op.inputs:
-            _index(value, len(graph.values), f"op {op.name}")
+            index(value, len(graph.values), f"op {op.name}")
             if value not in available:
                 raise PlanError(f"op {op.name} reads {graph.values[value].name}, which no earlier op returns.")
         for value in op.outputs:
-            if graph.values[_index(value, len(graph.values), f"op {op.name}")].producer != op.id:
+            if graph.values[index(value, len(graph.values), f"op {op.name}")].producer != op.id:
                 raise PlanError(f"op {op.name} returns value {value}, which names another producer.")
         available.update(op.outputs)
     for value in (*graph.inputs, *graph.forward_outputs, *graph.outputs):
-        if _index(value, len(graph.values), "the graph's inputs and outputs") not in available:
+        if index(value, len(graph.values), "the graph's inputs and outputs") not in available:
             raise PlanError(f"value {graph.values[value].name} is never produced.")
+    for unmade in graph.values:
+        if unmade.id not in available:
+            raise PlanError(f"value {unmade.name} names producer {unmade.producer}, which does not return it.")
     for storage in graph.storages:
-        if storage.base is not None:
-            _index(storage.base, len(graph.ops), f"storage {storage.id}")
+        _validate_storage(graph, storage)
 
 
-def dag_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
-    """Load a ``lowtide-dag/1`` object. Raises ``PlanError`` naming the op that is wrong."""
-    _expect_format(data, DAG_FORMAT)
-    try:
-        ops, forward_ops = data["ops"], _count(data["forward_ops"], "forward_ops")
-        names = [str(op["name"]) for op in ops]
-        for index, op in enumerate(ops):
-            for source in op["inputs"]:
-                if not isinstance(source, int) or not 0 <= source < index:
-                    raise PlanError(f"op {names[index]} ({index}) reads op {source}, which is not an earlier one.")
-        read = {source for op in ops for source in op["inputs"]} | set(data["outputs"])
-        graph = Graph(
-            name=str(data.get("name", "")),
-            ops=tuple(
-                Op(
-                    i,
-                    names[i],
-                    names[i],
-                    tuple(op["inputs"]),
-                    (i,),
-                    Phase.FORWARD if i < forward_ops else Phase.BACKWARD,
-                    effect=i not in read,  # every op runs, also one whose result nobody reads
-                )
-                for i, op in enumerate(ops)
-            ),
-            values=tuple(Value(i, name, i, i) for i, name in enumerate(names)),
-            storages=tuple(Storage(i, i, (i,)) for i in range(len(ops))),
-            inputs=(),
-            forward_outputs=(),
-            outputs=tuple(_index(value, len(ops), "outputs") for value in data["outputs"]),
-            forward_ops=forward_ops,
-            fixed_bytes=_count(data.get("fixed_bytes", 0), "fixed_bytes"),
-        )
-        costs = Costs(
-            _column(_count(op["time_ns"], name) for op, name in zip(ops, names, strict=True)),
-            _column(_count(op.get("workspace_bytes", 0), name) for op, name in zip(ops, names, strict=True)),
-            _column(_count(op["bytes"], name) for op, name in zip(ops, names, strict=True)),
-        )
-    except KeyError as error:
-        raise PlanError(f"the graph lacks the key {error}; it is not a complete {DAG_FORMAT} object.") from error
-    except (TypeError, AttributeError) as error:
-        raise PlanError(f"the graph is malformed: {error}.") from error
-    if not graph.ops:
-        raise PlanError("the graph has no ops.")
-    return graph, costs
+def _validate_storage(graph: Graph, storage: Storage) -> None:
+    producers = {graph.values[value].producer for value in storage.values}
+    if storage.base is None:
+        return
+    base = graph.ops[index(storage.base, len(graph.ops), f"base of storage {storage.id}")]
+    if base.id not in producers:
+        raise PlanError(f"op {base.name} allocates storage {storage.id}, but returns no value in it.")
+    if any(producer is None or producer < base.id for producer in producers):
+        raise PlanError(f"storage {storage.id} has values that are older than {base.name}, which allocates it.")
 
 
 def schedule_to_json(schedule: Schedule) -> dict[str, Any]:
@@ -194,10 +167,10 @@ def schedule_to_json(schedule: Schedule) -> dict[str, Any]:
 
 def schedule_from_json(data: dict[str, Any]) -> Schedule:
     """Inverse of ``schedule_to_json``."""
-    _expect_format(data, SCHEDULE_FORMAT)
+    expect_format(data, SCHEDULE_FORMAT)
     try:
-        steps: list[Step] = [_STEPS[kind](int(target)) for kind, target in data["steps"]]
-        return Schedule(tuple(steps), int(data["boundary"]))
+        steps: list[Step] = [_STEPS[kind](count(target, f"{kind} step")) for kind, target in data["steps"]]
+        return Schedule(tuple(steps), count(data["boundary"], "boundary"))
     except (KeyError, TypeError, ValueError) as error:
         raise PlanError(f"the schedule is malformed: {error}.") from error
 
@@ -207,7 +180,8 @@ def load_instance(path: str | Path) -> tuple[Graph, Costs]:
     data = read_json(path)
     if isinstance(data.get("graph"), dict):
         data = data["graph"]
-    return dag_from_json(data) if data.get("format") == DAG_FORMAT else graph_from_json(data)
+    expect_format(data, DAG_FORMAT, GRAPH_FORMAT)
+    return dag_from_json(data) if data["format"] == DAG_FORMAT else graph_from_json(data)
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -216,31 +190,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"cannot read {path}: {error.strerror or error}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{path} is not JSON: {error}.") from error
     if not isinstance(data, dict):
         raise PlanError(f"{path} holds a JSON {type(data).__name__}, not an object.")
     return data
-
-
-def _expect_format(data: dict[str, Any], wanted: str) -> None:
-    found = data.get("format")
-    if found != wanted:
-        known = ", ".join((DAG_FORMAT, GRAPH_FORMAT))
-        raise PlanError(f"expected format {wanted!r}, found {found!r}; graphs are read from {known}.")
-
-
-def _column(numbers: Iterable[int]) -> Column:
-    return np.fromiter(numbers, dtype=np.int64)
-
-
-def _count(number: Any, what: str) -> int:
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or number < 0 or number != int(number):
-        raise PlanError(f"{what}: {number!r} is not a whole number of at least 0.")
-    return int(number)
-
-
-def _index(number: Any, count: int, what: str) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
-        raise PlanError(f"{what}: {number!r} is not an index below {count}.")
-    return number

@@ -1,0 +1,50 @@
+"""Readers for the fields of a JSON object. Each raises ``PlanError`` naming the field that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from lowtide.errors import PlanError
+from lowtide.ir.costs import Column
+
+GRAPH_FORMAT = "lowtide-graph/1"
+SCHEDULE_FORMAT = "lowtide-schedule/1"
+DAG_FORMAT = "lowtide-dag/1"
+_LARGEST = 2**50  # a pebibyte, or 13 days in nanoseconds: sums over any graph stay within 64 bits
+
+
+def expect_format(data: dict[str, Any], *wanted: str) -> None:
+    """Refuse an object of another format."""
+    found = data.get("format")
+    if found not in wanted:
+        raise PlanError(f"expected format {' or '.join(map(repr, wanted))}, found {found!r}.")
+
+
+def count(number: Any, what: str) -> int:
+    """A whole number of at least 0; ``5.0`` counts as one."""
+    whole = isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number <= _LARGEST
+    if not whole or number != int(number):
+        raise PlanError(f"{what}: {number!r} is not a whole number from 0 to {_LARGEST}.")
+    return int(number)
+
+
+def index(number: Any, size: int, what: str) -> int:
+    """A position in a list of ``size`` entries."""
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < size:
+        raise PlanError(f"{what}: {number!r} is not an index below {size}.")
+    return number
+
+
+def text(string: Any, what: str) -> str:
+    """A string."""
+    if not isinstance(string, str):
+        raise PlanError(f"{what}: {string!r} is not a string.")
+    return string
+
+
+def column(numbers: Iterable[int]) -> Column:
+    """Numbers per op or per storage."""
+    return np.fromiter(numbers, dtype=np.int64)
