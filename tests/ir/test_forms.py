@@ -27,6 +27,7 @@ from lowtide.ir import (
     schedule_to_json,
     simulate,
 )
+from lowtide.ir.dag import dag_from_json
 from tests.support.random_graphs import random_graph
 from tests.support.sequences import random_sequence
 
@@ -74,8 +75,6 @@ def test_published_dag(tmp_path: Path) -> None:
 def test_an_op_that_nobody_reads_runs_and_is_freed_at_once() -> None:
     data = copy.deepcopy(_DAG)
     data["outputs"] = []
-    from lowtide.ir.serial import dag_from_json
-
     graph, costs = dag_from_json(data)
     result = simulate(graph, costs, keep_all_schedule(graph))
     assert (result.time_ns, result.final_bytes) == (6, 5)

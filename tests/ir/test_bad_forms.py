@@ -1,0 +1,144 @@
+"""Whatever stands in a file, reading it gives a usable graph or a ``PlanError``."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.errors import PlanError
+from lowtide.ir import (
+    check,
+    format_graph,
+    graph_to_json,
+    keep_all_schedule,
+    load_instance,
+    parse_graph,
+    parse_schedule,
+    schedule_from_json,
+    simulate,
+)
+from tests.support.chains import chain_dag
+from tests.support.random_graphs import random_graph
+
+_JUNK = [None, True, -1, 10**6, 10**30, 1.5, float("nan"), float("inf"), "x", "", [], [[]], {}, [0], [-1], "absent"]
+
+
+def _paths(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+    for key in keys:
+        yield (*path, key)
+        yield from _paths(data[key], (*path, key))
+
+
+def _replaced(data: dict[str, Any], path: tuple[Any, ...], junk: Any) -> dict[str, Any]:
+    data = copy.deepcopy(data)
+    inner: Any = data
+    for key in path[:-1]:
+        inner = inner[key]
+    if junk == "absent":
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = junk
+    return data
+
+
+@pytest.mark.parametrize("data", [chain_dag(2), graph_to_json(*random_graph(3, 8))], ids=["dag", "graph"])
+def test_junk_anywhere_is_refused_or_harmless(tmp_path: Path, data: dict[str, Any]) -> None:
+    path = tmp_path / "junk.json"
+    refused = 0
+    for place in _paths(data):
+        for junk in _JUNK:
+            path.write_text(json.dumps(_replaced(data, place, junk)))
+            try:
+                graph, costs = load_instance(path)
+            except PlanError:
+                refused += 1
+                continue
+            schedule = keep_all_schedule(graph)
+            check(graph, schedule)
+            simulate(graph, costs, schedule)
+            assert parse_graph(format_graph(graph, costs))[0] == graph
+    assert refused > 200
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "\x00", ""])
+def test_files_that_are_not_json(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(PlanError, match="is not JSON"):
+        load_instance(path)
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([["compute", -1]], "compute step: -1"),
+        ([["compute", float("inf")]], "compute step: inf"),
+        ([["run", 0]], "run"),
+        ([["compute"]], "malformed"),
+        (5, "malformed"),
+    ],
+)
+def test_bad_schedules(steps: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        schedule_from_json({"format": "lowtide-schedule/1", "steps": steps, "boundary": 0})
+
+
+_TEXT = """\
+graph small fixed_bytes=3
+costs device=cpu rng_state_bytes=8
+storage s0 external bytes=0
+storage s1 op=0 bytes=40
+value %0:s0 x float32[2,5]
+inputs %0
+forward_outputs %1
+outputs %2
+forward:
+%1:s1 h float32[10] = aten.relu(%0) name=relu module=layers.0 source="model.py:7" time_ns=5 workspace_bytes=0
+%2:s1 v float32[5,2] = aten.view(%1) name=view time_ns=0 workspace_bytes=0
+backward:
+"""
+
+
+def test_text_of_a_small_graph() -> None:
+    graph, costs = parse_graph(_TEXT)
+    assert costs is not None
+    assert format_graph(graph, costs) == _TEXT
+    assert parse_graph("# a comment\n\n" + _TEXT)[0] == graph
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("storage s1 op=0", "storage s2 op=0", "line 4: storage s1 is due here"),
+        ("storage s1 op=0", "storage s1 op=7", "base of storage 1: 7"),
+        (" bytes=40", "", "line 4: expected 'bytes='"),
+        ("outputs %2", "outputs %9", "9 is not an index"),
+        ("aten.relu(%0)", "aten.relu(%2)", "relu reads v, which no earlier op returns"),
+        ("aten.view(%1)", "aten.view(%1", "line 11: expected"),
+        ("name=view time_ns=0", "name=view shiny time_ns=0", "line 11: 'shiny' is not expected"),
+        ("name=view time_ns=0 ", "name=view ", "line 11: time_ns= is missing"),
+        ("%2:s1 v", "%1:s1 v", "line 11: %1 is defined twice"),
+        ("inputs %0\n", "", "lacks inputs"),
+        ("backward:\n", "", "lacks forward_ops"),
+        ("graph small", "digraph small", "line 1: unknown keyword 'digraph'"),
+    ],
+)
+def test_bad_text_names_the_line(old: str, new: str, message: str) -> None:
+    assert _TEXT.count(old) >= 1
+    with pytest.raises(PlanError, match=message):
+        parse_graph(_TEXT.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("compute 0", "0$|has 0"), ("|\n|", "has 2"), ("compute x\n|", "line 1"), ("free 3\n|", "line 1")],
+)
+def test_bad_schedule_text(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        parse_schedule(text)
