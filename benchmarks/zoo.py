@@ -23,16 +23,21 @@ SEED = 0
 
 
 def zoo(make: Factory) -> Factory:
-    """Register ``make`` under its name; its result is built under the zoo's seed and put into training mode."""
+    """Register ``make`` under its name, see ``seeded``."""
+    factory = functools.wraps(make)(seeded(make))
+    _FACTORIES[make.__name__] = factory
+    return factory
 
-    @functools.wraps(make)
+
+def seeded(make: Factory) -> Factory:
+    """``make`` with its result built under the zoo's seed and put into training mode."""
+
     def factory() -> Sample:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
             model, args, kwargs = make()
         return model.train(), args, kwargs
 
-    _FACTORIES[make.__name__] = factory
     return factory
 
 

@@ -15,7 +15,11 @@ from tests.support.chains import LAYER_BYTES, chain_dag
 
 KEYS = [
     "status", "planner", "budget_bytes", "peak_bytes", "unconstrained_peak_bytes", "time_ns", "overhead_percent",
-    "lower_bound_percent", "solve_seconds", "schedule",
+    "lower_bound_percent", "lower_bound_ns", "gap_percent", "solve_seconds", "schedule",
+]  # fmt: skip
+MIN_PEAK_KEYS = [
+    "status", "minimum_bytes", "lower_bound_bytes", "gap_percent", "time_ns", "overhead_percent", "planner",
+    "unconstrained_peak_bytes", "solve_seconds", "schedule",
 ]  # fmt: skip
 
 
@@ -67,6 +71,49 @@ def test_infeasible(instance: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["solve", instance, "--budget", minimum]) == 0
 
 
+def test_certified_gap(instance: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["solve", instance, "--budget", "100%", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["gap_percent"] == 0
+    assert result["lower_bound_ns"] == result["time_ns"]
+    assert main(["solve", instance, "--budget", "100%"]) == 0
+    assert "gap       0.000 %: no schedule within the budget is quicker than 330 ns" in capsys.readouterr().out
+
+
+def test_no_gap_without_a_bound(instance: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["solve", instance, "--budget", "80%", "--planner", "greedy"]) == 0
+    assert "gap" not in capsys.readouterr().out
+    assert main(["solve", instance, "--budget", "80%", "--planner", "greedy", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["lower_bound_ns"], result["gap_percent"]) == (None, None)
+
+
+def test_smallest_budget(instance: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "schedule.json"
+    assert main(["solve", instance, "--min-peak", "--json", "-o", str(out)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert list(result) == MIN_PEAK_KEYS
+    assert _replay(chain_dag(), result["schedule"]) == (result["minimum_bytes"], result["time_ns"])
+    assert result["lower_bound_bytes"] <= result["minimum_bytes"] < result["unconstrained_peak_bytes"]
+    graph, costs = load_instance(instance)
+    schedule = schedule_from_json(read_json(out))
+    assert simulate(graph, costs, schedule).peak_bytes == result["minimum_bytes"]
+    assert main(["solve", instance, "--budget", str(result["minimum_bytes"])]) == 0
+    assert main(["solve", instance, "--budget", str(result["lower_bound_bytes"] - 1)]) == 3
+
+
+def test_smallest_budget_of_a_planner(instance: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["solve", instance, "--min-peak", "--planner", "keep-all"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("smallest budget reached by keep-all in ")
+    assert printed.splitlines()[1:] == [
+        "  budget    6.8 KiB (7000 bytes), 100.0 % of the peak",
+        "  bound     2.9 KiB (3000 bytes): no schedule has a lower peak",
+        "  gap       133.333 %",
+        "  overhead  0.000 % at that budget",
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -85,7 +132,8 @@ def test_bad_input(instance: str, arguments: list[str], message: str, capsys: py
 
 
 def test_bad_usage(instance: str) -> None:
-    for arguments in ([], ["solve"], ["solve", instance], ["frobnicate"]):
+    both = ["solve", instance, "--budget", "50%", "--min-peak"]
+    for arguments in ([], ["solve"], ["solve", instance], both, ["compare", instance], ["frobnicate"]):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2

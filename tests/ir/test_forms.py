@@ -64,6 +64,16 @@ def test_round_trips(seed: int) -> None:
     assert parse_schedule(format_schedule(schedule)) == schedule
 
 
+def test_compact_form_leaves_out_defaults_and_loads_the_same() -> None:
+    graph, costs = random_graph(4, 20)
+    compact = graph_to_json(graph, costs, compact=True)
+    assert len(json.dumps(compact)) < len(json.dumps(graph_to_json(graph, costs)))
+    assert all(op.get("flags") != [] for op in compact["ops"])
+    again, same_costs = graph_from_json(compact)
+    assert graph_to_json(again, same_costs) == graph_to_json(graph, costs)
+    assert again == graph
+
+
 def test_published_dag(tmp_path: Path) -> None:
     path = tmp_path / "chain.json"
     path.write_text(json.dumps(_DAG))

@@ -8,20 +8,17 @@ import numpy as np
 import pytest
 
 from lowtide.ir import Costs, Graph, check, schedule_from_sequence, simulate
-from lowtide.solve.compact import Compact, Indices, compact
-from lowtide.solve.segments import segment_sequences
-from lowtide.solve.sweep import Swept, make_scratch, sweep
-from lowtide.solve.tables import decode, encode_keep_all, make_tables
+from lowtide.solve.model.compact import Compact, Indices, compact
+from lowtide.solve.model.sweep import Swept, sweep
+from lowtide.solve.model.tables import decode, encode_keep_all, make_tables
+from lowtide.solve.search.segments import segment_sequences
 from tests.solve.small_graphs import chain, small_graph
 from tests.support.random_graphs import random_graph
 
 
 def measure(model: Compact, codes: Indices) -> tuple[Indices, Swept]:
-    tables = make_tables(model)
-    target = codes.copy()
-    scratch = make_scratch(tables, len(codes), 0)
-    swept = sweep(tables, scratch, codes.copy(), 0, target, 0, 0, 2**62, np.inf, 0.0, 0.0, 1.0)
-    return target[swept.start :], swept
+    swept = sweep(make_tables(model), codes)
+    return swept.codes, swept
 
 
 def with_recomputes(model: Compact, seed: int) -> Indices:

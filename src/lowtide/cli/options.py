@@ -9,6 +9,15 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add_planning_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--budget", required=True, help='bytes, "8GiB", "700 MB", or "40%%" of the unconstrained peak')
+    add_budget_option(parser, required=True)
+    add_planner_options(parser)
+
+
+def add_budget_option(parser: argparse._ActionsContainer, *, required: bool) -> None:
+    text = 'bytes, "8GiB", "700 MB", or "40%%" of the unconstrained peak'
+    parser.add_argument("--budget", required=required, help=text)
+
+
+def add_planner_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--planner", default="auto", metavar="SPEC", help='see "lowtide planners" (default: auto)')
     parser.add_argument("--seed", type=int, default=0, help="seed of the planner (default: 0)")

@@ -20,10 +20,25 @@ _STEPS: dict[str, type[Compute] | type[Free] | type[SaveRng] | type[RestoreRng]]
     "restore_rng": RestoreRng,
 }
 _FLAGS = ("random", "effect", "collective")
+# What an op or a value may leave out.
+_OP_DEFAULTS: dict[str, Any] = {"workspace_bytes": 0, "flags": [], "module": "", "source": ""}
+_VALUE_DEFAULTS: dict[str, Any] = {"dtype": "", "shape": []}
 
 
-def graph_to_json(graph: Graph, costs: Costs) -> dict[str, Any]:
-    """A ``lowtide-graph/1`` object."""
+def graph_to_json(graph: Graph, costs: Costs, *, compact: bool = False) -> dict[str, Any]:
+    """A ``lowtide-graph/1`` object. ``compact``: ops and values leave out what has its default."""
+    data = _complete(graph, costs)
+    if compact:
+        data["ops"] = [_without(op, _OP_DEFAULTS) for op in data["ops"]]
+        data["values"] = [_without(value, _VALUE_DEFAULTS) for value in data["values"]]
+    return data
+
+
+def _without(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    return {key: field for key, field in fields.items() if key not in defaults or field != defaults[key]}
+
+
+def _complete(graph: Graph, costs: Costs) -> dict[str, Any]:
     return {
         "format": GRAPH_FORMAT,
         "name": graph.name,
@@ -63,6 +78,11 @@ def graph_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
     """Inverse of ``graph_to_json``. Raises ``PlanError`` naming what is wrong."""
     expect_format(data, GRAPH_FORMAT)
     try:
+        data = {
+            **data,
+            "ops": [{**_OP_DEFAULTS, **op} for op in data["ops"]],
+            "values": [{**_VALUE_DEFAULTS, **value} for value in data["values"]],
+        }
         graph = _graph(data)
         costs = Costs(
             column(count(op["time_ns"], op["name"]) for op in data["ops"]),

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from lowtide.ir import Schedule, schedule_from_sequence
-from lowtide.solve.compact import Compact, Indices, compact
+from lowtide.solve.model.compact import Compact, Indices, compact
+from lowtide.solve.model.tables import Tables, decode, make_tables
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution
-from lowtide.solve.tables import Tables, decode, make_tables
 
 _LIMITS = (1.0, 0.97, 0.93, 0.88, 0.8, 0.7, 0.6, 0.5)
 _STEPS_PER_NODE = 6
@@ -62,7 +62,7 @@ def greedy_sequences(
     model: Compact, tables: Tables, budget_bytes: int, limits: int = len(_LIMITS)
 ) -> Iterator[Indices]:
     """Encoded sequences, one per limit for which greedy comes to an end."""
-    from lowtide.solve.greedy_kernel import greedy_sequence
+    from lowtide.solve.search.greedy_kernel import greedy_sequence
 
     room = max(budget_bytes - model.fixed_bytes, 0)
     for limit in _LIMITS[: max(limits, 1)]:

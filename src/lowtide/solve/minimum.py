@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from lowtide.ir import Costs, Graph, Schedule, keep_all_schedule, simulate
 
 if TYPE_CHECKING:
-    from lowtide.solve.portfolio import Candidate, Portfolio
+    from lowtide.solve.search.portfolio import Candidate, Portfolio
 
-_LOWER_SHARE = 0.25  # of the iterations of a search at default effort, per run
 _LOWER_RUNS = 2
 
 
@@ -18,7 +17,7 @@ def minimum_peak(graph: Graph, costs: Costs, seed: int = 0) -> tuple[int, Schedu
 
     Exact for graphs of a few nodes, a search from nested segment checkpointing for others.
     """
-    from lowtide.solve.portfolio import make_portfolio
+    from lowtide.solve.search.portfolio import make_portfolio
 
     portfolio = make_portfolio(graph, costs, seed)
     exact = smallest_exactly(portfolio)
@@ -31,7 +30,7 @@ def minimum_peak(graph: Graph, costs: Costs, seed: int = 0) -> tuple[int, Schedu
 
 def smallest_exactly(portfolio: Portfolio) -> Schedule | None:
     """A schedule of the least peak; ``None`` where the graph is too large for the exact search."""
-    from lowtide.solve.exact import affordable, shortest
+    from lowtide.solve.search.exact import affordable, shortest
 
     optimum = shortest(portfolio.model, None) if affordable(portfolio.model) else None
     return portfolio.schedule_of(optimum.nodes) if optimum is not None else None
@@ -51,14 +50,14 @@ def lowest_candidate(portfolio: Portfolio, target_bytes: int) -> Candidate:
     best = points[0]
     for stream in range(60, 60 + _LOWER_RUNS):
         if best.peak_bytes > target_bytes:
-            best = portfolio.lower(best, target_bytes, int(_LOWER_SHARE * portfolio.iterations), stream)
+            best = portfolio.lower(best, target_bytes, portfolio.iterations, stream)
     return best
 
 
 def working_set_bound(graph: Graph, costs: Costs) -> int:
     """No schedule peaks below this: the largest sum, over the ops that must run, of the bytes that one op reads and
     writes, its workspace, what was handed to the caller before it, and ``fixed_bytes``."""
-    from lowtide.solve.compact import needed_ops
+    from lowtide.solve.model.compact import needed_ops
 
     sizes = costs.storage_bytes
     held = {graph.values[value].storage for value in graph.forward_outputs}

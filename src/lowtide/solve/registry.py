@@ -21,12 +21,38 @@ from lowtide.solve.problem import Planner
 
 PLANNERS: dict[str, tuple[str, str, str]] = {
     "auto": ("lowtide.solve.auto", "Auto", "portfolio of searches over compute sequences; the default"),
+    "ap-greedy": ("lowtide.solve.chen", "ApGreedy", "checkpoints at articulation points, segment bytes swept"),
+    "ap-sqrt": ("lowtide.solve.chen", "ApSqrt", "checkpoints at every root-th articulation point"),
+    "checkpoint-all-ap": ("lowtide.solve.chen", "CheckpointAllAp", "checkpoints at all articulation points"),
+    "checkpoint-last": ("lowtide.solve.chen", "CheckpointLast", "keeps the last forward node only"),
+    "chen-greedy": (
+        "lowtide.solve.chen",
+        "ChenGreedy",
+        "segments of limited bytes cut at articulation points, the limit swept",
+    ),
+    "chen-sqrt": ("lowtide.solve.chen", "ChenSqrt", "about root n segments cut at articulation points"),
+    "checkmate": (
+        "lowtide.solve.checkmate",
+        "Checkmate",
+        "exact mixed-integer program (needs highspy); up to about 200 operators",
+    ),
+    "checkmate-approx": (
+        "lowtide.solve.checkmate_approx",
+        "CheckmateApprox",
+        "linear relaxation and two-phase rounding (needs highspy); up to about 400 operators",
+    ),
     "greedy": (
         "lowtide.solve.greedy",
         "Greedy",
         "evicts what is cheapest to rebuild per byte and time to next use",
     ),
+    "griewank": ("lowtide.solve.griewank", "Griewank", "binomial checkpointing of a chain, the slots swept"),
     "keep-all": ("lowtide.solve.keep_all", "KeepAll", "recomputes nothing, frees at the last use"),
+    "linearized-greedy": ("lowtide.solve.chen", "LinearizedGreedy", "checkpoints at any node, segment bytes swept"),
+    "linearized-sqrt": ("lowtide.solve.chen", "LinearizedSqrt", "checkpoints at every root-th forward node"),
+    "h-rockmate": ("lowtide.solve.h_rockmate", "HRockmate", "recursive partition, options composed upwards"),
+    "rockmate": ("lowtide.solve.rockmate", "Rockmate", "a menu of options per block, dynamic program over the chain"),
+    "rotor": ("lowtide.solve.rotor", "Rotor", "dynamic program over a chain of blocks, each saved whole or not at all"),
 }
 
 

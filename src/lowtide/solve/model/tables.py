@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.solve.compact import Compact, Flags, Indices, Numbers
+from lowtide.solve.model.compact import Compact, Flags, Indices, Numbers
 
 
 class Tables(NamedTuple):
@@ -26,6 +26,9 @@ class Tables(NamedTuple):
     views_start: Indices
     views: Indices
     view_time_ns: Numbers
+    view_storage: Indices  # view -> the storage it looks at, -1 where that is outside
+    needers_start: Indices  # view -> the nodes that need it, ascending
+    needers: Indices
     storage_bytes: Numbers
     storage_node: Indices
     uses_start: Indices
@@ -38,12 +41,8 @@ class Tables(NamedTuple):
 
 
 def make_tables(model: Compact) -> Tables:
-    uses: list[list[int]] = [[] for _ in model.storage_node]
-    for node in range(model.nodes + 1):
-        for storage in model.reads[model.reads_start[node] : model.reads_start[node + 1]]:
-            uses[storage].append(node)
-    uses_start = np.zeros(len(uses) + 1, np.int32)
-    np.cumsum([len(row) for row in uses], out=uses_start[1:])
+    uses_start, uses = _inverse(model.reads_start, model.reads, len(model.storage_node))
+    needers_start, needers = _inverse(model.needs_start, model.needs, len(model.view_time_ns))
     return Tables(
         nodes=model.nodes,
         boundary=model.boundary,
@@ -59,16 +58,35 @@ def make_tables(model: Compact) -> Tables:
         views_start=model.views_start,
         views=model.views,
         view_time_ns=model.view_time_ns,
+        view_storage=_owners(model.views_start, model.views, len(model.view_time_ns)),
+        needers_start=needers_start,
+        needers=needers,
         storage_bytes=model.storage_bytes,
         storage_node=model.storage_node,
         uses_start=uses_start,
-        uses=np.array([node for row in uses for node in row], np.int32),
+        uses=uses,
         gaps=_gaps(model),
         read_node=np.repeat(np.arange(model.nodes + 1, dtype=np.int32), np.diff(model.reads_start)),
         held=model.held,
         recomputable=model.recomputable,
         random=model.random,
     )
+
+
+def _inverse(start: Indices, entries: Indices, columns: int) -> tuple[Indices, Indices]:
+    """The ragged table of entry -> rows, rows ascending."""
+    rows = np.repeat(np.arange(len(start) - 1, dtype=np.int32), np.diff(start))
+    order = np.argsort(entries, kind="stable")
+    begin = np.zeros(columns + 1, np.int32)
+    np.cumsum(np.bincount(entries, minlength=columns), out=begin[1:])
+    return begin, rows[order]
+
+
+def _owners(start: Indices, entries: Indices, columns: int) -> Indices:
+    """Entry -> the one row that it stands in, -1 without one."""
+    owner = np.full(columns, -1, np.int32)
+    owner[entries] = np.repeat(np.arange(len(start) - 1, dtype=np.int32), np.diff(start))
+    return owner
 
 
 def _gaps(model: Compact, size: int = 8192) -> Indices:

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.solve.compact import Compact, Indices, Numbers
-from lowtide.solve.compiled import kernel
+from lowtide.solve.model.compact import Compact, Indices, Numbers
+from lowtide.solve.model.compiled import kernel
 
 _BLOCKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48)
 _SLOTS = (1, 2, 3, 4, 5, 6, 8)

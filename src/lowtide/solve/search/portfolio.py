@@ -1,24 +1,29 @@
 """The runs that ``auto`` and ``minimum_peak`` are made of, over one compact model.
 
-Starting points: the program as written, greedy eviction, nested segment checkpointing. Runs: hot annealing, which
-forgets where it started; warm annealing, which keeps the outline; polishing; lowering the peak.
+Starting points: the program as written, greedy eviction, nested segment checkpointing, the block programs. Runs: hot
+annealing, which forgets where it started; warm annealing, which keeps the outline; lowering the peak. Runs of one round
+go to two threads (kernels hold no lock of the interpreter); their results are taken in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-
-import numpy as np
+from typing import NamedTuple
 
 from lowtide.ir import Costs, Graph, Schedule, schedule_from_sequence
-from lowtide.solve.anneal import Found, Settings, search
-from lowtide.solve.classes import node_classes
-from lowtide.solve.compact import Compact, Indices, compact
+from lowtide.solve.blocks.seeds import block_sequences
 from lowtide.solve.greedy import greedy_sequences
-from lowtide.solve.segments import segment_sequences
-from lowtide.solve.sweep import make_scratch, sweep
-from lowtide.solve.tables import Tables, decode, encode_keep_all, make_tables
+from lowtide.solve.model.classes import Classes, group, node_classes
+from lowtide.solve.model.compact import Compact, Indices, compact
+from lowtide.solve.model.sweep import sweep
+from lowtide.solve.model.tables import Tables, decode, encode_keep_all, make_tables
+from lowtide.solve.search.anneal import Found, Settings, search
+from lowtide.solve.search.segments import segment_sequences
+
+_THREADS = 2
+_COLD = 0.01  # last temperature, in mean node times
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +35,14 @@ class Candidate:
     peak_bytes: int
 
 
+class Run(NamedTuple):
+    """An annealing run: where it starts, its stream of random numbers, its first temperature in mean node times."""
+
+    start: Candidate
+    stream: int
+    hot: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Portfolio:
     """One problem's model with everything that the runs share."""
@@ -37,7 +50,7 @@ class Portfolio:
     graph: Graph
     model: Compact
     tables: Tables
-    classes: Indices
+    classes: Classes
     seed: int
 
     @property
@@ -47,9 +60,9 @@ class Portfolio:
 
     @property
     def iterations(self) -> int:
-        """Of all runs together at default effort; a step of a run costs time in proportion to the nodes."""
+        """Of one run at default effort: one iteration takes 1 to 10 microseconds, more in longer programs."""
         nodes = max(self.model.nodes, 1)
-        return int(min(14_000.0 * nodes, 7e9 / nodes**1.25))
+        return int(max(min(8_000.0 * nodes, 2.4e10 / nodes**1.6), 30.0 * nodes))
 
     def schedule(self, candidate: Candidate) -> Schedule:
         return schedule_from_sequence(self.graph, decode(self.model, candidate.codes))
@@ -62,10 +75,8 @@ class Portfolio:
         return [self._measure_one(codes) for codes in sequences]
 
     def _measure_one(self, codes: Indices) -> Candidate:
-        source, target = codes.copy(), codes.copy()
-        scratch = make_scratch(self.tables, len(codes), 0)
-        swept = sweep(self.tables, scratch, source, 0, target, 0, 0, 2**62, np.inf, 0.0, 0.0, 1.0)
-        return Candidate(target[swept.start :], swept.recompute_ns, swept.peak_bytes + self.model.fixed_bytes)
+        swept = sweep(self.tables, codes)
+        return Candidate(swept.codes, swept.recompute_ns, swept.peak_bytes + self.model.fixed_bytes)
 
     def keep_all(self) -> Candidate:
         return self._measure_one(encode_keep_all(self.model))
@@ -76,17 +87,42 @@ class Portfolio:
     def segments(self) -> list[Candidate]:
         return self.measure(segment_sequences(self.model))
 
+    def blocks(self, budget_bytes: int) -> list[Candidate]:
+        return self.measure(block_sequences(self.model, budget_bytes, self.tables))
+
+    def time_ns(self, candidate: Candidate) -> int:
+        """Of the whole schedule."""
+        return self.least_ns + candidate.recompute_ns
+
+    @property
+    def least_ns(self) -> int:
+        """Of the program without recomputes and views."""
+        return int(self.model.time_ns.sum()) + self.model.constant_ns
+
+    def round(self, runs: Iterable[Run], budget_bytes: int, iterations: int, bound_ns: int) -> list[Candidate]:
+        """The results of several annealing runs, in their order; those that met nothing left out.
+
+        A run ends when it meets ``bound_ns``, which no schedule undercuts.
+        """
+
+        def anneal(run: Run) -> Candidate | None:
+            return self.anneal(run.start, budget_bytes, iterations, run.stream, run.hot, bound_ns)
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return [candidate for candidate in pool.map(anneal, runs) if candidate is not None]
+
     def anneal(
-        self, start: Candidate, budget_bytes: int, iterations: int, stream: int, hot: float, cold: float = 0.01
+        self, start: Candidate, budget_bytes: int, iterations: int, stream: int, hot: float, bound_ns: int = 0
     ) -> Candidate | None:
-        """The quickest within the budget that a run meets; temperatures in mean node times. ``None``: none met."""
+        """The quickest within the budget that a run meets; temperature in mean node times. ``None``: none met."""
         room = max(budget_bytes - self.model.fixed_bytes, 1)
         settings = Settings(
             budget_bytes=room,
             iterations=iterations,
             hot=hot * self.mean_ns,
-            cold=cold * self.mean_ns,
+            cold=_COLD * self.mean_ns,
             pressure=float(self.model.time_ns.sum() + 1) / room,
+            target_ns=bound_ns - self.least_ns,
         )
         return self._candidate(search(self.tables, self.classes, start.codes, settings, self.seed * 64 + stream))
 
@@ -97,7 +133,7 @@ class Portfolio:
             budget_bytes=room,
             iterations=iterations,
             hot=0.1 * self.mean_ns,
-            cold=0.01 * self.mean_ns,
+            cold=_COLD * self.mean_ns,
             pressure=float(self.model.time_ns.sum() + 1) / room,
             time_weight=0.002,
             lower=0.001,
@@ -115,4 +151,4 @@ class Portfolio:
 
 def make_portfolio(graph: Graph, costs: Costs, seed: int) -> Portfolio:
     model = compact(graph, costs)
-    return Portfolio(graph, model, make_tables(model), node_classes(model), seed)
+    return Portfolio(graph, model, make_tables(model), group(node_classes(model)), seed)

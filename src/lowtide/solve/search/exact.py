@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.solve.compact import Compact
+from lowtide.solve.model.compact import Compact
 
 MAX_NODES = 9
 MAX_STORAGES = 12

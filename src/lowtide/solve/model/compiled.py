@@ -24,3 +24,10 @@ def kernel(function: Function) -> Function:
     except RuntimeError as error:
         logger.info("no folder for compiled kernels can be written (%s): compiling for this process only", error)
         return cast(Function, numba.njit(nogil=True)(function))
+
+
+def inner(function: Function) -> Function:
+    """As ``kernel``, for what kernels call often: it may not allocate, and its arrays are passed without counting
+    references, which costs more than a short function does."""
+    options: dict[str, Any] = {"nogil": True, "_nrt": False}
+    return cast(Function, numba.njit(**options)(function))

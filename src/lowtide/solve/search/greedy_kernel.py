@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtide.solve.compact import Indices, Numbers
-from lowtide.solve.compiled import kernel
-from lowtide.solve.tables import Tables
+from lowtide.solve.model.compact import Indices, Numbers
+from lowtide.solve.model.compiled import kernel
+from lowtide.solve.model.tables import Tables
 
 
 @kernel

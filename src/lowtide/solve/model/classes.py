@@ -6,9 +6,19 @@ in bytes. Times are left out: measured ones differ between repeats. Linear in th
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from lowtide.solve.compact import Compact, Indices
+from lowtide.solve.model.compact import Compact, Indices
+
+
+class Classes(NamedTuple):
+    """``number[node]``; the nodes of class c are ``members[start[c]:start[c + 1]]``."""
+
+    number: Indices
+    start: Indices
+    members: Indices
 
 
 def node_classes(model: Compact, rounds: int = 3) -> Indices:
@@ -32,6 +42,12 @@ def node_classes(model: Compact, rounds: int = 3) -> Indices:
             ]
         )
     return np.array(colours, np.int32)
+
+
+def group(number: Indices) -> Classes:
+    """The nodes of each class, ascending."""
+    start = np.concatenate([[0], np.cumsum(np.bincount(number))]).astype(np.int32)
+    return Classes(number, start, np.argsort(number, kind="stable").astype(np.int32))
 
 
 def _first_colour(model: Compact, node: int, reads: int) -> tuple[int, ...]:

@@ -1,0 +1,145 @@
+"""Planners side by side: one cell per instance, budget and planner, as a text table and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.errors import LowtideError
+from lowtide.ir import Costs, Graph
+from lowtide.report.units import format_bytes
+from lowtide.solve import Problem, Progress, solve
+
+_LOG = logging.getLogger(__name__)
+COMPARISON_FORMAT = "lowtide-comparison/1"
+FAILED, OVER_TIME = "failed", "over time"
+LEGEND = "overhead in % (proven lower bound), seconds of planning; * marks a proven optimum"
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A graph to be planned: ``name`` is unique in a comparison, ``peak_bytes`` its peak without recomputation."""
+
+    name: str
+    ops: int
+    peak_bytes: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One planner's answer.
+
+    ``status``: a planner's status, ``failed`` (``message`` says why) or ``over time``. Figures that come from a schedule
+    are ``None`` where there is none; ``seconds`` are the planner's, ``cpu_seconds`` those of all its threads and
+    processes where they were measured.
+    """
+
+    instance: str
+    planner: str
+    budget: str
+    budget_bytes: int
+    status: str
+    peak_bytes: int | None = None
+    time_ns: int | None = None
+    overhead_percent: float | None = None
+    lower_bound_percent: float | None = None
+    minimum_bytes: int | None = None
+    seconds: float | None = None
+    cpu_seconds: float | None = None
+    message: str = ""
+
+    @property
+    def solved(self) -> bool:
+        return self.time_ns is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a cell answers, without the graph."""
+
+    instance: str
+    planner: str
+    budget: str
+    budget_bytes: int
+    seed: int = 0
+
+    def unanswered(self, status: str, message: str = "", seconds: float | None = None) -> Cell:
+        return Cell(
+            self.instance, self.planner, self.budget, self.budget_bytes, status, message=message, seconds=seconds
+        )
+
+
+def run_cell(graph: Graph, costs: Costs, question: Question, on_progress: Progress | None = None) -> Cell:
+    """Ask a planner; its schedule is checked and simulated. Whatever the planner raises becomes a ``failed`` cell."""
+    began = time.perf_counter()
+    problem = Problem(graph, costs, question.budget_bytes, question.seed, on_progress)
+    try:
+        solution = solve(problem, question.planner)
+    except LowtideError as error:
+        return question.unanswered(FAILED, str(error), time.perf_counter() - began)
+    except Exception as error:  # noqa: BLE001  a defect of one planner must not cost the others their row
+        _LOG.warning("%s failed", question, exc_info=True)
+        return question.unanswered(FAILED, f"{type(error).__name__}: {error}", time.perf_counter() - began)
+    found = solution.schedule is not None
+    bound = solution.lower_bound_ns
+    return Cell(
+        question.instance,
+        question.planner,
+        question.budget,
+        question.budget_bytes,
+        solution.status.value,
+        solution.peak_bytes if found else None,
+        solution.time_ns if found else None,
+        overhead_percent(solution.time_ns, costs) if found else None,
+        None if bound is None else overhead_percent(bound, costs),
+        solution.minimum_bytes,
+        round(time.perf_counter() - began, 3),
+    )
+
+
+def overhead_percent(time_ns: int, costs: Costs) -> float:
+    """Percent above the program without recomputation."""
+    return 100 * (time_ns / costs.total_time_ns - 1) if costs.total_time_ns else 0.0
+
+
+def comparison_to_json(instances: Iterable[Instance], cells: Iterable[Cell]) -> dict[str, Any]:
+    """A ``lowtide-comparison/1`` object."""
+    return {
+        "format": COMPARISON_FORMAT,
+        "instances": [dataclasses.asdict(instance) for instance in instances],
+        "cells": [dataclasses.asdict(cell) for cell in cells],
+    }
+
+
+def render_comparison(instance: Instance, cells: Sequence[Cell]) -> str:
+    """A table with a row per planner and a column per budget, and a line per failure."""
+    own = [cell for cell in cells if cell.instance == instance.name]
+    budgets = list(dict.fromkeys(cell.budget for cell in own))
+    texts = {(cell.planner, cell.budget): cell_text(cell) for cell in own}
+    rows = [["planner", *budgets]]
+    rows += [[p, *(texts.get((p, b), "") for b in budgets)] for p in dict.fromkeys(cell.planner for cell in own)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    title = f"{instance.name}: {instance.ops} ops, peak without recomputation {format_bytes(instance.peak_bytes)}"
+    lines = [title, *(_line(row, widths) for row in rows)]
+    lines.insert(2, "  ".join("-" * width for width in widths))
+    lines += [f"  {cell.planner} at {cell.budget}: {cell.message}" for cell in own if cell.message]
+    return "\n".join(lines)
+
+
+def cell_text(cell: Cell) -> str:
+    """``12.345 (10.000) 3.2 s``, or the status where there is no schedule."""
+    seconds = "" if cell.seconds is None else f" {cell.seconds:.1f} s"
+    if cell.overhead_percent is None:
+        return cell.status + seconds
+    bound = "" if cell.lower_bound_percent is None else f" ({cell.lower_bound_percent:.3f})"
+    return f"{cell.overhead_percent:.3f}{'*' if cell.status == 'optimal' else ''}{bound}{seconds}"
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))]
+    return "  ".join(padded).rstrip()

@@ -1,0 +1,1 @@
+"""Dynamic programs over blocks: cutting a graph, options per block, composing them."""

@@ -1,0 +1,170 @@
+"""A program as a chain of blocks, for the block dynamic programs.
+
+The forward pass is cut at positions ``0 = p_0 < ... < p_L``; block ``i`` owns the forward nodes between two cuts. The
+backward nodes are divided in order: the region of block ``i`` begins at the first backward node that reads a storage
+which only block ``i`` or an earlier one uses (an *inner* storage), so every block's region lies before those of the
+blocks in front of it, and nodes that belong to no block (the gradients' own sums, updates) fall to the region they
+stand in.
+
+What crosses a cut is any set of storages, not one: ``C_j`` are the storages of blocks before ``j`` that block ``j`` or
+a later one reads, forward or in its region. A long skip, a mask that all blocks read or a shared embedding is thus a
+member of many ``C_j``. Since whoever stores ``C_a`` has them already, keeping ``C_j`` too costs only what blocks
+``a .. j - 1`` add, so a value read by all blocks is paid once and does not destroy the chain.
+
+Bytes that do not depend on the choices: gradients and other backward storages (``before`` and ``during`` each backward
+node), storages that a later region reads once more, and ``constant_bytes``: results handed to the caller and those of
+nodes that run once only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.solve.blocks.kernels import Span
+from lowtide.solve.model.compact import Compact, Flags, Indices, Numbers
+from lowtide.solve.model.tables import Tables, make_tables
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """Blocks ``0 .. len(cuts) - 2``; ``starts[i]`` is the first backward node of block ``i``, not increasing."""
+
+    model: Compact
+    tables: Tables
+    cuts: tuple[int, ...]
+    starts: tuple[int, ...]
+    producer: Indices  # storage -> its block; -1 where it does not count
+    until: Indices  # storage -> the last block that reads it, forward or in its region
+    last_use: Numbers  # storage -> the last node that reads it
+    before: Numbers  # node -> bytes
+    during: Numbers  # node -> bytes
+    constant_bytes: int
+
+    @property
+    def blocks(self) -> int:
+        return len(self.cuts) - 1
+
+    def region(self, low: int, high: int) -> tuple[int, int]:
+        """Backward nodes of blocks ``low .. high - 1``: first, and one after the last."""
+        return self.starts[high - 1], self.starts[low - 1] if low else self.model.nodes
+
+    def span(self, low: int, high: int) -> Span:
+        """Blocks ``low .. high - 1`` as one block for the kernels."""
+        first, last = self.region(low, high)
+        return Span(
+            self.cuts[low],
+            self.cuts[high],
+            first,
+            last,
+            self.producer >= 0,
+            self.until >= high,
+            self.last_use >= last,
+            self.before,
+            self.during,
+        )
+
+    def crossing_bytes(self) -> Numbers:
+        """Row ``a``, column ``j``: bytes of ``C_j`` that blocks ``a .. j - 1`` allocate."""
+        blocks = self.blocks
+        table = np.zeros((blocks + 1, blocks + 1), np.int64)
+        for storage in np.flatnonzero(self.producer >= 0):
+            begin, end = int(self.producer[storage]), int(self.until[storage])
+            if end > begin:
+                table[: begin + 1, begin + 1 : end + 1] += self.model.storage_bytes[storage]
+        return table
+
+
+def make_chain(
+    model: Compact, cuts: Sequence[int], tables: Tables | None = None, starts: Sequence[int] | None = None
+) -> Chain:
+    """The chain of blocks between ``cuts``, which begin with 0 and end with the first backward node.
+
+    ``starts``, where given, are the regions' beginnings instead of those found; any not increasing line of them is
+    sound, as what a region reads of an earlier block crosses to it.
+    """
+    producer = _producers(model, cuts)
+    last_forward = _last_forward_block(model, cuts)
+    starts = _starts(model, producer, last_forward, len(cuts) - 1) if starts is None else starts
+    until, last_use = _uses(model, starts, producer, last_forward)
+    before, during = _backward_bytes(model)
+    for storage in np.flatnonzero(producer >= 0):
+        block = int(producer[storage])
+        end = starts[block - 1] if block else model.nodes
+        if last_use[storage] >= end:
+            before[end : last_use[storage] + 1] += model.storage_bytes[storage]
+            during[end : last_use[storage] + 1] += model.storage_bytes[storage]
+    forward = model.storage_node < model.boundary
+    constant = int(model.storage_bytes[forward & (producer < 0) & (model.held | (last_use >= 0))].sum())
+    return Chain(
+        model,
+        tables or make_tables(model),
+        tuple(int(cut) for cut in cuts),
+        tuple(starts),
+        producer,
+        until,
+        last_use,
+        before,
+        during,
+        constant,
+    )
+
+
+def _producers(model: Compact, cuts: Sequence[int]) -> Indices:
+    """Storage -> block, -1 for what is handed to the caller, runs once only, or belongs to the backward pass."""
+    block = np.searchsorted(np.asarray(cuts), model.storage_node, side="right") - 1
+    counts: Flags = (model.storage_node < model.boundary) & ~model.held & model.recomputable[model.storage_node]
+    return np.where(counts, block, -1).astype(np.int32)
+
+
+def _last_forward_block(model: Compact, cuts: Sequence[int]) -> Indices:
+    last = np.full(len(model.storage_node), -1, np.int32)
+    for block in range(len(cuts) - 1):
+        begin, end = model.reads_start[cuts[block]], model.reads_start[cuts[block + 1]]
+        last[model.reads[begin:end]] = block
+    return last
+
+
+def _starts(model: Compact, producer: Indices, last_forward: Indices, blocks: int) -> list[int]:
+    starts = [model.nodes] * blocks
+    for node in range(model.nodes - 1, model.boundary - 1, -1):
+        for storage in model.reads[model.reads_start[node] : model.reads_start[node + 1]]:
+            if producer[storage] >= 0 and last_forward[storage] <= producer[storage]:
+                starts[producer[storage]] = node
+    starts[blocks - 1] = model.boundary
+    for block in range(1, blocks):
+        starts[block] = min(starts[block], starts[block - 1])
+    return starts
+
+
+def _uses(model: Compact, starts: Sequence[int], producer: Indices, last_forward: Indices) -> tuple[Indices, Numbers]:
+    """The last block and the last node that read each storage, the end of the program included for the latter."""
+    until = np.maximum(last_forward, producer).astype(np.int32)
+    last_use = np.full(len(producer), -1, np.int64)
+    block = len(starts) - 1
+    for node in range(model.boundary, model.nodes + 1):
+        while block > 0 and node >= starts[block - 1]:
+            block -= 1
+        for storage in model.reads[model.reads_start[node] : model.reads_start[node + 1]]:
+            last_use[storage] = node
+            if producer[storage] >= 0 and node < model.nodes:
+                until[storage] = max(until[storage], block)
+    return until, last_use
+
+
+def _backward_bytes(model: Compact) -> tuple[Numbers, Numbers]:
+    """Bytes of backward storages right before each node and while it runs, its own results and workspace included."""
+    change = np.zeros(model.nodes + 2, np.int64)
+    last = model.storage_node.astype(np.int64)
+    for node in range(model.nodes + 1):
+        last[model.reads[model.reads_start[node] : model.reads_start[node + 1]]] = node
+    own = np.zeros(model.nodes + 1, np.int64)
+    for storage, node in enumerate(model.storage_node):
+        if node >= model.boundary:
+            own[node] += model.storage_bytes[storage]
+            change[node + 1] += model.storage_bytes[storage]
+            change[last[storage] + 1] -= model.storage_bytes[storage]
+    before = np.cumsum(change)[:-1]
+    return before, before + own + model.workspace_bytes

@@ -1,0 +1,130 @@
+"""Menus: the options of a block, from everything saved to nothing, and blocks that are the same found once.
+
+A menu is a line of saved sets, each without one more node than the one before, the node chosen that costs least
+recompute time per byte; twice, with the backward peak counted and without, and each set with its recomputed results
+kept for later readers and not. Of these the Pareto-best in (saved bytes, peaks, time) stay, thinned to ``count``.
+
+Two blocks are the same where nodes, reads, flags and bytes agree up to renaming: storages of the block and of its
+region by position, all others by order of first reading. Their times are added up before the menu is made: only
+proportions matter, and sums stay exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lowtide.solve.blocks.chain import Chain
+from lowtide.solve.blocks.kernels import Measures, Span, lazy_codes, measure_option, shrinking_sets
+from lowtide.solve.model.compact import Indices
+
+Menu = tuple[Indices, ...]
+"""Options of a block, each a list of codes."""
+Signature = tuple[object, ...]
+
+
+def everything(chain: Chain, low: int, high: int) -> Indices:
+    """The option that saves all and recomputes nothing."""
+    first, last = chain.region(low, high)
+    return np.arange(first, last, dtype=np.int32)
+
+
+def menus(chain: Chain, count: int) -> list[Menu]:
+    """One menu of about ``count`` options per block; equal blocks are solved once, with the sum of their times."""
+    found: list[Menu] = [()] * chain.blocks
+    for alike in equal_blocks(chain):
+        model = alike[0]
+        options = leaf_menu(chain, [chain.span(other, other + 1) for other in alike], count)
+        for block in alike:
+            found[block] = tuple(moved(chain, model, block, codes) for codes in options)
+    return found
+
+
+def equal_blocks(chain: Chain) -> list[list[int]]:
+    """Blocks grouped by structure, in order of first appearance."""
+    groups: dict[Signature, list[int]] = {}
+    for block in range(chain.blocks):
+        groups.setdefault(signature(chain, block, block + 1), []).append(block)
+    return list(groups.values())
+
+
+def signature(chain: Chain, low: int, high: int) -> Signature:
+    """Equal for parts of the chain with equal structure and bytes, times apart."""
+    model, span = chain.model, chain.span(low, high)
+    outside: dict[int, int] = {}
+    rows: list[object] = []
+    for begin, end, origin in ((span.low, span.high, 0), (span.first, span.last, 1)):
+        for node in range(begin, end):
+            reads = []
+            for storage in model.reads[model.reads_start[node] : model.reads_start[node + 1]].tolist():
+                owner = int(model.storage_node[storage])
+                if span.low <= owner < span.high:
+                    place = (0, owner - span.low, storage - int(model.owns[model.owns_start[owner]]))
+                elif span.first <= owner < span.last:
+                    place = (1, owner - span.first, storage - int(model.owns[model.owns_start[owner]]))
+                else:
+                    place = (2, outside.setdefault(storage, len(outside)), int(model.storage_bytes[storage]))
+                reads.append(place)
+            owned = tuple(
+                (int(model.storage_bytes[s]), bool(span.counted[s]), bool(span.leaves[s]), bool(span.late[s]))
+                for s in model.owns[model.owns_start[node] : model.owns_start[node + 1]]
+            )
+            flags = (bool(model.recomputable[node]), bool(model.random[node]), int(model.workspace_bytes[node]))
+            rows.append((origin, tuple(sorted(reads)), owned, flags))
+    return tuple(rows)
+
+
+def moved(chain: Chain, source: int, target: int, codes: Indices) -> Indices:
+    """Codes of one block as codes of an equal one."""
+    a, b = chain.span(source, source + 1), chain.span(target, target + 1)
+    return np.where(codes < 0, codes - (b.low - a.low), codes + (b.first - a.first)).astype(np.int32)
+
+
+def leaf_menu(chain: Chain, alike: Sequence[Span], count: int) -> Menu:
+    """Options of the first of some equal parts, by the saved sets of the module docstring."""
+    span, tables = alike[0], chain.tables
+    if len(alike) > 1:
+        time = tables.time_ns.copy()
+        time[span.low : span.high] = np.sum([time[o.low : o.high] for o in alike], axis=0)
+        time[span.first : span.last] = np.sum([time[o.first : o.last] for o in alike], axis=0)
+        tables = tables._replace(time_ns=time)
+    options = [np.arange(span.first, span.last, dtype=np.int32)]
+    for weight in (0.0, 1.0):
+        for kept in shrinking_sets(tables, span, weight):
+            options += [lazy_codes(tables, span, kept, retain) for retain in (True, False)]
+    measured = [(measure_option(tables, span, codes), codes) for codes in options]
+    return thinned(measured, count)
+
+
+def thinned(options: Sequence[tuple[Measures, Indices]], count: int) -> Menu:
+    """The Pareto-best options, about ``count`` of them, evenly spread over saved bytes, quickest and smallest kept."""
+    best: list[tuple[Measures, Indices]] = []
+    for found, codes in sorted(options, key=lambda option: _key(option[0])):
+        if not any(_covers(other, found) for other, _ in best):
+            best.append((found, codes))
+    if len(best) <= count:
+        return tuple(codes for _, codes in best)
+    sizes = np.array([found.saved_bytes for found, _ in best], float)
+    kept = {0, int(np.argmin(sizes)), int(np.argmin([found.backward_peak_bytes for found, _ in best]))}
+    for goal in np.linspace(sizes.min(), sizes.max(), max(count - len(kept), 0)):
+        fitting = np.flatnonzero(sizes <= goal)
+        kept.add(int(min(fitting, key=lambda index: _key(best[index][0]))))
+    by_peak = np.array([found.backward_peak_bytes for found, _ in best], float)
+    for goal in np.linspace(by_peak.min(), by_peak.max(), max(count // 3, 0)):
+        fitting = np.flatnonzero(by_peak <= goal)
+        kept.add(int(min(fitting, key=lambda index: _key(best[index][0]))))
+    return tuple(best[index][1] for index in sorted(kept))
+
+
+def _key(found: Measures) -> tuple[int, int, int]:
+    return found.extra_ns, found.saved_bytes, found.backward_peak_bytes
+
+
+def _covers(one: Measures, other: Measures) -> bool:
+    return (
+        one.extra_ns <= other.extra_ns
+        and one.saved_bytes <= other.saved_bytes
+        and one.backward_peak_bytes <= other.backward_peak_bytes
+        and one.forward_peak_bytes <= other.forward_peak_bytes
+    )

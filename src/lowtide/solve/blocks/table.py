@@ -1,0 +1,218 @@
+"""The dynamic program over a chain of blocks with a menu of options each. One table answers every smaller budget.
+
+Glossary (bytes in slots, rounded up; times in ns): ``T(m, a, b)`` the least time to run blocks ``a .. b - 1`` forward
+and backward when ``C_a`` is stored and ``m`` slots are free for everything else; ``F_i`` forward time; ``c(a, j)`` the
+bytes that ``C_j`` adds to ``C_a``; of option ``k``: ``s`` saved bytes, ``f`` forward time, ``e`` recompute time.
+
+    T(m, a, b)     = min( min over a < j < b of  sum of F_i over a .. j - 1  +  T(m - c(a, j), j, b)  +  T(m, a, j),
+                          min over k of          f_a^k + e_a^k + T(m - s_a^k, a + 1, b) )
+    T(m, a, a + 1) = min over k of  f_a^k + e_a^k
+
+each only where the forward and backward peaks fit in ``m``. This is the recurrence of Rotor (Beaumont et al. 2019,
+arXiv 1911.13214) with the options of Rockmate (Zhao et al. 2023, arXiv 2307.01236). With
+``trim`` the last forward of a nested segment, whose output nobody needs again, is run without it. Gradients that are
+there while a segment runs again are counted at the time at which that is.
+
+O(L^3 M + L^2 K M) time, O(L^2 M) memory for L blocks, K options, M slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from lowtide.errors import PlanError
+from lowtide.solve.blocks.chain import Chain
+from lowtide.solve.blocks.kernels import Measures, Span, measure_option
+from lowtide.solve.blocks.menu import Menu
+from lowtide.solve.model.compact import Indices, Numbers
+from lowtide.solve.model.compiled import kernel
+
+_NEVER = 2**61
+_ENTRIES = 60_000_000
+
+
+class Costs(NamedTuple):
+    """What the recurrence reads; bytes in slots. Ragged by block: options ``start[i] .. start[i + 1] - 1``."""
+
+    forward_ns: Numbers  # block
+    crossing: Numbers  # a, j
+    forward_peak: Numbers  # a, j: running blocks a .. j - 1, nothing kept but C_j
+    gradients: Numbers  # b: bytes there when blocks before b run again
+    start: Numbers
+    saved: Numbers
+    option_forward_peak: Numbers
+    option_backward_peak: Numbers
+    rerun_ns: Numbers
+    extra_ns: Numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """``best_ns[a, b, m]`` and how: ``choice`` is a cut ``j`` as ``j`` or an option ``k`` of block ``a`` as ``~k``."""
+
+    chain: Chain
+    menus: tuple[Menu, ...]
+    costs: Costs
+    best_ns: Numbers
+    choice: Indices
+    unit_bytes: int
+
+    @property
+    def most_bytes(self) -> int:
+        """The largest budget that the table answers for, ``constant_bytes`` included."""
+        return self.chain.constant_bytes + (int(self.best_ns.shape[2]) - 1) * self.unit_bytes
+
+    def slots(self, budget_bytes: int) -> int:
+        """Free slots under a budget; negative where nothing is free."""
+        free = (budget_bytes - self.chain.constant_bytes) // self.unit_bytes
+        return min(free, int(self.best_ns.shape[2]) - 1)
+
+    def time_ns(self, budget_bytes: int) -> int | None:
+        """The table's time for a budget, ``None`` where it knows no schedule."""
+        free = self.slots(budget_bytes)
+        found = _NEVER if free < 0 else int(self.best_ns[0, self.chain.blocks, free])
+        return None if found >= _NEVER else found
+
+    def least_slots(self) -> int | None:
+        """The fewest slots with a schedule."""
+        fitting = np.flatnonzero(self.best_ns[0, self.chain.blocks] < _NEVER)
+        return int(fitting[0]) if len(fitting) else None
+
+    def codes(self, slots: int) -> Indices:
+        """The encoded sequence behind the entry for so many free slots, which has to exist."""
+        chain, model = self.chain, self.chain.model
+        codes: list[int] = []
+        waiting: list[tuple[int, int, int] | Indices] = [(0, chain.blocks, slots)]
+        while waiting:
+            item = waiting.pop()
+            if not isinstance(item, tuple):
+                codes.extend(item.tolist())
+                continue
+            low, high, free = item
+            choice = int(self.choice[low, high, free])
+            middle = choice if choice >= 0 else low + 1
+            nodes = range(chain.cuts[low], chain.cuts[middle])
+            if high == chain.blocks:
+                codes.extend(nodes)
+            else:
+                codes.extend(~node for node in nodes if model.recomputable[node])
+            if choice >= 0:
+                taken = int(self.costs.crossing[low, middle])
+                waiting += [(low, middle, free), (middle, high, free - taken)]
+            else:
+                option = self.menus[low][~choice]
+                waiting.append(option)
+                if middle < high:
+                    waiting.append((middle, high, free - int(self.costs.saved[self.costs.start[low] + ~choice])))
+        return np.array([*codes, model.nodes], np.int32)
+
+
+def build_table(chain: Chain, menus: Sequence[Menu], most_bytes: int, slots: int, *, trim: bool = True) -> Table:
+    """The table for every budget up to ``most_bytes``; ``slots`` = 0 counts bytes exactly.
+
+    Raises ``PlanError`` where the exact table would be too large.
+    """
+    room = max(most_bytes - chain.constant_bytes, 1)
+    measures = [
+        [measure_option(chain.tables, chain.span(i, i + 1), codes) for codes in menu] for i, menu in enumerate(menus)
+    ]
+    unit = max(-(-room // slots), 1) if slots else _exact_unit(chain, measures)
+    size = room // unit + 1
+    entries = (chain.blocks + 1) ** 2 * size
+    if entries > _ENTRIES:
+        raise PlanError(
+            f"a block table of {entries:,} entries is above {_ENTRIES:,}: {size:,} slots for {chain.blocks} blocks; "
+            f"round bytes up to fewer slots, for instance 'rotor{{slots=500}}'"
+        )
+    costs = _costs(chain, measures, unit, trim)
+    best, choice = _fill(costs, chain.blocks, size)
+    return Table(chain, tuple(menus), costs, best, choice, unit)
+
+
+def _exact_unit(chain: Chain, measures: list[list[Measures]]) -> int:
+    """The greatest common divisor of all sizes."""
+    model = chain.model
+    numbers = [*model.storage_bytes, *model.workspace_bytes, chain.constant_bytes, *chain.before, *chain.during]
+    return max(int(np.gcd.reduce(np.array(numbers, np.int64))), 1)
+
+
+def _costs(chain: Chain, measures: list[list[Measures]], unit: int, trim: bool) -> Costs:
+    model, blocks = chain.model, chain.blocks
+    time = np.where(model.recomputable, model.time_ns, 0)
+    forward = np.array([time[a:b].sum() for a, b in zip(chain.cuts[:-1], chain.cuts[1:], strict=True)], np.int64)
+    crossing = chain.crossing_bytes()
+    peaks = np.zeros((blocks + 1, blocks + 1), np.int64)
+    nothing = np.zeros(0, np.int32)
+    alone = [int(measure_option(chain.tables, _unread(chain, i), nothing).forward_peak_bytes) for i in range(blocks)]
+    for low in range(blocks):
+        for high in range(low + 1, blocks + 1):
+            peaks[low, high] = max(peaks[low, high - 1], crossing[low, high - 1] + alone[high - 1])
+    gradients = [0, *(chain.before[chain.starts[block]] for block in range(blocks))]
+    flat = [(i, m) for i, menu in enumerate(measures) for m in menu]
+
+    def up(values: object) -> Numbers:
+        return -(-np.asarray(values, np.int64) // unit)
+
+    def rerun(block: int, found: Measures) -> int:
+        return found.rerun_ns if trim else int(forward[block])
+
+    return Costs(
+        forward,
+        up(crossing),
+        up(peaks),
+        up(gradients),
+        np.concatenate([[0], np.cumsum([len(menu) for menu in measures])]).astype(np.int64),
+        up([m.saved_bytes for _, m in flat]),
+        up([m.forward_peak_bytes for _, m in flat]),
+        up([m.backward_peak_bytes for _, m in flat]),
+        np.array([rerun(i, m) for i, m in flat], np.int64),
+        np.array([m.extra_ns for _, m in flat], np.int64),
+    )
+
+
+def _unread(chain: Chain, block: int) -> Span:
+    """The block with nothing that stays for later regions."""
+    span = chain.span(block, block + 1)
+    return span._replace(late=np.zeros_like(span.late))
+
+
+@kernel
+def _fill(c: Costs, blocks: int, size: int) -> tuple[Numbers, Indices]:
+    best = np.full((blocks + 1, blocks + 1, size), _NEVER, np.int64)
+    choice = np.zeros((blocks + 1, blocks + 1, size), np.int32)
+    until = np.zeros(blocks + 1, np.int64)
+    for block in range(blocks):
+        until[block + 1] = until[block] + c.forward_ns[block]
+    for length in range(1, blocks + 1):
+        for low in range(blocks - length + 1):
+            high = low + length
+            first_pass = high == blocks
+            row, how = best[low, high], choice[low, high]
+            for option in range(c.start[low], c.start[low + 1]):
+                time = c.extra_ns[option]
+                time += c.rerun_ns[option] if length == 1 and not first_pass else c.forward_ns[low]
+                least = max(c.option_forward_peak[option] + c.gradients[high], c.option_backward_peak[option])
+                for free in range(least, size):
+                    total = time
+                    if length > 1:
+                        left = free - c.saved[option]
+                        if left < 0:
+                            continue
+                        total += best[low + 1, high, left]
+                    if total < row[free]:
+                        row[free] = total
+                        how[free] = ~(option - c.start[low])
+            for middle in range(low + 1, high):
+                time = until[middle] - until[low]
+                taken = c.crossing[low, middle]
+                inside, after = best[middle, high], best[low, middle]
+                for free in range(max(c.forward_peak[low, middle] + c.gradients[high], taken), size):
+                    total = time + inside[free - taken] + after[free]
+                    if total < row[free]:
+                        row[free] = total
+                        how[free] = middle
+    return best, choice

@@ -1,0 +1,119 @@
+"""Lower bounds on the time of every schedule within a budget, and on the smallest peak.
+
+Solves: how much recomputation no schedule can avoid. Valid for every order-preserving schedule with recomputation
+anywhere, the forward pass included, any number of times; not tight in general. The relaxation
+(``relaxation``) looks at the memory of a few instants only, chosen by ``cuts``; its bound follows from
+multipliers (``dual``), so that no exact solver is needed, and is tightened by branching (``branch``).
+What must be resident for certain (``liveness``) tightens it and bounds the peak.
+
+Assumes a faithful model (``Compact.faithful``); the bounds of others are trivial but valid. Views cost their time once,
+saved generator states nothing. Complexity: O(n^2) for liveness, then a fixed number of iterations on programs of a few
+entries per node and pair of cuts. Source: the rows are those of Checkmate (Jain et al. 2020, arXiv 1910.02653,
+equations 1b to 1e of section 4.2) between a few stages rather than all of them, with windows of stages added.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from lowtide.errors import PlanError
+from lowtide.solve.bounds.branch import branch
+from lowtide.solve.bounds.cuts import Trials, choose_cuts
+from lowtide.solve.bounds.liveness import liveness
+from lowtide.solve.bounds.relaxation import Facts, gather
+from lowtide.solve.bounds.whole import whole_bound
+from lowtide.solve.model.compact import Compact, Numbers
+
+INFEASIBLE_NS = 2**62
+"""The time bound where no schedule fits."""
+
+_MAX_CELLS = 400_000_000  # nodes x storages: above this, the tables of certain liveness are not worth their memory
+_ENDLESS = 2**62
+_PEAK_STEPS = 1000  # of the bound: how finely the peak's is searched
+_ROUNDING = 1e-6  # units of time: above what floating point can be wrong by
+
+
+_EFFORTS = {  # what is tried for the cuts, splits x entries in branching, seconds for HiGHS where it is installed
+    1: (Trials(candidates=8, screening=1_000_000, cuts=1, final=10_000_000), 0, 0.0),
+    2: (Trials(candidates=12, screening=2_000_000, cuts=2, final=20_000_000), 100_000, 0.0),
+    3: (Trials(candidates=16, screening=3_000_000, cuts=3, final=40_000_000), 600_000, 0.0),
+    4: (Trials(candidates=20, screening=8_000_000, cuts=4, final=100_000_000), 600_000, 60.0),
+    5: (Trials(candidates=24, screening=30_000_000, cuts=5, final=500_000_000), 6_000_000, 600.0),
+}
+
+
+def time_bound(model: Compact, budget_bytes: int, *, effort: int = 3, known_ns: int | None = None) -> int:
+    """Nanoseconds that no schedule within ``budget_bytes`` undercuts; ``INFEASIBLE_NS`` where none fits. Raises ``PlanError``.
+
+    ``effort``: 1 to 5. ``known_ns``: time of a schedule that fits; stops early once the bound has reached it.
+    """
+    if effort not in _EFFORTS:
+        raise PlanError(f"time bound: effort is {effort}, but goes from 1 to 5; write for instance effort=3")
+    base = least_time(model)
+    if not _tractable(model):
+        return base
+    live = liveness(model, budget_bytes)
+    if not live.feasible:
+        return INFEASIBLE_NS
+    scale = int(model.time_ns.sum())
+    if scale == 0:
+        return base
+    enough = math.inf if known_ns is None else (known_ns - base) / scale
+    share = _share_bound(gather(model, live, budget_bytes), *_EFFORTS[effort], enough)
+    unit = int(np.gcd.reduce(np.concatenate((model.time_ns, model.view_time_ns))))
+    return base + unit * max(math.ceil(share * scale / unit - _ROUNDING), 0)  # times are multiples of the unit
+
+
+def peak_bound(model: Compact) -> int:
+    """Bytes that no schedule's peak undercuts, ``fixed_bytes`` included."""
+    if not _tractable(model) or model.nodes == 0:
+        return model.fixed_bytes
+    low = model.fixed_bytes + int(liveness(model, _ENDLESS).instant_bytes.max())
+    high = max(low, model.fixed_bytes + int(_kept_bytes(model).max()))  # a budget that nothing is proven of
+    while high - low > low // _PEAK_STEPS:
+        middle = (low + high) // 2
+        if liveness(model, middle).feasible:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def proven_infeasible(model: Compact, budget_bytes: int) -> bool:
+    """Whether certain liveness alone shows that no schedule fits."""
+    return _tractable(model) and not liveness(model, budget_bytes).feasible
+
+
+def least_time(model: Compact) -> int:
+    """Every node and every view once."""
+    inside = int(model.view_time_ns[model.views].sum())  # those of external storages are in constant_ns
+    return model.constant_ns + int(model.time_ns.sum()) + inside
+
+
+def _tractable(model: Compact) -> bool:
+    return model.faithful and (model.nodes + 2) * max(len(model.storage_node), model.nodes) <= _MAX_CELLS
+
+
+def _kept_bytes(model: Compact) -> Numbers:
+    """Bytes resident at each instant without recomputation."""
+    last = model.storage_node.astype(np.int64)
+    np.maximum.at(last, model.reads, np.repeat(np.arange(model.nodes + 1), np.diff(model.reads_start)))
+    last[model.held] = model.nodes
+    change = np.zeros(model.nodes + 2, np.int64)
+    np.add.at(change, model.storage_node, model.storage_bytes)
+    np.subtract.at(change, last + 1, model.storage_bytes)
+    return np.asarray(np.cumsum(change)[:-1] + model.workspace_bytes, np.int64)
+
+
+def _share_bound(facts: Facts, trials: Trials, work: int, seconds: float, enough: float) -> float:
+    """A bound on the recompute time as a share of the time of all nodes."""
+    relaxed = choose_cuts(facts, _kept_bytes(facts.model), trials, enough)
+    if relaxed is None:
+        return 0.0
+    splits = work // max(len(relaxed.program.index), 1)
+    bound = max(branch(relaxed.program, relaxed.dual, splits, enough), 0.0)
+    if seconds > 0 and bound < enough:
+        bound = max(bound, whole_bound(relaxed.program, seconds) or 0.0)
+    return bound

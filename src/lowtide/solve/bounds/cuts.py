@@ -1,0 +1,105 @@
+"""Which instants to look at: cuts are added one at a time, the one whose relaxation proves most.
+
+Instants are tried where most would be live without recomputation, one in each of some equal stretches of the part that
+is over the budget, then around the best of them. A cut more never makes the relaxation weaker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.solve.bounds.dual import Dual, improve, make_matrix, solve_dual
+from lowtide.solve.bounds.relaxation import Covering, Facts, Floats, relax
+from lowtide.solve.bounds.transfer import transfer
+from lowtide.solve.model.compact import Numbers
+
+_WORTH = 2e-5  # a further cut must add this share of the program's time
+_LEAST, _MOST = 240, 40_000  # iterations
+_AROUND = 6  # instants tried on either side of the best
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """How much work goes into the choice."""
+
+    candidates: int  # instants tried per cut
+    screening: int  # iterations x entries of the program per trial
+    cuts: int
+    final: int  # iterations x entries on the chosen cuts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Relaxed:
+    program: Covering
+    dual: Dual
+
+
+def choose_cuts(facts: Facts, kept_bytes: Numbers, trials: Trials, enough: float) -> Relaxed | None:
+    """The relaxation on the chosen cuts, with its multipliers; ``None`` where no instant is over the budget.
+
+    ``kept_bytes``: bytes resident at each instant without recomputation. Stops early once the bound is ``enough``.
+    """
+    over = np.nonzero(kept_bytes[:-1] > facts.room_bytes)[0]
+    best: Relaxed | None = None
+    for _ in range(trials.cuts):
+        stretches = _stretches(over, trials.candidates)
+        found = _best_trial(facts, best, [_highest(stretch, kept_bytes) for stretch in stretches], trials)
+        if found is None:
+            break
+        near = _around(stretches, found[0])
+        around = _best_trial(facts, best, [_highest(stretch, kept_bytes) for stretch in near], trials)
+        candidate = max((entry[1] for entry in (found, around) if entry is not None), key=lambda one: one.dual.bound)
+        if best is not None and candidate.dual.bound < best.dual.bound + _WORTH:
+            break
+        best = _more(candidate, trials.final // 4)
+        if best.dual.bound >= enough:
+            return best
+    return None if best is None else _more(best, trials.final)
+
+
+def _best_trial(
+    facts: Facts, known: Relaxed | None, instants: Sequence[int], trials: Trials
+) -> tuple[int, Relaxed] | None:
+    """The instant that proves most when added to the known cuts."""
+    cuts = () if known is None else known.program.cuts
+    found = [
+        (instant, _with_cut(facts, known, instant, trials.screening)) for instant in sorted(set(instants) - set(cuts))
+    ]
+    return max(found, key=lambda entry: entry[1].dual.bound, default=None)
+
+
+def _with_cut(facts: Facts, known: Relaxed | None, instant: int, work: int) -> Relaxed:
+    if known is None:
+        program = relax(facts, [instant])
+        return Relaxed(program, solve_dual(program, _iterations(program, work)))
+    program = relax(facts, sorted((*known.program.cuts, instant)))
+    cost: Floats = facts.model.time_ns / max(int(facts.model.time_ns.sum()), 1)
+    return _more(Relaxed(program, transfer(known.program, known.dual, program, cost)), work)
+
+
+def _more(relaxed: Relaxed, work: int) -> Relaxed:
+    program, zeros = relaxed.program, np.zeros(len(relaxed.program.cost))
+    iterations = _iterations(program, work)
+    dual = improve(program, make_matrix(program), zeros, zeros + 1.0, relaxed.dual, iterations)
+    return Relaxed(program, dual)
+
+
+def _iterations(program: Covering, work: int) -> int:
+    return min(max(work // max(len(program.index), 1), _LEAST), _MOST)
+
+
+def _stretches(instants: Numbers, count: int) -> list[Numbers]:
+    return [part for part in np.array_split(instants, max(min(count, len(instants)), 1)) if len(part)]
+
+
+def _highest(stretch: Numbers, kept_bytes: Numbers) -> int:
+    return int(stretch[np.argmax(kept_bytes[stretch])])
+
+
+def _around(stretches: list[Numbers], cut: int) -> list[Numbers]:
+    """The stretch of ``cut`` and its neighbours, cut smaller."""
+    home = next(index for index, stretch in enumerate(stretches) if stretch[0] <= cut <= stretch[-1])
+    return _stretches(np.concatenate(stretches[max(home - 1, 0) : home + 2]), 2 * _AROUND)

@@ -1,0 +1,203 @@
+"""The linear relaxation behind the time bounds: what must be kept or recomputed across a few instants.
+
+Glossary: a *cut* is the instant at which some node is first computed; the cuts t_1 < ... < t_K split the program into
+*gaps* (the last one reaches the end; before t_1 everything is free). For every *window* of consecutive gaps, from cut a
+to cut e, with s a storage computed before cut a and p(s) its node:
+
+    S[a, s]      s is live at cut a                                R[a, e, i]   node i is recomputed in the window
+    S[a, s] + R[a, e, p(s)] >= 1               s is read by a first compute inside the window
+    S[a, s] + R[a, e, p(s)] >= S[e, s]         what is live at its end was kept or recomputed
+    S[a, s] + R[a, e, p(s)] >= R[a, e, j]      for every s that node j reads: recomputing needs the inputs
+    sum of R[f, f + 1, i] over its gaps >= R[a, e, i]
+    sum of bytes(s) S[a, s] + what the node of cut a allocates and needs as workspace <= budget
+
+The cost is the time of the recomputes counted once per gap. Every schedule within the budget gives a solution that
+costs no more than it does, so the minimum, any dual solution's value too, bounds every schedule. What holds for gaps
+implies nothing of the sort for windows in the linear relaxation: fractions add up over gaps, so windows count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtide.solve.bounds.liveness import Liveness, last_needs
+from lowtide.solve.model.compact import Compact, Flags, Indices, Numbers
+
+Floats = npt.NDArray[np.float64]
+Key = tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Rows or columns of one kind and one window, from ``first`` on; ``members`` are the nodes, storages or reads
+    that they stand for. The key is the kind and the nodes of the window's cuts."""
+
+    key: Key
+    first: int
+    members: Numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Covering:
+    """Minimise ``cost @ x`` with ``A x >= right`` and 0 <= x <= 1; rows are in compressed form. ``cost`` is in shares
+    of the program's time; ``weight`` is a storage's share of the budget for the S columns, 0 for the others."""
+
+    cuts: tuple[int, ...]
+    row_blocks: tuple[Block, ...]
+    column_blocks: tuple[Block, ...]
+    cost: Floats
+    weight: Floats
+    start: Indices
+    index: Indices
+    value: Floats
+    right: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Facts:
+    """What every relaxation of one model under one budget shares."""
+
+    model: Compact
+    liveness: Liveness
+    room_bytes: int
+    last_need: Numbers  # storage -> instant
+    edge_node: Numbers  # per read: the reading node
+    edge_storage: Numbers  # per read: the storage
+
+
+def gather(model: Compact, live: Liveness, budget_bytes: int) -> Facts:
+    """Of a liveness closed under the same budget."""
+    return Facts(
+        model=model,
+        liveness=live,
+        room_bytes=budget_bytes - model.fixed_bytes,
+        last_need=last_needs(model),
+        edge_node=np.repeat(np.arange(model.nodes + 1), np.diff(model.reads_start)),
+        edge_storage=model.reads.astype(np.int64),
+    )
+
+
+def relax(facts: Facts, cuts: Sequence[int]) -> Covering:
+    """The relaxation for ascending ``cuts``."""
+    return _Builder(facts, cuts).build()
+
+
+class _Builder:
+    """Columns and rows under construction; tables hold column numbers, -1 where there is none."""
+
+    def __init__(self, facts: Facts, cuts: Sequence[int]) -> None:
+        self.facts = facts
+        self.model = facts.model
+        self.cuts = [*cuts, facts.model.nodes + 1]
+        self.count = len(cuts)
+        self.base = self.model.storage_node.astype(np.int64)
+        self.costs: list[Floats] = []
+        self.weights: list[Floats] = []
+        self.columns = 0
+        self.entries: list[tuple[Numbers, Numbers, Floats]] = []
+        self.rights: list[Floats] = []
+        self.rows = 0
+        self.certain: list[Flags] = []
+        self.live: list[Numbers] = []
+        self.again: dict[tuple[int, int], Numbers] = {}
+        self.row_blocks: list[Block] = []
+        self.column_blocks: list[Block] = []
+
+    def build(self) -> Covering:
+        for cut in self.cuts[:-1]:
+            self._live_columns(cut)
+        windows = [(a, e) for a in range(self.count) for e in range(a + 1, self.count + 1)]
+        for first, end in windows:
+            self._again_columns(first, end)
+        for first, end in windows:
+            self._window_rows(first, end)
+        for cut in range(self.count):
+            self._memory_row(cut)
+        rows, columns, values = (np.concatenate(parts) for parts in zip(*self.entries, strict=True))
+        order = np.argsort(rows, kind="stable")
+        start = np.zeros(self.rows + 1, np.int32)
+        np.cumsum(np.bincount(rows, minlength=self.rows), out=start[1:])
+        return Covering(
+            cuts=tuple(self.cuts[:-1]),
+            row_blocks=tuple(self.row_blocks),
+            column_blocks=tuple(self.column_blocks),
+            cost=np.concatenate(self.costs),
+            weight=np.concatenate(self.weights),
+            start=start,
+            index=columns[order].astype(np.int32),
+            value=values[order],
+            right=np.concatenate(self.rights),
+        )
+
+    def _live_columns(self, cut: int) -> None:
+        certain = self.facts.liveness.certain_at(self.model, cut)
+        free = (self.base < cut) & ~certain & (self.facts.last_need >= cut)
+        weights = self.model.storage_bytes[free] / max(self.facts.room_bytes, 1)
+        self.certain.append(certain)
+        self.live.append(self._add_columns(("live", cut, 0), free, np.zeros(int(free.sum())), weights))
+
+    def _again_columns(self, first: int, end: int) -> None:
+        """Nodes that have an open slot in the window; a recompute costs its time once per gap."""
+        begin, last = self.cuts[first], self.cuts[end]
+        possible = np.zeros(self.model.nodes + 1, np.bool_)
+        possible[:begin] = self.facts.liveness.open_slots[:begin, begin + 1 : last + 1].any(axis=1)
+        cost = self.model.time_ns[possible] / max(int(self.model.time_ns.sum()), 1)
+        cost = cost if end == first + 1 else np.zeros(len(cost))
+        self.again[first, end] = self._add_columns(("again", begin, last), possible, cost, np.zeros(len(cost)))
+
+    def _add_columns(self, key: Key, chosen: Flags, cost: Floats, weight: Floats) -> Numbers:
+        table = np.full(len(chosen), -1, np.int64)
+        self.column_blocks.append(Block(key, self.columns, np.nonzero(chosen)[0]))
+        table[chosen] = self.columns + np.arange(len(cost))
+        self.columns += len(cost)
+        self.costs.append(cost)
+        self.weights.append(weight)
+        return table
+
+    def _window_rows(self, first: int, end: int) -> None:
+        facts, begin, last = self.facts, self.cuts[first], self.cuts[end]
+        live, again = self.live[first], self.again[first, end]
+        if end > first + 1:
+            nodes = np.nonzero(again >= 0)[0]
+            parts = [self.again[gap, gap + 1][nodes] for gap in range(first, end)]
+            self._add_rows([*((part, 1.0) for part in parts), (again[nodes], -1.0)], 0.0, ("link", begin, last), nodes)
+        inside = (facts.edge_node > begin) & (facts.edge_node < last)
+        open_before = (self.base < begin) & ~self.certain[first]
+        needed = np.zeros(len(self.base), np.bool_)
+        needed[facts.edge_storage[inside]] = True
+        if end < self.count:
+            needed |= self.certain[end]
+            kept = np.nonzero(open_before & ~needed & (self.live[end] >= 0))[0]
+            terms = [(live[kept], 1.0), (again[self.base[kept]], 1.0), (self.live[end][kept], -1.0)]
+            self._add_rows(terms, 0.0, ("keep", begin, last), kept)
+        demanded = np.nonzero(open_before & needed)[0]
+        terms = [(live[demanded], 1.0), (again[self.base[demanded]], 1.0)]
+        self._add_rows(terms, 1.0, ("need", begin, last), demanded)
+        built = np.nonzero((again[facts.edge_node] >= 0) & open_before[facts.edge_storage])[0]
+        node, storage = facts.edge_node[built], facts.edge_storage[built]
+        terms = [(live[storage], 1.0), (again[self.base[storage]], 1.0), (again[node], -1.0)]
+        self._add_rows(terms, 0.0, ("build", begin, last), built)
+
+    def _memory_row(self, cut: int) -> None:
+        columns = self.live[cut][self.live[cut] >= 0]
+        taken = int(self.facts.liveness.instant_bytes[self.cuts[cut]])
+        rows = np.full(len(columns), self.rows, np.int64)
+        self.entries.append((rows, columns, -self.weights[cut]))
+        self.rights.append(np.array([taken / max(self.facts.room_bytes, 1) - 1.0]))
+        self.row_blocks.append(Block(("memory", self.cuts[cut], 0), self.rows, np.zeros(1, np.int64)))
+        self.rows += 1
+
+    def _add_rows(self, terms: Sequence[tuple[Numbers, float]], right: float, key: Key, members: Numbers) -> None:
+        """One row per member: each term has one column per row (-1: absent) and a coefficient."""
+        count = len(members)
+        rows = self.rows + np.arange(count)
+        self.row_blocks.append(Block(key, self.rows, members))
+        for columns, coefficient in terms:
+            there = columns >= 0
+            self.entries.append((rows[there], columns[there], np.full(int(there.sum()), coefficient)))
+        self.rights.append(np.full(count, right))
+        self.rows += count

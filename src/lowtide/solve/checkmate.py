@@ -1,0 +1,151 @@
+"""``checkmate``: the optimal schedule by mixed-integer programming (Jain et al., MLSys 2020, arXiv 1910.02653, section 4).
+
+Solves the full problem: order-preserving schedules with recomputation anywhere. Three programs on one set of variables
+(``lowtide.solve.milp.stages``):
+
+- *any order*: what is resident during a step is counted only as far as it is there whatever the order of recomputes
+  within a stage, and however often a node is recomputed in it. A relaxation of the full problem: its bound holds for
+  every schedule, and where it has no solution nothing fits. Its solution, run in program order, is mostly a schedule.
+- *ordered*: Checkmate's program. Each stage recomputes a node at most once and in program order, which is a
+  restriction: two first computes may need several recomputes of one node between them, or another order. ``rounds`` of
+  a stage widen it.
+- *reduced* (``form=reduced``): the ordered program without recomputation in the forward pass; faster, but small
+  budgets (networks with long skips) need what it leaves out.
+
+``OPTIMAL`` is claimed where a schedule is as quick as the any-order bound, or the shortest path over memory states
+(``lowtide.solve.search.memory_paths``, small graphs) says so; ``INFEASIBLE`` where the any-order program has no solution, one
+op's working set is above the budget, or again by the shortest path. All of it within the tolerances of HiGHS: sizes and
+times are divided by their greatest common divisors so that sums are small integers wherever possible, bounds are
+rounded after 1e-7 of them is taken off, and a solution that the simulator finds above the budget is cut off by
+tightening the budget and solving again, never returned.
+
+Assumes that the compact model is exact (no view that needs workspace or reads other storages, no op that writes into
+another's storage); otherwise nothing is claimed. Exponential in the worst case; variables grow with nodes x stages, so
+above ``MOST_RECOMPUTES`` of them the program is not built and the answer is the warm start's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+
+from lowtide.errors import PlanError
+from lowtide.ir import Schedule, keep_all_schedule, simulate
+from lowtide.solve.keep_all import KeepAll
+from lowtide.solve.milp.search import NEVER, Limits, Search, run
+from lowtide.solve.minimum import minimum_peak, working_set_bound
+from lowtide.solve.outcome import answer
+from lowtide.solve.problem import Problem, Solution, Status
+from lowtide.solve.registry import get_planner
+
+_FORMS = ("auto", "full", "reduced")
+_OBJECTIVES = ("time", "peak")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkmate:
+    """``time_limit`` in seconds for all programs together; ``gap``: relative, of the recompute time, at which a program
+    is left; ``objective=peak``: the lowest peak instead of the least time (``OPTIMAL`` then means that no schedule
+    peaks lower); ``warm_start``: begin with the schedule of ``auto{effort=1}``."""
+
+    time_limit: float = 60.0
+    gap: float = 0.0
+    form: str = "auto"
+    objective: str = "time"
+    threads: int = 1
+    warm_start: bool = True
+
+    def __post_init__(self) -> None:
+        if self.form not in _FORMS:
+            raise PlanError(
+                f"checkmate: form is {self.form!r}, not one of {', '.join(_FORMS)}; 'checkmate{{form=full}}'"
+            )
+        if self.objective not in _OBJECTIVES:
+            known = ", ".join(_OBJECTIVES)
+            raise PlanError(
+                f"checkmate: objective is {self.objective!r}, not one of {known}; 'checkmate{{objective=peak}}'"
+            )
+        if not self.time_limit > 0:
+            raise PlanError(
+                f"checkmate: time-limit is {self.time_limit} s, but must be above 0; 'checkmate{{time-limit=60}}'"
+            )
+        if not 0 <= self.gap < 1:
+            raise PlanError(f"checkmate: gap is {self.gap}, but goes from 0 to below 1; 'checkmate{{gap=0.01}}'")
+        if self.threads < 1:
+            raise PlanError(f"checkmate: threads is {self.threads}, but must be at least 1; 'checkmate{{threads=2}}'")
+
+    def solve(self, problem: Problem) -> Solution:
+        limits = Limits(self.time_limit, self.gap, self.threads, self.form)
+        solve = _least_time if self.objective == "time" else _least_peak
+        return solve(limits, problem, self.warm_start)
+
+
+def _least_time(limits: Limits, problem: Problem, warm_start: bool) -> Solution:
+    """The least time within the budget."""
+    began = time.perf_counter()
+    kept = KeepAll().solve(problem)
+    if kept.status is Status.OPTIMAL:
+        return dataclasses.replace(kept, planner="checkmate")
+    search = Search(problem, limits, problem.budget_bytes, began)
+    known = [keep_all_schedule(problem.graph)]
+    if warm_start:
+        warm = get_planner("auto{effort=1}").solve(problem)
+        known += [schedule for schedule in (warm.schedule, warm.lowest_schedule) if schedule is not None]
+    for schedule in known:
+        search.consider(schedule)
+    if working_set_bound(problem.graph, problem.costs) > problem.budget_bytes:
+        search.bound = NEVER
+    run(search)
+    candidates = known if search.best is None else [search.best]
+    if search.best is None:  # what else this planner could reach
+        candidates = [*known, _lowest(limits, problem, known, began).schedule]
+    status = Status.OPTIMAL if search.settled else Status.FEASIBLE
+    solution = answer("checkmate", problem, candidates, began, found=status)
+    if solution.status is Status.UNSOLVED and search.impossible:
+        return dataclasses.replace(solution, status=Status.INFEASIBLE)
+    if solution.status is Status.FEASIBLE and search.bound:
+        return dataclasses.replace(solution, lower_bound_ns=search.bound)
+    return solution
+
+
+@dataclass(frozen=True, slots=True)
+class LeastPeak:
+    """A schedule, its peak, and a bound below which no schedule peaks."""
+
+    schedule: Schedule
+    peak_bytes: int
+    bound_bytes: int
+
+
+def least_peak(limits: Limits, problem: Problem, warm_start: bool) -> LeastPeak:
+    """The lowest peak found within the time limit; the problem's budget plays no part."""
+    began = time.perf_counter()
+    known = [keep_all_schedule(problem.graph)]
+    if warm_start:
+        known.append(minimum_peak(problem.graph, problem.costs, problem.seed)[1])
+    return _lowest(limits, problem, known, began)
+
+
+def _lowest(limits: Limits, problem: Problem, known: list[Schedule], began: float) -> LeastPeak:
+    search = Search(problem, limits, None, began)
+    search.bound = working_set_bound(problem.graph, problem.costs)
+    for schedule in known:
+        search.consider(schedule)
+    run(search)
+    assert search.best is not None
+    peak = simulate(problem.graph, problem.costs, search.best).peak_bytes
+    return LeastPeak(search.best, peak, min(search.bound, peak))
+
+
+def _least_peak(limits: Limits, problem: Problem, warm_start: bool) -> Solution:
+    """The lowest peak, as an answer to the problem; ``OPTIMAL`` where no schedule peaks lower."""
+    began = time.perf_counter()
+    least = least_peak(limits, problem, warm_start)
+    proven = least.bound_bytes == least.peak_bytes
+    solution = answer(
+        "checkmate", problem, [least.schedule], began, found=Status.OPTIMAL if proven else Status.FEASIBLE
+    )
+    if solution.status is Status.UNSOLVED and least.bound_bytes > problem.budget_bytes:
+        solution = dataclasses.replace(solution, status=Status.INFEASIBLE)
+    return dataclasses.replace(solution, lower_bound_ns=None)

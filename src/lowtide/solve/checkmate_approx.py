@@ -1,0 +1,139 @@
+"""``checkmate-approx``: linear relaxation and two-phase rounding (Jain et al., MLSys 2020, arXiv 1910.02653, section 5).
+
+Solves Checkmate's program (``lowtide.solve.milp.stages``, reduced form) as a linear one for a part of the budget
+(the paper: 0.9 of it, that is a reserve of 0.1), rounds which storages are kept, completes with the least recomputation
+and rejects what peaks above the budget. A heuristic: no guarantee of cost or feasibility, and no bound, since the
+reduced form is a restriction.
+
+Known deviations: the reserve is searched over ``RESERVES`` unless given; beside the paper's S = 1[S* > 0.5] and its
+draws there is a sweep of thresholds; above ``MOST_RECOMPUTES`` variables R[t, i] recomputation is planned only in every
+second, third .. stage, so that the program stays of that size. Keeping everything and keeping nothing of the forward pass
+are always among the candidates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.errors import PlanError
+from lowtide.ir import Schedule, keep_all_schedule, simulate
+from lowtide.solve.keep_all import KeepAll
+from lowtide.solve.milp.program import Floats, Outcome, Settings, solve_program
+from lowtide.solve.milp.rounding import completed, roundings
+from lowtide.solve.milp.stages import StageModel
+from lowtide.solve.milp.tables import Formulation, recompute_columns
+from lowtide.solve.model.compact import Compact, Indices
+from lowtide.solve.model.tables import encode_keep_all
+from lowtide.solve.outcome import answer
+from lowtide.solve.problem import Problem, Solution, Status
+
+RESERVES = (0.1, 0.05, 0.0, 0.15, 0.2, 0.3, 0.4, 0.5)
+MOST_RECOMPUTES = 8_000
+MOST_NODES = 3_000
+_ATTEMPTS = 6  # to find a budget that can be met, together within the time limit once more
+_ROUNDINGS = ("deterministic", "sweep", "randomised")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckmateApprox:
+    """``rounding``: deterministic, sweep or randomised; ``reserve``: part of the budget left out, 0 to search it;
+    ``samples``: draws of ``randomised`` per linear program; ``time_limit`` in seconds for all linear programs."""
+
+    rounding: str = "sweep"
+    reserve: float = 0.0
+    samples: int = 50
+    time_limit: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.rounding not in _ROUNDINGS:
+            known = ", ".join(_ROUNDINGS)
+            raise PlanError(
+                f"checkmate-approx: rounding is {self.rounding!r}, not one of {known}; 'checkmate-approx{{rounding=sweep}}'"
+            )
+        if not 0 <= self.reserve < 1:
+            raise PlanError(
+                f"checkmate-approx: reserve is {self.reserve}, but goes from 0 (searched) to below 1; "
+                "'checkmate-approx{reserve=0.1}'"
+            )
+        if self.samples < 1:
+            raise PlanError(
+                f"checkmate-approx: samples is {self.samples}, but must be at least 1; 'checkmate-approx{{samples=50}}'"
+            )
+        if not self.time_limit > 0:
+            raise PlanError(
+                f"checkmate-approx: time-limit is {self.time_limit} s, but must be above 0; "
+                "'checkmate-approx{time-limit=60}'"
+            )
+
+    def solve(self, problem: Problem) -> Solution:
+        began = time.perf_counter()
+        kept = KeepAll().solve(problem)
+        if kept.status is Status.OPTIMAL:
+            return dataclasses.replace(kept, planner="checkmate-approx")
+        solution = self._attempt(problem, began)
+        return solution if solution.status.solved else self._reachable(problem, solution, began)
+
+    def _attempt(self, problem: Problem, began: float) -> Solution:
+        """The quickest candidate of all reserves within the budget, or the lowest."""
+        from lowtide.solve.search.portfolio import make_portfolio
+
+        portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
+        candidates = portfolio.measure(self._sequences(portfolio.model, problem, began))
+        budget = problem.budget_bytes
+        best = min(candidates, key=lambda c: (max(c.peak_bytes - budget, 0), c.recompute_ns, c.peak_bytes))
+        return answer("checkmate-approx", problem, [portfolio.schedule(best)], began)
+
+    def _sequences(self, model: Compact, problem: Problem, began: float) -> Iterator[Indices]:
+        """Encoded sequences, those that do not depend on the budget first."""
+        yield encode_keep_all(model)
+        if model.nodes > MOST_NODES:
+            return
+        every = 1 + recompute_columns(model, reduced=True) // MOST_RECOMPUTES
+        formulation = StageModel(model, problem.budget_bytes, reduced=True, every=every).build()
+        yield completed(formulation, model, _gradients_only(formulation, model))
+        infeasible = 1.0
+        for reserve in (self.reserve,) if self.reserve else RESERVES:
+            remaining = self.time_limit - (time.perf_counter() - began)
+            if remaining <= 0 or reserve >= infeasible:
+                continue
+            room = int(problem.budget_bytes * (1 - reserve))
+            formulation = StageModel(model, room, reduced=True, every=every, integer=False).build()
+            settings = Settings(time_limit=remaining, method="simplex", seed=problem.seed)
+            result = solve_program(formulation.program, settings)
+            if result.outcome is Outcome.INFEASIBLE:
+                infeasible = reserve
+            if len(result.values):
+                for rounded in roundings(result.values, self.rounding, self.samples, problem.seed):
+                    yield completed(formulation, model, rounded)
+
+    def _reachable(self, problem: Problem, solution: Solution, began: float) -> Solution:
+        """With a peak for ``minimum_bytes`` that the planner reaches when it is asked for just that, going up from what
+        it found; at last the program as written."""
+        brief = dataclasses.replace(self, time_limit=self.time_limit / _ATTEMPTS)  # with more time it reaches no less
+        for _ in range(_ATTEMPTS):
+            lowest = solution.minimum_bytes or 0
+            again = brief._attempt(dataclasses.replace(problem, budget_bytes=lowest), time.perf_counter())
+            if again.status.solved:
+                return _unsolved(solution, lowest, again.schedule, began)
+            solution = dataclasses.replace(solution, minimum_bytes=max(again.minimum_bytes or 0, lowest + lowest // 20))
+        schedule = keep_all_schedule(problem.graph)
+        return _unsolved(solution, simulate(problem.graph, problem.costs, schedule).peak_bytes, schedule, began)
+
+
+def _gradients_only(formulation: Formulation, model: Compact) -> Floats:
+    """The columns S when nothing of the forward pass is kept."""
+    rounded = np.zeros(len(formulation.program.cost))
+    for stored in formulation.stored:
+        backward = [c for s, c in stored.items() if c >= 0 and model.storage_node[s] >= model.boundary]
+        rounded[backward] = 1.0
+    return rounded
+
+
+def _unsolved(solution: Solution, lowest: int, schedule: Schedule | None, began: float) -> Solution:
+    elapsed = time.perf_counter() - began
+    return dataclasses.replace(solution, minimum_bytes=lowest, lowest_schedule=schedule, solve_seconds=elapsed)

@@ -1,0 +1,200 @@
+"""Checkpointing planners after Chen et al. and their generalisations: which forward nodes to keep.
+
+Heuristics without guarantee; bytes are looked at only afterwards: every candidate is simulated and the quickest that
+fits is the answer. All recompute nothing where the budget allows that. Forward nodes are those of the compact model
+(views merged); ``n`` is their number. What happens to the nodes not kept is told in ``lowtide.solve.model.checkpoints``.
+
+========================  ==========================================================================================
+``chen-sqrt``             every floor(sqrt(n))-th forward node, moved back to the last articulation point
+``chen-greedy``           a checkpoint whenever the bytes allocated since the last one exceed b, moved back likewise
+``ap-sqrt``               every floor(sqrt(m))-th of the m articulation points
+``ap-greedy``             the first articulation point at which the bytes since the last checkpoint exceed b
+``linearized-sqrt``       every floor(sqrt(n))-th forward node
+``linearized-greedy``     the first forward node at which the bytes since the last checkpoint exceed b
+``checkpoint-all-ap``     all articulation points
+``checkpoint-last``       the last forward node only: every backward node rebuilds what it reads
+========================  ==========================================================================================
+
+Chen et al. 2016 (arXiv 1604.06174, section 4): sqrt is their O(sqrt(n)) algorithm, greedy their Algorithm 3 with its
+budget b swept. They assume a chain of layers; on a chain the chen, ap and linearized planners agree. Checkmate (Jain et
+al. 2020, arXiv 1910.02653, section 6 and appendix B) restricts the candidates to articulation points (ap) or takes the
+program's order for a chain (linearized). Moving back keeps Chen's spacing in nodes where articulation points are
+unevenly spread; it is ours.
+
+The sweep over b visits all values at which the choice changes, or where they are denser than 1/32 apart, steps of that
+ratio; the candidates do not depend on the budget, so more budget is never slower. Time: candidates x graph size,
+``checkpoint-last`` the square of the graph's size.
+
+Deviations: the segment after the last checkpoint is not dropped, as the backward pass begins with it. Checkmate's
+checkpoint-last keeps the latest node alone in the forward pass too, and drops gradients; here the forward pass runs as
+written and gradients stay. Bytes count storages, so that a view costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.solve.keep_all import KeepAll
+from lowtide.solve.model.checkpoints import Readers, kept_sequence, make_readers, nothing_kept_sequence
+from lowtide.solve.model.compact import Compact, Indices
+from lowtide.solve.model.structure import articulation_points
+from lowtide.solve.outcome import answer
+from lowtide.solve.problem import Problem, Solution, Status
+from lowtide.solve.search.portfolio import make_portfolio
+
+_STEP = 32  # the sweep over b advances by at least one in this many
+_SIMULATED = 4  # candidates that are simulated: the lowest and the quickest that fit
+
+
+def quickest(planner: str, problem: Problem, sequences: Callable[[Readers], Iterable[Indices]]) -> Solution:
+    """The quickest of the encoded sequences that fits, the program as written included.
+
+    The sequences must not depend on the budget. Where none fits, ``minimum_bytes`` is the lowest peak among them.
+    """
+    began = time.perf_counter()
+    kept = KeepAll().solve(problem)
+    if kept.status is Status.OPTIMAL:
+        return dataclasses.replace(kept, planner=planner)
+    portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
+    measured = [portfolio.keep_all(), *portfolio.measure(sequences(make_readers(portfolio.model)))]
+    lowest = min(measured, key=lambda candidate: (candidate.peak_bytes, candidate.recompute_ns))
+    fitting = [candidate for candidate in measured if candidate.peak_bytes <= problem.budget_bytes]
+    fitting.sort(key=lambda candidate: (candidate.recompute_ns, candidate.peak_bytes))
+    chosen = [lowest, *(candidate for candidate in fitting[: _SIMULATED - 1] if candidate is not lowest)]
+    return answer(planner, problem, [portfolio.schedule(candidate) for candidate in chosen], began)
+
+
+def every_root(model: Compact, candidates: Sequence[int]) -> list[list[int]]:
+    """One set: every floor(sqrt(n))-th of the n candidates."""
+    spacing = max(math.isqrt(len(candidates)), 1)
+    return [list(candidates[spacing - 1 :: spacing])]
+
+
+def greedy_sets(model: Compact, candidates: Sequence[int]) -> list[list[int]]:
+    """The sets of the sweep over b, from all candidates to none, each once."""
+    own = np.zeros(model.boundary + 1, np.int64)
+    forward = model.storage_node < model.boundary
+    np.add.at(own, model.storage_node[forward] + 1, model.storage_bytes[forward])
+    until = np.cumsum(own)[np.asarray(candidates, np.int64) + 1].tolist()
+    sets: list[list[int]] = []
+    size = 0
+    while True:
+        chosen, weights = _exceeding(until, size)
+        if not chosen:
+            return sets
+        checkpoints = [candidates[index] for index in chosen]
+        if not sets or sets[-1] != checkpoints:
+            sets.append(checkpoints)
+        size = max(min(weights), size + size // _STEP)
+
+
+def _exceeding(until: Sequence[int], size: int) -> tuple[list[int], list[int]]:
+    """Positions at which the bytes since the last chosen one exceed ``size``, and those bytes; ``until`` adds up."""
+    chosen, weights, since = [], [], 0
+    for index, total in enumerate(until):
+        if total - since > size:
+            chosen.append(index)
+            weights.append(total - since)
+            since = total
+    return chosen, weights
+
+
+def moved_back(sets: Iterable[list[int]], points: Sequence[int]) -> Iterator[list[int]]:
+    """Each checkpoint replaced by the last articulation point at or before it; those without any are dropped."""
+    for checkpoints in sets:
+        places = np.searchsorted(points, checkpoints, side="right") - 1
+        yield sorted({points[place] for place in places if place >= 0})
+
+
+def _sequences(readers: Readers, sets: Iterable[list[int]]) -> Iterator[Indices]:
+    for checkpoints in dict.fromkeys(tuple(chosen) for chosen in sets):
+        yield kept_sequence(readers, checkpoints)
+
+
+Rule = Callable[[Compact, Sequence[int]], list[list[int]]]
+
+
+def _on_nodes(rule: Rule) -> Callable[[Readers], Iterator[Indices]]:
+    return lambda readers: _sequences(readers, rule(readers.model, range(readers.model.boundary)))
+
+
+def _on_points(rule: Rule) -> Callable[[Readers], Iterator[Indices]]:
+    return lambda readers: _sequences(readers, rule(readers.model, articulation_points(readers.model)))
+
+
+def _moved(rule: Rule) -> Callable[[Readers], Iterator[Indices]]:
+    def sequences(readers: Readers) -> Iterator[Indices]:
+        sets = rule(readers.model, range(readers.model.boundary))
+        return _sequences(readers, moved_back(sets, articulation_points(readers.model)))
+
+    return sequences
+
+
+@dataclass(frozen=True, slots=True)
+class ChenSqrt:
+    """No options."""
+
+    def solve(self, problem: Problem) -> Solution:
+        return quickest("chen-sqrt", problem, _moved(every_root))
+
+
+@dataclass(frozen=True, slots=True)
+class ChenGreedy:
+    """No options."""
+
+    def solve(self, problem: Problem) -> Solution:
+        return quickest("chen-greedy", problem, _moved(greedy_sets))
+
+
+@dataclass(frozen=True, slots=True)
+class ApSqrt:
+    """No options."""
+
+    def solve(self, problem: Problem) -> Solution:
+        return quickest("ap-sqrt", problem, _on_points(every_root))
+
+
+@dataclass(frozen=True, slots=True)
+class ApGreedy:
+    """No options."""
+
+    def solve(self, problem: Problem) -> Solution:
+        return quickest("ap-greedy", problem, _on_points(greedy_sets))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearizedSqrt:
+    """No options."""
+
+    def solve(self, problem: Problem) -> Solution:
+        return quickest("linearized-sqrt", problem, _on_nodes(every_root))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearizedGreedy:
+    """No options."""
+
+    def solve(self, problem: Problem) -> Solution:
+        return quickest("linearized-greedy", problem, _on_nodes(greedy_sets))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointAllAp:
+    """No options."""
+
+    def solve(self, problem: Problem) -> Solution:
+        return quickest("checkpoint-all-ap", problem, _on_points(lambda model, points: [list(points)]))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointLast:
+    """No options."""
+
+    def solve(self, problem: Problem) -> Solution:
+        return quickest("checkpoint-last", problem, lambda readers: [nothing_kept_sequence(readers)])

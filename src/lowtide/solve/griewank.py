@@ -1,0 +1,159 @@
+"""``griewank``: binomial checkpointing of the chain of units between articulation points.
+
+The forward pass is cut at its articulation points into unit steps; a *state* is what crosses a cut. With ``s`` slots
+for states, the last step is reversed first; before each earlier one, its state is computed again from the nearest
+state in a slot, and slots are refilled on the way. Which states go to slots is the optimal choice for equal steps
+(Griewank and Walther 2000, Algorithm 799: REVOLVE, ACM TOMS 26(1), the binomial theorem on the least number of forward
+steps), in closed form:
+
+    l         steps to reverse, s >= 1 slots, that of the first state included
+    beta(s,r) = C(s + r, s)          the most steps that s slots reverse with r repetitions of a step
+    t(l,s)    = r l - beta(s + 1, r - 1),   beta(s, r - 1) < l <= beta(s, r)         forward steps that are needed
+    t(l,s)    = min over 0 < m < l of  m + t(l - m, s - 1) + t(m, s)                m: the next state to go to a slot
+
+The first l - 1 of these steps are the forward pass itself, which runs anyway: a chain recomputes t(l, s) - l + 1 steps.
+The first state (the program's inputs) takes no memory here, so that a chain of l steps holds s - 1 states at most.
+
+Optimal in recomputed steps on a chain of equal nodes for the given number of slots. On other graphs the steps differ in
+time and bytes and the inside of a step is rebuilt too, so nothing is guaranteed; the number of slots is swept and the
+quickest candidate that fits is the answer. Steps that the backward pass asks for out of order, and reads across several
+steps, are served from whatever is there. Time: (numbers of slots) x (length of the sequences), which is of the square of
+the number of steps for one slot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.solve.chen import quickest
+from lowtide.solve.model.checkpoints import FIXED, SLOT, Memory, Readers, wanted
+from lowtide.solve.model.compact import Compact, Indices
+from lowtide.solve.model.structure import articulation_points
+from lowtide.solve.problem import Problem, Solution
+
+_ALL_SLOTS = 64  # every number of slots up to here, then one in this many more
+
+
+@dataclass(frozen=True, slots=True)
+class Griewank:
+    """No options."""
+
+    def solve(self, problem: Problem) -> Solution:
+        return quickest("griewank", problem, _all_sequences)
+
+
+def repetitions(steps: int, slots: int) -> int:
+    """The least r with ``steps <= beta(slots, r)``."""
+    r = 0
+    while math.comb(slots + r, slots) < steps:
+        r += 1
+    return r
+
+
+def forward_steps(steps: int, slots: int) -> int:
+    """t(l, s): the forward steps that reversing ``steps`` with ``slots`` slots takes, the last of each kind left out."""
+    r = repetitions(steps, slots)
+    return r * steps - (math.comb(slots + r, slots + 1) if r else 0)
+
+
+def next_slot(steps: int, slots: int) -> int:
+    """An optimal m: the steps from the state at hand to the next one to store, for at least 2 steps and slots."""
+    r = repetitions(steps, slots)
+    lower = math.comb(slots + r - 2, slots) if r >= 2 else 1
+    return max(lower, steps - math.comb(slots - 1 + r, slots - 1), 1)
+
+
+Action = tuple[str, int]
+
+
+def reversal(steps: int, slots: int) -> Iterator[Action]:
+    """What happens in turn: ``("store", state)``, ``("reverse", step)``, ``("discard", state)``.
+
+    State ``i`` is the input of step ``i``; state 0 is there throughout. Steps are reversed from the last to the first.
+    """
+    pending: list[tuple[str, int, int, int]] = [("chain", 0, steps, slots)]
+    while pending:
+        kind, low, high, left = pending.pop()
+        if kind == "discard":
+            yield kind, low
+        elif high - low == 1 or left == 1:
+            yield from (("reverse", step) for step in range(high - 1, low - 1, -1))
+        else:
+            middle = low + next_slot(high - low, left)
+            yield "store", middle
+            pending.append(("chain", low, middle, left))
+            pending.append(("discard", middle, 0, 0))
+            pending.append(("chain", middle, high, left - 1))
+
+
+def states_of(model: Compact) -> list[int]:
+    """The articulation points, the last forward node left out, which nothing follows."""
+    return [point for point in articulation_points(model) if point < model.boundary - 1]
+
+
+def _all_sequences(readers: Readers) -> Iterator[Indices]:
+    states = states_of(readers.model)
+    slots = 1
+    while slots <= len(states) + 1:
+        yield slot_sequence(readers, states, slots)
+        slots += 1 + slots // _ALL_SLOTS
+
+
+def slot_sequence(readers: Readers, states: list[int], slots: int) -> Indices:
+    """The encoded sequence of the reversal with ``slots`` slots, that of the program's inputs included."""
+    boundary = readers.model.boundary
+    edges = [0, *states, boundary]  # step i has the nodes from edges[i] to edges[i + 1]
+    step_of = np.searchsorted(states, np.arange(boundary), side="right").tolist()
+    memory = Memory(readers, range(edges[-2], boundary))
+    slot_keeper = _Slots(memory, states, reversal(len(states) + 1, slots))
+    slot_keeper.advance_to(len(states), -1)
+    for node in slot_keeper.stored:
+        memory.there[node] |= SLOT
+    for position, nodes in enumerate(readers.direct):
+        for node in nodes:
+            if not memory.there[node]:
+                step = step_of[node]
+                slot_keeper.advance_to(step, position)
+                targets = wanted(readers, range(edges[step], edges[step + 1]), position)
+                computed = memory.rebuild(targets)
+                memory.want(targets, position)
+                slot_keeper.fill(computed)
+        memory.compute(position)
+    return np.array(memory.codes, np.int32)
+
+
+class _Slots:
+    """Follows the reversal: which states are to be in slots now."""
+
+    def __init__(self, memory: Memory, states: list[int], actions: Iterator[Action]) -> None:
+        self.memory = memory
+        self.states = states
+        self.actions = actions
+        self.step = len(states) + 1  # the latest step that was reversed
+        self.stored: set[int] = set()
+
+    def advance_to(self, step: int, position: int) -> None:
+        """Store and discard up to the reversal of ``step``; nothing where that is over."""
+        while self.step > step:
+            kind, index = next(self.actions)
+            if kind == "reverse":
+                self.step = index
+            elif kind == "store":
+                self.stored.add(self.states[index - 1])
+            else:
+                self._discard(self.states[index - 1], position)
+
+    def _discard(self, node: int, position: int) -> None:
+        self.stored.discard(node)
+        if self.memory.there[node] & SLOT:
+            self.memory.there[node] &= ~SLOT
+            self.memory.want([node], position)
+
+    def fill(self, computed: list[int]) -> None:
+        for node in computed:
+            if node in self.stored and not self.memory.there[node] & FIXED:
+                self.memory.there[node] |= SLOT

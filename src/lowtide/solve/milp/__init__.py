@@ -1,0 +1,1 @@
+"""Mixed-integer programs of rematerialization on HiGHS."""

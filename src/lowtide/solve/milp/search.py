@@ -1,0 +1,194 @@
+"""The programs of ``checkmate`` one after the other, until one proves what another found or time is up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from lowtide.ir import Schedule, schedule_from_sequence, simulate
+from lowtide.ir.schedule import Compute
+from lowtide.solve.milp.program import Outcome, Result, Settings, solve_program
+from lowtide.solve.milp.stages import StageModel
+from lowtide.solve.milp.tables import Formulation, recompute_columns
+from lowtide.solve.model.compact import Compact, compact
+from lowtide.solve.problem import Problem
+from lowtide.solve.search.memory_paths import cheapest_path
+
+MOST_RECOMPUTES = 60_000  # variables R[t, i]; above, no program is built
+FULL_UP_TO = 30_000  # of them in the full form, when ``form=auto`` takes it on
+ROUNDS_UP_TO = 2_000  # and when a stage may have several rounds
+MOST_ROUNDS = 3
+_TIGHTENINGS = 3
+NEVER = 2**62  # a bound above every value: nothing fits
+_EQUAL = 1e-6  # relative difference between a time and its bound that counts as none
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Options of ``checkmate`` that concern the solver."""
+
+    time_limit: float
+    gap: float
+    threads: int
+    form: str
+
+
+@dataclass(slots=True)
+class Search:
+    """What is known so far. ``budget_bytes`` ``None``: the least peak is looked for, and ``value`` and ``bound`` are
+    bytes; otherwise nanoseconds."""
+
+    problem: Problem
+    limits: Limits
+    budget_bytes: int | None
+    began: float
+    model: Compact = field(init=False)
+    exact: bool = field(init=False)
+    best: Schedule | None = None
+    value: float = float("inf")
+    bound: int = 0
+    nodes: list[int] = field(default_factory=list)  # of the best schedule
+
+    def __post_init__(self) -> None:
+        self.model = compact(self.problem.graph, self.problem.costs)
+        self.exact = self.model.faithful and not writes_elsewhere(self.problem)
+
+    @property
+    def remaining(self) -> float:
+        return self.limits.time_limit - (time.perf_counter() - self.began)
+
+    @property
+    def impossible(self) -> bool:
+        """Proven that nothing fits."""
+        return self.bound == NEVER
+
+    @property
+    def settled(self) -> bool:
+        """The best is proven to be the optimum, or that there is none."""
+        return self.impossible or self.value <= self.bound * (1 + _EQUAL)
+
+    def consider(self, schedule: Schedule) -> int:
+        """Keep the schedule if it fits and is the best; its peak."""
+        result = simulate(self.problem.graph, self.problem.costs, schedule)
+        if self.budget_bytes is None:
+            value = result.peak_bytes
+        elif result.peak_bytes <= self.budget_bytes:
+            value = result.time_ns
+        else:
+            return result.peak_bytes
+        if value < self.value:
+            self.best, self.value = schedule, value
+            self.nodes = nodes_of(self.model, schedule)
+        return result.peak_bytes
+
+    def consider_nodes(self, nodes: list[int]) -> int:
+        return self.consider(schedule_from_sequence(self.problem.graph, self.model.sequence(nodes)))
+
+    def any_order(self, share: float) -> None:
+        """The relaxation: a bound for the full problem, and a candidate."""
+        stages = StageModel(self.model, self.budget_bytes, ordered=False)
+        formulation, result = self._run(stages, share)
+        if self.exact:
+            whole = NEVER if result.outcome is Outcome.INFEASIBLE else formulation.lower_bound(self.model, result.bound)
+            self.bound = max(self.bound, whole)
+        if len(result.values):
+            self.consider_nodes(formulation.sequence(result.values))
+
+    def ordered(self, reduced: bool, rounds: int, share: float = 1.0) -> None:
+        """Checkmate's program; solved again below the budget should the simulator not accept the solution."""
+        spare = 0
+        for _ in range(_TIGHTENINGS):
+            budget = None if self.budget_bytes is None else self.budget_bytes - spare
+            repeated = dict.fromkeys(range(self.model.nodes + 1), rounds)
+            stages = StageModel(self.model, budget, reduced=reduced, rounds=repeated)
+            formulation, result = self._run(stages, share)
+            if not len(result.values):
+                return
+            peak = self.consider_nodes(formulation.sequence(result.values))
+            if self.budget_bytes is None or peak <= self.budget_bytes:
+                return
+            spare += peak - self.budget_bytes
+
+    def full_states(self) -> None:
+        """The search over memory states, for something better than the best known; finding nothing proves it."""
+        if self.budget_bytes is None:
+            return self._lower_peaks()
+        least_ns = int(self.model.time_ns.sum()) + self.model.constant_ns
+        path = cheapest_path(self.model, self.budget_bytes, self.value - least_ns)
+        if path is None:
+            return
+        if path.found:
+            self.consider_nodes(list(path.nodes))
+        if self.exact and path.found:
+            self.bound = least_ns + path.recompute_ns
+        elif self.exact:
+            self.bound = NEVER if self.best is None else int(self.value)
+
+    def _lower_peaks(self) -> None:
+        """The same for the peak, by halving what is between the bound and the best."""
+        while self.bound < self.value and self.exact:
+            budget = (self.bound + int(self.value) - 1) // 2
+            path = cheapest_path(self.model, budget, any_path=True)
+            if path is None:
+                return
+            if path.found:
+                self.consider_nodes(list(path.nodes))
+            else:
+                self.bound = budget + 1
+
+    def _run(self, stages: StageModel, share: float) -> tuple[Formulation, Result]:
+        formulation = stages.build()
+        settings = Settings(
+            time_limit=self.remaining * share,
+            gap=self.limits.gap,
+            absolute_gap=formulation.absolute_gap,
+            threads=self.limits.threads,
+            seed=self.problem.seed,
+        )
+        start = formulation.start(self.model, self.nodes) if self.best is not None else None
+        return formulation, solve_program(formulation.program, settings, start)
+
+
+def run(search: Search) -> None:
+    """The programs that the form and the size of the graph ask for."""
+    form, full = search.limits.form, recompute_columns(search.model, reduced=False)
+    if form == "auto":
+        form = "full" if full <= FULL_UP_TO else "reduced"
+    reduced = recompute_columns(search.model, reduced=True)
+    attempts: list[Callable[[], None]] = []
+    if form == "full" and full <= MOST_RECOMPUTES:
+        small = full <= ROUNDS_UP_TO
+        attempts = [partial(search.any_order, 0.5), partial(search.ordered, False, 1, 0.5 if small else 1.0)]
+        if small:
+            attempts += [search.full_states]
+            attempts += [partial(search.ordered, False, rounds) for rounds in range(2, MOST_ROUNDS + 1)]
+    elif form == "reduced" and reduced <= MOST_RECOMPUTES:
+        attempts = [partial(search.ordered, True, 1, 0.6)]
+        if full <= MOST_RECOMPUTES:
+            attempts += [partial(search.any_order, 1.0)]
+    for index, attempt in enumerate(attempts):
+        if search.settled or search.remaining <= 0:
+            return
+        search.problem.progress("checkmate", index / len(attempts))
+        attempt()
+
+
+def nodes_of(model: Compact, schedule: Schedule) -> list[int]:
+    """The nodes that a schedule computes, in its order."""
+    node_of = {int(op): node for node, op in enumerate(model.op_of_node)}
+    return [node_of[step.op] for step in schedule.steps if isinstance(step, Compute) and step.op in node_of]
+
+
+def writes_elsewhere(problem: Problem) -> bool:
+    """Whether an op that is no view puts a value into another op's storage: the model never recomputes those."""
+    from lowtide.ir import is_view
+
+    graph = problem.graph
+    return any(
+        graph.storages[graph.values[value].storage].base != op.id
+        for op in graph.ops
+        if not is_view(graph, op)
+        for value in op.outputs
+    )

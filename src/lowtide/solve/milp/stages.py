@@ -1,0 +1,199 @@
+"""Checkmate's mixed-integer program on the compact model, in stages that advance the frontier.
+
+Jain et al., MLSys 2020, arXiv 1910.02653, section 4, with these variables per stage t, which ends with the first
+compute of its node (the last stage with the end of the program):
+
+    R[t, i]     node i < t is recomputed in stage t                                  (their R; eq. 1 and 8)
+    S[t, s]     storage s lives when stage t begins                                  (their S; eq. 1 and 8)
+    A[t, u, s]  storage s lives while the users of s up to u run in stage t          (in place of FREE and U)
+    G[t, i]     the generator state of random node i is kept when stage t begins
+    F[t, v]     view v is formed when stage t begins;  X[t, v]: it is formed in stage t
+
+    minimise    sum time_i R[t, i] + sum time_v X[t, v]
+    R[t, k] <= S[t, s] + R[t, base(s)]           for what k reads          S[t+1, s] <= S[t, s] + R[t, base(s)]
+    A[t, u, s] >= R[t, u], A[t, u', s] for the next user u', and S[t+1, s] after the last
+    sum bytes_s alive(t, k, s) + (bytes of k's own storages + workspace of k) R[t, k] <= budget       at every k of t
+
+A stage runs its recomputes in program order, each at most once. A stage may be given several *rounds* (sub-stages of
+the same kind before the last, which has the first compute), and any schedule has this form with rounds enough.
+Variables exist where they can matter: a recompute of i in stage t only where a path of reads through recomputable nodes
+leads from i to a node at or after t. In the reduced form stages of the forward pass recompute nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lowtide.solve.milp.memory import any_order_memory, ordered_memory
+from lowtide.solve.milp.program import Rows
+from lowtide.solve.milp.tables import ONE, ZERO, Formulation, Reach, Scale, Stage, make_scale, reach
+from lowtide.solve.model.compact import Compact
+
+
+@dataclass(slots=True, eq=False)
+class StageModel:
+    """Builds a formulation. ``budget_bytes`` ``None``: minimise the peak. ``rounds`` per stage, 1 where left out."""
+
+    model: Compact
+    budget_bytes: int | None
+    reduced: bool = False
+    every: int = 1  # recomputation in every so many stages only
+    rounds: dict[int, int] = field(default_factory=dict)
+    ordered: bool = True
+    integer: bool = True
+    rows: Rows = field(default_factory=Rows)
+    reach: Reach = field(init=False)
+    scale: Scale = field(init=False)
+    stages: list[Stage] = field(init=False)
+    stored: list[dict[int, int]] = field(init=False)
+    saved: list[dict[int, int]] = field(init=False)
+    peak: int = field(init=False)
+
+    def build(self) -> Formulation:
+        model = self.model
+        self.reach = reach(model)
+        self.scale = make_scale(model, self.budget_bytes)
+        self.peak = self.rows.add_column(cost=1.0) if self.budget_bytes is None else ZERO
+        self.stages = self._stages()
+        self.stored = self._stored()
+        self.saved = self._saved()
+        for index in range(len(self.stages)):
+            self._inputs(index)
+            self._kept(index)
+            (ordered_memory if self.ordered else any_order_memory)(self, index)
+        self._views()
+        for_time = self.budget_bytes is not None
+        return Formulation(self.rows.build(), self.stages, self.stored, self.reach, self.scale, for_time, self.ordered)
+
+    def _stages(self) -> list[Stage]:
+        model, until = self.model, self.reach.node_until
+        stages = []
+        for target in range(model.nodes + 1):
+            skipped = (target - model.boundary) % self.every or (self.reduced and target < model.boundary)
+            allowed = [] if skipped else range(target)
+            nodes = [node for node in allowed if until[node] >= target]
+            for remaining in range(self.rounds.get(target, 1), 0, -1):
+                cost = [
+                    0.0 if self.budget_bytes is None else model.time_ns[node] / self.scale.time_unit for node in nodes
+                ]
+                columns = self.rows.add_columns(len(nodes), cost, 0, 1, self.integer)
+                table = dict(zip(nodes, columns.tolist(), strict=True))
+                stages.append(Stage(target if remaining == 1 else -1, target, table))
+        return stages
+
+    def _fixed_until(self, storage: int) -> int:
+        """The last stage at whose beginning the storage must be there: nothing could rebuild it before that."""
+        model, base = self.model, self.reach.base[storage]
+        firsts = self.reach.readers[storage]
+        if model.held[storage]:
+            return model.nodes
+        if not model.recomputable[base]:
+            return max(firsts, default=-1)
+        if self.reduced:
+            return max((reader for reader in firsts if reader < model.boundary), default=-1)
+        return -1
+
+    def _stored(self) -> list[dict[int, int]]:
+        """One column per storage and stretch of stages in which it is neither used nor made."""
+        fixed = [self._fixed_until(storage) for storage in range(len(self.reach.base))]
+        stored: list[dict[int, int]] = [{}]
+        for index, stage in enumerate(self.stages[:-1]):
+            following, table = self.stages[index + 1], {}
+            for storage, until in enumerate(self.reach.storage_until):
+                base = self.reach.base[storage]
+                if base >= following.limit or until < following.limit:
+                    continue
+                known = stored[index].get(storage, ZERO)
+                if following.limit <= fixed[storage]:
+                    table[storage] = ONE
+                elif known >= 0 and base not in stage.recompute and not self.users(stage, storage):
+                    table[storage] = known
+                else:
+                    table[storage] = self.rows.add_column(0.0, 0.0, 1.0, self.integer)
+            stored.append(table)
+        return [*stored, {}]
+
+    def users(self, stage: Stage, storage: int) -> list[int]:
+        """Those who may read it in the stage, ascending."""
+        return [u for u in self.reach.readers[storage] if u in stage.recompute or u == stage.target]
+
+    def _saved(self) -> list[dict[int, int]]:
+        """Per stage the columns of the generator states kept at its beginning."""
+        model, saved = self.model, [dict[int, int]()]
+        nodes = [int(node) for node in np.flatnonzero(model.random) if self.reach.node_until[node] >= 0]
+        for index, stage in enumerate(self.stages[:-1]):
+            following, table = self.stages[index + 1], {}
+            for node in nodes if model.rng_state_bytes else []:
+                if node >= following.limit or self.reach.node_until[node] < following.limit:
+                    continue
+                known = saved[index].get(node, ZERO)
+                unchanged = known >= 0 and node not in stage.recompute
+                table[node] = known if unchanged else self.rows.add_column(0.0, 0.0, 1.0)
+                if known >= 0 and not unchanged:
+                    self.at_most(table[node], [known])
+            saved.append(table)
+        return [*saved, {}]
+
+    def _inputs(self, index: int) -> None:
+        """Whoever runs finds what it reads, and a recompute of a random node its generator state."""
+        stage = self.stages[index]
+        runs = [*stage.recompute.items(), *([(stage.target, ONE)] if stage.target >= 0 else [])]
+        for node, column in runs:
+            for storage in self.reach.reads[node]:
+                self.at_most(column, self._sources(index, storage))
+            if column >= 0 and self.model.random[node] and self.model.rng_state_bytes:
+                self.at_most(column, [self.saved[index].get(node, ZERO)])
+
+    def _sources(self, index: int, storage: int) -> list[int]:
+        return [
+            self.stored[index].get(storage, ZERO),
+            self.stages[index].recompute.get(self.reach.base[storage], ZERO),
+        ]
+
+    def _kept(self, index: int) -> None:
+        """What lives when the next stage begins lived when this one began or was computed in it."""
+        for storage, column in self.stored[index + 1].items():
+            if self.reach.base[storage] != self.stages[index].target and column != self.stored[index].get(storage):
+                self.at_most(column, self._sources(index, storage))
+
+    def at_most(self, column: int, others: list[int]) -> None:
+        """``column <= sum of others``, constants understood."""
+        if column == ZERO or ONE in others:
+            return
+        index = [other for other in others if other >= 0]
+        values = [-1.0] * len(index)
+        if column == ONE:
+            self.rows.add_row(index, values, upper=-1.0)
+        elif column not in index:
+            self.rows.add_row([column, *index], [1.0, *values], upper=0.0)
+
+    def _views(self) -> None:
+        """F and X of each view that takes time: formed once per life of its storage in which it is needed."""
+        needed_by: list[list[int]] = [[] for _ in self.model.view_time_ns]
+        for node, views in enumerate(self.reach.needs):
+            for view in views:
+                needed_by[view].append(node)
+        storage_of = np.repeat(np.arange(len(self.reach.base)), np.diff(self.model.views_start))
+        for view, storage in zip(self.model.views.tolist(), storage_of.tolist(), strict=True):
+            time = float(self.model.view_time_ns[view])
+            if time and self.budget_bytes is not None:
+                self._view(storage, needed_by[view], time / self.scale.time_unit)
+
+    def _view(self, storage: int, needed_by: list[int], time: float) -> None:
+        formed = ZERO
+        for index, stage in enumerate(self.stages):
+            runs = [stage.recompute[u] for u in needed_by if u in stage.recompute]
+            runs += [ONE] * (stage.target in needed_by)
+            new = self.rows.add_column(time, 0.0, 1.0) if runs else ZERO
+            for column in runs:
+                self.at_most(column, [new, formed])
+            before, after = self.stored[index].get(storage, ZERO), self.stored[index + 1].get(storage, ZERO)
+            if after == ZERO:
+                formed = ZERO
+            elif new != ZERO or (formed != ZERO and after != before):
+                carried = self.rows.add_column(0.0, 0.0, 1.0)
+                self.at_most(carried, [new, formed])
+                self.at_most(carried, [after])
+                formed = carried

@@ -1,0 +1,182 @@
+"""What Checkmate's programs are made from: the reach of nodes and storages, stages, units, and reading solutions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.solve.milp.program import INFINITY, Floats, Program
+from lowtide.solve.model.compact import Compact
+
+ZERO, ONE = -1, -2  # in place of a column: the constant
+_LARGEST = 1e6  # numbers in the program, roughly
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reach:
+    """Lists per node and storage, and until which stage each can matter (-1: never after its first compute)."""
+
+    reads: list[list[int]]
+    owns: list[list[int]]
+    needs: list[list[int]]
+    readers: list[list[int]]
+    base: list[int]
+    node_until: list[int]
+    storage_until: list[int]
+
+
+def reach(model: Compact) -> Reach:
+    """Linear in the number of reads."""
+    reads, owns, needs = (
+        [table[a:b].tolist() for a, b in itertools.pairwise(start)]
+        for table, start in (
+            (model.reads, model.reads_start),
+            (model.owns, model.owns_start),
+            (model.needs, model.needs_start),
+        )
+    )
+    readers: list[list[int]] = [[] for _ in model.storage_node]
+    for node, row in enumerate(reads):
+        for storage in row:
+            readers[storage].append(node)
+    node_until = [-1] * (model.nodes + 1)
+    storage_until = [-1] * len(readers)
+    for node in range(model.nodes, -1, -1):
+        for storage in owns[node]:
+            uses = [max(reader, node_until[reader]) for reader in readers[storage]]
+            storage_until[storage] = model.nodes if model.held[storage] else max(uses, default=-1)
+            if model.recomputable[node] and not model.held[storage]:
+                node_until[node] = max(node_until[node], storage_until[storage])
+    return Reach(reads, owns, needs, readers, model.storage_node.tolist(), node_until, storage_until)
+
+
+def recompute_columns(model: Compact, reduced: bool) -> int:
+    """How many R[t, i] a formulation has, without building it."""
+    until = reach(model).node_until
+    first = [max(node, model.boundary - 1) if reduced else node for node in range(model.nodes)]
+    return sum(max(until[node] - first[node], 0) for node in range(model.nodes))
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Bytes are multiplied by ``bytes``; ``room`` is the budget so scaled, with half a byte unit to spare, which no
+    sum of sizes can use."""
+
+    bytes: float
+    room: float
+    byte_unit: float
+    time_unit: float
+    whole_bytes: bool
+    whole_times: bool
+
+    def whole(self, for_time: bool) -> bool:
+        """Whether the unit of the objective is the greatest common divisor."""
+        return self.whole_times if for_time else self.whole_bytes
+
+
+def make_scale(model: Compact, budget_bytes: int | None) -> Scale:
+    """Sizes and times are divided by their greatest common divisors, or further where numbers stay too large."""
+    sizes = np.concatenate([model.storage_bytes, model.workspace_bytes, [model.rng_state_bytes]])
+    times = np.concatenate([model.time_ns, model.view_time_ns])
+    size, time = max(int(np.gcd.reduce(sizes)), 1), max(int(np.gcd.reduce(times)), 1)
+    total = int(model.storage_bytes.sum())
+    room = total if budget_bytes is None else max(budget_bytes - model.fixed_bytes, 0)
+    byte_unit = max(float(size), room / _LARGEST)
+    time_unit = max(float(time), float(times.sum()) / _LARGEST)
+    spare = (room // size + 0.5) * size / byte_unit
+    return Scale(1.0 / byte_unit, spare, byte_unit, time_unit, byte_unit == size, time_unit == time)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """``target`` runs for the first time at its end, or nothing does (-1); nodes below ``limit`` may be recomputed."""
+
+    target: int
+    limit: int
+    recompute: dict[int, int]  # node -> column, ascending
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Formulation:
+    """A program and how to read its solutions. The objective is the recompute time, or the peak, in units of the scale."""
+
+    program: Program
+    stages: list[Stage]
+    stored: list[dict[int, int]]  # stage -> storage -> column (or ZERO, ONE) at its beginning
+    reach: Reach
+    scale: Scale
+    for_time: bool
+    ordered: bool
+
+    @property
+    def absolute_gap(self) -> float:
+        """The objective takes whole numbers only where its unit is the greatest common divisor."""
+        return 0.99 if self.scale.whole(self.for_time) else 1e-6
+
+    def lower_bound(self, model: Compact, bound: float) -> int:
+        """Nanoseconds (bytes where the peak is minimised) that follow from a bound on the objective."""
+        if bound == -INFINITY:
+            return 0
+        safe = max(bound - 1e-2 - 1e-7 * abs(bound), 0.0)  # the solver's tolerances
+        if self.scale.whole(self.for_time):
+            safe = math.ceil(safe)
+        if self.for_time:
+            return int(model.time_ns.sum()) + model.constant_ns + int(safe * self.scale.time_unit)
+        return model.fixed_bytes + int(safe * self.scale.byte_unit)
+
+    def sequence(self, values: Floats) -> list[int]:
+        """Nodes in the order in which they are computed."""
+        nodes: list[int] = []
+        for stage in self.stages:
+            nodes.extend(node for node, column in stage.recompute.items() if values[column] > 0.5)
+            if stage.target >= 0:
+                nodes.append(stage.target)
+        return nodes[:-1]
+
+    def start(self, model: Compact, nodes: list[int]) -> Floats | None:
+        """The solution that a sequence of nodes is, as far as it is integer (the rest NaN); ``None``: it is none."""
+        runs = self._runs(model, nodes)
+        if runs is None:
+            return None
+        values = np.full(len(self.program.cost), np.nan)
+        live: set[int] = set()
+        for stage, computed, stored in zip(self.stages[::-1], runs[::-1], self.stored[-2::-1], strict=True):
+            values[list(stage.recompute.values())] = 0.0
+            for node in reversed(computed):
+                if node in stage.recompute:
+                    values[stage.recompute[node]] = 1.0
+                live.difference_update(self.reach.owns[node])
+                live.update(self.reach.reads[node])
+            for storage, column in stored.items():
+                if column >= 0:
+                    values[column] = np.nanmax([values[column], float(storage in live)])
+        return values
+
+    def _runs(self, model: Compact, nodes: list[int]) -> list[list[int]] | None:
+        """The nodes of each stage in their order, which is ascending in each round of ordered stages; the last rounds of a
+        stage are filled first."""
+        runs: list[list[int]] = []
+        pending: list[list[int]] = [[]]
+        seen = -1
+        rounds = Counter(stage.limit for stage in self.stages)
+        for node in [*nodes, model.nodes]:
+            if node <= seen:
+                if self.ordered and pending[-1] and pending[-1][-1] >= node:
+                    pending.append([])
+                pending[-1].append(node)
+                continue
+            if node != seen + 1 or len(pending) > rounds[node]:
+                return None
+            pending[-1].append(node)
+            runs.extend([[]] * (rounds[node] - len(pending)) + pending)
+            pending, seen = [[]], node
+        known = zip(self.stages, runs, strict=True)
+        return (
+            runs
+            if all(node in stage.recompute or node == stage.target for stage, run in known for node in run)
+            else None
+        )

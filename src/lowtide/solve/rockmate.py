@@ -1,0 +1,70 @@
+"""``rockmate``: a menu of options per block, the dynamic program of ``rotor`` over them.
+
+The forward pass is cut at articulation points modulo cheap long-lived storages; every distinct block gets a menu of
+(saved bytes, peaks, time) options, from everything saved to nothing (``lowtide.solve.blocks.menu``), and
+``lowtide.solve.blocks.table`` chooses. A heuristic: feasible or unsolved.
+
+Source: Zhao, Le Hellard, Eyraud-Dubois, Gusak, Beaumont 2023 (ICML), arXiv 2307.01236. Deviations: options come from a
+greedy line of ever smaller saved sets, not from a mixed-integer program under a grid of budgets; the chain is cut
+several times, from about sixty blocks to about six, as too coarse a menu makes feasible budgets look infeasible;
+several nominal budgets are tried. O(L^3 M + L^2 K M) for L blocks, K options, M slots, and per distinct block of n
+nodes O(n^3).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from lowtide.errors import PlanError
+from lowtide.solve.blocks.answer import Builder, solve_with_tables
+from lowtide.solve.blocks.chain import Chain, make_chain
+from lowtide.solve.blocks.menu import menus
+from lowtide.solve.blocks.partition import refined_cuts, several_cuts
+from lowtide.solve.blocks.table import build_table
+from lowtide.solve.keep_all import KeepAll
+from lowtide.solve.model.compact import compact
+from lowtide.solve.model.tables import make_tables
+from lowtide.solve.problem import Problem, Solution
+
+_BLOCKS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Rockmate:
+    """``options``: per block, about. ``slots``: as for ``rotor``. ``block_nodes``: above so many forward nodes a block
+    is cut again before its menu is made; half as many are tried too."""
+
+    options: int = 16
+    slots: int = 500
+    block_nodes: int = 120
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("options", self.options, 2, 200),
+            ("slots", self.slots, 0, 5000),
+            ("block-nodes", self.block_nodes, 4, 200),
+        ):
+            if not low <= value <= high:
+                raise PlanError(
+                    f"rockmate: {name} is {value}, but goes from {low} to {high}; "
+                    f"write for instance 'rockmate{{{name}={max(low, 16)}}}'"
+                )
+
+    def solve(self, problem: Problem) -> Solution:
+        began = time.perf_counter()
+        model = compact(problem.graph, problem.costs)
+        if not 0 < model.boundary < model.nodes:
+            return KeepAll().solve(problem)
+        tables = make_tables(model)
+        ways: list[list[int]] = []
+        for cuts in several_cuts(model, _BLOCKS):
+            for most_nodes in (self.block_nodes, max(self.block_nodes // 2, 1)):
+                way = refined_cuts(model, cuts, most_nodes)
+                ways += [way] if way not in ways else []
+        builders = [self._builder(make_chain(model, way, tables)) for way in ways]
+        return solve_with_tables("rockmate", problem, model, tables, builders, began)
+
+    def _builder(self, chain: Chain) -> Builder:
+        found = menus(chain, self.options)
+        return lambda room: build_table(chain, found, room, self.slots)

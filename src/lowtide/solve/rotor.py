@@ -1,0 +1,65 @@
+"""``rotor``: the dynamic program of Beaumont et al. over a chain of blocks, each saved whole or not at all.
+
+The forward pass is cut at articulation points modulo cheap long-lived storages (``lowtide.solve.blocks.partition``); a block
+either saves everything or the chain stores a block's input and runs on (recurrence in ``lowtide.solve.blocks.table``).
+On a chain with exact bytes the table's time is the least of any memory-persistent schedule (one in which what is stored
+stays until its backward use) that treats blocks so. Not exact otherwise; the answer is feasible or unsolved.
+
+Source: Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova 2019, arXiv 1911.13214 (its optimal persistent schedules).
+Deviations: what crosses a cut may be several storages; gradients that stay (those of weights) are counted when they are
+there; ``trim`` (on by default) gives the last forward of a nested segment a variant without its output, which nobody
+needs again. Several nominal budgets are tried (``lowtide.solve.blocks.answer``). O(L^3 M) time for L blocks and M slots.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from lowtide.errors import PlanError
+from lowtide.solve.blocks.answer import solve_with_tables
+from lowtide.solve.blocks.chain import Chain, make_chain
+from lowtide.solve.blocks.menu import everything
+from lowtide.solve.blocks.partition import several_cuts
+from lowtide.solve.blocks.table import Table, build_table
+from lowtide.solve.keep_all import KeepAll
+from lowtide.solve.model.compact import compact
+from lowtide.solve.model.tables import make_tables
+from lowtide.solve.problem import Problem, Solution
+
+
+@dataclass(frozen=True, slots=True)
+class Rotor:
+    """``slots``: memory is counted in so many parts of the budget, rounded up; 0 counts bytes. ``trim``: see above.
+    ``blocks``: at most so many, the quickest neighbours merged; half,
+    a quarter and so on of them are tried too."""
+
+    slots: int = 500
+    trim: bool = True
+    blocks: int = 80
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.slots <= 5000:
+            raise PlanError(
+                f"rotor: slots is {self.slots}, but goes from 0 to 5000; write for instance 'rotor{{slots=500}}'"
+            )
+        if not 1 <= self.blocks <= 200:
+            raise PlanError(
+                f"rotor: blocks is {self.blocks}, but goes from 1 to 200; write for instance 'rotor{{blocks=80}}'"
+            )
+
+    def solve(self, problem: Problem) -> Solution:
+        began = time.perf_counter()
+        model = compact(problem.graph, problem.costs)
+        if not 0 < model.boundary < model.nodes:
+            return KeepAll().solve(problem)
+        tables = make_tables(model)
+        chains = [make_chain(model, cuts, tables) for cuts in several_cuts(model, self.blocks)]
+        builders = [partial(self.table, chain) for chain in chains]
+        return solve_with_tables("rotor", problem, model, tables, builders, began)
+
+    def table(self, chain: Chain, most_bytes: int) -> Table:
+        """One table for every budget up to ``most_bytes`` (``fixed_bytes`` apart)."""
+        menus = [(everything(chain, block, block + 1),) for block in range(chain.blocks)]
+        return build_table(chain, menus, most_bytes, self.slots, trim=self.trim)

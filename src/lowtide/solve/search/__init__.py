@@ -1,0 +1,1 @@
+"""Search over compute sequences: local search by annealing, exact search on tiny graphs."""

@@ -1,0 +1,166 @@
+"""Shortest path over memory states that are full: the exact search that settles what ``checkmate``'s programs leave open.
+
+A state is (next first compute, live storages, formed views, kept generator states). Edges compute one node. Nothing is
+freed before room is needed: an edge frees a smallest set of storages and states that makes its node fit (no part of it
+would do), and one edge leads out for every such set. What no later compute can read is dropped at once. Complete,
+because a free may always be put off until the compute that needs its room. A state that has no more than another of the
+same frontier which was reached in no more time is dropped. Dijkstra's algorithm on the recompute time, so that only
+states cheaper than the best schedule known are looked at.
+
+Exact for order-preserving schedules with recomputation anywhere, on the compact model. Exponential in the worst case:
+``None`` where more than ``states`` are met.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from lowtide.solve.milp.tables import reach
+from lowtide.solve.model.compact import Compact
+
+State = tuple[int, int, int, int]  # next first compute, live storages, formed views, kept states (bit sets)
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """``nodes`` in the order in which they are computed; empty where there is no path (``found`` false)."""
+
+    found: bool
+    nodes: tuple[int, ...] = ()
+    recompute_ns: int = 0
+
+
+def cheapest_path(
+    model: Compact, budget_bytes: int, below_ns: float = float("inf"), states: int = 4_000, any_path: bool = False
+) -> Path | None:
+    """The path of least recompute time within the budget if that is less than ``below_ns`` (recomputes and views).
+
+    ``any_path``: some path, looked for depth first. ``None``: given up, after ``states`` states or as much other work.
+    """
+    space = _Space(model, budget_bytes)
+    start: State = (0, 0, 0, 0)
+    ticket = itertools.count()
+    queue: list[tuple[int, int, int, State, int]] = [(0, 0, next(ticket), start, -1)]
+    trail: list[tuple[int, int]] = []  # settled step -> (step before, node)
+    settled: list[list[State]] = [[] for _ in range(model.nodes + 2)]
+    work = 0
+    while queue:
+        _, cost, _, state, parent = heapq.heappop(queue)
+        step, node = parent >> 20, parent & 0xFFFFF
+        if state[0] > model.nodes:
+            return Path(True, _nodes(trail, step), cost)
+        if _dominated(state, settled[state[0]]):
+            continue
+        settled[state[0]].append(state)
+        trail.append((step, node) if parent >= 0 else (-1, -1))
+        for after, computed, time in space.edges(state):
+            work += 1
+            if len(trail) > states or work > 15 * states:
+                return None
+            total = cost + time
+            if total < below_ns and not _dominated(after, settled[after[0]]):
+                order = -after[0] if any_path else total
+                heapq.heappush(queue, (order, total, next(ticket), after, (len(trail) - 1) << 20 | computed))
+    return Path(False)
+
+
+def _dominated(state: State, known: Iterable[State]) -> bool:
+    """Whether a known state of the same frontier has everything that this one has."""
+    _, live, views, kept = state
+    return any(not (live & ~other[1] or views & ~other[2] or kept & ~other[3]) for other in known)
+
+
+def _nodes(trail: list[tuple[int, int]], step: int) -> tuple[int, ...]:
+    nodes: list[int] = []
+    while step > 0:
+        step, node = trail[step]
+        nodes.append(node)
+    return tuple(reversed(nodes))
+
+
+class _Space:
+    """Bit sets per node and the edges out of a state."""
+
+    def __init__(self, model: Compact, budget_bytes: int) -> None:
+        self.model = model
+        self.room = budget_bytes - model.fixed_bytes
+        tables = reach(model)
+        self.until = tables.node_until
+        self.reads = [_bits(row) for row in tables.reads]
+        self.owns = [_bits(row) for row in tables.owns]
+        self.needs = [_bits(row) for row in tables.needs]
+        self.views = [_bits(model.views[a:b].tolist()) for a, b in itertools.pairwise(model.views_start)]
+        self.held = _bits(s for s, held in enumerate(model.held) if held)
+        self.sizes = model.storage_bytes.tolist()
+        self.view_times = model.view_time_ns.tolist()
+        stages = range(model.nodes + 2)
+        self.useful = [_bits(s for s, until in enumerate(tables.storage_until) if until >= t) for t in stages]
+        self.random = [_bits(i for i in range(model.nodes) if model.random[i] and self.until[i] >= t) for t in stages]
+        self.own_bytes = [sum(self.sizes[s] for s in row) for row in tables.owns]
+
+    def edges(self, state: State) -> Iterator[tuple[State, int, int]]:
+        """(state after, node computed, time beyond first computes)."""
+        first, live, _, kept = state
+        resident = sum(self.sizes[s] for s in _members(live))
+        for node in range(first + 1):
+            if self.reads[node] & ~live:
+                continue
+            if node < first:
+                wanted = self.model.recomputable[node] and self.until[node] >= first and self.owns[node] & ~live
+                if wanted and (not self.model.random[node] or kept >> node & 1):
+                    yield from self._compute(state, node, resident, kept)
+            else:
+                yield from self._compute(state, node, resident, kept)
+                if self.random[first] >> node & 1:
+                    yield from self._compute(state, node, resident, kept | 1 << node)
+
+    def _compute(self, state: State, node: int, resident: int, kept: int) -> Iterator[tuple[State, int, int]]:
+        first, live, views, _ = state
+        state_bytes = self.model.rng_state_bytes
+        over = resident + self.own_bytes[node] + int(self.model.workspace_bytes[node]) - self.room
+        over += kept.bit_count() * state_bytes
+        following = first + (node == first)
+        time = 0 if node == first else int(self.model.time_ns[node])
+        formed = self.needs[node] & ~views
+        time += sum(self.view_times[v] for v in _members(formed))
+        items = [(self.sizes[s], 1 << s, 0) for s in _members(live & ~self.reads[node] & ~self.held)]
+        items += [(state_bytes, 0, 1 << i) for i in _members(kept & ~(1 << node))]
+        for freed, forgotten in _smallest_sets(sorted(items, reverse=True), over):
+            left = (live & ~freed | self.owns[node]) & (self.useful[min(following, self.model.nodes)] | self.held)
+            still = (views & ~self._views_of(freed) | self.needs[node]) & ~self._views_of(~left & (live | freed))
+            yield (following, left, still, kept & ~forgotten & self.random[following]), node, time
+
+    def _views_of(self, storages: int) -> int:
+        views = 0
+        for storage in _members(storages):
+            views |= self.views[storage]
+        return views
+
+
+def _smallest_sets(items: list[tuple[int, int, int]], over: int) -> Iterator[tuple[int, int]]:
+    """Sets of items of at least ``over`` bytes of which no part would do: (storages, states) as bit sets."""
+    if over <= 0:
+        yield 0, 0
+        return
+    for index, (size, storages, states) in enumerate(items):
+        if sum(item[0] for item in items[index:]) < over:
+            return
+        for more_storages, more_states in _smallest_sets(items[index + 1 :], over - size):
+            yield storages | more_storages, states | more_states
+
+
+def _bits(members: Iterable[int]) -> int:
+    total = 0
+    for member in members:
+        total |= 1 << member
+    return total
+
+
+def _members(bits: int) -> Iterator[int]:
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low

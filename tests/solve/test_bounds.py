@@ -1,0 +1,177 @@
+"""Lower bounds: never above what brute force finds, never infeasible where something fits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from lowtide.errors import PlanError
+from lowtide.ir import keep_all_schedule, simulate
+from lowtide.solve.auto import Auto
+from lowtide.solve.bounds import INFEASIBLE_NS, least_time, peak_bound, proven_infeasible, time_bound
+from lowtide.solve.bounds.dual import improve, make_matrix, solve_dual
+from lowtide.solve.bounds.liveness import liveness
+from lowtide.solve.bounds.relaxation import gather, relax
+from lowtide.solve.model.compact import Compact, compact
+from lowtide.solve.problem import Problem, Status
+from lowtide.solve.search.exact import shortest
+from tests.solve.brute_force import brute_force
+from tests.solve.small_graphs import chain, small_graph
+
+
+def budgets(least: int, top: int) -> list[int]:
+    return sorted({least - 2, least - 1, least, least + 1, (least + top) // 2, top - 1, top})
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 50) for start in range(0, 300, 50)], ids=str)
+def test_never_above_brute_force(seeds: range) -> None:
+    for seed in seeds:
+        graph, costs = small_graph(seed, 5 + seed % 3)
+        model = compact(graph, costs)
+        least = brute_force(graph, costs, None)
+        assert least is not None
+        assert peak_bound(model) <= least, seed
+        for budget in budgets(least, simulate(graph, costs, keep_all_schedule(graph)).peak_bytes):
+            optimum = brute_force(graph, costs, budget)
+            if optimum is None:
+                continue  # any number bounds nothing at all
+            assert not proven_infeasible(model, budget), (seed, budget)
+            assert least_time(model) <= time_bound(model, budget, effort=2) <= optimum, (seed, budget)
+
+
+@pytest.mark.parametrize("effort", [1, 2, 3, 4])
+def test_never_above_the_optimum_of_chains(effort: int) -> None:
+    for length in (3, 4):
+        graph, costs = chain(length, times=tuple(range(3, 3 + 2 * length)))
+        model = compact(graph, costs)
+        top = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+        for budget in range(top // 2, top + 1, 2):
+            optimum = shortest(model, budget)
+            assert optimum is not None
+            bound = time_bound(model, budget, effort=effort)
+            assert bound <= optimum.time_ns if optimum.feasible else True
+
+
+def test_never_above_the_optimum_of_larger_graphs() -> None:
+    compared = 0
+    for seed in range(1000, 1060):
+        graph, costs = small_graph(seed, 9)
+        model = compact(graph, costs)
+        lowest, top = shortest(model, None), simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+        if lowest is None:
+            continue
+        assert peak_bound(model) <= lowest.peak_bytes
+        for budget in {lowest.peak_bytes, (lowest.peak_bytes + top) // 2}:
+            optimum = shortest(model, budget)
+            if optimum is not None:
+                for effort in (3, 4):
+                    assert time_bound(model, budget, effort=effort) <= optimum.time_ns, (seed, budget)
+                compared += 1
+    assert compared > 60
+
+
+def test_equals_the_optimum_where_one_storage_has_to_go() -> None:
+    """A chain with one storage too many for the budget: one op runs again, the quickest that helps."""
+    graph, costs = chain(4, times=(5, 7, 6, 8, 9, 9, 9, 9))
+    model = compact(graph, costs)
+    top = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+    optimum = shortest(model, top - 1)
+    assert optimum is not None and optimum.time_ns > least_time(model)
+    assert time_bound(model, top - 1) == optimum.time_ns
+
+
+def test_bound_of_auto_on_longer_chains() -> None:
+    for length in (12, 25):
+        graph, costs = chain(length)
+        model = compact(graph, costs)
+        top = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+        for share in (0.3, 0.5, 0.8):
+            solution = Auto(effort=1).solve(Problem(graph, costs, int(share * top)))
+            bound = time_bound(model, int(share * top))
+            assert bound <= solution.time_ns if solution.status.solved else True
+            assert bound > least_time(model)
+
+
+def test_a_smaller_budget_never_lowers_the_bound_of_fixed_cuts() -> None:
+    graph, costs = chain(10)
+    model = compact(graph, costs)
+    top = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+    shares = []
+    for budget in range(top // 3, top, 4):
+        program = relax(gather(model, liveness(model, budget), budget), [10])
+        shares.append(solve_dual(program, 20_000).bound)
+    assert all(more <= less + 1e-6 for less, more in zip(shares, shares[1:], strict=False))
+    assert shares[0] > shares[-1]
+
+
+def test_any_multipliers_prove_a_bound() -> None:
+    """Random multipliers are bad ones, but what they prove is never above what the best ones prove."""
+    graph, costs = chain(8)
+    model = compact(graph, costs)
+    budget = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes // 2
+    program = relax(gather(model, liveness(model, budget), budget), [8, 10])
+    best = solve_dual(program, 20_000)
+    lower, upper = np.zeros(len(program.cost)), np.ones(len(program.cost))
+    draw = np.random.default_rng(0)
+    for _ in range(50):
+        start = best._replace(y=draw.random(len(program.right)) * draw.choice((0.01, 0.1, 1.0)))
+        assert improve(program, make_matrix(program), lower, upper, start, 1).bound <= best.bound + 1e-4
+
+
+def test_scaling_bytes_changes_nothing() -> None:
+    for seed in range(20):
+        graph, costs = small_graph(seed, 7)
+        larger = dataclasses.replace(
+            costs,
+            workspace_bytes=costs.workspace_bytes * 1024,
+            storage_bytes=costs.storage_bytes * 1024,
+            rng_state_bytes=costs.rng_state_bytes * 1024,
+        )
+        bare = dataclasses.replace(graph, fixed_bytes=0)
+        budget = simulate(bare, costs, keep_all_schedule(bare)).peak_bytes - 2
+        small, large = compact(bare, costs), compact(bare, larger)
+        assert time_bound(small, budget, effort=1) == time_bound(large, budget * 1024, effort=1)
+
+
+def test_no_budget_asks_for_nothing() -> None:
+    for seed in range(30):
+        model = compact(*small_graph(seed, 7))
+        assert time_bound(model, 10**9) == least_time(model)
+
+
+def test_infeasible_budgets() -> None:
+    graph, costs = chain(5)
+    model = compact(graph, costs)
+    bound = peak_bound(model)
+    assert proven_infeasible(model, bound - 1)
+    assert time_bound(model, bound - 1) == INFEASIBLE_NS
+    assert not proven_infeasible(model, bound)
+    assert Auto(effort=1).solve(Problem(graph, costs, bound - 1)).status is not Status.FEASIBLE
+
+
+def test_stops_at_a_known_time() -> None:
+    graph, costs = chain(10)
+    model = compact(graph, costs)
+    budget = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes // 2
+    full = time_bound(model, budget)
+    assert least_time(model) < time_bound(model, budget, known_ns=least_time(model) + 1) <= full
+
+
+def test_models_that_only_bound_the_bytes_get_trivial_bounds() -> None:
+    model: Compact = dataclasses.replace(compact(*chain(5)), faithful=False)
+    assert time_bound(model, 1) == least_time(model)
+    assert peak_bound(model) == model.fixed_bytes
+
+
+@pytest.mark.parametrize("effort", [0, 6])
+def test_effort_out_of_range(effort: int) -> None:
+    with pytest.raises(PlanError, match="1 to 5"):
+        time_bound(compact(*chain(3)), 100, effort=effort)
+
+
+def test_same_answer_every_time() -> None:
+    graph, costs = chain(12)
+    model = compact(graph, costs)
+    assert len({time_bound(model, 100) for _ in range(3)}) == 1
