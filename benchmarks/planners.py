@@ -204,7 +204,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planners", description=__doc__)
     parser.add_argument("--graphs", default="all", help='"all" or names with commas between them')
     parser.add_argument("--planners", default="all", help='"all" or names with commas between them')
-    parser.add_argument("--budgets", default=BUDGETS, help=f"percentages of the peak (default: {BUDGETS})")
+    parser.add_argument("--budgets", default=BUDGETS, help="percentages of the peak (default: %(default)s)")
     parser.add_argument("--time-limit", type=float, default=180.0, metavar="SECONDS", help="per cell (default: 180)")
     parser.add_argument("--jobs", type=int, choices=(1, 2), default=1, help="cells at a time (default: 1)")
     parser.add_argument("--seed", type=int, default=0)

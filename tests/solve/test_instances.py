@@ -42,11 +42,19 @@ def test_infeasible_budgets_of_vgg16_are_proven() -> None:
 
 
 @pytest.mark.slow
-def test_mobilenet_v2_is_near_the_24_hour_figures() -> None:
-    for budget, published in reference("mobilenet_v2_272"):
-        found = overhead_percent("mobilenet_v2_272", budget, "auto")
-        assert published is not None and found is not None
-        assert found <= published + 0.1
+@pytest.mark.parametrize("row", range(6))
+def test_mobilenet_v2_is_at_the_24_hour_figures(row: int) -> None:
+    budget, published = reference("mobilenet_v2_272")[row]
+    found = overhead_percent("mobilenet_v2_272", budget, "auto")
+    assert published is not None and found is not None
+    assert found <= published + 0.0005  # published with three decimals
+
+
+def test_the_bound_of_mobilenet_v2_is_tight() -> None:
+    """Gurobi took 12,421 s for this row and left a gap."""
+    graph, costs = load_instance(FOLDER / "mobilenet_v2_272.json")
+    solution = solve(Problem(graph, costs, reference("mobilenet_v2_272")[1][0]), "auto{effort=2}")
+    assert solution.lower_bound_ns is not None and solution.time_ns <= 1.002 * solution.lower_bound_ns
 
 
 @pytest.mark.slow

@@ -8,13 +8,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.progress import Progress, progress_bar
+from lowtide.cli.schedules import schedule_steps, write_schedule
 
 if TYPE_CHECKING:
     from lowtide.ir import Costs, Graph, Schedule
 
 
 def run_min_peak(options: argparse.Namespace) -> int:
-    from lowtide.cli.solve import write_schedule
     from lowtide.ir import keep_all_schedule, load_instance, simulate
 
     graph, costs = load_instance(options.file)
@@ -29,8 +29,6 @@ def run_min_peak(options: argparse.Namespace) -> int:
         "solve_seconds": round(time.perf_counter() - began, 6),
     }
     if options.json:
-        from lowtide.cli.solve import schedule_steps
-
         print(json.dumps(summary | {"schedule": schedule_steps(schedule)}))
     else:
         _print_summary(summary)

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.options import Subparsers, add_budget_option, add_planner_options
 from lowtide.cli.progress import progress_bar
+from lowtide.cli.schedules import schedule_steps, write_schedule
 
 if TYPE_CHECKING:
-    from lowtide.ir import Costs, Schedule
+    from lowtide.ir import Costs
     from lowtide.solve import Solution
 
 
@@ -81,24 +80,9 @@ def _summary(solution: Solution, costs: Costs, budget: int, unconstrained: int) 
     }
 
 
-def write_schedule(schedule: Schedule, path: str) -> None:
-    from lowtide.ir.serial import schedule_to_json
-    from lowtide.planning import write_atomically
-
-    write_atomically(Path(path), json.dumps(schedule_to_json(schedule)))
-    print(f"schedule written to {path}", file=sys.stderr)
-
-
 def _over(time_ns: int, costs: Costs) -> float:
     """Percent above the program without recomputation."""
     return 100 * (time_ns / costs.total_time_ns - 1) if costs.total_time_ns else 0.0
-
-
-def schedule_steps(schedule: Schedule) -> list[list[Any]]:
-    from lowtide.ir.serial import schedule_to_json
-
-    steps: list[list[Any]] = schedule_to_json(schedule)["steps"]
-    return steps
 
 
 def _print_summary(summary: dict[str, Any]) -> None:

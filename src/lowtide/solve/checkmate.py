@@ -19,6 +19,9 @@ times are divided by their greatest common divisors so that sums are small integ
 rounded after 1e-7 of them is taken off, and a solution that the simulator finds above the budget is cut off by
 tightening the budget and solving again, never returned.
 
+Where the programs settle nothing within the time limit, the bound is the better of theirs and that of
+``lowtide.solve.bounds``.
+
 Assumes that the compact model is exact (no view that needs workspace or reads other storages, no op that writes into
 another's storage); otherwise nothing is claimed. Exponential in the worst case; variables grow with nodes x stages, so
 above ``MOST_RECOMPUTES`` of them the program is not built and the answer is the warm start's.
@@ -32,6 +35,7 @@ from dataclasses import dataclass
 
 from lowtide.errors import PlanError
 from lowtide.ir import Schedule, keep_all_schedule, simulate
+from lowtide.solve.bounds import time_bound
 from lowtide.solve.keep_all import KeepAll
 from lowtide.solve.milp.search import NEVER, Limits, Search, run
 from lowtide.solve.minimum import minimum_peak, working_set_bound
@@ -97,6 +101,9 @@ def _least_time(limits: Limits, problem: Problem, warm_start: bool) -> Solution:
     if working_set_bound(problem.graph, problem.costs) > problem.budget_bytes:
         search.bound = NEVER
     run(search)
+    if not search.settled and search.exact:  # graphs on which the programs do not come to an end
+        known_ns = None if search.best is None else int(search.value)
+        search.bound = max(search.bound, time_bound(search.model, problem.budget_bytes, effort=2, known_ns=known_ns))
     candidates = known if search.best is None else [search.best]
     if search.best is None:  # what else this planner could reach
         candidates = [*known, _lowest(limits, problem, known, began).schedule]

@@ -11,13 +11,13 @@ several smaller limits as well, and the quickest result that fits is the answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lowtide.ir import Schedule, schedule_from_sequence
 from lowtide.solve.model.compact import Compact, Indices, compact
 from lowtide.solve.model.tables import Tables, decode, make_tables
-from lowtide.solve.outcome import answer
+from lowtide.solve.outcome import answer, reachable
 from lowtide.solve.problem import Problem, Solution
 
 _LIMITS = (1.0, 0.97, 0.93, 0.88, 0.8, 0.7, 0.6, 0.5)
@@ -43,19 +43,7 @@ class Greedy:
         solution = attempt(problem.budget_bytes)
         if solution.status.solved:
             return solution
-        return replace(solution, minimum_bytes=_reachable(attempt, solution.minimum_bytes or problem.budget_bytes))
-
-
-def _reachable(attempt: Callable[[int], Solution], budget_bytes: int) -> int:
-    """The first budget, going up from peak to peak, that greedy meets when it is asked for just that.
-
-    Greedy may come to no end at all for a budget; then the next one tried is 2 % larger.
-    """
-    while True:
-        solution = attempt(budget_bytes)
-        if solution.status.solved:
-            return budget_bytes
-        budget_bytes = max(solution.minimum_bytes or 0, budget_bytes + budget_bytes // 50 + 1)
+        return replace(solution, minimum_bytes=reachable(attempt, solution.minimum_bytes or problem.budget_bytes))
 
 
 def greedy_sequences(

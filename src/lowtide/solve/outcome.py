@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from lowtide.ir import Schedule, simulate
 from lowtide.solve.problem import Problem, Solution, Status
@@ -42,3 +42,15 @@ def answer(
         minimum_bytes=minimum_bytes,
         solve_seconds=time.perf_counter() - began,
     )
+
+
+def reachable(attempt: Callable[[int], Solution], budget_bytes: int) -> int:
+    """The first budget, going up from peak to peak, that ``attempt`` meets when it is asked for just that.
+
+    An attempt may come to no end at all; then the next budget is 2 % larger.
+    """
+    while True:
+        solution = attempt(budget_bytes)
+        if solution.status.solved:
+            return budget_bytes
+        budget_bytes = max(solution.minimum_bytes or 0, budget_bytes + budget_bytes // 50 + 1)

@@ -41,6 +41,7 @@ PLANNERS: dict[str, tuple[str, str, str]] = {
         "CheckmateApprox",
         "linear relaxation and two-phase rounding (needs highspy); up to about 400 operators",
     ),
+    "dtr": ("lowtide.solve.dtr", "Dtr", "the eviction heuristics of dynamic tensor rematerialization, ahead of time"),
     "greedy": (
         "lowtide.solve.greedy",
         "Greedy",

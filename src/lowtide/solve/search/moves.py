@@ -11,6 +11,7 @@ from lowtide.solve.model.classes import Classes
 from lowtide.solve.model.compiled import inner
 from lowtide.solve.model.splitmix import random_below
 from lowtide.solve.model.tables import Tables
+from lowtide.solve.search.edits import ask, next_edit, note_all, record, step_before, take_back
 from lowtide.solve.search.timeline import (
     ASKED,
     EDITS,
@@ -18,17 +19,11 @@ from lowtide.solve.search.timeline import (
     PENDING,
     RECOMPUTES,
     Timeline,
-    ask,
     before,
     change,
-    next_edit,
     next_use,
-    note_all,
     put,
-    record,
-    step_before,
     take,
-    take_back,
 )
 
 _SPREAD = 16  # slots per step, about

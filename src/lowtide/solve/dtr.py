@@ -1,0 +1,154 @@
+"""``dtr``: the online heuristics of dynamic tensor rematerialization, run ahead of time on a static graph.
+
+Runs the program in order within the budget; where the next operator does not fit, evicts the resident storage with the
+least score (``lowtide.eviction.scores``), again and again, and rebuilds what was evicted when it is read, with
+whatever that needs. What the program has no more use for is released at once, as a framework that counts references does.
+The heuristics know nothing of the future: that is what makes them online. Kirisame et al., ICLR 2021, arXiv 2006.09616,
+section 3.
+
+No guarantee: recursive rebuilding can exceed the budget or thrash; a run ends after six computes per node. Each of
+several limits at and below the budget is tried, since generator states and the memory of views are not seen
+here, and the quickest schedule that really fits is the answer. Storages cannot be evicted that were handed to the caller,
+or whose operator runs only once. O(evictions x resident storages).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lowtide.eviction import Pool
+from lowtide.eviction.scores import score_of
+from lowtide.ir import schedule_from_sequence
+from lowtide.solve.model.compact import Compact, Indices, compact
+from lowtide.solve.model.tables import decode
+from lowtide.solve.outcome import answer, reachable
+from lowtide.solve.problem import Problem, Solution
+
+_LIMITS = (1.0, 0.97, 0.93, 0.88)
+_STEPS_PER_NODE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Dtr:
+    """``heuristic``: dtr-eq, dtr, dtr-local, lru, size, msps or random. ``sample``: look at a random sample of the
+    storages that could be evicted, as the paper's prototype does."""
+
+    heuristic: str = "dtr-eq"
+    sample: bool = False
+
+    def __post_init__(self) -> None:
+        score_of(self.heuristic)
+
+    def solve(self, problem: Problem) -> Solution:
+        began = time.perf_counter()
+        model = compact(problem.graph, problem.costs)
+
+        def attempt(budget_bytes: int) -> Solution:
+            asked = replace(problem, budget_bytes=budget_bytes)
+            schedules = (
+                schedule_from_sequence(problem.graph, decode(model, codes)) for codes in self._sequences(model, asked)
+            )
+            return answer("dtr", asked, schedules, began)
+
+        solution = attempt(problem.budget_bytes)
+        if solution.status.solved:
+            return solution
+        return replace(solution, minimum_bytes=reachable(attempt, solution.minimum_bytes or problem.budget_bytes))
+
+    def _sequences(self, model: Compact, problem: Problem) -> Iterator[Indices]:
+        room = max(problem.budget_bytes - model.fixed_bytes, 0)
+        for limit in _LIMITS:
+            run = _Run(model, int(room * limit), self, problem.seed)
+            if run.finish():
+                yield np.array(run.codes, np.int32)
+
+
+class _Run:
+    """One pass over the program. ``codes`` is the encoded sequence."""
+
+    def __init__(self, model: Compact, room: int, options: Dtr, seed: int) -> None:
+        self.model = model
+        self.room = room
+        self.reads = [model.reads[a:b].tolist() for a, b in _rows(model.reads_start)]
+        self.owns = [model.owns[a:b].tolist() for a, b in _rows(model.owns_start)]
+        self.base = model.storage_node.tolist()
+        self.codes: list[int] = []
+        self.left = [0] * len(self.base)  # uses that the program still has for a storage
+        for row in self.reads:
+            for storage in row:
+                self.left[storage] += 1
+        self.pool = Pool(
+            model.storage_bytes.tolist(),
+            model.time_ns[model.storage_node].tolist(),
+            [self.reads[node] for node in self.base],
+            heuristic=options.heuristic,
+            sample=options.sample,
+            seed=seed,
+        )
+        for storage, node in enumerate(self.base):
+            self.pool.pinned[storage] = bool(model.held[storage]) or not model.recomputable[node]
+
+    def finish(self) -> bool:
+        """Run all; false where it thrashes."""
+        most = _STEPS_PER_NODE * (self.model.nodes + 1)
+        for node in range(self.model.nodes + 1):
+            self._compute_with_inputs(node, most)
+            if len(self.codes) > most:
+                return False
+            for storage in {*self.reads[node], *self.owns[node]}:
+                self.left[storage] -= storage in self.reads[node]
+                self._release(storage)
+        return True
+
+    def _compute_with_inputs(self, node: int, most: int) -> None:
+        """The node and, before it, whatever it reads and is gone, recursively."""
+        stack = [node]
+        self._lock(node, 1)
+        while stack and len(self.codes) <= most:
+            top = stack[-1]
+            missing = [self.base[s] for s in self.reads[top] if s not in self.pool.resident]
+            if missing:
+                stack.append(max(missing))
+                self._lock(stack[-1], 1)
+                continue
+            self._compute(top, again=len(stack) > 1)
+            self._lock(top, -1)
+            stack.pop()
+            for storage in (*self.reads[top], *self.owns[top]) if stack else ():
+                self._release(storage)
+
+    def _compute(self, node: int, again: bool) -> None:
+        pool = self.pool
+        fresh = [storage for storage in self.owns[node] if storage not in pool.resident]
+        copies = sum(pool.sizes[storage] for storage in self.owns[node] if storage in pool.resident)
+        need = int(self.model.workspace_bytes[node]) + copies + sum(pool.sizes[storage] for storage in fresh)
+        while pool.bytes + need > self.room:
+            victim = pool.victim()
+            if victim is None:
+                break
+            pool.evict(victim)
+        self.codes.append(~node if again else node)
+        pool.tick(int(self.model.time_ns[node]))
+        for storage in fresh:
+            pool.add(storage)
+        for storage in self.reads[node]:
+            pool.touch(storage)
+
+    def _lock(self, node: int, change: int) -> None:
+        for storage in self.reads[node]:
+            self.pool.locks[storage] += change
+
+    def _release(self, storage: int) -> None:
+        """Let go of what the program has no more use for, unless it can only be computed once."""
+        pool = self.pool
+        free = self.left[storage] == 0 and pool.locks[storage] == 0 and not pool.pinned[storage]
+        if free and storage in pool.resident:
+            pool.evict(storage)
+
+
+def _rows(start: Indices) -> list[tuple[int, int]]:
+    return list(zip(start[:-1].tolist(), start[1:].tolist(), strict=True))
