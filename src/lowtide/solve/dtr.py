@@ -47,21 +47,20 @@ class Dtr:
         began = time.perf_counter()
         model = compact(problem.graph, problem.costs)
 
-        def attempt(budget_bytes: int) -> Solution:
+        def attempt(budget_bytes: int, limits: tuple[float, ...] = _LIMITS[:1]) -> Solution:
             asked = replace(problem, budget_bytes=budget_bytes)
-            schedules = (
-                schedule_from_sequence(problem.graph, decode(model, codes)) for codes in self._sequences(model, asked)
-            )
+            sequences = self._sequences(model, asked, limits)
+            schedules = (schedule_from_sequence(problem.graph, decode(model, codes)) for codes in sequences)
             return answer("dtr", asked, schedules, began)
 
-        solution = attempt(problem.budget_bytes)
+        solution = attempt(problem.budget_bytes, _LIMITS)
         if solution.status.solved:
             return solution
         return replace(solution, minimum_bytes=reachable(attempt, solution.minimum_bytes or problem.budget_bytes))
 
-    def _sequences(self, model: Compact, problem: Problem) -> Iterator[Indices]:
+    def _sequences(self, model: Compact, problem: Problem, limits: tuple[float, ...]) -> Iterator[Indices]:
         room = max(problem.budget_bytes - model.fixed_bytes, 0)
-        for limit in _LIMITS:
+        for limit in limits:
             run = _Run(model, int(room * limit), self, problem.seed)
             if run.finish():
                 yield np.array(run.codes, np.int32)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lowtide.ir import Costs, Graph, Schedule, keep_all_schedule, simulate
+from lowtide.solve.search.threads import in_threads
 
 if TYPE_CHECKING:
     from lowtide.solve.search.portfolio import Candidate, Portfolio
 
-_LOWER_RUNS = 2
+_STREAMS = (60, 61, 62)  # of the runs from each starting point
+_BLOCKS_SHARE = 0.25  # of the peak without recomputation: the budget that block programs are asked for
 
 
 def minimum_peak(graph: Graph, costs: Costs, seed: int = 0) -> tuple[int, Schedule]:
@@ -46,12 +48,21 @@ def lowest_candidate(portfolio: Portfolio, target_bytes: int) -> Candidate:
 
     Independent of any budget but for the early end, so that what it finds can be found again.
     """
-    points = sorted(starting_points(portfolio), key=lambda point: (point.peak_bytes, point.recompute_ns))
-    best = points[0]
-    for stream in range(60, 60 + _LOWER_RUNS):
-        if best.peak_bytes > target_bytes:
-            best = portfolio.lower(best, target_bytes, portfolio.iterations, stream)
-    return best
+    plain = starting_points(portfolio)
+    top = max(point.peak_bytes for point in plain)
+    starts = [_lowest(points) for points in (plain, portfolio.blocks(int(_BLOCKS_SHARE * top))) if points]
+
+    def lower(start: Candidate) -> Candidate:
+        for stream in _STREAMS:
+            if start.peak_bytes > target_bytes:
+                start = portfolio.lower(start, target_bytes, portfolio.iterations, stream)
+        return start
+
+    return _lowest(in_threads(lower, starts))
+
+
+def _lowest(points: list[Candidate]) -> Candidate:
+    return min(points, key=lambda point: (point.peak_bytes, point.recompute_ns))
 
 
 def working_set_bound(graph: Graph, costs: Costs) -> int:

@@ -1,16 +1,22 @@
 """Compiled kernels: numba with its cache on disk where some folder can be written, compiled per process elsewhere.
 
-numba tries the package's own ``__pycache__``, then the user's cache folder (``NUMBA_CACHE_DIR`` overrides both), and
-raises where neither can be written; a read-only installation then pays the compilation once per process.
+numba looks only at the file of the kernel itself to tell whether a cached one is still valid, not at the kernels it calls
+in other files. So the cache lies in a folder named after all of this package's sources, in the user's cache folder
+(``LOWTIDE_CACHE_DIR`` or ``NUMBA_CACHE_DIR`` say otherwise).
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+import platformdirs
 
 logger = logging.getLogger(__name__)
 
@@ -19,11 +25,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def kernel(function: Function) -> Function:
     """``function`` compiled without the interpreter."""
+    config: Any = numba.config
+    elsewhere = config.CACHE_DIR
+    config.CACHE_DIR = elsewhere or _cache_folder()
     try:
         return cast(Function, numba.njit(cache=True, nogil=True)(function))
     except RuntimeError as error:
         logger.info("no folder for compiled kernels can be written (%s): compiling for this process only", error)
         return cast(Function, numba.njit(nogil=True)(function))
+    finally:
+        config.CACHE_DIR = elsewhere
 
 
 def inner(function: Function) -> Function:
@@ -31,3 +42,12 @@ def inner(function: Function) -> Function:
     references, which costs more than a short function does."""
     options: dict[str, Any] = {"nogil": True, "_nrt": False}
     return cast(Function, numba.njit(**options)(function))
+
+
+@functools.cache
+def _cache_folder() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    folder = os.environ.get("LOWTIDE_CACHE_DIR") or platformdirs.user_cache_dir("lowtide")
+    return str(Path(folder) / f"kernels-{digest.hexdigest()[:16]}")

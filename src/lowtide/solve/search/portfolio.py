@@ -8,7 +8,6 @@ go to two threads (kernels hold no lock of the interpreter); their results are t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,8 +20,8 @@ from lowtide.solve.model.sweep import sweep
 from lowtide.solve.model.tables import Tables, decode, encode_keep_all, make_tables
 from lowtide.solve.search.anneal import Found, Settings, search
 from lowtide.solve.search.segments import segment_sequences
+from lowtide.solve.search.threads import in_threads
 
-_THREADS = 2
 _COLD = 0.01  # last temperature, in mean node times
 
 
@@ -62,7 +61,7 @@ class Portfolio:
     def iterations(self) -> int:
         """Of one run at default effort: one iteration takes 1 to 10 microseconds, more in longer programs."""
         nodes = max(self.model.nodes, 1)
-        return int(max(min(8_000.0 * nodes, 2.4e10 / nodes**1.6), 30.0 * nodes))
+        return int(max(min(6_100.0 * nodes, 2.4e10 / nodes**1.6), 30.0 * nodes))
 
     def schedule(self, candidate: Candidate) -> Schedule:
         return schedule_from_sequence(self.graph, decode(self.model, candidate.codes))
@@ -108,8 +107,7 @@ class Portfolio:
         def anneal(run: Run) -> Candidate | None:
             return self.anneal(run.start, budget_bytes, iterations, run.stream, run.hot, bound_ns)
 
-        with ThreadPoolExecutor(_THREADS) as pool:
-            return [candidate for candidate in pool.map(anneal, runs) if candidate is not None]
+        return [candidate for candidate in in_threads(anneal, runs) if candidate is not None]
 
     def anneal(
         self, start: Candidate, budget_bytes: int, iterations: int, stream: int, hot: float, bound_ns: int = 0
