@@ -1,12 +1,15 @@
 """Starting points for the searches from the block programs, good where budgets are small.
 
-The forward pass is cut in a few ways; each gives a chain, menus and one table; every table is asked for a few nominal
-budgets around the real one, as rounding and shared storages make its own figures upper bounds.
+The forward pass is cut in a few ways; each gives a chain, menus and several tables, whose slots differ in size; every
+table is asked for nominal budgets around the real one. Rounding and shared storages make a table's own figures upper
+bounds, by amounts that differ from table to table, so the best of many is better than any one of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+
+import numpy as np
 
 from lowtide.solve.blocks.chain import make_chain
 from lowtide.solve.blocks.compose import composed_chain
@@ -17,8 +20,9 @@ from lowtide.solve.model.compact import Compact, Indices
 from lowtide.solve.model.tables import Tables, make_tables
 
 _SLOTS = 400
-_OPTIONS = 12
-_NOMINAL = (0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3)
+_OPTIONS = 16
+_ROOMS = (1.04, 1.12, 1.2, 1.3, 1.4, 1.5)  # of the tables, as shares of the budget
+_LEAST, _ASKED = 0.9, 16  # nominal budgets from this share on, at most so many per table
 _BUNDLES, _PART_NODES = 24, 12
 _MOST_BLOCKS, _MOST_NODES = 60, 60
 
@@ -41,19 +45,23 @@ def near(table: Table, room: int) -> Iterator[Indices]:
     least = table.least_slots()
     if least is None:
         return
-    asked = {max(table.slots(int(room * share)), least) for share in _NOMINAL}
-    for slots in sorted(asked | {least}):
+    times = table.best_ns[0, table.chain.blocks]
+    first = max(table.slots(int(room * _LEAST)), least)
+    changes = first + np.flatnonzero(np.diff(times[first:], prepend=times[first] + 1))
+    chosen = changes[np.unique(np.linspace(0, len(changes) - 1, min(_ASKED, len(changes))).astype(int))]
+    for slots in sorted({least, *chosen.tolist()}):
         yield table.codes(slots)
 
 
 def block_tables(model: Compact, room: int, tables: Tables) -> Iterator[Table]:
-    """One table per way to cut: composed bundles of any graph first, then blocks with menus of their own."""
-    most = int(room * max(_NOMINAL))
+    """Some tables per way to cut: composed bundles of any graph first, then blocks with menus of their own."""
+    mosts = [int(room * share) for share in _ROOMS]
     for tops in top_cuts(model, _BUNDLES, _PART_NODES):
         chain, composed = composed_chain(model, tables, tops, _PART_NODES, _OPTIONS)
-        yield build_table(chain, composed, most, _SLOTS)
+        yield from (build_table(chain, composed, most, _SLOTS) for most in mosts)
     ways = [refined_cuts(model, cuts, _MOST_NODES) for cuts in several_cuts(model, _MOST_BLOCKS)]
     ways.insert(0, refined_cuts(model, articulation_cuts(model, _MOST_BLOCKS), 2 * _MOST_NODES))
     for cuts in (cuts for index, cuts in enumerate(ways) if cuts not in ways[:index]):
         chain = make_chain(model, cuts, tables)
-        yield build_table(chain, menus(chain, _OPTIONS), most, _SLOTS)
+        options = menus(chain, _OPTIONS)
+        yield from (build_table(chain, options, most, _SLOTS) for most in mosts)
