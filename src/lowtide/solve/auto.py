@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lowtide.solve.search.portfolio import Candidate, Portfolio
 
 _EFFORT = {1: 0.1, 2: 0.35, 3: 1.0, 4: 3.0, 5: 10.0}  # factors of the iterations of a run
+_LOWER_EFFORT = {1: 0.2, 2: 0.5, 3: 1.0, 4: 1.0, 5: 1.0}  # of the iterations of a search for the lowest peak
 _BOUND_EFFORT = {1: 1, 2: 2, 3: 3, 4: 3, 5: 3}  # of the lower bound, in its own scale,
 _BOUND_LIMITS = ((1400, 3), (2500, 2))  # and its largest at up to so many nodes; 1 above
 # First temperatures of the rounds of runs, in mean node times. Hot runs pay only where many iterations fall to a node.
@@ -94,7 +95,7 @@ def _search(problem: Problem, portfolio: Portfolio, effort: int, began: float) -
     points = _starts(problem, portfolio)
     fitting = [point for point in points if point.peak_bytes <= budget]
     if not fitting:
-        lowest = _lowest(problem, portfolio, points)
+        lowest = _lowest(problem, portfolio, effort)
         if lowest.peak_bytes > budget:
             return _unsolved(problem, portfolio, answer("auto", problem, [portfolio.schedule(lowest)], began))
         fitting = [lowest]
@@ -127,11 +128,11 @@ def _starts(problem: Problem, portfolio: Portfolio) -> list[Candidate]:
     return [*starting_points(portfolio), *portfolio.greedy(budget), *portfolio.blocks(budget)]
 
 
-def _lowest(problem: Problem, portfolio: Portfolio, points: list[Candidate]) -> Candidate:
+def _lowest(problem: Problem, portfolio: Portfolio, effort: int) -> Candidate:
     from lowtide.solve.minimum import lowest_candidate
 
     problem.progress("lowering the peak", 0.05)
-    return lowest_candidate(portfolio, problem.budget_bytes)
+    return lowest_candidate(portfolio, problem.budget_bytes, _LOWER_EFFORT[effort])
 
 
 def _anneal(

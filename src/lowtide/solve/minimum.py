@@ -43,11 +43,13 @@ def starting_points(portfolio: Portfolio) -> list[Candidate]:
     return [portfolio.keep_all(), *portfolio.segments()]
 
 
-def lowest_candidate(portfolio: Portfolio, target_bytes: int) -> Candidate:
+def lowest_candidate(portfolio: Portfolio, target_bytes: int, share: float = 1.0) -> Candidate:
     """The smallest peak that runs from the lowest starting points reach, or at most ``target_bytes`` once reached.
 
-    Independent of any budget but for the early end, so that what it finds can be found again.
+    ``share`` of the iterations at default effort. Independent of any budget but for the early end, so that what it
+    finds can be found again.
     """
+    iterations = int(share * portfolio.iterations)
     plain = starting_points(portfolio)
     top = max(point.peak_bytes for point in plain)
     starts = [_lowest(points) for points in (plain, portfolio.blocks(int(_BLOCKS_SHARE * top))) if points]
@@ -55,7 +57,7 @@ def lowest_candidate(portfolio: Portfolio, target_bytes: int) -> Candidate:
     def lower(start: Candidate) -> Candidate:
         for stream in _STREAMS:
             if start.peak_bytes > target_bytes:
-                start = portfolio.lower(start, target_bytes, portfolio.iterations, stream)
+                start = portfolio.lower(start, target_bytes, iterations, stream)
         return start
 
     return _lowest(in_threads(lower, starts))

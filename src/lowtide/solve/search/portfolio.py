@@ -61,7 +61,7 @@ class Portfolio:
     def iterations(self) -> int:
         """Of one run at default effort: one iteration takes 1 to 10 microseconds, more in longer programs."""
         nodes = max(self.model.nodes, 1)
-        return int(max(min(6_100.0 * nodes, 2.4e10 / nodes**1.6), 30.0 * nodes))
+        return int(max(min(20.0 * nodes**2, 2.4e10 / nodes**1.6), 30.0 * nodes))
 
     def schedule(self, candidate: Candidate) -> Schedule:
         return schedule_from_sequence(self.graph, decode(self.model, candidate.codes))
