@@ -33,7 +33,7 @@ from lowtide.solve.problem import Problem, Solution, Status
 if TYPE_CHECKING:
     from lowtide.solve.search.portfolio import Candidate, Portfolio
 
-_EFFORT = {1: 0.1, 2: 0.35, 3: 1.0, 4: 3.0, 5: 10.0}  # factors of the iterations of a run
+_EFFORT = {1: 0.04, 2: 0.25, 3: 1.0, 4: 3.0, 5: 10.0}  # factors of the iterations of a run
 _LOWER_EFFORT = {1: 0.2, 2: 0.5, 3: 1.0, 4: 1.0, 5: 1.0}  # of the iterations of a search for the lowest peak
 _BOUND_EFFORT = {1: 1, 2: 2, 3: 3, 4: 3, 5: 3}  # of the lower bound, in its own scale,
 _BOUND_LIMITS = ((1400, 3), (2500, 2))  # and its largest at up to so many nodes; 1 above

@@ -2,7 +2,7 @@
 
 numba looks only at the file of the kernel itself to tell whether a cached one is still valid, not at the kernels it calls
 in other files. So the cache lies in a folder named after all of this package's sources, in the user's cache folder
-(``LOWTIDE_CACHE_DIR`` or ``NUMBA_CACHE_DIR`` say otherwise).
+(``NUMBA_CACHE_DIR`` says otherwise).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -49,5 +48,4 @@ def _cache_folder() -> str:
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
-    folder = os.environ.get("LOWTIDE_CACHE_DIR") or platformdirs.user_cache_dir("lowtide")
-    return str(Path(folder) / f"kernels-{digest.hexdigest()[:16]}")
+    return str(Path(platformdirs.user_cache_dir("lowtide")) / f"kernels-{digest.hexdigest()[:16]}")
