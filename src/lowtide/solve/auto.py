@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _EFFORT = {1: 0.04, 2: 0.25, 3: 1.0, 4: 3.0, 5: 10.0}  # factors of the iterations of a run
 _LOWER_EFFORT = {1: 0.2, 2: 0.5, 3: 1.0, 4: 1.0, 5: 1.0}  # of the iterations of a search for the lowest peak
 _BOUND_EFFORT = {1: 1, 2: 2, 3: 3, 4: 3, 5: 3}  # of the lower bound, in its own scale,
-_BOUND_LIMITS = ((1400, 3), (2500, 2))  # and its largest at up to so many nodes; 1 above
+_BOUND_LIMITS = ((1400, 3),)  # and its largest at up to so many nodes; 1 above
 # First temperatures of the rounds of runs, in mean node times. Hot runs pay only where many iterations fall to a node.
 _HOT_NODES = 800
 _HOT, _WARM = (2.0, 2.0), (1.0, 0.3)
@@ -125,7 +125,10 @@ def _starts(problem: Problem, portfolio: Portfolio) -> list[Candidate]:
 
     problem.progress("starting points", 0.0)
     budget = problem.budget_bytes
-    return [*starting_points(portfolio), *portfolio.greedy(budget), *portfolio.blocks(budget)]
+    points = [*starting_points(portfolio), *portfolio.greedy(budget), *portfolio.blocks(budget)]
+    if portfolio.model.nodes > _HOT_NODES and 0 < portfolio.model.boundary < portfolio.model.nodes:
+        points += portfolio.tables_of_rockmate()  # what few moves per node cannot make up for
+    return points
 
 
 def _lowest(problem: Problem, portfolio: Portfolio, effort: int) -> Candidate:

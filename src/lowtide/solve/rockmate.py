@@ -23,8 +23,8 @@ from lowtide.solve.blocks.menu import menus
 from lowtide.solve.blocks.partition import refined_cuts, several_cuts
 from lowtide.solve.blocks.table import build_table
 from lowtide.solve.keep_all import KeepAll
-from lowtide.solve.model.compact import compact
-from lowtide.solve.model.tables import make_tables
+from lowtide.solve.model.compact import Compact, compact
+from lowtide.solve.model.tables import Tables, make_tables
 from lowtide.solve.problem import Problem, Solution
 
 _BLOCKS = 60
@@ -57,13 +57,16 @@ class Rockmate:
         if not 0 < model.boundary < model.nodes:
             return KeepAll().solve(problem)
         tables = make_tables(model)
+        return solve_with_tables("rockmate", problem, model, tables, self.builders(model, tables), began)
+
+    def builders(self, model: Compact, tables: Tables) -> list[Builder]:
+        """One per way to cut."""
         ways: list[list[int]] = []
         for cuts in several_cuts(model, _BLOCKS):
             for most_nodes in (self.block_nodes, max(self.block_nodes // 2, 1)):
                 way = refined_cuts(model, cuts, most_nodes)
                 ways += [way] if way not in ways else []
-        builders = [self._builder(make_chain(model, way, tables)) for way in ways]
-        return solve_with_tables("rockmate", problem, model, tables, builders, began)
+        return [self._builder(make_chain(model, way, tables)) for way in ways]
 
     def _builder(self, chain: Chain) -> Builder:
         found = menus(chain, self.options)

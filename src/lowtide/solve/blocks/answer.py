@@ -35,15 +35,19 @@ def solve_with_tables(
 ) -> Solution:
     """The quickest schedule that fits; else unsolved with the lowest peak of all sequences."""
     kept = swept(tables, encode_keep_all(model))
-    found = [kept]
-    for builder in builders:
-        for table in rungs(builder, kept[1]):
-            found += [swept(tables, codes) for codes in asked(table)]
+    found = [kept, *(swept(tables, codes) for codes in table_sequences(builders, kept[1]))]
     room = problem.budget_bytes - problem.graph.fixed_bytes
     fitting = sorted((one for one in found if one[1] <= room), key=_quickest)[:6]
     chosen = [*fitting, min(found, key=lambda one: (one[1], one[0]))]
     schedules = [schedule_from_sequence(problem.graph, decode(model, codes)) for _, _, codes in chosen]
     return answer(name, problem, schedules, began)
+
+
+def table_sequences(builders: Sequence[Builder], most_bytes: int) -> Iterator[Indices]:
+    """What all tables answer for budgets up to ``most_bytes``, ``fixed_bytes`` apart."""
+    for builder in builders:
+        for table in rungs(builder, most_bytes):
+            yield from asked(table)
 
 
 def rungs(builder: Builder, most_bytes: int) -> Iterator[Table]:

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lowtide.ir import Costs, Graph, Schedule, schedule_from_sequence
+from lowtide.solve.blocks.answer import table_sequences
 from lowtide.solve.blocks.seeds import block_sequences
 from lowtide.solve.greedy import greedy_sequences
 from lowtide.solve.model.classes import Classes, group, node_classes
 from lowtide.solve.model.compact import Compact, Indices, compact
 from lowtide.solve.model.sweep import sweep
 from lowtide.solve.model.tables import Tables, decode, encode_keep_all, make_tables
+from lowtide.solve.rockmate import Rockmate
 from lowtide.solve.search.anneal import Found, Settings, search
 from lowtide.solve.search.segments import segment_sequences
 from lowtide.solve.search.threads import in_threads
@@ -88,6 +90,11 @@ class Portfolio:
 
     def blocks(self, budget_bytes: int) -> list[Candidate]:
         return self.measure(block_sequences(self.model, budget_bytes, self.tables))
+
+    def tables_of_rockmate(self) -> list[Candidate]:
+        """Everything that ``rockmate`` chooses from, whatever the budget."""
+        top = self.keep_all().peak_bytes - self.model.fixed_bytes
+        return self.measure(table_sequences(Rockmate().builders(self.model, self.tables), top))
 
     def time_ns(self, candidate: Candidate) -> int:
         """Of the whole schedule."""
