@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -113,10 +114,10 @@ class _MutatesArgument(nn.Module):
 
 def test_argument_written_in_place() -> None:
     """The caller's tensor is written, as by eager: checked through the second and third iteration's losses."""
-    memories: dict[int, torch.Tensor] = {}
+    memories: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()  # an id would be used again
 
     def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
-        memory = memories.setdefault(id(model), torch.zeros(32))
+        memory = memories.setdefault(model, torch.zeros(32))
         loss = model(args[0], memory)
         loss.backward()
         return loss, memory.clone()
