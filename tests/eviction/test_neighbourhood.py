@@ -1,137 +1,160 @@
-"""Evicted neighbourhoods against naive computations, under random evictions and rebuilds."""
+"""Evicted neighbourhoods against naive computations, under random evictions, rebuilds, changed costs and departures."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 
-from lowtide.errors import PlanError
-from lowtide.eviction import HEURISTICS, Pool
-from lowtide.eviction.neighbourhood import Connected, Exact
+from lowtide.eviction import Entry, Pool
+
+ENTRIES = 14
 
 
-def random_pool(seed: int, storages: int = 14, **options: object) -> Pool:
+def random_pool(seed: int, heuristic: str, *, sample: bool = False, small: bool = False) -> tuple[Pool, list[Entry]]:
     draw = random.Random(seed)
-    parents = [sorted(draw.sample(range(s), min(s, draw.randint(0, 2)))) for s in range(storages)]
-    sizes = [draw.randint(1, 9) for _ in range(storages)]
-    pool = Pool(sizes, [draw.randint(1, 9) for _ in range(storages)], parents, **options)  # type: ignore[arg-type]
-    for storage in range(storages):
-        pool.add(storage)
-        pool.tick(pool.cost_ns[storage])
-    return pool
+    pool = Pool(heuristic=heuristic, sample=sample, skip_small=small)
+    entries: list[Entry] = []
+    for index in range(ENTRIES):
+        parents = draw.sample(entries, min(index, draw.randint(0, 2)))
+        entries.append(Entry(draw.randint(1, 9), draw.randint(1, 9), tuple(parents)))
+        pool.enter(entries[-1])
+        pool.tick(entries[-1].cost_ns)
+    return pool, entries
 
 
-def reached(pool: Pool, storage: int, edges: list[list[int]] | list[tuple[int, ...]]) -> set[int]:
-    """Evicted storages at the end of paths whose every node after the first is evicted."""
-    found: set[int] = set()
-    for neighbour in edges[storage]:
-        if pool.evicted[neighbour] and neighbour not in found:
-            found |= {neighbour} | reached(pool, neighbour, edges)
-    return found
-
-
-def walk(pool: Pool, seed: int, steps: int = 60) -> None:
+def walk(pool: Pool, entries: list[Entry], seed: int, steps: int = 60) -> None:
     """Evict and rebuild at random; a rebuild needs its parents."""
     draw = random.Random(seed)
     for _ in range(steps):
-        if draw.random() < 0.6 and pool.resident:
-            pool.evict(draw.choice(list(pool.resident)))
-        ready = [s for s, gone in enumerate(pool.evicted) if gone and all(p in pool.resident for p in pool.parents[s])]
+        there = [entry for entry in entries if entry.resident]
+        if draw.random() < 0.6 and there:
+            pool.evict(draw.choice(there))
+        ready = [entry for entry in entries if entry.evicted and all(parent.resident for parent in entry.parents)]
         if draw.random() < 0.4 and ready:
             pool.add(draw.choice(ready))
 
 
+def disturb(pool: Pool, entries: list[Entry], draw: random.Random) -> None:
+    """What a live program does besides: costs change, tensors die, can not be rebuilt, or read more."""
+    entry = draw.choice(entries)
+    match draw.randrange(5):
+        case 0:
+            pool.charge(entry, draw.randint(1, 9))
+        case 1:
+            pool.cut(entry)
+        case 2:
+            pool.forget(entry)
+            entries.remove(entry)
+        case 3:
+            older = entries[: entries.index(entry)]
+            pool.link(entry, draw.sample(older, min(len(older), 2)))
+        case 4:
+            pool.resize(entry, draw.randint(0, 9))
+
+
+def ancestors(entry: Entry) -> set[Entry]:
+    """Evicted, at the end of paths whose every entry after the first is evicted."""
+    return {there for parent in entry.parents if parent.evicted for there in (parent, *ancestors(parent))}
+
+
+def descendants(entry: Entry, everyone: Iterable[Entry]) -> set[Entry]:
+    """By their parents alone: ``children`` is the pool's own work."""
+    everyone = list(everyone)
+    children = [child for child in everyone if entry in child.parents and child.evicted]
+    return {there for child in children for there in (child, *descendants(child, everyone))}
+
+
+def cost_ns(entries: set[Entry]) -> int:
+    return sum(entry.cost_ns for entry in entries)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_exact_neighbourhood_equals_a_naive_one(seed: int) -> None:
-    pool = random_pool(seed, heuristic="dtr")
+    pool, entries = random_pool(seed, "dtr")
+    draw = random.Random(seed)
     for turn in range(15):
-        walk(pool, 100 * seed + turn, 4)
-        for storage in pool.resident:
-            around = reached(pool, storage, pool.parents) | reached(pool, storage, pool.children)
-            assert pool._around.cost_ns(storage) == sum(pool.cost_ns[s] for s in around)
+        walk(pool, entries, 100 * seed + turn, 4)
+        if turn % 2 and len(entries) > 4:
+            disturb(pool, entries, draw)
+        for entry in entries:
+            if entry.resident:
+                assert pool.around_ns(entry) == cost_ns(ancestors(entry) | descendants(entry, entries))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_msps_counts_evicted_ancestors(seed: int) -> None:
-    pool = random_pool(seed, heuristic="msps")
-    walk(pool, seed)
-    for storage in pool.resident:
-        ancestors = reached(pool, storage, pool.parents)
-        assert pool._around.cost_ns(storage) == sum(pool.cost_ns[s] for s in ancestors)
+    pool, entries = random_pool(seed, "msps")
+    draw = random.Random(seed)
+    for turn in range(6):
+        walk(pool, entries, 100 * seed + turn, 10)
+        disturb(pool, entries, draw)
+        for entry in entries:
+            if entry.resident:
+                assert pool.around_ns(entry) == cost_ns(ancestors(entry))
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_components_hold_the_exact_neighbourhood(seed: int) -> None:
     """Undirected components are never split, so their cost is at least that of the directed neighbourhood."""
-    pool = random_pool(seed, heuristic="dtr-eq")
-    exact = Exact(pool)
+    pool, entries = random_pool(seed, "dtr-eq")
+    draw = random.Random(seed)
     for turn in range(15):
-        walk(pool, 100 * seed + turn, 4)
-        exact.known.clear()
-        for storage in pool.resident:
-            assert pool._around.cost_ns(storage) >= exact.cost_ns(storage)
+        walk(pool, entries, 100 * seed + turn, 4)
+        if turn % 2 and len(entries) > 4:
+            disturb(pool, entries, draw)
+        for entry in entries:
+            if entry.resident:
+                assert pool.around_ns(entry) >= cost_ns(ancestors(entry) | descendants(entry, entries))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_components_are_exact_while_nothing_is_rebuilt(seed: int) -> None:
-    pool = random_pool(seed, heuristic="dtr-eq")
-    assert isinstance(pool._around, Connected)
+    pool, entries = random_pool(seed, "dtr-eq")
     draw = random.Random(seed)
     for _ in range(8):
-        pool.evict(draw.choice(list(pool.resident)))
-    for storage in pool.resident:
-        component: set[int] = set()
-        waiting = [storage]
-        while waiting:
-            here = waiting.pop()
-            for neighbour in (*pool.parents[here], *pool.children[here]):
-                if pool.evicted[neighbour] and neighbour not in component:
-                    component.add(neighbour)
-                    waiting.append(neighbour)
-        assert pool._around.cost_ns(storage) == sum(pool.cost_ns[s] for s in component)
+        pool.evict(draw.choice([entry for entry in entries if entry.resident]))
+    pool.charge(draw.choice([entry for entry in entries if entry.evicted]), 50)
+    for entry in entries:
+        if entry.resident:
+            component: set[Entry] = set()
+            waiting = [entry]
+            while waiting:
+                here = waiting.pop()
+                for neighbour in (*here.parents, *here.children):
+                    if neighbour.evicted and neighbour not in component:
+                        component.add(neighbour)
+                        waiting.append(neighbour)
+            assert pool.around_ns(entry) == cost_ns(component)
 
 
-def test_victims() -> None:
-    def victim(heuristic: str) -> int | None:
-        pool = Pool([4, 2, 8], [1, 2, 90], [(), (0,), (1,)], heuristic=heuristic)
-        for storage in range(3):
-            pool.add(storage)
-            pool.tick(10)
-        pool.touch(0)
-        return pool.victim()
-
-    assert victim("lru") == 1
-    assert victim("size") == 2
-    assert victim("msps") == 0
-    assert victim("dtr-local") == 1
+@pytest.mark.parametrize("heuristic", ["dtr", "dtr-eq", "msps"])
+def test_what_all_left_costs_nothing(heuristic: str) -> None:
+    """After every eviction has ended nothing is left in any account, whatever the costs have become meanwhile."""
+    pool, entries = random_pool(1, heuristic)
+    for entry in entries:
+        pool.evict(entry)
+    for index, entry in enumerate(entries):
+        pool.charge(entry, 100 + index)
+    for entry in entries:
+        pool.add(entry)
+    assert [pool.around_ns(entry) for entry in entries] == [0] * len(entries)
 
 
-def test_pinned_and_locked_storages_stay() -> None:
-    pool = Pool([1, 1, 0], [1, 1, 1], [(), (), ()], heuristic="size")
-    for storage in range(3):
-        pool.add(storage)
-    pool.pinned[0] = True
-    assert pool.victim() == 1
-    pool.locks[1] = 1
-    assert pool.victim() is None
-
-
-@pytest.mark.parametrize("heuristic", HEURISTICS)
-@pytest.mark.parametrize("sample", [False, True])
-def test_the_same_seed_gives_the_same_victims(heuristic: str, sample: bool) -> None:
-    def victims() -> list[int | None]:
-        pool = random_pool(3, heuristic=heuristic, sample=sample)
-        chosen = []
-        for _ in range(6):
-            chosen.append(pool.victim())
-            assert chosen[-1] is not None
-            pool.evict(chosen[-1])
-        return chosen
-
-    assert victims() == victims()
-
-
-def test_unknown_heuristic() -> None:
-    with pytest.raises(PlanError, match="'best'; known: dtr-eq"):
-        Pool([1], [1], [()], heuristic="best")
+@pytest.mark.parametrize("heuristic", ["dtr", "dtr-eq"])
+def test_long_chains(heuristic: str) -> None:
+    """Longer than Python's recursion limit."""
+    length = 3_000
+    pool = Pool(heuristic=heuristic)
+    chain = [Entry(1, 1)]
+    pool.enter(chain[0])
+    for _ in range(length):
+        chain.append(Entry(1, 1, (chain[-1],)))
+        pool.enter(chain[-1])
+    for entry in chain[1:-1]:
+        pool.evict(entry)
+    assert pool.around_ns(chain[-1]) == pool.around_ns(chain[0]) == length - 1
+    for entry in chain[1:-1]:
+        pool.add(entry)
+    assert pool.around_ns(chain[-1]) == 0

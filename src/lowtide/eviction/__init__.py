@@ -1,12 +1,13 @@
-"""Dynamic tensor rematerialization's state and scores: which tensor to evict next. No torch, no graph.
+"""Dynamic tensor rematerialization's state and scores: which storage to evict next. No torch, no graph.
 
-Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, arXiv 2006.09616, section 3. Whoever runs operators (a
+Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, arXiv 2006.09616, section 2. Whoever runs operators (a
 planner over a static graph, a trace, a live program) tells the pool what is computed, used, evicted and released, and asks
 it for the next victim; running and freeing are the client's business.
 """
 
+from lowtide.eviction.entry import Entry
 from lowtide.eviction.neighbourhood import Connected, Exact, Neighbourhood
 from lowtide.eviction.pool import Pool
-from lowtide.eviction.scores import HEURISTICS, Facts, neighbourhood_for
+from lowtide.eviction.scores import HEURISTICS, neighbourhood_for, score_of
 
-__all__ = ["HEURISTICS", "Connected", "Exact", "Facts", "Neighbourhood", "Pool", "neighbourhood_for"]
+__all__ = ["HEURISTICS", "Connected", "Entry", "Exact", "Neighbourhood", "Pool", "neighbourhood_for", "score_of"]

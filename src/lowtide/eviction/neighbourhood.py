@@ -1,6 +1,6 @@
 """What evicting a storage may cost beyond its own computation: the evicted storages around it.
 
-``Exact`` is the evicted neighbourhood e* of the paper (section 3): evicted ancestors reached through evicted ones, which
+``Exact`` is the evicted neighbourhood e* of the paper (section 2): evicted ancestors reached through evicted ones, which
 would have to be rebuilt first, and evicted descendants reached likewise, whose rebuilding would need this one again.
 ``Connected`` is its relaxation: evicted storages in undirected connected components, kept in a union-find structure with
 the cost of each component; nothing is ever split, so a rebuilt storage only takes its own cost away.
@@ -8,139 +8,153 @@ the cost of each component; nothing is ever split, so a rebuilt storage only tak
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-
-class Graph(Protocol):
-    """What a neighbourhood looks at. ``parents[s]``: what is read to compute s; ``children`` is the inverse."""
-
-    @property
-    def parents(self) -> Sequence[Sequence[int]]: ...
-
-    @property
-    def children(self) -> Sequence[Sequence[int]]: ...
-
-    @property
-    def cost_ns(self) -> Sequence[int]: ...
-
-    @property
-    def evicted(self) -> Sequence[bool]: ...
+from lowtide.eviction.entry import Component, Entry
 
 
 class Neighbourhood(Protocol):
-    """Told of every eviction and of every end of one."""
+    """Told of every change: just after an eviction or its end, just before edges go, just after edges or a cost came."""
 
-    def evict(self, storage: int) -> None: ...
+    def evict(self, entry: Entry) -> None: ...
 
-    def restore(self, storage: int) -> None: ...
+    def restore(self, entry: Entry) -> None: ...
 
-    def cost_ns(self, storage: int) -> int: ...
+    def charge(self, entry: Entry) -> None: ...
+
+    def link(self, entry: Entry) -> None: ...
+
+    def unlink(self, entry: Entry) -> None: ...
+
+    def cost_ns(self, entry: Entry) -> int: ...
 
 
 class Alone:
     """No neighbourhood."""
 
-    def evict(self, storage: int) -> None:
+    def evict(self, entry: Entry) -> None:
         pass
 
-    def restore(self, storage: int) -> None:
+    def restore(self, entry: Entry) -> None:
         pass
 
-    def cost_ns(self, storage: int) -> int:
+    def charge(self, entry: Entry) -> None:
+        pass
+
+    def link(self, entry: Entry) -> None:
+        pass
+
+    def unlink(self, entry: Entry) -> None:
+        pass
+
+    def cost_ns(self, entry: Entry) -> int:
         return 0
 
 
 class Exact:
-    """e*, or its ancestors alone. Costs are remembered until an eviction or its end reaches the storage."""
+    """e*, or its ancestors alone. Costs are remembered until something changes in the storage's reach."""
 
-    def __init__(self, graph: Graph, *, descendants: bool = True) -> None:
-        self.graph = graph
+    def __init__(self, *, descendants: bool = True) -> None:
         self.descendants = descendants
-        self.known: dict[int, int] = {}
 
-    def evict(self, storage: int) -> None:
-        self._forget(storage)
+    def evict(self, entry: Entry) -> None:
+        self._forget(entry)
 
-    def restore(self, storage: int) -> None:
-        self._forget(storage)
+    def restore(self, entry: Entry) -> None:
+        self._forget(entry)
 
-    def cost_ns(self, storage: int) -> int:
-        if storage not in self.known:
-            graph = self.graph
-            around = set(_evicted_from(storage, graph.parents, graph.evicted))
+    def charge(self, entry: Entry) -> None:
+        if entry.evicted:
+            self._forget(entry)
+
+    def link(self, entry: Entry) -> None:
+        self._forget(entry)
+
+    def unlink(self, entry: Entry) -> None:
+        self._forget(entry)
+
+    def cost_ns(self, entry: Entry) -> int:
+        if entry.known_ns < 0:
+            around = _reached(entry, _up)
             if self.descendants:
-                around.update(_evicted_from(storage, graph.children, graph.evicted))
-            self.known[storage] = sum(graph.cost_ns[s] for s in around)
-        return self.known[storage]
+                around |= _reached(entry, _down)
+            entry.known_ns = sum(there.cost_ns for there in around)
+        return entry.known_ns
 
-    def _forget(self, storage: int) -> None:
-        """Whoever has the storage in its neighbourhood, from either side."""
-        self.known.pop(storage, None)
-        for edges in (self.graph.parents, self.graph.children):
-            for here in (storage, *_evicted_from(storage, edges, self.graph.evicted)):
-                for neighbour in edges[here]:
-                    self.known.pop(neighbour, None)
+    def _forget(self, entry: Entry) -> None:
+        """Whoever has the entry in its neighbourhood, from either side."""
+        entry.known_ns = -1
+        for edges in (_up, _down):
+            for here in (entry, *_reached(entry, edges)):
+                for neighbour in edges(here):
+                    neighbour.known_ns = -1
 
 
 class Connected:
-    """Components of evicted storages with union by size and path halving (Tarjan 1975)."""
+    """Components of evicted storages. An entry takes away what it brought, whatever its cost has become."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.leader: dict[int, int] = {}  # of evicted storages, and of whatever led them once
-        self.total_ns: dict[int, int] = {}
-        self.size: dict[int, int] = {}
-        self.slot: dict[int, int] = {}  # storage -> its element; a restored storage leaves its element behind
-        self.elements = 0
+    def evict(self, entry: Entry) -> None:
+        entry.charged_ns = entry.cost_ns
+        component = entry.component = Component(entry.cost_ns)
+        for neighbour in _evicted_beside(entry):
+            component.join(neighbour)
 
-    def evict(self, storage: int) -> None:
-        element = self.slot[storage] = self.elements
-        self.elements += 1
-        self.leader[element], self.size[element] = element, 1
-        self.total_ns[element] = self.graph.cost_ns[storage]
-        for neighbour in self._around(storage):
-            self._join(element, self.slot[neighbour])
+    def restore(self, entry: Entry) -> None:
+        if entry.component is not None:
+            entry.component.find().total_ns -= entry.charged_ns
+            entry.component = None
 
-    def restore(self, storage: int) -> None:
-        leader = self._find(self.slot.pop(storage))
-        self.total_ns[leader] -= self.graph.cost_ns[storage]
+    def charge(self, entry: Entry) -> None:
+        if entry.component is not None:
+            entry.component.find().total_ns += entry.cost_ns - entry.charged_ns
+            entry.charged_ns = entry.cost_ns
 
-    def cost_ns(self, storage: int) -> int:
-        leaders = {self._find(self.slot[neighbour]) for neighbour in self._around(storage)}
-        return sum(self.total_ns[leader] for leader in leaders)
+    def link(self, entry: Entry) -> None:
+        if entry.component is not None:
+            for neighbour in _evicted_beside(entry):
+                entry.component.join(neighbour)
 
-    def _around(self, storage: int) -> Iterator[int]:
-        for edges in (self.graph.parents, self.graph.children):
-            for neighbour in edges[storage]:
-                if neighbour in self.slot and neighbour != storage:
-                    yield neighbour
+    def unlink(self, entry: Entry) -> None:
+        pass
 
-    def _find(self, element: int) -> int:
-        leader = self.leader
-        while leader[element] != element:
-            leader[element] = leader[leader[element]]
-            element = leader[element]
-        return element
-
-    def _join(self, one: int, other: int) -> None:
-        one, other = self._find(one), self._find(other)
-        if one == other:
-            return
-        if self.size[one] < self.size[other]:
-            one, other = other, one
-        self.leader[other] = one
-        self.size[one] += self.size[other]
-        self.total_ns[one] += self.total_ns.pop(other)
+    def cost_ns(self, entry: Entry) -> int:
+        leaders: list[Component] = []  # few: looked through faster than hashed
+        total_ns = 0
+        for component in _evicted_beside(entry):
+            leader = component if component.leader is None else component.find()
+            if leader not in leaders:
+                leaders.append(leader)
+                total_ns += leader.total_ns
+        return total_ns
 
 
-def _evicted_from(storage: int, edges: Sequence[Sequence[int]], evicted: Sequence[bool]) -> Iterator[int]:
-    """Evicted storages reached along the edges through evicted ones."""
-    seen = {storage}
-    waiting = [storage]
+def _evicted_beside(entry: Entry) -> Iterator[Component]:
+    for edges in (entry.parents, entry.children):
+        for neighbour in edges:
+            if neighbour.component is not None and neighbour is not entry:
+                yield neighbour.component
+
+
+def _up(entry: Entry) -> Iterable[Entry]:
+    return entry.parents
+
+
+def _down(entry: Entry) -> Iterable[Entry]:
+    return entry.children
+
+
+def _reached(entry: Entry, edges: _Edges) -> set[Entry]:
+    """Evicted entries reached along the edges through evicted ones, without the entry itself."""
+    seen: set[Entry] = set()
+    waiting = [entry]
     while waiting:
-        for neighbour in edges[waiting.pop()]:
-            if evicted[neighbour] and neighbour not in seen:
+        for neighbour in edges(waiting.pop()):
+            if neighbour.evicted and neighbour not in seen and neighbour is not entry:
                 seen.add(neighbour)
                 waiting.append(neighbour)
-                yield neighbour
+    return seen
+
+
+class _Edges(Protocol):
+    def __call__(self, entry: Entry, /) -> Iterable[Entry]: ...

@@ -1,98 +1,166 @@
 """The storages of a running program: which are there, which were evicted, and which to evict next.
 
-The clock is logical: it advances by the cost of every operator, so that staleness does not depend on the machine. Linear
-in the storages that could be evicted per choice; ``sample`` looks at a random sample of root-many of them and leaves
-out those below 1 % of the mean size, as the paper's prototype does.
+The clock is logical: it advances by the cost of every operator, so that staleness does not depend on the machine. A choice
+is linear in the resident storages; with ``sample`` it is their root, over a random sample of that many.
+``skip_small`` leaves out storages below 1 % of the mean size. Both are optimisations of the paper's prototype. Where they
+leave nothing to evict, all are looked at. What is forgotten leaves no trace, so a pool can serve an endless program.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 
-from lowtide.eviction.scores import Facts, neighbourhood_for, score_of
+from lowtide.eviction.entry import Entry
+from lowtide.eviction.neighbourhood import Alone
+from lowtide.eviction.scores import neighbourhood_for, score_of
 
 _SMALL = 0.01
 
+Allowed = Callable[[Entry], bool]
+
 
 class Pool:
-    """Per storage: ``bytes``, ``cost_ns`` of the operator that computes it, ``parents`` and ``children``.
-
-    A storage is *resident*, *evicted* (to be rebuilt when read) or neither: not computed yet.
-    """
+    """``bytes`` of the resident entries, and the clock. Raises ``LowtideError`` for an unknown heuristic."""
 
     def __init__(
-        self,
-        sizes: Sequence[int],
-        cost_ns: Sequence[int],
-        parents: Sequence[Sequence[int]],
-        *,
-        heuristic: str = "dtr-eq",
-        sample: bool = False,
-        seed: int = 0,
+        self, *, heuristic: str = "dtr-eq", sample: bool = False, skip_small: bool = False, seed: int = 0
     ) -> None:
-        self.sizes = list(sizes)
-        self.cost_ns = list(cost_ns)
-        self.parents = [tuple(row) for row in parents]
-        self.children = _inverse(self.parents)
-        self.evicted = [False] * len(self.sizes)
-        self.resident: dict[int, None] = {}  # in the order of arrival
-        self.locks = [0] * len(self.sizes)
-        self.pinned = [False] * len(self.sizes)
-        self.accessed_ns = [0] * len(self.sizes)
         self.clock_ns = 0
         self.bytes = 0
         self.sample = sample
-        self.draw = random.Random(seed)
+        self.skip_small = skip_small
         self._score = score_of(heuristic)
-        self._around = neighbourhood_for(heuristic, self)
+        self._around = neighbourhood_for(heuristic)
+        self._surrounded = not isinstance(self._around, Alone)
+        self._draw = random.Random(seed)
+        self._there: list[Entry] = []  # the resident entries that take up memory, in no order
+        self._arrivals = 0
 
     def tick(self, cost_ns: int) -> None:
         """An operator has run."""
         self.clock_ns += cost_ns
 
-    def touch(self, storage: int) -> None:
-        """The storage was read or written."""
-        self.accessed_ns[storage] = self.clock_ns
+    def touch(self, entry: Entry) -> None:
+        """The entry was read or written."""
+        entry.accessed_ns = self.clock_ns
 
-    def add(self, storage: int) -> None:
-        """The storage was computed, for the first time or again."""
-        if self.evicted[storage]:
-            self._around.restore(storage)
-            self.evicted[storage] = False
-        self.resident[storage] = None
-        self.bytes += self.sizes[storage]
-        self.touch(storage)
+    def enter(self, entry: Entry) -> None:
+        """The entry was computed for the first time."""
+        for parent in entry.parents:
+            parent.children[entry] = None
+        self._arrive(entry)
 
-    def evict(self, storage: int) -> None:
-        """The storage is gone, until someone reads it."""
-        del self.resident[storage]
-        self.bytes -= self.sizes[storage]
-        self.evicted[storage] = True
-        self._around.evict(storage)
+    def add(self, entry: Entry) -> None:
+        """The entry was computed again."""
+        if entry.evicted:
+            entry.evicted = False
+            self._around.restore(entry)
+        self._arrive(entry)
 
-    def victim(self) -> int | None:
-        """The storage with the least score, the earliest to arrive among equals; ``None`` where none can go."""
-        candidates = [s for s in self.resident if not self.pinned[s] and self.locks[s] == 0 and self.sizes[s] > 0]
-        if self.sample and candidates:
-            candidates = self._sampled(candidates)
-        return min(candidates, key=self._scored, default=None)
+    def evict(self, entry: Entry) -> None:
+        """The entry is gone, until someone reads it."""
+        self._leave(entry)
+        entry.evicted = True
+        self._around.evict(entry)
 
-    def _scored(self, storage: int) -> float:
-        stale_ns = self.clock_ns - self.accessed_ns[storage]
-        around_ns = self._around.cost_ns(storage)
-        return self._score(Facts(self.sizes[storage], self.cost_ns[storage], around_ns, stale_ns), self.draw)
+    def charge(self, entry: Entry, cost_ns: int) -> None:
+        """Computing the entry again costs something else than was thought."""
+        entry.cost_ns = cost_ns
+        self._around.charge(entry)
 
-    def _sampled(self, candidates: list[int]) -> list[int]:
-        mean = sum(self.sizes[s] for s in candidates) / len(candidates)
-        large = [s for s in candidates if self.sizes[s] >= _SMALL * mean]
-        return self.draw.sample(large, min(len(large), math.isqrt(len(large) - 1) + 1))
+    def resize(self, entry: Entry, size: int) -> None:
+        """The entry takes up more or less memory."""
+        resident = entry.resident
+        if resident:
+            self._leave(entry)
+        entry.bytes = size
+        if resident:
+            self._place(entry)
 
+    def link(self, entry: Entry, parents: Iterable[Entry]) -> None:
+        """Computing the entry again reads these too."""
+        fresh = [p for p in dict.fromkeys(parents) if p is not entry and p not in entry.parents]
+        entry.parents = (*entry.parents, *fresh)
+        for parent in fresh:
+            parent.children[entry] = None
+        self._around.link(entry)
 
-def _inverse(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    inverse: list[list[int]] = [[] for _ in rows]
-    for index, row in enumerate(rows):
-        for entry in row:
-            inverse[entry].append(index)
-    return inverse
+    def cut(self, entry: Entry) -> None:
+        """The entry can never be computed again."""
+        self._around.unlink(entry)
+        for parent in entry.parents:
+            parent.children.pop(entry, None)
+        entry.parents = ()
+
+    def forget(self, entry: Entry) -> None:
+        """The entry is gone for good: it leaves its parents and its children, who can not be computed from it again."""
+        if entry.resident:
+            self._leave(entry)
+        self.cut(entry)
+        for child in entry.children:
+            child.parents = tuple(parent for parent in child.parents if parent is not entry)
+        entry.children = {}
+        if entry.evicted:
+            entry.evicted = False
+            self._around.restore(entry)
+
+    def around_ns(self, entry: Entry) -> int:
+        """The cost of the evicted neighbourhood, as the heuristic counts it."""
+        return self._around.cost_ns(entry)
+
+    def victim(self, allowed: Allowed | None = None) -> Entry | None:
+        """The entry with the least score, the earliest to arrive among equals; ``None`` where none can go.
+
+        Resident entries with some bytes, neither pinned nor locked, that are ``allowed``.
+        """
+        there = self._there
+        if not there:
+            return None
+        least_bytes = _SMALL * self.bytes / len(there) if self.skip_small else 0.0
+        if self.sample:
+            drawn = self._draw.sample(range(len(there)), math.isqrt(len(there) - 1) + 1)
+            found = self._least([there[index] for index in drawn], allowed, least_bytes)
+            if found is not None:
+                return found
+        found = self._least(there, allowed, least_bytes)
+        return found if found is not None or not least_bytes else self._least(there, allowed, 0.0)
+
+    def _least(self, entries: Iterable[Entry], allowed: Allowed | None, least_bytes: float) -> Entry | None:
+        """A neighbourhood only adds to a score, so it is looked at where the score without it is low enough."""
+        clock_ns, score, around_ns, draw = self.clock_ns, self._score, self._around.cost_ns, self._draw
+        best, least = None, math.inf
+        for entry in entries:
+            if entry.locks or entry.pinned or entry.bytes < least_bytes or (allowed and not allowed(entry)):
+                continue
+            stale_ns = clock_ns - entry.accessed_ns
+            value = score(entry, 0, stale_ns, draw)
+            if self._surrounded and value <= least:
+                value = score(entry, around_ns(entry), stale_ns, draw)
+            if best is None or value < least or (value == least and entry.arrived < best.arrived):
+                best, least = entry, value
+        return best
+
+    def _arrive(self, entry: Entry) -> None:
+        self._arrivals += 1
+        entry.arrived = self._arrivals
+        entry.accessed_ns = self.clock_ns
+        self._place(entry)
+
+    def _place(self, entry: Entry) -> None:
+        entry.resident = True
+        self.bytes += entry.bytes
+        if entry.bytes:
+            entry.position = len(self._there)
+            self._there.append(entry)
+
+    def _leave(self, entry: Entry) -> None:
+        entry.resident = False
+        self.bytes -= entry.bytes
+        if entry.position >= 0:
+            last = self._there.pop()
+            if last is not entry:
+                self._there[entry.position] = last
+                last.position = entry.position
+            entry.position = -1

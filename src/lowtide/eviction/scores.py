@@ -1,7 +1,8 @@
-"""The heuristics: the storage with the least score is evicted. Kirisame et al., section 3 and its appendices.
+"""The heuristics: the storage with the least score is evicted. Kirisame et al., section 2 and appendices.
 
     dtr         (own cost + evicted neighbourhood) / (bytes x staleness)
     dtr-eq      the same with connected components in place of the exact neighbourhood
+    e-star      own cost + evicted neighbourhood             (that of theorem 3.1)
     dtr-local   own cost / (bytes x staleness)
     msps        (own cost + evicted ancestors) / bytes      (Peng et al., Capuchin, ASPLOS 2020: memory saved per second)
     lru         1 / staleness
@@ -15,52 +16,41 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from lowtide.errors import PlanError
-from lowtide.eviction.neighbourhood import Alone, Connected, Exact, Graph, Neighbourhood
+from lowtide.errors import LowtideError
+from lowtide.eviction.entry import Entry
+from lowtide.eviction.neighbourhood import Alone, Connected, Exact, Neighbourhood
 
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """About one storage that could be evicted."""
-
-    bytes: int
-    cost_ns: int
-    around_ns: int
-    stale_ns: int
+Score = Callable[[Entry, int, int, random.Random], float]  # of an entry, its neighbourhood's cost and its staleness
 
 
-Score = Callable[[Facts, random.Random], float]
-
-
-def _rate(facts: Facts, around_ns: int) -> float:
-    return (facts.cost_ns + around_ns) / (facts.bytes * (facts.stale_ns + 1))
+def _rate(entry: Entry, around_ns: int, stale_ns: int, draw: random.Random) -> float:
+    return (entry.cost_ns + around_ns) / (entry.bytes * (stale_ns + 1))
 
 
 HEURISTICS: dict[str, Score] = {
-    "dtr-eq": lambda facts, _: _rate(facts, facts.around_ns),
-    "dtr": lambda facts, _: _rate(facts, facts.around_ns),
-    "dtr-local": lambda facts, _: _rate(facts, 0),
-    "lru": lambda facts, _: 1.0 / (facts.stale_ns + 1),
-    "size": lambda facts, _: 1.0 / facts.bytes,
-    "msps": lambda facts, _: (facts.cost_ns + facts.around_ns) / facts.bytes,
-    "random": lambda _, draw: draw.random(),
+    "dtr-eq": _rate,
+    "dtr": _rate,
+    "e-star": lambda entry, around_ns, _stale_ns, _draw: entry.cost_ns + around_ns,
+    "dtr-local": _rate,
+    "lru": lambda _entry, _around_ns, stale_ns, _draw: 1.0 / (stale_ns + 1),
+    "size": lambda entry, _around_ns, _stale_ns, _draw: 1.0 / entry.bytes,
+    "msps": lambda entry, around_ns, _stale_ns, _draw: (entry.cost_ns + around_ns) / entry.bytes,
+    "random": lambda _entry, _around_ns, _stale_ns, draw: draw.random(),
 }
 
 
 def score_of(heuristic: str) -> Score:
-    """Raises ``PlanError`` naming what is known."""
+    """Raises ``LowtideError`` naming what is known."""
     if heuristic not in HEURISTICS:
-        known = ", ".join(HEURISTICS)
-        raise PlanError(f"dtr: no heuristic is named {heuristic!r}; known: {known}; write 'dtr{{heuristic=lru}}'")
+        raise LowtideError(f"no heuristic is named {heuristic!r}; known: {', '.join(HEURISTICS)}")
     return HEURISTICS[heuristic]
 
 
-def neighbourhood_for(heuristic: str, graph: Graph) -> Neighbourhood:
+def neighbourhood_for(heuristic: str) -> Neighbourhood:
     """What the heuristic wants to know of the evicted storages around one."""
     if heuristic == "dtr-eq":
-        return Connected(graph)
-    if heuristic in ("dtr", "msps"):
-        return Exact(graph, descendants=heuristic == "dtr")
+        return Connected()
+    if heuristic in ("dtr", "e-star", "msps"):
+        return Exact(descendants=heuristic != "msps")
     return Alone()

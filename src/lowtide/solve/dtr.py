@@ -4,7 +4,7 @@ Runs the program in order within the budget; where the next operator does not fi
 least score (``lowtide.eviction.scores``), again and again, and rebuilds what was evicted when it is read, with
 whatever that needs. What the program has no more use for is released at once, as a framework that counts references does.
 The heuristics know nothing of the future: that is what makes them online. Kirisame et al., ICLR 2021, arXiv 2006.09616,
-section 3.
+section 2.
 
 No guarantee: recursive rebuilding can exceed the budget or thrash; a run ends after six computes per node. Each of
 several limits at and below the budget is tried, since generator states and the memory of views are not seen
@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lowtide.eviction import Pool
-from lowtide.eviction.scores import score_of
+from lowtide.errors import LowtideError, PlanError
+from lowtide.eviction import Entry, Pool, score_of
 from lowtide.ir import schedule_from_sequence
 from lowtide.solve.model.compact import Compact, Indices, compact
 from lowtide.solve.model.tables import decode
@@ -34,14 +34,17 @@ _STEPS_PER_NODE = 6
 
 @dataclass(frozen=True, slots=True)
 class Dtr:
-    """``heuristic``: dtr-eq, dtr, dtr-local, lru, size, msps or random. ``sample``: look at a random sample of the
-    storages that could be evicted, as the paper's prototype does."""
+    """``heuristic``: dtr-eq, dtr, dtr-local, e-star, lru, size, msps or random. ``sample``: look at a random
+    sample of the storages that could be evicted, and at none below 1 % of the mean size, as the paper's prototype does."""
 
     heuristic: str = "dtr-eq"
     sample: bool = False
 
     def __post_init__(self) -> None:
-        score_of(self.heuristic)
+        try:
+            score_of(self.heuristic)
+        except LowtideError as error:
+            raise PlanError(f"dtr: {error}; write 'dtr{{heuristic=lru}}'") from error
 
     def solve(self, problem: Problem) -> Solution:
         began = time.perf_counter()
@@ -80,16 +83,16 @@ class _Run:
         for row in self.reads:
             for storage in row:
                 self.left[storage] += 1
-        self.pool = Pool(
-            model.storage_bytes.tolist(),
-            model.time_ns[model.storage_node].tolist(),
-            [self.reads[node] for node in self.base],
-            heuristic=options.heuristic,
-            sample=options.sample,
-            seed=seed,
-        )
+        self.pool = Pool(heuristic=options.heuristic, sample=options.sample, skip_small=options.sample, seed=seed)
+        self.entries = self._entries()
+
+    def _entries(self) -> list[Entry]:
+        model, entries = self.model, list[Entry]()
         for storage, node in enumerate(self.base):
-            self.pool.pinned[storage] = bool(model.held[storage]) or not model.recomputable[node]
+            size, cost_ns = int(model.storage_bytes[storage]), int(model.time_ns[node])
+            entries.append(Entry(size, cost_ns, tuple(entries[parent] for parent in self.reads[node])))
+            entries[-1].pinned = bool(model.held[storage]) or not model.recomputable[node]
+        return entries
 
     def finish(self) -> bool:
         """Run all; false where it thrashes."""
@@ -109,7 +112,7 @@ class _Run:
         self._lock(node, 1)
         while stack and len(self.codes) <= most:
             top = stack[-1]
-            missing = [self.base[s] for s in self.reads[top] if s not in self.pool.resident]
+            missing = [self.base[s] for s in self.reads[top] if not self.entries[s].resident]
             if missing:
                 stack.append(max(missing))
                 self._lock(stack[-1], 1)
@@ -122,9 +125,9 @@ class _Run:
 
     def _compute(self, node: int, again: bool) -> None:
         pool = self.pool
-        fresh = [storage for storage in self.owns[node] if storage not in pool.resident]
-        copies = sum(pool.sizes[storage] for storage in self.owns[node] if storage in pool.resident)
-        need = int(self.model.workspace_bytes[node]) + copies + sum(pool.sizes[storage] for storage in fresh)
+        owned = [self.entries[storage] for storage in self.owns[node]]
+        need = int(self.model.workspace_bytes[node]) + sum(entry.bytes for entry in owned)
+        fresh = [entry for entry in owned if not entry.resident]
         while pool.bytes + need > self.room:
             victim = pool.victim()
             if victim is None:
@@ -132,21 +135,23 @@ class _Run:
             pool.evict(victim)
         self.codes.append(~node if again else node)
         pool.tick(int(self.model.time_ns[node]))
-        for storage in fresh:
-            pool.add(storage)
+        for entry in fresh:
+            if entry.evicted:
+                pool.add(entry)
+            else:
+                pool.enter(entry)
         for storage in self.reads[node]:
-            pool.touch(storage)
+            pool.touch(self.entries[storage])
 
     def _lock(self, node: int, change: int) -> None:
         for storage in self.reads[node]:
-            self.pool.locks[storage] += change
+            self.entries[storage].locks += change
 
     def _release(self, storage: int) -> None:
         """Let go of what the program has no more use for, unless it can only be computed once."""
-        pool = self.pool
-        free = self.left[storage] == 0 and pool.locks[storage] == 0 and not pool.pinned[storage]
-        if free and storage in pool.resident:
-            pool.evict(storage)
+        entry = self.entries[storage]
+        if self.left[storage] == 0 and entry.locks == 0 and not entry.pinned and entry.resident:
+            self.pool.evict(entry)
 
 
 def _rows(start: Indices) -> list[tuple[int, int]]:

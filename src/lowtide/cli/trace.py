@@ -1,0 +1,189 @@
+"""``lowtide trace FILE``: replay a recorded program within a budget, evicting by a heuristic; needs neither a model nor torch.
+
+FILE is a lowtide-trace/1 or a log as published with DTR, compressed where it ends in .gz. Percentages of ``--budget`` are
+of the peak without evictions. Several budgets or heuristics make a table of slowdowns, OOM and thrash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowtide.cli.options import Subparsers
+from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
+
+if TYPE_CHECKING:
+    from lowtide.trace import Result, Trace
+
+
+def add_parser(commands: Subparsers) -> None:
+    parser = commands.add_parser("trace", help="replay a recorded program within a budget", description=__doc__)
+    parser.add_argument("file", metavar="FILE", help="lowtide-trace/1, or a log published with DTR")
+    parser.add_argument("--budget", metavar="LIST", help='for instance "50%%" or "70%%,50%%,8GiB"')
+    parser.add_argument(
+        "--heuristic", default="dtr-eq", metavar="LIST", help='for instance "dtr-eq,lru" (default: dtr-eq)'
+    )
+    parser.add_argument("--policy", default="eager", help="eager, ignore or banish what was released (default: eager)")
+    parser.add_argument("--sample", action="store_true", help="choose from a random sample of root-many storages")
+    parser.add_argument("--skip-small", action="store_true", help="leave out storages below 1 %% of the mean size")
+    parser.add_argument(
+        "--thrash", type=float, default=2.0, metavar="TIMES", help="give up over this slowdown (default: 2)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of samples and of the heuristic random (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print a JSON object per replay, a line each")
+    parser.add_argument("--to-dag", metavar="OUT.json", help="write the program as lowtide-dag/1")
+    parser.add_argument(
+        "--to-graph", metavar="OUT.json", help="as lowtide-graph/1, with views and several results per op"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from lowtide.trace import read_trace, unconstrained_peak_bytes
+
+    if not options.thrash >= 1:
+        raise PlanError(f"--thrash is {options.thrash:g}, but must be at least 1.")
+    trace = read_trace(options.file)
+    peak_bytes = unconstrained_peak_bytes(trace)
+    _write_graphs(trace, options.to_dag, options.to_graph)
+    if not options.budget:
+        if not (options.to_dag or options.to_graph):
+            print(json.dumps(_facts(trace, peak_bytes)) if options.json else _title(trace, peak_bytes))
+        return 0
+    runs = _runs(trace, peak_bytes, options)
+    if options.json:
+        print("\n".join(map(json.dumps, runs)))
+    else:
+        print(_title(trace, peak_bytes))
+        show = _print_run if len(runs) == 1 else _print_table
+        show(runs)
+    _expect_room(runs)
+    return 0
+
+
+def _write_graphs(trace: Trace, dag_path: str | None, graph_path: str | None) -> None:
+    from lowtide.planning import write_atomically
+    from lowtide.trace import trace_to_dag, trace_to_graph
+
+    for path, convert in ((dag_path, trace_to_dag), (graph_path, trace_to_graph)):
+        if path:
+            data = convert(trace)
+            if not data["ops"]:
+                raise LowtideError("the trace has no calls, so there is no graph to write.")
+            write_atomically(Path(path), json.dumps(data) + "\n")
+
+
+def _facts(trace: Trace, peak_bytes: int) -> dict[str, Any]:
+    return {
+        "name": trace.name,
+        "device": trace.device,
+        "calls": sum(1 for _ in trace.calls()),
+        "time_ns": trace.time_ns,
+        "unconstrained_peak_bytes": peak_bytes,
+        "budget_bytes": trace.budget_bytes,
+    }
+
+
+def _title(trace: Trace, peak_bytes: int) -> str:
+    from lowtide.report.units import format_bytes, format_time
+
+    calls = sum(1 for _ in trace.calls())
+    return f"{trace.name or 'trace'}: {calls} calls, {format_time(trace.time_ns)}, peak {format_bytes(peak_bytes)}"
+
+
+def _runs(trace: Trace, peak_bytes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What ``--json`` prints, in the order asked for."""
+    from lowtide.budget import parse_budget
+    from lowtide.eviction import score_of
+    from lowtide.trace import simulate
+
+    heuristics = [name.strip() for name in options.heuristic.split(",")]
+    budgets = {text.strip(): parse_budget(text.strip(), peak_bytes) for text in options.budget.split(",")}
+    for heuristic in heuristics:
+        score_of(heuristic)
+    found = []
+    for heuristic, (text, budget_bytes) in itertools.product(heuristics, budgets.items()):
+        began = time.perf_counter()
+        result = simulate(
+            trace,
+            budget_bytes,
+            heuristic,
+            policy=options.policy,
+            sample=options.sample,
+            skip_small=options.skip_small,
+            seed=options.seed,
+            most_slowdown=options.thrash,
+        )
+        seconds = round(time.perf_counter() - began, 6)
+        found.append(_summary(result, heuristic, text, options.policy, peak_bytes) | {"seconds": seconds})
+    return found
+
+
+def _summary(result: Result, heuristic: str, budget: str, policy: str, peak_bytes: int) -> dict[str, Any]:
+    from lowtide.report.units import overhead_percent
+
+    whole = result.operator == ""
+    return {
+        "status": result.status.value,
+        "heuristic": heuristic,
+        "policy": policy,
+        "budget": budget,
+        "budget_bytes": result.budget_bytes,
+        "unconstrained_peak_bytes": peak_bytes,
+        "peak_bytes": result.peak_bytes,
+        "slowdown": round(result.slowdown, 6) if whole else None,
+        "overhead_percent": overhead_percent(result.time_ns, result.base_ns) if whole else None,
+        "time_ns": result.time_ns,
+        "base_ns": result.base_ns,
+        "evictions": result.evictions,
+        "rematerializations": result.rematerializations,
+        "operator": result.operator or None,
+    }
+
+
+def _print_run(runs: list[dict[str, Any]]) -> None:
+    from lowtide.report.units import format_bytes
+
+    run = runs[0]
+    print(f"{run['status']} with {run['heuristic']}, {run['policy']}")
+    print(f"  budget    {format_bytes(run['budget_bytes'])} ({run['budget_bytes']} bytes)")
+    print(f"  peak      {format_bytes(run['peak_bytes'])} ({run['peak_bytes']} bytes)")
+    if run["slowdown"] is None:
+        print(f"  ended     in {run['operator']}")
+    else:
+        print(f"  slowdown  {run['slowdown']:.4f}")
+    print(f"  evictions {run['evictions']}, rematerializations {run['rematerializations']}")
+
+
+def _print_table(runs: list[dict[str, Any]]) -> None:
+    budgets = list(dict.fromkeys(run["budget"] for run in runs))
+    rows = [["heuristic", *budgets]]
+    for heuristic, own in itertools.groupby(runs, key=lambda run: run["heuristic"]):
+        rows.append([heuristic, *(_cell(run) for run in own)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    for name, *cells in rows:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        print("  ".join([name.ljust(widths[0]), *padded]))
+
+
+def _cell(run: dict[str, Any]) -> str:
+    return str(run["status"]) if run["slowdown"] is None else f"{run['slowdown']:.4f}"
+
+
+def _expect_room(runs: list[dict[str, Any]]) -> None:
+    """Raises ``InfeasibleBudgetError`` where no replay had enough memory."""
+    from lowtide.trace import Status
+
+    if all(run["status"] == Status.OUT_OF_MEMORY.value for run in runs):
+        last, whole = runs[-1], runs[-1]["unconstrained_peak_bytes"]
+        raise InfeasibleBudgetError(
+            f"at {last['budget_bytes']} bytes there is nothing left to evict when {last['operator']} is to run; "
+            f"without evictions the program needs {whole} bytes.",
+            minimum_bytes=whole,
+            operator=last["operator"],
+        )

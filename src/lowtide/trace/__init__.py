@@ -1,0 +1,34 @@
+"""Recorded programs: the trace model, its file form, the logs published with DTR, a simulator, and plain DAGs from them.
+
+No torch. ``TraceWriter`` writes a trace as a program runs; ``simulate`` replays one within a budget.
+"""
+
+from lowtide.trace.checker import check_trace
+from lowtide.trace.dag import trace_to_dag
+from lowtide.trace.files import TRACE_FORMAT, TraceWriter, read_trace, write_trace
+from lowtide.trace.graph import trace_to_graph
+from lowtide.trace.liveness import unconstrained_peak_bytes
+from lowtide.trace.model import Call, Constant, Created, Event, Pin, Release, Trace
+from lowtide.trace.simulator import POLICIES, Result, Status, simulate
+
+__all__ = [
+    "POLICIES",
+    "TRACE_FORMAT",
+    "Call",
+    "Constant",
+    "Created",
+    "Event",
+    "Pin",
+    "Release",
+    "Result",
+    "Status",
+    "Trace",
+    "TraceWriter",
+    "check_trace",
+    "read_trace",
+    "simulate",
+    "trace_to_dag",
+    "trace_to_graph",
+    "unconstrained_peak_bytes",
+    "write_trace",
+]
