@@ -14,12 +14,14 @@ from lowtide.errors import (
     ExecutionError,
     InfeasibleBudgetError,
     LowtideError,
+    OnlineBudgetError,
     PlanError,
     ScheduleError,
 )
 
 if TYPE_CHECKING:
     from lowtide.api import plan, plans, rematerialize, restore
+    from lowtide.dynamic.context import online
     from lowtide.planning import Plan
     from lowtide.runtime.meter import Measurement, measure
 
@@ -30,6 +32,7 @@ _LAZY = {
     "restore": "lowtide.api",
     "plans": "lowtide.api",
     "plan": "lowtide.api",
+    "online": "lowtide.dynamic.context",
     "Plan": "lowtide.planning",
     "measure": "lowtide.runtime.meter",
     "Measurement": "lowtide.runtime.meter",
@@ -42,10 +45,12 @@ __all__ = [
     "InfeasibleBudgetError",
     "LowtideError",
     "Measurement",
+    "OnlineBudgetError",
     "Plan",
     "PlanError",
     "ScheduleError",
     "measure",
+    "online",
     "plan",
     "plans",
     "rematerialize",

@@ -28,6 +28,7 @@ def rematerialize(
     planner: str = "auto",
     compiler: str = "eager",
     on_new_signature: str = "plan",
+    on_capture_error: str = "error",
     seed: int = 0,
 ) -> Model:
     """Make ``model`` train inside a memory budget, in place; returns the same object.
@@ -53,6 +54,9 @@ def rematerialize(
     on_new_signature:
         What a call with other shapes, types, flags or autocast state does: ``"plan"`` anew, run ``"eager"`` without a
         plan (warned once), or raise an ``"error"``.
+    on_capture_error:
+        What to do with a model whose program depends on data: raise the ``"error"``, or go ``"online"``: from then on this
+        thread runs inside ``lowtide.online(budget)`` (said once in the log), until ``lowtide.restore(model)``.
     seed:
         Seed of the planner; the same program, costs and seed give the same plan.
 
@@ -79,7 +83,7 @@ def rematerialize(
         raise PlanError(
             "a model on the meta device can be planned (lowtide.plan) but not run; move it to a device first."
         )
-    settings = Settings(budget, total_budget, reserve, planner, compiler, on_new_signature, seed)
+    settings = Settings(budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
     runtime = Rematerialized(model, settings)
     if args or kwargs:
         with torch.enable_grad():
@@ -94,6 +98,7 @@ def restore(model: Model) -> Model:
     runtime = runtime_of(model)
     if runtime is None:
         raise PlanError("the model is not rematerialized.")
+    runtime.leave_online()
     del model.__dict__["forward"]
     if runtime.had_instance_forward:
         model.forward = runtime.original_forward

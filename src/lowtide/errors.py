@@ -43,3 +43,20 @@ class ScheduleError(LowtideError):
 
 class ExecutionError(LowtideError):
     """A planned program was used in a way that it does not support."""
+
+
+class OnlineBudgetError(LowtideError):
+    """What an operator needs at once does not fit the budget of the online mode.
+
+    ``operator`` and ``location``, the user's ``file:line`` where known; ``needed_bytes``, what was in use and could not be
+    evicted (the operator's inputs, what can not be computed again) and what was asked for on top; ``budget_bytes``.
+    """
+
+    def __init__(
+        self, message: str, *, operator: str = "", needed_bytes: int = 0, budget_bytes: int = 0, location: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.operator = operator
+        self.needed_bytes = needed_bytes
+        self.budget_bytes = budget_bytes
+        self.location = location

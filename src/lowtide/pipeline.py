@@ -33,6 +33,7 @@ class Settings:
     planner: str = "auto"
     compiler: str = "eager"
     on_new_signature: str = "plan"
+    on_capture_error: str = "error"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -44,6 +45,13 @@ class Settings:
             raise PlanError(f'compiler={self.compiler!r} is not available; use compiler="eager".')
         if self.on_new_signature not in ("plan", "eager", "error"):
             raise PlanError(f'on_new_signature={self.on_new_signature!r} is unknown; use "plan", "eager" or "error".')
+        if self.on_capture_error not in ("error", "online"):
+            raise PlanError(f'on_capture_error={self.on_capture_error!r} is unknown; use "error" or "online".')
+        if self.on_capture_error == "online" and (self.budget is None or is_percentage(self.budget)):
+            raise PlanError(
+                'on_capture_error="online" needs budget= in bytes, such as "8GiB": what cannot be captured has no peak known '
+                "beforehand that a percentage could be of."
+            )
         given = self.budget if self.budget is not None else self.total_budget
         assert given is not None
         parse_budget(given, 1 << 62)  # a malformed budget is an error now, not at the first call

@@ -12,6 +12,9 @@ anything differs): the exported ``c10::GetCPUAllocator`` and ``c10::SetCPUAlloca
 ``c10::Allocator`` (two destructors, ``allocate``, ``is_simple_data_ptr``, ``raw_deleter``, ...); ``c10::DataPtr`` as
 data, then context and deleter in the standard library's order.
 
+It can also hold a limit: an allocation of one chosen thread that would exceed it first asks a Python function to make
+room, and is refused with the original allocator's own out-of-memory exception where that fails.
+
 It stays installed for the life of the process, because blocks outlive a measurement; so do code and table. Blocks that
 were allocated before it was installed are unknown: their frees are not seen, and a measurement is then too high.
 """
@@ -22,6 +25,7 @@ import ctypes
 import functools
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +37,13 @@ _TABLE_SLOTS = 1 << 18  # blocks alive at a time; two words each, 4 MiB, touched
 _PROBES = 256  # a block that finds no slot in so many is left uncounted
 _VTABLE_SLOTS = 16
 _ALLOCATE, _RAW_DELETER = 2, 4  # positions in c10::Allocator's vtable
-_LEVEL, _PEAK, _LOG_ADDRESS, _LOG_CAPACITY, _LOG_LENGTH, _UNCOUNTED, _STATE_WORDS = range(7)
+_LEVEL, _PEAK, _LOG_ADDRESS, _LOG_CAPACITY, _LOG_LENGTH, _UNCOUNTED, _LIMIT, _THREAD, _STATE_WORDS = range(9)
+_NO_LIMIT = (1 << 63) - 1
+_REFUSED = 1 << 62  # bytes that no allocator has: the original one refuses them in its own way, with its own exception
 
 _ASSEMBLY = """
 declare i32 @clock_gettime(i32, ptr)
+declare i64 @pthread_self()
 
 define internal void @record(i64 %delta) {{
   %level = inttoptr i64 {level} to ptr
@@ -86,9 +93,31 @@ define internal ptr @slot_address(i64 %first, i64 %probe) {{
   ret ptr %address
 }}
 
+define internal i64 @granted(i64 %bytes) uwtable {{
+  %limit = load atomic i64, ptr inttoptr (i64 {limit} to ptr) seq_cst, align 8
+  %level = load atomic i64, ptr inttoptr (i64 {level} to ptr) seq_cst, align 8
+  %room = sub i64 %limit, %level
+  %fits = icmp sle i64 %bytes, %room
+  br i1 %fits, label %yes, label %over
+over:
+  %thread = call i64 @pthread_self()
+  %asked = load atomic i64, ptr inttoptr (i64 {thread} to ptr) seq_cst, align 8
+  %ours = icmp eq i64 %thread, %asked
+  br i1 %ours, label %ask, label %yes
+ask:
+  %answer = call i32 inttoptr (i64 {make_room} to ptr)(i64 %bytes)
+  %made = icmp ne i32 %answer, 0
+  br i1 %made, label %yes, label %no
+yes:
+  ret i64 %bytes
+no:
+  ret i64 {refused}
+}}
+
 define void @allocate(ptr sret([4 x i64]) %out, ptr %self, i64 %bytes) uwtable {{
+  %granted = call i64 @granted(i64 %bytes)
   call void inttoptr (i64 {original_allocate} to ptr)(
-    ptr sret([4 x i64]) %out, ptr inttoptr (i64 {original} to ptr), i64 %bytes)
+    ptr sret([4 x i64]) %out, ptr inttoptr (i64 {original} to ptr), i64 %granted)
   %data = load ptr, ptr %out
   %absent = icmp eq ptr %data, null
   br i1 %absent, label %done, label %insert
@@ -155,8 +184,9 @@ define ptr @raw_deleter(ptr %self) {{
 class AllocationCounter:
     """Level and peak of the bytes that the CPU allocator has handed out since the counter was installed."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, hook: _Hook) -> None:
         self._state = state
+        self._hook = hook
 
     @property
     def level_bytes(self) -> int:
@@ -178,6 +208,25 @@ class AllocationCounter:
 
     def raise_peak(self, peak_bytes: int) -> None:
         self._state[_PEAK] = max(self.peak_bytes, peak_bytes)
+
+    def limit(self, limit_bytes: int | None, make_room: Callable[[int], bool] | None = None) -> None:
+        """Hold the level at or below ``limit_bytes`` for the thread in ``limited_thread``; ``None`` lifts the limit.
+
+        Before an allocation of n bytes would exceed it, ``make_room(n)`` is called in the allocating thread; where it
+        returns false, the allocation fails as if the machine had no memory left. It must not raise, and may be called
+        from inside an operator. Other threads are counted but never refused.
+        """
+        self._hook.make_room = make_room
+        self._state[_LIMIT] = _NO_LIMIT if limit_bytes is None else limit_bytes
+
+    @property
+    def limited_thread(self) -> int:
+        """``threading.get_ident()`` of the thread that the limit holds for."""
+        return int(self._state[_THREAD])
+
+    @limited_thread.setter
+    def limited_thread(self, ident: int) -> None:
+        self._state[_THREAD] = ident
 
     def start_log(self, address: int, capacity: int) -> bool:
         """From now on write (monotonic ns, level) per event to ``address``; false where a log runs already."""
@@ -212,6 +261,8 @@ def _install() -> AllocationCounter:
     vtable = _words(_words(original, 1)[0], _VTABLE_SLOTS)
     deleter, deleter_word = _probe_layout(original, vtable)
     state_address = _forever(_STATE_WORDS)
+    _words(state_address, _STATE_WORDS)[_LIMIT] = _NO_LIMIT
+    hook = _Hook()
     code = _assemble(
         original=original,
         original_allocate=vtable[_ALLOCATE],
@@ -228,13 +279,29 @@ def _install() -> AllocationCounter:
         log_capacity=state_address + 8 * _LOG_CAPACITY,
         log_length=state_address + 8 * _LOG_LENGTH,
         uncounted=state_address + 8 * _UNCOUNTED,
+        limit=state_address + 8 * _LIMIT,
+        thread=state_address + 8 * _THREAD,
+        make_room=hook.address,
+        refused=_REFUSED,
     )
-    counter = AllocationCounter(_words(state_address, _STATE_WORDS))
+    counter = AllocationCounter(_words(state_address, _STATE_WORDS), hook)
     c10.set(_allocator_object(vtable, code), 0)
     if not _counts(counter):
         c10.set(original, 0)
         raise RuntimeError("a test allocation was not counted")
     return counter
+
+
+class _Hook:
+    """What the machine code calls where the limit would be exceeded; lives as long as the process."""
+
+    def __init__(self) -> None:
+        self.make_room: Callable[[int], bool] | None = None
+        self._entry = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int64)(self._ask)
+        self.address = int(ctypes.cast(self._entry, ctypes.c_void_p).value or 0)
+
+    def _ask(self, wanted_bytes: int) -> int:
+        return 1 if self.make_room is None or self.make_room(wanted_bytes) else 0
 
 
 class _C10:

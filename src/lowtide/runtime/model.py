@@ -17,7 +17,8 @@ from torch import nn
 from lowtide.capture import Program, capture, structure
 from lowtide.capture.capture import flat_arguments
 from lowtide.capture.module import GradientMask, model_state
-from lowtide.errors import ExecutionError, PlanError
+from lowtide.dynamic.context import online
+from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.lower import Lowered, lower
 from lowtide.pipeline import Settings, make_program_plan
 from lowtide.planning import Plan
@@ -54,6 +55,7 @@ class Rematerialized:
         self.had_instance_forward = "forward" in model.__dict__
         self.original_forward = model.forward
         self._warned = False
+        self._online: online | None = None
         functools.update_wrapper(self, self.original_forward, updated=())
 
     @property
@@ -65,7 +67,12 @@ class Rematerialized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
-        if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if (
+            self._online is not None
+            or not model.training
+            or not torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+        ):
             return self.original_forward(*args, **kwargs)
         inputs, arguments = self.flat_inputs(args, kwargs)
         if not any(tensor.requires_grad for tensor in inputs):
@@ -91,7 +98,30 @@ class Rematerialized:
         if self.entries and self.settings.on_new_signature != "plan":
             self._refuse(inputs)
             return None
-        return self._make(key, args, kwargs, None)
+        try:
+            return self._make(key, args, kwargs, None)
+        except CaptureError as error:
+            if self.settings.on_capture_error != "online":
+                raise
+            self._go_online(error)
+            return None
+
+    def _go_online(self, error: CaptureError) -> None:
+        """Run eagerly inside the budget from now on: forward and backward passes, and whatever this thread does else."""
+        if self.settings.budget is None:
+            raise error
+        _LOG.warning(
+            "%s cannot be captured, so it runs under lowtide.online within %s: %s",
+            type(self.model).__name__, self.settings.budget, error,
+        )  # fmt: skip
+        self._online = online(self.settings.budget)
+        self._online.__enter__()
+
+    def leave_online(self) -> None:
+        """End the online mode, where a capture error began it."""
+        if self._online is not None:
+            context, self._online = self._online, None
+            context.__exit__(None, None, None)
 
     def _make(self, key: Signature, args: Sequence[Any], kwargs: Mapping[str, Any], mask: GradientMask | None) -> Entry:
         program = capture(self.model, args, kwargs, mask=mask)
@@ -146,6 +176,7 @@ class Rematerialized:
         self.spare = {}
         self.had_instance_forward = other.had_instance_forward
         self._warned = False
+        self._online = None
         forward = other.original_forward
         self.original_forward = getattr(forward, "__func__", forward)
         if hasattr(forward, "__func__"):

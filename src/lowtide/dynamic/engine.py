@@ -1,0 +1,770 @@
+"""Runs operators, remembers how their results came about, evicts and rebuilds storages.
+
+Every storage that an operator allocates is a node; the operator's call is its record. Below the budget nothing else happens.
+Where an allocation would exceed it, the room that is missing is made at once, by emptying the storages that the heuristic
+chooses. Whoever reads an emptied storage has it rebuilt first, with whatever that needs.
+
+Writes are versions. An operator that writes into a storage makes a new node, whose record reads the old one; the old one
+stays behind as a record alone. What can not be computed again (parameters, inputs, results of operators that run once) has
+one node without a record; before it is written, what would have to be computed from its old contents is rebuilt and kept.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from lowtide.dynamic import random_state
+from lowtide.dynamic.node import WRITTEN, Geometry, Handle, Node, Piece, Record, storage_of
+from lowtide.dynamic.operators import Operator
+from lowtide.dynamic.storages import empty, fill
+from lowtide.errors import ExecutionError
+from lowtide.eviction import Entry, Pool
+from lowtide.trace import TraceWriter
+
+_now = time.perf_counter_ns
+_PLAIN_DEVICES = ("cpu", "cuda")
+_SWEEP_EVERY = 256  # operators
+# What takes more operators than this to have back goes last: gradients above all, behind which the whole backward pass lies.
+_FEW = 32
+
+
+class Tally:
+    """What has happened so far: counts, and nanoseconds of wall time."""
+
+    def __init__(self) -> None:
+        self.operators = 0
+        self.operator_ns = 0
+        self.evictions = 0
+        self.evicted_bytes = 0
+        self.evict_ns = 0
+        self.rematerializations = 0
+        self.rematerialize_ns = 0
+        self.copies = 0
+
+    def copy(self) -> Tally:
+        copy = Tally()
+        copy.__dict__.update(self.__dict__)
+        return copy
+
+
+class Plan:
+    """How evicted nodes are rebuilt: what is gone of their ancestry, each just before it is first read.
+
+    ``uses``: the position in ``order`` at which a node is read last, for those that still are; targets are read at the end.
+    """
+
+    def __init__(self, targets: list[Node]) -> None:
+        self.order: list[Node] = []
+        seen: set[Node] = set()
+        stack: list[tuple[Node | None, Iterator[Node]]] = [(None, iter(_latest_first(targets)))]
+        while stack:
+            node, parents = stack[-1]
+            missing = next((parent for parent in parents if not parent.resident and parent not in seen), None)
+            if missing is not None:
+                seen.add(missing)
+                stack.append((missing, iter(_latest_first(missing.parents))))
+                continue
+            stack.pop()
+            if node is not None:
+                self.order.append(node)
+        self.uses = {parent: position for position, node in enumerate(self.order) for parent in node.parents}
+        self.uses |= dict.fromkeys(targets, len(self.order))
+
+    def finish(self, position: int) -> list[Node]:
+        """A step is done: the nodes that were read for the last time."""
+        done = [node for node in self.order[position].parents if self.uses[node] == position]
+        for node in done:
+            del self.uses[node]
+        return done
+
+
+def _near(entry: Entry) -> bool:
+    """Whether few operators would have to run to have the entry back."""
+    gone = {entry}
+    waiting = [entry]
+    while waiting:
+        for parent in waiting.pop().parents:
+            if not parent.resident and parent not in gone:
+                gone.add(parent)
+                waiting.append(parent)
+        if len(gone) > _FEW:
+            return False
+    return True
+
+
+def _latest_first(nodes: Sequence[Node]) -> list[Node]:
+    return sorted(nodes, key=lambda node: -node.serial)
+
+
+class Engine:
+    """The state of the live mode; one for the process, whichever threads take part.
+
+    ``tiny_bytes``: results of at most that size are kept. ``banish``: forget what the program released as soon as
+    nothing evicted needs it. ``ignore``: keep what the program released until it is evicted.
+    """
+
+    def __init__(self, pool: Pool, *, tiny_bytes: int = 0, banish: bool = False, ignore: bool = False) -> None:
+        self.pool = pool
+        self.tiny_bytes = tiny_bytes
+        self.banish = banish
+        self.ignore = ignore
+        self.tally = Tally()
+        self.lock = threading.RLock()
+        self.nodes: dict[int, Node] = {}  # by the address of the storage that the program holds
+        self.dead: list[Handle] = []  # handles of storages that are gone, not yet looked at
+        self.frames: list[tuple[Node, ...]] = []  # what the operators under way need, the innermost last
+        self.plans: list[Plan] = []  # the rebuilds under way, the innermost last
+        self.noted: set[int] = set()  # the numbers that the recorder knows
+        self.spare: dict[Node, None] = {}  # rebuilt for others though the program released them, the oldest first
+        self.held: dict[Node, None] = {}  # without a record, and records read them
+        self.sweep_at = _SWEEP_EVERY
+        self.recorder: TraceWriter | None = None
+
+    # --- running ---------------------------------------------------------------------------------------------------
+
+    def run(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One operator of the program, with everything it reads in place; its results are remembered."""
+        if self.dead:
+            self._bury()
+        writes = operator.writes
+        left_out: tuple[int, ...] = ()
+        if operator.statistics is not None:
+            left_out = _updated_statistics(operator.statistics, args)
+            writes += left_out
+        reads: dict[Node, None] = {}
+        record = self._record(operator, args, kwargs, reads, left_out)
+        superseded: list[Node] = []
+        needs = self._open((*reads, *self._nodes_at(left_out, args)))
+        try:
+            self._complete(needs)
+            if operator.random:
+                record.generator = random_state.save(args, kwargs)
+            version = self._write(record, needs, _at(writes, args, kwargs), superseded) if writes else None
+            evict_ns = self.tally.evict_ns
+            began = _now()
+            result = operator.run(*args, **kwargs)
+            cost_ns = _now() - began - (self.tally.evict_ns - evict_ns)
+            self.tally.operators += 1
+            self.tally.operator_ns += cost_ns
+            pool = self.pool
+            pool.clock_ns += cost_ns
+            for node in reads:
+                node.accessed_ns = pool.clock_ns
+            if version is not None:
+                self._written(version, record, reads, cost_ns)
+            made = self._remember(result, record, reads, cost_ns, again=not operator.once and not operator.writes)
+            if self.recorder is not None:
+                self._note(self.recorder, operator, reads, made, self._nodes_in(_at(writes, args, kwargs)), cost_ns)
+        finally:
+            self._close(needs)
+            for node in superseded:
+                self._release(node)
+        if self.tally.operators >= self.sweep_at:
+            self.sweep_at = self.tally.operators + _SWEEP_EVERY
+            self._sweep()
+        return result
+
+    def _record(
+        self,
+        operator: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reads: dict[Node, None],
+        left_out: tuple[int, ...],
+    ) -> Record:
+        if operator.geometry_only:
+            return Record(operator, [_geometry(value) for value in args], kwargs)
+        frozen = [None if left_out and place in left_out else self._freeze(a, reads) for place, a in enumerate(args)]
+        for name, value in kwargs.items():
+            if isinstance(value, (Tensor, list, tuple)):
+                kwargs = {**kwargs, name: self._freeze(value, reads)}
+        return Record(operator, frozen, kwargs)
+
+    def _freeze(self, value: Any, reads: dict[Node, None]) -> Any:
+        """The argument with pieces in place of tensors; ``reads`` grows by their nodes."""
+        if isinstance(value, Tensor):
+            node = self._node_of(value)
+            reads[node] = None
+            if not node.opaque:
+                return Piece(node, value)
+            for part in _parts(value):
+                inner = self._node_of(part)
+                inner.exported = inner.pinned = True
+                reads[inner] = None
+            return value
+        if isinstance(value, (list, tuple)):
+            return [self._freeze(item, reads) for item in value]
+        return value
+
+    def _node_of(self, tensor: Tensor) -> Node:
+        try:
+            storage = storage_of(tensor)
+        except (NotImplementedError, RuntimeError):  # sparse and other tensors without one
+            return _opaque()
+        node = self.nodes.get(storage._cdata)
+        if node is None or (node.handle is not None and node.handle() is not storage):
+            node = self._adopt(storage, opaque=tensor.is_quantized)
+        return node
+
+    def _adopt(self, storage: UntypedStorage, *, opaque: bool = False) -> Node:
+        """A storage from elsewhere: it can not be computed again."""
+        node = Node(0)
+        node.size_bytes = storage.nbytes()
+        node.resident = node.pinned = True
+        node.opaque = opaque or storage.device.type not in _PLAIN_DEVICES
+        # Memory that is not PyTorch's own, such as a NumPy array's, may be written without anybody noticing.
+        node.foreign = not storage.resizable() and not storage.is_shared()
+        self._own(node, storage)
+        return node
+
+    def _own(self, node: Node, storage: UntypedStorage) -> None:
+        handle = Handle(storage, self.dead.append)
+        handle.node = node
+        node.handle = handle
+        node.address = storage._cdata
+        self.nodes[node.address] = node
+
+    def _remember(
+        self, result: Any, record: Record, reads: dict[Node, None], cost_ns: int, *, again: bool
+    ) -> list[Node]:
+        """Nodes for the storages that the results are on, where they are new."""
+        made = []
+        again = again and not any(node.opaque or node.foreign for node in reads)
+        for place, tensor in enumerate(_tensors(result)):
+            try:
+                storage = storage_of(tensor)
+            except (NotImplementedError, RuntimeError):
+                continue
+            known = self.nodes.get(storage._cdata)
+            if known is not None and known.handle is not None and known.handle() is storage:
+                continue
+            if not again or not self._can_run_again(record, tensor, storage):
+                made.append(self._adopt(storage, opaque=tensor.is_quantized))
+                continue
+            node = Node(storage.nbytes(), tuple(reads))
+            made.append(node)
+            node.cost_ns = cost_ns
+            node.place = place
+            self._attach(node, record)
+            self._own(node, storage)
+            self.pool.enter(node)
+            if self.ignore:
+                node.kept = storage
+        return made
+
+    def _note(
+        self,
+        recorder: TraceWriter,
+        operator: Operator,
+        reads: Iterable[Node],
+        made: list[Node],
+        written: list[Node],
+        ns: int,
+    ) -> None:
+        """Write the call to the trace, after the storages that came from elsewhere."""
+        for node in (*reads, *written):
+            if node.number not in self.noted:
+                self.noted.add(node.number)
+                recorder.constant(node.number, node.size_bytes)
+        self.noted.update(node.number for node in made)
+        recorder.call(
+            operator.name,
+            ns,
+            [node.number for node in reads],
+            [(node.number, node.size_bytes) for node in made],
+            writes=[node.number for node in written],
+            random=operator.random,
+            once=operator.once,
+        )
+
+    def _nodes_in(self, values: list[Any]) -> list[Node]:
+        return list(dict.fromkeys(self._node_of(tensor) for tensor in _tensors(values)))
+
+    def _can_run_again(self, record: Record, tensor: Tensor, storage: UntypedStorage) -> bool:
+        device = storage.device.type
+        if storage.nbytes() <= self.tiny_bytes or tensor.is_quantized or device not in _PLAIN_DEVICES:
+            return False
+        return not (device == "cuda" and record.operator.nondeterministic_on_cuda)
+
+    def _attach(self, node: Node, record: Record) -> None:
+        """The node can be computed by the record."""
+        if not record.results:
+            for parent in node.parents:
+                if parent.record is None and (storage := parent.storage()) is not None:
+                    record.holds.append(storage)
+                    self.held[parent] = None
+        record.results[node.place] = node
+        node.record = record
+
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    def _write(
+        self, record: Record, needs: tuple[Node, ...], written: list[Any], superseded: list[Node]
+    ) -> Node | None:
+        """Before an operator writes: new versions, which count as ones that can not be computed again.
+
+        Returns the version that can be, once the operator has run; ``superseded`` grows by the old ones.
+        """
+        targets = self._nodes_in(written)
+        for node in targets:
+            if node.record is None:
+                self._lose(node)
+        self._complete(needs)
+        version = None
+        for node in targets:
+            if node.record is not None:
+                version = self._supersede(node)
+                superseded.append(node)
+        again = (
+            len(targets) == 1 and not record.operator.once and not any(node.opaque or node.foreign for node in needs)
+        )
+        return version if again else None
+
+    def _supersede(self, node: Node) -> Node:
+        """A new version takes the storage of ``node`` over."""
+        storage = node.handle() if node.handle is not None else None
+        if storage is None:
+            raise ExecutionError("a storage that nobody holds cannot be written")
+        version = Node(0)
+        version.size_bytes = node.size_bytes
+        version.pinned = version.resident = True
+        version.exported = node.exported
+        version.number = node.number
+        node.handle = node.kept = None
+        self._own(version, storage)
+        if node.resident:
+            self.pool.evict(node)
+        return version
+
+    def _written(self, version: Node, record: Record, reads: dict[Node, None], cost_ns: int) -> None:
+        """The write succeeded: the version can be computed by it."""
+        storage = version.storage()
+        version.size_bytes = version.bytes = 0 if storage is None else storage.nbytes()
+        version.parents = tuple(reads)
+        version.cost_ns = cost_ns
+        version.place = WRITTEN
+        version.pinned = version.exported
+        self._attach(version, record)
+        self.pool.enter(version)
+        if self.ignore:
+            version.kept = storage
+
+    def _lose(self, node: Node) -> None:
+        """The contents of a node without record are about to change: nothing may have to be computed from them.
+
+        What is evicted and still held by the program is rebuilt; where the budget has no room for that, a copy of the old
+        contents is kept instead. What was computed from them counts as not to be computed again.
+        """
+        if not node.children:
+            return
+        frame = self._open([dependent for dependent in _dependents(node) if dependent.alive()])
+        try:
+            self._complete(frame)
+        except RuntimeError as error:
+            if not _out_of_memory(error):
+                raise
+            self._copy_aside(node)
+            return
+        finally:
+            self._close(frame)
+        for dependent in frame:
+            self.keep(dependent)
+
+    def _copy_aside(self, node: Node) -> None:
+        """Another node takes the old contents and all that was computed from them."""
+        storage = node.storage()
+        if storage is None:
+            raise ExecutionError("the contents of a released storage cannot be copied")
+        copy = Node(0)
+        copy.size_bytes = node.size_bytes
+        copy.pinned = copy.resident = True
+        copy.kept = _clone(storage)
+        self.tally.copies += 1
+        for child in list(node.children):
+            parents = [copy if parent is node else parent for parent in child.parents]
+            self.pool.cut(child)
+            self.pool.link(child, parents)
+            if child.record is not None:
+                _replace(child.record, node, copy)
+                child.record.holds = [copy.kept if s is storage else s for s in child.record.holds]
+
+    def keep(self, node: Node) -> None:
+        """From now on the resident node can not be computed again, so it stays."""
+        record, storage, parents = node.record, node.storage(), node.parents
+        if record is None:
+            return
+        node.record = None
+        node.pinned = True
+        record.results.pop(node.place, None)
+        if not record.results:
+            record.holds = []
+        self.pool.cut(node)
+        self.pool.resize(node, 0)
+        for child in node.children:
+            if child.record is not None and storage is not None:
+                child.record.holds.append(storage)
+                self.held[node] = None
+        for parent in parents:
+            self._release(parent)
+
+    # --- evicting and rebuilding -----------------------------------------------------------------------------------
+
+    def evict_one(self) -> bool:
+        """Empty the storage that the heuristic chooses; false where none can go."""
+        began = _now()
+        node = self._victim()
+        if node is None:
+            return False
+        self._evict(node)
+        self.tally.evictions += 1
+        self.tally.evicted_bytes += node.size_bytes
+        self.tally.evict_ns += _now() - began
+        return True
+
+    def _victim(self) -> Node | None:
+        if self.dead:
+            self._bury()
+        spare = next((node for node in self.spare if not node.locks), None)
+        if spare is not None:
+            return spare
+        chosen = self.pool.victim(_near) or self.pool.victim()
+        if chosen is None and self._sweep(thorough=True):
+            chosen = self.pool.victim()
+        if chosen is None:
+            return self._yielded()
+        assert isinstance(chosen, Node)
+        return chosen
+
+    def _yielded(self) -> Node | None:
+        """What a plan needs later and is cheap to rebuild once more when its turn comes."""
+        needed = {node for frame in self.frames for node in frame}
+        waiting = [
+            node
+            for plan in self.plans
+            for node in plan.uses
+            if node.resident and node.record is not None and not node.pinned and node not in needed
+        ]
+        return min(waiting, key=self._cost_per_byte, default=None)
+
+    def _cost_per_byte(self, node: Node) -> float:
+        return (node.cost_ns + self.pool.around_ns(node)) / node.bytes
+
+    def _sweep(self, *, thorough: bool = False) -> bool:
+        """Let go of what only records hold, where nothing evicted would have to be computed from it.
+
+        What was computed from it stays from then on. Unless ``thorough``, only where that is no more than what is let go; what
+        was written from it does not count, such as the optimizer's state from a gradient, which would go on to hold the
+        gradients of all steps. Whether anything went.
+        """
+        self._bury()
+        gone = [node for node in list(self.held) if not node.children or self._let_go(node, thorough=thorough)]
+        for node in gone:
+            self.held.pop(node, None)
+        return bool(gone)
+
+    def _let_go(self, node: Node, *, thorough: bool) -> bool:
+        if node.locks or not node.address or torch._C._storage_Use_Count(node.address) > 1:
+            return False
+        dependents = [dependent for dependent in _dependents(node) if dependent.alive()]
+        if any(d.locks or not d.resident for d in dependents):
+            return False
+        fresh = sum(d.bytes for d in dependents if d.place != WRITTEN or d not in node.children)
+        if not thorough and fresh > node.size_bytes:
+            return False
+        for dependent in dependents:
+            self.keep(dependent)
+        return True
+
+    def _evict(self, node: Node) -> None:
+        storage = node.handle() if node.handle is not None else None
+        self.pool.evict(node)
+        self.spare.pop(node, None)
+        node.kept = None
+        if storage is not None:
+            empty(storage)
+        elif node.handle is None:
+            self._release(node)
+
+    def _nodes_at(self, positions: tuple[int, ...], args: tuple[Any, ...]) -> list[Node]:
+        return [self._node_of(args[at]) for at in positions if isinstance(args[at], Tensor)]
+
+    def _open(self, needs: Iterable[Node]) -> tuple[Node, ...]:
+        """An operator that needs these is under way."""
+        frame = tuple(needs)
+        for node in frame:
+            node.locks += 1
+        self.frames.append(frame)
+        return frame
+
+    def _close(self, frame: tuple[Node, ...]) -> None:
+        self.frames.pop()
+        for node in frame:
+            node.locks -= 1
+
+    def _complete(self, needs: Iterable[Node]) -> None:
+        """Have all of them there at once; they are in a frame."""
+        if missing := [node for node in needs if node.evicted]:
+            self.rebuild(missing)
+
+    def rebuild(self, targets: list[Node]) -> None:
+        """Compute evicted nodes again and, before them, whatever that reads and is gone.
+
+        Each once, and kept for as long as the rest of the plan reads it. (Rebuilding argument by argument, recursively,
+        would hold the arguments of every level, and run what several of them need several times.)
+        """
+        began = _now()
+        plan = Plan(targets)
+        for node in plan.uses:
+            node.locks += 1
+        self.plans.append(plan)
+        try:
+            for position, node in enumerate(plan.order):
+                if not node.resident:
+                    self._rebuild_one(node)
+                for done in plan.finish(position):
+                    done.locks -= 1
+        finally:
+            self.plans.pop()
+            for node in plan.uses:
+                node.locks -= 1
+            if not self.plans:
+                self.tally.rematerialize_ns += _now() - began
+
+    def _rebuild_one(self, node: Node) -> None:
+        frame = self._open((node, *node.parents))
+        try:
+            self._complete(node.parents)
+            if not node.resident:
+                self._compute(node)
+        finally:
+            self._close(frame)
+
+    def _compute(self, node: Node) -> None:
+        """Make the recorded call again; its results go where they were."""
+        record = node.record
+        if record is None:
+            raise ExecutionError("a storage was evicted that can not be computed again")
+        own: dict[Node, UntypedStorage] = {}
+        if node.place == WRITTEN:
+            own = self._own_copies(node, record)
+        args = [_thaw(value, own) for value in record.args]
+        kwargs = {name: _thaw(value, own) for name, value in record.kwargs.items()}
+        if record.operator.geometry_only and kwargs.get("device") is None:
+            kwargs["device"] = record.args[0].device
+        evict_ns = self.tally.evict_ns
+        began = _now()
+        with torch.set_grad_enabled(record.grad), random_state.replayed(record.generator):
+            result = record.operator.run(*args, **kwargs)
+        self.pool.tick(_now() - began - (self.tally.evict_ns - evict_ns))
+        self.tally.rematerializations += 1
+        if node.place == WRITTEN:
+            (storage,) = own.values()
+            self._place(node, storage)
+            return
+        tensors = list(_tensors(result))
+        for place, sibling in list(record.results.items()):
+            if not sibling.resident and (sibling is node or sibling.alive()):
+                self._place(sibling, storage_of(tensors[place]))
+
+    def _own_copies(self, node: Node, record: Record) -> dict[Node, UntypedStorage]:
+        """For a call that writes: the old version, in a storage of its own that the call may change."""
+        (old,) = {piece.node for piece in _pieces(_at(record.operator.writes, record.args, record.kwargs))}
+        storage = old.storage()
+        if storage is None:
+            raise ExecutionError("the old version of a storage is not there")
+        if old.kept is not None and old.handle is None and old.locks <= 1 and not old.pinned:
+            self.pool.evict(old)
+            self.spare.pop(old, None)
+            old.kept = None
+            return {old: storage}
+        return {old: _clone(storage)}
+
+    def _place(self, node: Node, source: UntypedStorage) -> None:
+        storage = node.handle() if node.handle is not None else None
+        if source.nbytes() != node.size_bytes:
+            raise ExecutionError(f"{source.nbytes()} bytes were computed again where there had been {node.size_bytes}")
+        if storage is None:
+            node.kept = source
+            self.spare[node] = None
+        else:
+            fill(storage, source)
+            if self.ignore:
+                node.kept = storage
+        self.pool.add(node)
+
+    # --- the end of things -----------------------------------------------------------------------------------------
+
+    def _bury(self) -> None:
+        """Take note of the storages that the program released."""
+        dead = self.dead
+        while dead:
+            handle = dead.pop()
+            node = handle.node
+            if node.handle is not handle:
+                continue
+            if self.nodes.get(node.address) is node:
+                del self.nodes[node.address]
+            node.handle = None
+            if self.recorder is not None and node.number in self.noted:
+                self.recorder.release(node.number)
+            if node.resident and node.record is not None and node.kept is None:
+                self.pool.evict(node)
+            self._release(node)
+
+    def _release(self, node: Node) -> None:
+        """Forget the node, and then what it was computed from, where nothing needs them any more."""
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if node.handle is not None or node.locks:
+                continue
+            if node.children and not (self.banish and self._banished(node)):
+                continue
+            if node.record is not None:
+                node.record.results.pop(node.place, None)
+                if not node.record.results:
+                    node.record.holds = []
+            node.record = node.kept = None
+            self.spare.pop(node, None)
+            waiting.extend(node.parents)
+            self.pool.forget(node)
+
+    def _banished(self, node: Node) -> bool:
+        """Nothing evicted needs the node: whoever was computed from it stays from now on."""
+        if any(not child.resident for child in node.children):
+            return False
+        for child in list(node.children):
+            self.keep(child)
+        return not node.children
+
+    # --- from outside ----------------------------------------------------------------------------------------------
+
+    def touch(self, tensor: Tensor, *, export: bool = False) -> None:
+        """Make sure that the tensor's bytes are there; with ``export``, for as long as it lives."""
+        node = self._node_of(tensor)
+        if node.evicted:
+            self.rebuild([node])
+        if export and not node.exported:
+            node.exported = node.pinned = True
+
+    def restore_all(self) -> None:
+        """Rebuild whatever the program still holds."""
+        self._bury()
+        frame = self._open([node for node in self.nodes.values() if node.alive()])
+        try:
+            self._complete(frame)
+        finally:
+            self._close(frame)
+
+    def close(self) -> None:
+        """Forget everything; all that is held must have been restored."""
+        waiting = list(self.nodes.values())
+        seen = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            around = [other for other in (*node.parents, *node.children) if other not in seen]
+            seen.update(around)
+            waiting.extend(around)
+            node.record = node.kept = node.handle = None
+            node.parents, node.children = (), {}
+        self.nodes.clear()
+        self.held.clear()
+        self.spare.clear()
+        self.dead.clear()
+        self.frames.clear()
+        self.plans.clear()
+
+
+def _clone(storage: UntypedStorage) -> UntypedStorage:
+    """A copy from the allocator that is counted, which is not where ``UntypedStorage.clone`` takes it from."""
+    tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return storage_of(tensor.clone())
+
+
+def _opaque() -> Node:
+    node = Node(0)
+    node.resident = node.pinned = node.opaque = True
+    return node
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The strided tensors that a sparse one is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _updated_statistics(statistics: tuple[tuple[int, ...], int], args: tuple[Any, ...]) -> tuple[int, ...]:
+    """The positions of running statistics: written and never read in training, read and never written otherwise."""
+    positions, flag = statistics
+    return positions if len(args) > flag and args[flag] else ()
+
+
+def _at(positions: tuple[int | str, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    return [kwargs.get(at) if isinstance(at, str) else args[at] if at < len(args) else None for at in positions]
+
+
+def _geometry(value: Any) -> Any:
+    return Geometry(value) if isinstance(value, Tensor) else value
+
+
+def _pieces(value: Any) -> Iterator[Piece]:
+    if isinstance(value, Piece):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _pieces(item)
+
+
+def _thaw(value: Any, own: dict[Node, UntypedStorage]) -> Any:
+    if isinstance(value, Piece):
+        storage = own[value.node] if value.node in own else value.node.storage()
+        if storage is None:
+            raise ExecutionError("an argument of a call that is made again is gone")
+        return value.of(storage)
+    if isinstance(value, Geometry):
+        return value.blank()
+    if isinstance(value, list):
+        return [_thaw(item, own) for item in value]
+    return value
+
+
+def _replace(record: Record, old: Node, new: Node) -> None:
+    for piece in _pieces([*record.args, *record.kwargs.values()]):
+        if piece.node is old:
+            piece.node = new
+
+
+def _dependents(node: Node) -> list[Node]:
+    """What was computed from the node's contents: through what the program released, up to what it holds."""
+    seen: dict[Node, None] = {}
+    waiting = [node]
+    while waiting:
+        for child in waiting.pop().children:
+            if child not in seen:
+                seen[child] = None
+                if not child.alive():
+                    waiting.append(child)
+    return list(seen)
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

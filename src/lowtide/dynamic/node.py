@@ -1,0 +1,133 @@
+"""What a live run remembers of a storage, and of the operator call that can compute it again."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from lowtide.dynamic.operators import Operator
+from lowtide.eviction import Entry
+
+storage_of = torch._C.TensorBase.untyped_storage  # as it was, whatever ``torch.Tensor`` says while a context is active
+_SERIAL = itertools.count()
+WRITTEN = -1  # the place of a result that an operator wrote into an argument
+
+
+class Node(Entry):
+    """One version of one storage.
+
+    Writing into a storage makes a new version, which takes the storage over; of the old one only ``record`` remains, and
+    where it is wanted again it is computed into a storage of its own, ``kept``. ``handle`` is dead or ``None`` where the
+    program holds no tensor of this version. A node without a ``record`` can not be computed again and is never evicted.
+    """
+
+    __slots__ = (
+        "address",
+        "exported",
+        "foreign",
+        "handle",
+        "kept",
+        "number",
+        "opaque",
+        "place",
+        "record",
+        "serial",
+        "size_bytes",
+    )
+
+    parents: tuple[Node, ...]
+    children: dict[Node, None]  # type: ignore[assignment]
+
+    def __init__(self, size_bytes: int, parents: tuple[Node, ...] = ()) -> None:
+        super().__init__(size_bytes, 0, parents)
+        self.size_bytes = size_bytes
+        self.serial = next(_SERIAL)  # later than all parents
+        self.number = self.serial  # of the storage: all its versions have it
+        self.record: Record | None = None
+        self.place = 0
+        self.handle: Handle | None = None
+        self.address = 0
+        self.kept: UntypedStorage | None = None
+        self.opaque = False  # what reads it can not be run again: its tensors are more than a strided view of bytes
+        self.foreign = False  # others may write to it unseen
+        self.exported = False  # something outside the operators may hold its address
+
+    def storage(self) -> UntypedStorage | None:
+        """The storage that is or will be filled with this version, if anybody holds one."""
+        if self.kept is not None:
+            return self.kept
+        return None if self.handle is None else self.handle()
+
+    def alive(self) -> bool:
+        """Whether the program holds a tensor of this version."""
+        return self.handle is not None and self.handle() is not None
+
+
+class Handle(weakref.ref[UntypedStorage]):
+    """Tells, by way of its callback, that nobody holds the storage any more."""
+
+    __slots__ = ("node",)
+
+    node: Node
+
+
+class Piece:
+    """A tensor among recorded arguments: which bytes of which storage, and how they are read."""
+
+    __slots__ = ("conjugate", "dtype", "negative", "node", "offset", "size", "stride")
+
+    def __init__(self, node: Node, tensor: Tensor) -> None:
+        self.node = node
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.conjugate = tensor.is_conj()
+        self.negative = tensor.is_neg()
+
+    def of(self, storage: UntypedStorage) -> Tensor:
+        """The same piece of another storage."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.size, self.stride)
+        if self.conjugate:
+            tensor = torch._conj(tensor)
+        return torch._neg_view(tensor) if self.negative else tensor
+
+
+class Geometry:
+    """A tensor of which only shape, strides and type are read."""
+
+    __slots__ = ("device", "dtype", "size", "stride")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.device = tensor.device
+
+    def blank(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+
+
+class Record:
+    """An operator call that can be made again: ``args`` and ``kwargs`` with ``Piece``s in place of tensors.
+
+    ``generator``: the generator and its state before a random call. ``grad``: whether gradients were enabled, which a few
+    kernels ask. ``results``: the nodes that the call computed, by the place of the tensor among its results. ``holds``: the
+    storages read that can not be computed again.
+    """
+
+    __slots__ = ("args", "generator", "grad", "holds", "kwargs", "operator", "results")
+
+    def __init__(self, operator: Operator, args: list[Any], kwargs: dict[str, Any]) -> None:
+        self.operator = operator
+        self.args = args
+        self.kwargs = kwargs
+        self.generator: tuple[torch.Generator, bytes] | None = None
+        self.grad = torch.is_grad_enabled()
+        self.results: dict[int, Node] = {}
+        self.holds: list[UntypedStorage] = []

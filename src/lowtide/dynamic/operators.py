@@ -1,0 +1,73 @@
+"""What the live mode has to know of an operator before it runs it, read from its schema once and kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+Position = int | str  # of an argument: its place, or its name where it is passed by name
+
+# Storage is shared though the schema does not say so, or contents are new but nothing is computed.
+_PASSES = {"_unsafe_view", "_reshape_alias", "lift_fresh", "lift", "_nested_view_from_buffer"}
+# Of their tensor argument these read the geometry alone, so it may be evicted.
+_GEOMETRY_ONLY = {
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+    "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full",
+}  # fmt: skip
+# Running mean and variance are updated in training though the schema does not say so: (positions, position of the flag).
+_UPDATES_STATISTICS = {
+    "native_batch_norm": ((3, 4), 5),
+    "cudnn_batch_norm": ((3, 4), 5),
+    "miopen_batch_norm": ((3, 4), 5),
+}
+# Operators that are functions of their arguments and of the generator's state.
+_FUNCTIONS = {"aten", "prims", "torchvision"}
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def schema_name(overload: OpOverload) -> str:
+    return str(overload.name())  # type: ignore[no-untyped-call]
+
+
+class Operator:
+    """One overload.
+
+    ``passes``: a view, which moves no bytes. ``composite``: to be taken apart first. ``writes``: the positions of tensors
+    that it changes. ``random``: reads a generator. ``once``: never run again (collectives, effects, operators from
+    elsewhere, of which nothing is known). ``geometry_only``: reads no contents. ``statistics``: positions written in
+    training and left out when it runs again, and the position of the flag.
+    """
+
+    __slots__ = (
+        "composite", "geometry_only", "name", "nondeterministic_on_cuda", "once", "passes", "random", "run", "statistics",
+        "writes",
+    )  # fmt: skip
+
+    def __init__(self, overload: Any) -> None:
+        self.run = overload
+        self.name = str(overload)
+        self.passes = self.composite = self.random = self.geometry_only = self.nondeterministic_on_cuda = False
+        self.once = True
+        self.writes: tuple[Position, ...] = ()
+        self.statistics: tuple[tuple[int, ...], int] | None = None
+        if isinstance(overload, OpOverload):
+            self._read_schema(overload)
+
+    def _read_schema(self, overload: OpOverload) -> None:
+        schema = overload._schema
+        name = schema.name.split("::")[1]
+        self.writes = tuple(
+            argument.name if argument.kwarg_only else place
+            for place, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(schema_name(overload), _COMPOSITE)
+        aliases = bool(schema.returns) and all(returned.alias_info is not None for returned in schema.returns)
+        self.passes = not self.composite and not self.writes and (aliases or name in _PASSES)
+        self.random = torch.Tag.nondeterministic_seeded in overload.tags
+        self.nondeterministic_on_cuda = torch.Tag.nondeterministic_bitwise in overload.tags
+        self.geometry_only = name in _GEOMETRY_ONLY
+        self.once = overload.namespace not in _FUNCTIONS
+        self.statistics = _UPDATES_STATISTICS.get(name)

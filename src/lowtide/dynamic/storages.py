@@ -1,0 +1,72 @@
+"""Emptying a storage and filling it again, so that every tensor on it sees both, without copying a byte.
+
+PyTorch 2.13 exchanges the memory of two storages by ``UntypedStorage._swap_data_ptr_``. Before, the same words of the two
+``c10::StorageImpl`` are exchanged here: the three of the unique pointer in ``c10::DataPtr`` (data, and context with
+deleter) and the size that follows the device. Where they stand is probed once on two storages, not taken for granted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import UntypedStorage
+
+from lowtide.errors import ExecutionError
+
+_WORDS = 10
+_SIZE_AFTER = 4  # data, context, deleter (in the standard library's order), device
+
+
+def empty(storage: UntypedStorage) -> None:
+    """Give the memory back. The storage keeps its size, so that views of it can be made; it must not be read."""
+    nothing = torch._C._construct_storage_from_data_pointer(0, storage.device, storage.nbytes())
+    _swap(storage, nothing)  # type: ignore[arg-type]
+
+
+def fill(storage: UntypedStorage, source: UntypedStorage) -> None:
+    """Move the memory of ``source``, which is empty afterwards, into the empty ``storage`` of the same size."""
+    _swap(storage, source)
+
+
+def _native() -> Callable[[UntypedStorage, UntypedStorage], None] | None:
+    return getattr(UntypedStorage, "_swap_data_ptr_", None)
+
+
+def swap_words(one: UntypedStorage, other: UntypedStorage) -> None:
+    """The exchange by hand."""
+    first = _first_word()
+    a, b = _words(one), _words(other)
+    for word in (*range(first, first + 3), first + _SIZE_AFTER):
+        a[word], b[word] = b[word], a[word]
+
+
+def _words(storage: UntypedStorage) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * _WORDS).from_address(storage._cdata)
+
+
+_found: list[int] = []
+
+
+def _first_word() -> int:
+    """Where the data pointer stands in a ``StorageImpl``; ``ExecutionError`` where the layout is another."""
+    if not _found:
+        one, other = (torch.arange(n, dtype=torch.uint8).untyped_storage() for n in (40, 56))
+        places = [
+            word
+            for word in range(1, _WORDS - _SIZE_AFTER)
+            if all(
+                _words(s)[word] == s.data_ptr() and _words(s)[word + _SIZE_AFTER] == s.nbytes() for s in (one, other)
+            )
+        ]
+        if len(places) != 1:
+            raise ExecutionError(
+                f"the online mode cannot exchange the memory of storages under PyTorch {torch.__version__}: c10::StorageImpl "
+                "is laid out in an unknown way; PyTorch 2.13 or later offers the exchange itself."
+            )
+        _found.append(places[0])
+    return _found[0]
+
+
+_swap: Callable[[UntypedStorage, UntypedStorage], None] = _native() or swap_words

@@ -1,0 +1,92 @@
+"""Programs that no capture covers, inside 70, 50 and 30 % of their eager peak: the same to the bit, within the budget."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+
+import lowtide
+from examples.dynamic import NAMES, load
+from tests.online.programs_support import assert_same, eager, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:the online mode has spent")  # budgets are tight here
+
+_NEVER = float("inf")  # recomputation is what is tested, so it is not warned of
+HEURISTICS = ("dtr", "dtr-eq", "dtr-local", "lru", "size", "msps", "random")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_is_reproducible(name: str) -> None:
+    """What the other tests rest on: two plain runs are the same, and take the same memory."""
+    again = train(load(name)(1), contextlib.nullcontext())
+    assert_same(again, eager(name))
+    assert (again.peak_bytes, again.final_bytes) == (eager(name).peak_bytes, eager(name).final_bytes)
+
+
+# An inner step of MAML holds what two thirds of its working set consist of: at 30 % single operators do not fit.
+CELLS = [(name, share) for name in NAMES for share in (70, 50, 30) if (name, share) != ("maml", 30)]
+
+
+@pytest.mark.parametrize(("name", "share"), CELLS)
+def test_within_budget_and_equal(name: str, share: int) -> None:
+    expected = eager(name)
+    budget = expected.peak_bytes * share // 100
+    session = lowtide.online(budget, warn_above=_NEVER)
+    outcome = train(load(name)(1), session)
+    assert_same(outcome, expected)
+    assert outcome.peak_bytes <= budget
+    assert outcome.final_bytes == expected.final_bytes
+    assert session.statistics.evictions > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_evicted_where_everything_fits(name: str) -> None:
+    expected = eager(name)
+    session = lowtide.online(2 * expected.peak_bytes)
+    outcome = train(load(name)(1), session)
+    assert_same(outcome, expected)
+    assert session.statistics.rematerializations == 0
+    assert outcome.final_bytes == expected.final_bytes
+
+
+@pytest.mark.parametrize("heuristic", HEURISTICS)
+def test_every_heuristic(heuristic: str) -> None:
+    expected = eager("lstm")
+    budget = expected.peak_bytes // 2
+    outcome = train(load("lstm")(1), lowtide.online(budget, heuristic=heuristic, warn_above=_NEVER))
+    assert_same(outcome, expected)
+    assert outcome.peak_bytes <= budget
+
+
+@pytest.mark.parametrize(("policy", "share"), [("ignore", 150), ("eager", 50), ("banish", 90)])
+@pytest.mark.parametrize("sample", [True, False])
+def test_every_policy(policy: str, share: int, sample: bool) -> None:
+    """Banishing keeps for good what was computed from a tensor that is gone, ignoring keeps what is gone: both need more."""
+    expected = eager("early_exit")
+    budget = expected.peak_bytes * share // 100
+    outcome = train(load("early_exit")(1), lowtide.online(budget, policy=policy, sample=sample, warn_above=_NEVER))
+    assert_same(outcome, expected)
+    assert outcome.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_budget_below_the_working_set_is_refused(name: str) -> None:
+    """One operator alone needs more than a hundredth of the peak: the error says which, and where it was called."""
+    budget = eager(name).peak_bytes // 100
+    with pytest.raises(lowtide.OnlineBudgetError) as caught:
+        train(load(name)(1), lowtide.online(budget, warn_above=_NEVER))
+    assert caught.value.needed_bytes > caught.value.budget_bytes == budget
+    assert caught.value.operator in str(caught.value)
+    assert f"{name}.py" in caught.value.location or "site-packages" in caught.value.location
+
+
+def test_command() -> None:
+    """``python -m examples.dynamic`` compares the two runs itself and says so."""
+    command = [sys.executable, "-m", "examples.dynamic", "lstm", "--budget", "50%", "--steps", "2"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert finished.stdout.count("equal to the bit") == 2
+    assert "kept" in finished.stdout
