@@ -14,6 +14,7 @@ from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, Graph, Schedule, check, keep_all_schedule, simulate
 from lowtide.ir.schedule import Compute
 from lowtide.ir.serial import graph_from_json, graph_to_json, read_json, schedule_from_json, schedule_to_json
+from lowtide.report.text import render_plan
 from lowtide.solve import Problem, Solution, format_spec, get_planner, minimum_peak, solve
 
 PLAN_FORMAT = "lowtide-plan/1"
@@ -98,8 +99,6 @@ class Plan:
             raise PlanError(f"{path} is not a complete plan: {type(error).__name__} {error}.") from error
 
     def __str__(self) -> str:
-        from lowtide.report.text import render_plan
-
         return render_plan(self)
 
 

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 
 from lowtide.ir import Costs, Graph, check, schedule_from_sequence, simulate
-from lowtide.solve.model.compact import Compact, Indices, compact
-from lowtide.solve.model.sweep import Swept, sweep
-from lowtide.solve.model.tables import decode, encode_keep_all, make_tables
+from lowtide.solve.model.compact import compact
+from lowtide.solve.model.tables import decode, encode_keep_all
 from lowtide.solve.search.segments import segment_sequences
+from tests.solve.sequences import measure, with_recomputes
 from tests.solve.small_graphs import chain, small_graph
 from tests.support.random_graphs import random_graph
-
-
-def measure(model: Compact, codes: Indices) -> tuple[Indices, Swept]:
-    swept = sweep(make_tables(model), codes)
-    return swept.codes, swept
-
-
-def with_recomputes(model: Compact, seed: int) -> Indices:
-    """The program with recomputes of random nodes at random places."""
-    draw = random.Random(seed)
-    codes: list[int] = []
-    for node in encode_keep_all(model).tolist():
-        earlier = [n for n in range(node) if model.recomputable[n]]
-        codes.extend(~draw.choice(earlier) for _ in range(draw.randint(0, 2)) if earlier)
-        codes.append(node)
-    return np.array(codes, np.int32)
 
 
 def assert_never_under(graph: Graph, costs: Costs, seed: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from lowtide.ir import Compute, keep_all_schedule, simulate
 from lowtide.solve import Problem, Status, solve
-from lowtide.solve.griewank import forward_steps, next_slot, reversal, slot_sequence, states_of
+from lowtide.solve.griewank import next_slot, reversal, slot_sequence, states_of
 from lowtide.solve.model.checkpoints import make_readers
 from lowtide.solve.model.compact import compact
 from tests.solve.brute_force import brute_force
@@ -33,7 +33,7 @@ def binomial_formula(steps: int, slots: int) -> int:
 def test_closed_form_solves_the_recurrence() -> None:
     for steps in range(1, 61):
         for slots in range(1, steps + 2):
-            assert forward_steps(steps, slots) == by_recurrence(steps, slots)
+            assert binomial_formula(steps, slots) == by_recurrence(steps, slots)
             if steps > 1 and slots > 1:
                 m = next_slot(steps, slots)
                 rest = by_recurrence(steps - m, slots - 1) + by_recurrence(m, slots)

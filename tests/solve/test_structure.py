@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 
 from lowtide.ir import Costs, Graph, check, schedule_from_sequence, simulate
-from lowtide.solve.model.compact import Compact, Indices, compact
+from lowtide.solve.model.compact import Compact, compact
 from lowtide.solve.model.structure import articulation_points, merge_chains
-from lowtide.solve.model.sweep import Swept, sweep
-from lowtide.solve.model.tables import decode, encode_keep_all, make_tables
+from lowtide.solve.model.tables import decode
+from tests.solve.sequences import measure, with_recomputes
 from tests.solve.small_graphs import chain, small_graph
 from tests.support.random_graphs import random_graph
 
@@ -52,27 +50,13 @@ def test_every_node_of_a_chain_is_an_articulation_point() -> None:
     assert articulation_points(compact(*chain(5))) == [0, 1, 2, 3, 4]
 
 
-def measure(model: Compact, codes: Indices) -> tuple[Indices, Swept]:
-    swept = sweep(make_tables(model), codes)
-    return swept.codes, swept
-
-
-def with_recomputes(model: Compact, draw: random.Random) -> Indices:
-    codes: list[int] = []
-    for node in encode_keep_all(model).tolist():
-        earlier = [n for n in range(node) if model.recomputable[n]]
-        codes.extend(~draw.choice(earlier) for _ in range(draw.randint(0, 2)) if earlier)
-        codes.append(node)
-    return np.array(codes, np.int32)
-
-
 def assert_faithful(graph: Graph, costs: Costs, seed: int, exact: bool) -> int:
     """Compare the reduced model with the full one and the simulator; returns the nodes saved."""
     model = compact(graph, costs)
     reduction = merge_chains(model, exact=exact)
     small = reduction.model
     assert [node for group in reduction.members for node in group] == list(range(model.nodes))
-    codes, reduced = measure(small, with_recomputes(small, random.Random(seed)))
+    codes, reduced = measure(small, with_recomputes(small, seed))
     expanded, full = measure(model, reduction.expand_codes(codes.tolist()))
     assert len(expanded) == len(reduction.expand_codes(codes.tolist()))
     assert full.peak_bytes == reduced.peak_bytes if exact else full.peak_bytes <= reduced.peak_bytes

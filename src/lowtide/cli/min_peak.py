@@ -57,17 +57,17 @@ def _bound(graph: Graph, costs: Costs) -> int:
 
 def _summary(graph: Graph, costs: Costs, schedule: Schedule, bound: int) -> dict[str, Any]:
     from lowtide.ir import check, simulate
+    from lowtide.report.units import overhead_percent
 
     check(graph, schedule)
     result = simulate(graph, costs, schedule)
-    total = costs.total_time_ns
     return {
         "status": "optimal" if result.peak_bytes <= bound else "feasible",
         "minimum_bytes": result.peak_bytes,
         "lower_bound_bytes": bound,
         "gap_percent": 100 * (result.peak_bytes / bound - 1) if bound else 0.0,
         "time_ns": result.time_ns,
-        "overhead_percent": 100 * (result.time_ns / total - 1) if total else 0.0,
+        "overhead_percent": overhead_percent(result.time_ns, costs.total_time_ns),
     }
 
 

@@ -63,7 +63,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _summary(solution: Solution, costs: Costs, budget: int, unconstrained: int) -> dict[str, Any]:
     """What ``--json`` prints; null where there is no schedule."""
-    found, bound = solution.schedule is not None, solution.lower_bound_ns
+    from lowtide.report.units import overhead_percent
+
+    found, bound, least = solution.schedule is not None, solution.lower_bound_ns, costs.total_time_ns
     return {
         "status": solution.status.value,
         "planner": solution.planner,
@@ -71,18 +73,13 @@ def _summary(solution: Solution, costs: Costs, budget: int, unconstrained: int) 
         "peak_bytes": solution.peak_bytes if found else None,
         "unconstrained_peak_bytes": unconstrained,
         "time_ns": solution.time_ns if found else None,
-        "overhead_percent": _over(solution.time_ns, costs) if found else None,
-        "lower_bound_percent": None if bound is None else _over(bound, costs),
+        "overhead_percent": overhead_percent(solution.time_ns, least) if found else None,
+        "lower_bound_percent": None if bound is None else overhead_percent(bound, least),
         "lower_bound_ns": bound,
         "gap_percent": 100 * (solution.time_ns / bound - 1) if found and bound else None,
         "solve_seconds": round(solution.solve_seconds, 6),
         "schedule": None if solution.schedule is None else schedule_steps(solution.schedule),
     }
-
-
-def _over(time_ns: int, costs: Costs) -> float:
-    """Percent above the program without recomputation."""
-    return 100 * (time_ns / costs.total_time_ns - 1) if costs.total_time_ns else 0.0
 
 
 def _print_summary(summary: dict[str, Any]) -> None:

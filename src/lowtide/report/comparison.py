@@ -11,7 +11,7 @@ from typing import Any
 
 from lowtide.errors import LowtideError
 from lowtide.ir import Costs, Graph
-from lowtide.report.units import format_bytes
+from lowtide.report.units import format_bytes, overhead_percent
 from lowtide.solve import Problem, Progress, solve
 
 _LOG = logging.getLogger(__name__)
@@ -95,16 +95,11 @@ def run_cell(graph: Graph, costs: Costs, question: Question, on_progress: Progre
         solution.status.value,
         solution.peak_bytes if found else None,
         solution.time_ns if found else None,
-        overhead_percent(solution.time_ns, costs) if found else None,
-        None if bound is None else overhead_percent(bound, costs),
+        overhead_percent(solution.time_ns, costs.total_time_ns) if found else None,
+        None if bound is None else overhead_percent(bound, costs.total_time_ns),
         solution.minimum_bytes,
         round(time.perf_counter() - began, 3),
     )
-
-
-def overhead_percent(time_ns: int, costs: Costs) -> float:
-    """Percent above the program without recomputation."""
-    return 100 * (time_ns / costs.total_time_ns - 1) if costs.total_time_ns else 0.0
 
 
 def comparison_to_json(instances: Iterable[Instance], cells: Iterable[Cell]) -> dict[str, Any]:

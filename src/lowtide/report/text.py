@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from lowtide.ir import Compute, simulate
+from lowtide.ir import Compute, Costs, Graph, Schedule, simulate
 from lowtide.report.modules import ModuleRow, merge_repeats, module_rows
 from lowtide.report.units import format_bytes, format_percent, format_time
-
-if TYPE_CHECKING:
-    from lowtide.planning import Plan
 
 _MOST_ROWS = 40
 _HEADER = ("module", "saved", "recomputed ops", "recompute time", "time once")
 
 
-def render_plan(plan: Plan) -> str:
+class Planned(Protocol):
+    """What is told of a plan, see ``lowtide.Plan``."""
+
+    @property
+    def graph(self) -> Graph: ...
+    @property
+    def costs(self) -> Costs: ...
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def planner(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def solve_seconds(self) -> float: ...
+    @property
+    def budget_bytes(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def unconstrained_peak_bytes(self) -> int: ...
+    @property
+    def lower_bound_ns(self) -> int | None: ...
+    @property
+    def overhead(self) -> float: ...
+
+
+def render_plan(plan: Planned) -> str:
     """Budget, predicted peak, overhead, where the peak is, and what is saved and recomputed per module."""
     rows = merge_repeats(module_rows(plan.graph, plan.costs, plan.schedule))
     return "\n".join([*_summary(plan), "", *_table(rows)])
 
 
-def _summary(plan: Plan) -> list[str]:
+def _summary(plan: Planned) -> list[str]:
     total = max(plan.unconstrained_peak_bytes, 1)
     bound = "none known"
     if plan.lower_bound_ns is not None and plan.costs.total_time_ns:
@@ -41,7 +65,7 @@ def _summary(plan: Plan) -> list[str]:
     return [f"{title}: {len(plan.graph.ops)} ops", *(f"  {key:<{width}}  {value}" for key, value in facts.items())]
 
 
-def peak_position(plan: Plan) -> str:
+def peak_position(plan: Planned) -> str:
     """The op that runs at the predicted peak, its module and the user's source line."""
     step = plan.schedule.steps[simulate(plan.graph, plan.costs, plan.schedule).peak_step]
     if not isinstance(step, Compute):

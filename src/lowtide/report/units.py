@@ -26,3 +26,8 @@ def format_time(nanoseconds: int) -> str:
 def format_percent(fraction: float) -> str:
     """``format_percent(0.1698) == "17.0 %"``."""
     return f"{100 * fraction:.1f} %"
+
+
+def overhead_percent(time_ns: int, least_ns: int) -> float:
+    """Percent above the program without recomputation, which takes ``least_ns``."""
+    return 100 * (time_ns / least_ns - 1) if least_ns else 0.0

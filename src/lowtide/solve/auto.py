@@ -8,9 +8,10 @@ heuristic otherwise, with a lower bound that holds for every schedule (``lowtide
    programs over blocks that ``rotor``, ``rockmate`` and ``h-rockmate`` are made of; where none fits, a search for the
    lowest peak;
 2. the lower bound; whatever meets it is optimal and ends the search;
-3. simulated annealing over compute sequences (``lowtide.solve.search.anneal``), hot from the program as written and warm from
-   the best starting point, several runs each, two at a time;
-4. more runs of the kind that did better; then of the best at low temperatures.
+3. simulated annealing over compute sequences (``lowtide.solve.search.anneal``): several short runs, hot from the program as
+   written and warm from the best starting point, two at a time;
+4. recombination: the best of these are a population, two of them are mixed (``lowtide.solve.search.recombine``), the mixture is
+   annealed from a low temperature for a while and takes its place among them; until nothing better comes up.
 
 ``effort`` (1 to 5) sets the number of iterations, fixed by the size of the graph, never by the clock: same problem,
 same seed, same schedule. Below the smallest peak found the answer is ``UNSOLVED`` (``INFEASIBLE`` where proven) with
@@ -21,12 +22,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lowtide.errors import PlanError
 from lowtide.solve.keep_all import KeepAll
+from lowtide.solve.options import require_range
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
 
@@ -37,12 +37,15 @@ _EFFORT = {1: 0.04, 2: 0.25, 3: 1.0, 4: 3.0, 5: 10.0}  # factors of the iteratio
 _LOWER_EFFORT = {1: 0.2, 2: 0.5, 3: 1.0, 4: 1.0, 5: 1.0}  # of the iterations of a search for the lowest peak
 _BOUND_EFFORT = {1: 1, 2: 2, 3: 3, 4: 3, 5: 3}  # of the lower bound, in its own scale,
 _BOUND_LIMITS = ((1400, 3),)  # and its largest at up to so many nodes; 1 above
-# First temperatures of the rounds of runs, in mean node times. Hot runs pay only where many iterations fall to a node.
-_HOT_NODES = 800
-_HOT, _WARM = (2.0, 2.0), (1.0, 0.3)
-_MORE_HOT, _MORE_WARM = (2.0, 2.0, 2.0, 2.0), (0.3, 0.3, 0.1, 0.1)
-_POLISH = ((0.1, 0.05, 0.05, 0.03), (0.05, 0.05, 0.03, 0.03))
-_LARGE = ((1.0, 0.3), (0.1, 0.05), (0.05, 0.03))
+# First temperatures of runs, in mean node times. Hot runs pay only where many iterations fall to a node.
+_HOT_NODES = 1200
+_HOT, _WARM = (2.0,) * 8, (1.0, 0.3)
+_CHILDREN = (0.1, 0.04)  # those of a generation, which go on two threads
+_RUN_PART, _CHILD_PART = 8, 16  # the part of the iterations that falls to a run, and to a child's
+_FIRST_CHILD = 64  # stream of random numbers, after those of the first runs and of the lowest peak
+_POINTS, _POPULATION = 4, 10  # starting points that take part; sequences that are recombined
+_GENERATIONS, _LARGE_NODES, _LARGE_GENERATIONS = 60, 800, 36  # at most, and above so many nodes
+_PATIENCE = 20  # generations without anything better
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +56,7 @@ class Auto:
     exact: bool = True
 
     def __post_init__(self) -> None:
-        if self.effort not in _EFFORT:
-            raise PlanError(
-                f"auto: effort is {self.effort}, but goes from 1 to 5; write for instance 'auto{{effort=3}}'"
-            )
+        require_range("auto", "effort", self.effort, min(_EFFORT), max(_EFFORT), 3)
 
     def solve(self, problem: Problem) -> Solution:
         began = time.perf_counter()
@@ -91,11 +91,14 @@ def _solve_exactly(problem: Problem, portfolio: Portfolio, began: float) -> Solu
 
 
 def _search(problem: Problem, portfolio: Portfolio, effort: int, began: float) -> Solution:
+    from lowtide.solve.minimum import lowest_candidate
+
     budget = problem.budget_bytes
     points = _starts(problem, portfolio)
     fitting = [point for point in points if point.peak_bytes <= budget]
     if not fitting:
-        lowest = _lowest(problem, portfolio, effort)
+        problem.progress("lowering the peak", 0.05)
+        lowest = lowest_candidate(portfolio, budget, _LOWER_EFFORT[effort])
         if lowest.peak_bytes > budget:
             return _unsolved(problem, portfolio, answer("auto", problem, [portfolio.schedule(lowest)], began))
         fitting = [lowest]
@@ -131,43 +134,49 @@ def _starts(problem: Problem, portfolio: Portfolio) -> list[Candidate]:
     return points
 
 
-def _lowest(problem: Problem, portfolio: Portfolio, effort: int) -> Candidate:
-    from lowtide.solve.minimum import lowest_candidate
-
-    problem.progress("lowering the peak", 0.05)
-    return lowest_candidate(portfolio, problem.budget_bytes, _LOWER_EFFORT[effort])
-
-
 def _anneal(
     problem: Problem, portfolio: Portfolio, points: list[Candidate], iterations: int, bound_ns: int
 ) -> list[Candidate]:
-    """``points`` and what the rounds of runs made of them."""
+    """The best that runs and recombination make of ``points``, quickest first."""
     from lowtide.solve.search.portfolio import Run
+    from lowtide.solve.search.recombine import survivors
 
-    found = points
+    budget, part = problem.budget_bytes, iterations // _RUN_PART
+    problem.progress("annealing", 0.1)
+    met: list[Candidate] = []
+    if portfolio.model.nodes <= _HOT_NODES:
+        runs = [Run(portfolio.keep_all(), stream, heat) for stream, heat in enumerate(_HOT)]
+        met = portfolio.round(runs, budget, part, bound_ns)
+    warm = _WARM if met else _WARM * 4  # where nothing hot comes down to the budget, or where it would take too long
+    runs = [Run(_quickest(points, 1)[0], stream, heat) for stream, heat in enumerate(warm, len(_HOT))]
+    met += portfolio.round(runs, budget, part, bound_ns)
+    population = survivors([*met, *_quickest(points, _POINTS)], _POPULATION)
+    return _recombine(problem, portfolio, population, iterations // _CHILD_PART, bound_ns)
 
-    def go_on(stream: int, heats: Iterable[float], start: Candidate) -> list[Candidate]:
-        if portfolio.time_ns(_quickest(found, 1)[0]) <= bound_ns:
-            return []
-        runs = [Run(start, number, heat) for number, heat in enumerate(heats, stream)]
-        return portfolio.round(runs, problem.budget_bytes, iterations, bound_ns)
 
-    large = portfolio.model.nodes > _HOT_NODES
-    if not large:
-        problem.progress("annealing", 0.1)
-        from_hot = go_on(0, _HOT, portfolio.keep_all())
-        found = [*found, *go_on(10, _WARM, _quickest(points, 1)[0])]
-        hotter = _quickest([*found, *from_hot], 1)[0]
-        restart = any(hotter is candidate for candidate in from_hot)
-        found = [*found, *from_hot]
-        problem.progress("annealing what did better", 0.4)
-        more = go_on(20, _MORE_HOT, portfolio.keep_all()) if restart else go_on(30, _MORE_WARM, hotter)
-        found = [*found, *more]
-    rounds = _LARGE if large else _POLISH
-    for turn, heats in enumerate(rounds):
-        problem.progress("annealing from the best", (turn if large else turn + 2) / (len(rounds) + 2))
-        found = [*found, *go_on(40 + 10 * turn, heats, _quickest(found, 1)[0])]
-    return found
+def _recombine(
+    problem: Problem, portfolio: Portfolio, population: list[Candidate], iterations: int, bound_ns: int
+) -> list[Candidate]:
+    """Generations of children, each annealed for a while, until nothing better came up for some generations."""
+    from lowtide.solve.model.splitmix import make_state
+    from lowtide.solve.search.portfolio import Run
+    from lowtide.solve.search.recombine import children, survivors
+
+    generations = _GENERATIONS if portfolio.model.nodes <= _LARGE_NODES else _LARGE_GENERATIONS
+    rng = make_state(problem.seed)
+    last = 0  # generation in which the best was found
+    for generation in range(generations):
+        best = population[0]
+        if portfolio.time_ns(best) <= bound_ns or generation - last > _PATIENCE:
+            break
+        problem.progress("recombining", 0.3 + 0.7 * generation / generations)
+        starts = portfolio.measure(children(population, len(_CHILDREN), rng))
+        stream = _FIRST_CHILD + len(_CHILDREN) * generation
+        runs = [Run(starts[child], stream + child, heat) for child, heat in enumerate(_CHILDREN)]
+        met = portfolio.round(runs, problem.budget_bytes, iterations, bound_ns)
+        population = survivors([*population, *met], _POPULATION)
+        last = generation if population[0].recompute_ns < best.recompute_ns else last
+    return population
 
 
 def _unsolved(problem: Problem, portfolio: Portfolio, solution: Solution) -> Solution:

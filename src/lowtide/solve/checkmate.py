@@ -33,12 +33,12 @@ import dataclasses
 import time
 from dataclasses import dataclass
 
-from lowtide.errors import PlanError
 from lowtide.ir import Schedule, keep_all_schedule, simulate
 from lowtide.solve.bounds import time_bound
 from lowtide.solve.keep_all import KeepAll
 from lowtide.solve.milp.search import NEVER, Limits, Search, run
 from lowtide.solve.minimum import minimum_peak, working_set_bound
+from lowtide.solve.options import require, require_one_of
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
 from lowtide.solve.registry import get_planner
@@ -61,23 +61,12 @@ class Checkmate:
     warm_start: bool = True
 
     def __post_init__(self) -> None:
-        if self.form not in _FORMS:
-            raise PlanError(
-                f"checkmate: form is {self.form!r}, not one of {', '.join(_FORMS)}; 'checkmate{{form=full}}'"
-            )
-        if self.objective not in _OBJECTIVES:
-            known = ", ".join(_OBJECTIVES)
-            raise PlanError(
-                f"checkmate: objective is {self.objective!r}, not one of {known}; 'checkmate{{objective=peak}}'"
-            )
-        if not self.time_limit > 0:
-            raise PlanError(
-                f"checkmate: time-limit is {self.time_limit} s, but must be above 0; 'checkmate{{time-limit=60}}'"
-            )
-        if not 0 <= self.gap < 1:
-            raise PlanError(f"checkmate: gap is {self.gap}, but goes from 0 to below 1; 'checkmate{{gap=0.01}}'")
-        if self.threads < 1:
-            raise PlanError(f"checkmate: threads is {self.threads}, but must be at least 1; 'checkmate{{threads=2}}'")
+        name, seconds = "checkmate", f"{self.time_limit} s"
+        require_one_of(name, "form", self.form, _FORMS, "full")
+        require_one_of(name, "objective", self.objective, _OBJECTIVES, "peak")
+        require(self.time_limit > 0, name, "time-limit", seconds, "must be above 0", 60)
+        require(0 <= self.gap < 1, name, "gap", self.gap, "goes from 0 to below 1", 0.01)
+        require(self.threads >= 1, name, "threads", self.threads, "must be at least 1", 2)
 
     def solve(self, problem: Problem) -> Solution:
         limits = Limits(self.time_limit, self.gap, self.threads, self.form)

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.errors import PlanError
 from lowtide.ir import Schedule, keep_all_schedule, simulate
 from lowtide.solve.keep_all import KeepAll
 from lowtide.solve.milp.program import Floats, Outcome, Settings, solve_program
@@ -29,6 +28,7 @@ from lowtide.solve.milp.stages import StageModel
 from lowtide.solve.milp.tables import Formulation, recompute_columns
 from lowtide.solve.model.compact import Compact, Indices
 from lowtide.solve.model.tables import encode_keep_all
+from lowtide.solve.options import require, require_one_of
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
 
@@ -50,25 +50,11 @@ class CheckmateApprox:
     time_limit: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.rounding not in _ROUNDINGS:
-            known = ", ".join(_ROUNDINGS)
-            raise PlanError(
-                f"checkmate-approx: rounding is {self.rounding!r}, not one of {known}; 'checkmate-approx{{rounding=sweep}}'"
-            )
-        if not 0 <= self.reserve < 1:
-            raise PlanError(
-                f"checkmate-approx: reserve is {self.reserve}, but goes from 0 (searched) to below 1; "
-                "'checkmate-approx{reserve=0.1}'"
-            )
-        if self.samples < 1:
-            raise PlanError(
-                f"checkmate-approx: samples is {self.samples}, but must be at least 1; 'checkmate-approx{{samples=50}}'"
-            )
-        if not self.time_limit > 0:
-            raise PlanError(
-                f"checkmate-approx: time-limit is {self.time_limit} s, but must be above 0; "
-                "'checkmate-approx{time-limit=60}'"
-            )
+        name, seconds = "checkmate-approx", f"{self.time_limit} s"
+        require_one_of(name, "rounding", self.rounding, _ROUNDINGS, "sweep")
+        require(0 <= self.reserve < 1, name, "reserve", self.reserve, "goes from 0 (searched) to below 1", 0.1)
+        require(self.samples >= 1, name, "samples", self.samples, "must be at least 1", 50)
+        require(self.time_limit > 0, name, "time-limit", seconds, "must be above 0", 60)
 
     def solve(self, problem: Problem) -> Solution:
         began = time.perf_counter()

@@ -54,12 +54,6 @@ def repetitions(steps: int, slots: int) -> int:
     return r
 
 
-def forward_steps(steps: int, slots: int) -> int:
-    """t(l, s): the forward steps that reversing ``steps`` with ``slots`` slots takes, the last of each kind left out."""
-    r = repetitions(steps, slots)
-    return r * steps - (math.comb(slots + r, slots + 1) if r else 0)
-
-
 def next_slot(steps: int, slots: int) -> int:
     """An optimal m: the steps from the state at hand to the next one to store, for at least 2 steps and slots."""
     r = repetitions(steps, slots)

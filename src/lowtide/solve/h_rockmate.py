@@ -12,17 +12,14 @@ O(n p^2 + n K^2 log n) steps of a sweep and O(L^3 M) for the top.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
+from functools import partial
 
-from lowtide.errors import PlanError
 from lowtide.solve.blocks.answer import Builder, solve_with_tables
-from lowtide.solve.blocks.compose import composed_chain
+from lowtide.solve.blocks.book import Book
 from lowtide.solve.blocks.partition import top_cuts
 from lowtide.solve.blocks.table import build_table
-from lowtide.solve.keep_all import KeepAll
-from lowtide.solve.model.compact import Compact, compact
-from lowtide.solve.model.tables import Tables, make_tables
+from lowtide.solve.options import require_range
 from lowtide.solve.problem import Problem, Solution
 
 
@@ -37,29 +34,16 @@ class HRockmate:
     slots: int = 500
 
     def __post_init__(self) -> None:
-        for name, value, low, high in (
-            ("options", self.options, 2, 100),
-            ("part-nodes", self.part_nodes, 1, 100),
-            ("top", self.top, 1, 100),
-            ("slots", self.slots, 0, 5000),
-        ):
-            if not low <= value <= high:
-                raise PlanError(
-                    f"h-rockmate: {name} is {value}, but goes from {low} to {high}; "
-                    f"write for instance 'h-rockmate{{{name}={max(low, 16)}}}'"
-                )
+        require_range("h-rockmate", "options", self.options, 2, 100, 16)
+        require_range("h-rockmate", "part-nodes", self.part_nodes, 1, 100, 16)
+        require_range("h-rockmate", "top", self.top, 1, 100, 16)
+        require_range("h-rockmate", "slots", self.slots, 0, 5000, 16)
 
     def solve(self, problem: Problem) -> Solution:
-        began = time.perf_counter()
-        model = compact(problem.graph, problem.costs)
-        if not 0 < model.boundary < model.nodes:
-            return KeepAll().solve(problem)
-        tables = make_tables(model)
-        unique = top_cuts(model, self.top, self.part_nodes)
-        builders = [self._builder(model, tables, cuts) for cuts in unique]
-        return solve_with_tables("h-rockmate", problem, model, tables, builders, began)
+        return solve_with_tables("h-rockmate", problem, self.builders)
 
-    def _builder(self, model: Compact, tables: Tables, tops: list[int]) -> Builder:
-        """Menus composed once, tables of the chain of bundles as they are asked for."""
-        chain, menus = composed_chain(model, tables, tops, self.part_nodes, self.options)
-        return lambda room: build_table(chain, menus, room, self.slots)
+    def builders(self, book: Book) -> list[Builder]:
+        """Menus composed once per way to bundle, tables of the chain of bundles as they are asked for."""
+        ways = top_cuts(book.model, self.top, self.part_nodes)
+        composed = (book.composed(tops, self.part_nodes, self.options) for tops in ways)
+        return [partial(build_table, *chain_and_menus, slots=self.slots) for chain_and_menus in composed]

@@ -13,18 +13,14 @@ nodes O(n^3).
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
+from functools import partial
 
-from lowtide.errors import PlanError
 from lowtide.solve.blocks.answer import Builder, solve_with_tables
-from lowtide.solve.blocks.chain import Chain, make_chain
-from lowtide.solve.blocks.menu import menus
+from lowtide.solve.blocks.book import Book
 from lowtide.solve.blocks.partition import refined_cuts, several_cuts
 from lowtide.solve.blocks.table import build_table
-from lowtide.solve.keep_all import KeepAll
-from lowtide.solve.model.compact import Compact, compact
-from lowtide.solve.model.tables import Tables, make_tables
+from lowtide.solve.options import require_range
 from lowtide.solve.problem import Problem, Solution
 
 _BLOCKS = 60
@@ -40,34 +36,18 @@ class Rockmate:
     block_nodes: int = 120
 
     def __post_init__(self) -> None:
-        for name, value, low, high in (
-            ("options", self.options, 2, 200),
-            ("slots", self.slots, 0, 5000),
-            ("block-nodes", self.block_nodes, 4, 200),
-        ):
-            if not low <= value <= high:
-                raise PlanError(
-                    f"rockmate: {name} is {value}, but goes from {low} to {high}; "
-                    f"write for instance 'rockmate{{{name}={max(low, 16)}}}'"
-                )
+        require_range("rockmate", "options", self.options, 2, 200, 16)
+        require_range("rockmate", "slots", self.slots, 0, 5000, 16)
+        require_range("rockmate", "block-nodes", self.block_nodes, 4, 200, 16)
 
     def solve(self, problem: Problem) -> Solution:
-        began = time.perf_counter()
-        model = compact(problem.graph, problem.costs)
-        if not 0 < model.boundary < model.nodes:
-            return KeepAll().solve(problem)
-        tables = make_tables(model)
-        return solve_with_tables("rockmate", problem, model, tables, self.builders(model, tables), began)
+        return solve_with_tables("rockmate", problem, self.builders)
 
-    def builders(self, model: Compact, tables: Tables) -> list[Builder]:
+    def builders(self, book: Book) -> list[Builder]:
         """One per way to cut."""
         ways: list[list[int]] = []
-        for cuts in several_cuts(model, _BLOCKS):
+        for cuts in several_cuts(book.model, _BLOCKS):
             for most_nodes in (self.block_nodes, max(self.block_nodes // 2, 1)):
-                way = refined_cuts(model, cuts, most_nodes)
+                way = refined_cuts(book.model, cuts, most_nodes)
                 ways += [way] if way not in ways else []
-        return [self._builder(make_chain(model, way, tables)) for way in ways]
-
-    def _builder(self, chain: Chain) -> Builder:
-        found = menus(chain, self.options)
-        return lambda room: build_table(chain, found, room, self.slots)
+        return [partial(build_table, *book.with_menus(way, self.options), slots=self.slots) for way in ways]

@@ -13,19 +13,16 @@ needs again. Several nominal budgets are tried (``lowtide.solve.blocks.answer``)
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import partial
 
-from lowtide.errors import PlanError
-from lowtide.solve.blocks.answer import solve_with_tables
-from lowtide.solve.blocks.chain import Chain, make_chain
+from lowtide.solve.blocks.answer import Builder, solve_with_tables
+from lowtide.solve.blocks.book import Book
+from lowtide.solve.blocks.chain import Chain
 from lowtide.solve.blocks.menu import everything
 from lowtide.solve.blocks.partition import several_cuts
 from lowtide.solve.blocks.table import Table, build_table
-from lowtide.solve.keep_all import KeepAll
-from lowtide.solve.model.compact import compact
-from lowtide.solve.model.tables import make_tables
+from lowtide.solve.options import require_range
 from lowtide.solve.problem import Problem, Solution
 
 
@@ -40,24 +37,15 @@ class Rotor:
     blocks: int = 80
 
     def __post_init__(self) -> None:
-        if not 0 <= self.slots <= 5000:
-            raise PlanError(
-                f"rotor: slots is {self.slots}, but goes from 0 to 5000; write for instance 'rotor{{slots=500}}'"
-            )
-        if not 1 <= self.blocks <= 200:
-            raise PlanError(
-                f"rotor: blocks is {self.blocks}, but goes from 1 to 200; write for instance 'rotor{{blocks=80}}'"
-            )
+        require_range("rotor", "slots", self.slots, 0, 5000, 500)
+        require_range("rotor", "blocks", self.blocks, 1, 200, 80)
 
     def solve(self, problem: Problem) -> Solution:
-        began = time.perf_counter()
-        model = compact(problem.graph, problem.costs)
-        if not 0 < model.boundary < model.nodes:
-            return KeepAll().solve(problem)
-        tables = make_tables(model)
-        chains = [make_chain(model, cuts, tables) for cuts in several_cuts(model, self.blocks)]
-        builders = [partial(self.table, chain) for chain in chains]
-        return solve_with_tables("rotor", problem, model, tables, builders, began)
+        return solve_with_tables("rotor", problem, self.builders)
+
+    def builders(self, book: Book) -> list[Builder]:
+        """One per way to cut."""
+        return [partial(self.table, book.chain(cuts)) for cuts in several_cuts(book.model, self.blocks)]
 
     def table(self, chain: Chain, most_bytes: int) -> Table:
         """One table for every budget up to ``most_bytes`` (``fixed_bytes`` apart)."""

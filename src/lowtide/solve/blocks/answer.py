@@ -8,15 +8,18 @@ does not depend on the budget: more of it is never slower, and the lowest peak r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from lowtide.ir import schedule_from_sequence
-from lowtide.solve.blocks.table import Table
-from lowtide.solve.model.compact import Compact, Indices
+from lowtide.solve.blocks.book import Book
+from lowtide.solve.blocks.table import Table, spread
+from lowtide.solve.keep_all import KeepAll
+from lowtide.solve.model.compact import Indices, compact
 from lowtide.solve.model.sweep import sweep
-from lowtide.solve.model.tables import Tables, decode, encode_keep_all
+from lowtide.solve.model.tables import Tables, decode, encode_keep_all, make_tables
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution
 
@@ -30,12 +33,16 @@ Builder = Callable[[int], Table]
 """The table for budgets up to so many bytes, ``fixed_bytes`` apart."""
 
 
-def solve_with_tables(
-    name: str, problem: Problem, model: Compact, tables: Tables, builders: Sequence[Builder], began: float
-) -> Solution:
+def solve_with_tables(name: str, problem: Problem, builders_of: Callable[[Book], Sequence[Builder]]) -> Solution:
     """The quickest schedule that fits; else unsolved with the lowest peak of all sequences."""
+    began = time.perf_counter()
+    model = compact(problem.graph, problem.costs)
+    tables = make_tables(model)
+    book = Book(model, tables)
+    if not book.has_blocks:
+        return KeepAll().solve(problem)
     kept = swept(tables, encode_keep_all(model))
-    found = [kept, *(swept(tables, codes) for codes in table_sequences(builders, kept[1]))]
+    found = [kept, *(swept(tables, codes) for codes in table_sequences(builders_of(book), kept[1]))]
     room = problem.budget_bytes - problem.graph.fixed_bytes
     fitting = sorted((one for one in found if one[1] <= room), key=_quickest)[:6]
     chosen = [*fitting, min(found, key=lambda one: (one[1], one[0]))]
@@ -86,8 +93,8 @@ def asked(table: Table) -> Iterator[Indices]:
     upper = changes[changes >= 0.55 * len(times)]
     for part, count in ((changes[changes < 0.55 * len(times)], _ASKED // 4), (upper, _ASKED)):
         if len(part):
-            for slots in part[np.unique(np.linspace(0, len(part) - 1, min(count, len(part))).astype(int))]:
-                yield table.codes(int(slots))
+            for slots in spread(part, count):
+                yield table.codes(slots)
 
 
 def swept(tables: Tables, codes: Indices) -> Found:

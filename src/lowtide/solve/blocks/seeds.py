@@ -11,13 +11,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lowtide.solve.blocks.chain import make_chain
-from lowtide.solve.blocks.compose import composed_chain
-from lowtide.solve.blocks.menu import menus
+from lowtide.solve.blocks.book import Book
 from lowtide.solve.blocks.partition import articulation_cuts, refined_cuts, several_cuts, top_cuts
-from lowtide.solve.blocks.table import Table, build_table
-from lowtide.solve.model.compact import Compact, Indices
-from lowtide.solve.model.tables import Tables, make_tables
+from lowtide.solve.blocks.table import Table, build_table, spread
+from lowtide.solve.model.compact import Indices
 
 _SLOTS = 400
 _OPTIONS = 16
@@ -27,13 +24,13 @@ _BUNDLES, _PART_NODES = 24, 12
 _MOST_BLOCKS, _MOST_NODES = 60, 60
 
 
-def block_sequences(model: Compact, budget_bytes: int, tables: Tables | None = None) -> Iterator[Indices]:
+def block_sequences(book: Book, budget_bytes: int) -> Iterator[Indices]:
     """Encoded sequences whose peaks lie around ``budget_bytes`` (``fixed_bytes`` included), the end node kept."""
-    room = budget_bytes - model.fixed_bytes
-    if room <= 0 or model.boundary == 0 or model.boundary == model.nodes:
+    room = budget_bytes - book.model.fixed_bytes
+    if room <= 0 or not book.has_blocks:
         return
     seen: set[bytes] = set()
-    for table in block_tables(model, room, tables or make_tables(model)):
+    for table in block_tables(book, room):
         for codes in near(table, room):
             if codes.tobytes() not in seen:
                 seen.add(codes.tobytes())
@@ -48,20 +45,18 @@ def near(table: Table, room: int) -> Iterator[Indices]:
     times = table.best_ns[0, table.chain.blocks]
     first = max(table.slots(int(room * _LEAST)), least)
     changes = first + np.flatnonzero(np.diff(times[first:], prepend=times[first] + 1))
-    chosen = changes[np.unique(np.linspace(0, len(changes) - 1, min(_ASKED, len(changes))).astype(int))]
-    for slots in sorted({least, *chosen.tolist()}):
+    for slots in sorted({least, *spread(changes, _ASKED)}):
         yield table.codes(slots)
 
 
-def block_tables(model: Compact, room: int, tables: Tables) -> Iterator[Table]:
+def block_tables(book: Book, room: int) -> Iterator[Table]:
     """Some tables per way to cut: composed bundles of any graph first, then blocks with menus of their own."""
-    mosts = [int(room * share) for share in _ROOMS]
+    model, mosts = book.model, [int(room * share) for share in _ROOMS]
     for tops in top_cuts(model, _BUNDLES, _PART_NODES):
-        chain, composed = composed_chain(model, tables, tops, _PART_NODES, _OPTIONS)
+        chain, composed = book.composed(tops, _PART_NODES, _OPTIONS)
         yield from (build_table(chain, composed, most, _SLOTS) for most in mosts)
     ways = [refined_cuts(model, cuts, _MOST_NODES) for cuts in several_cuts(model, _MOST_BLOCKS)]
     ways.insert(0, refined_cuts(model, articulation_cuts(model, _MOST_BLOCKS), 2 * _MOST_NODES))
     for cuts in (cuts for index, cuts in enumerate(ways) if cuts not in ways[:index]):
-        chain = make_chain(model, cuts, tables)
-        options = menus(chain, _OPTIONS)
+        chain, options = book.with_menus(cuts, _OPTIONS)
         yield from (build_table(chain, options, most, _SLOTS) for most in mosts)

@@ -111,6 +111,12 @@ class Table:
         return np.array([*codes, model.nodes], np.int32)
 
 
+def spread(values: Numbers, count: int) -> list[int]:
+    """At most ``count`` of the values, evenly spread, the first and the last among them."""
+    chosen = np.unique(np.linspace(0, len(values) - 1, min(count, len(values))).astype(int))
+    return [int(value) for value in values[chosen]]
+
+
 def build_table(chain: Chain, menus: Sequence[Menu], most_bytes: int, slots: int, *, trim: bool = True) -> Table:
     """The table for every budget up to ``most_bytes``; ``slots`` = 0 counts bytes exactly.
 

@@ -9,16 +9,13 @@ what passes through the whole stage. Both count the stage's own node, which runs
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import TYPE_CHECKING
 
+from lowtide.solve.milp.columns import StageColumns
 from lowtide.solve.milp.program import INFINITY
 from lowtide.solve.milp.tables import ONE, ZERO, Stage
 
-if TYPE_CHECKING:
-    from lowtide.solve.milp.stages import StageModel
 
-
-def ordered_memory(plan: StageModel, index: int) -> None:
+def ordered_memory(plan: StageColumns, index: int) -> None:
     """Bytes resident while each node of the stage runs, as a chain: each step differs little from the one before."""
     stage = plan.stages[index]
     nodes = [*stage.recompute, *([stage.target] if stage.target >= 0 else [])]
@@ -41,7 +38,7 @@ def ordered_memory(plan: StageModel, index: int) -> None:
     _resident(plan, changes[:-1])
 
 
-def _lives(plan: StageModel, index: int, nodes: list[int], storage: int) -> list[tuple[int, int]]:
+def _lives(plan: StageColumns, index: int, nodes: list[int], storage: int) -> list[tuple[int, int]]:
     """(position, column) pairs: from that position on the storage lives where the column is 1."""
     stage, base = plan.stages[index], plan.reach.base[storage]
     before, after = plan.stored[index].get(storage, ZERO), plan.stored[index + 1].get(storage, ZERO)
@@ -57,7 +54,7 @@ def _lives(plan: StageModel, index: int, nodes: list[int], storage: int) -> list
     return [*lives, (position, after)]
 
 
-def _alive(plan: StageModel, stage: Stage, users: list[int], before: int, after: int) -> list[int]:
+def _alive(plan: StageColumns, stage: Stage, users: list[int], before: int, after: int) -> list[int]:
     """Columns A of one storage: at least the use by each user, and what comes after it."""
     columns: list[int] = []
     later = after
@@ -76,7 +73,7 @@ def _alive(plan: StageModel, stage: Stage, users: list[int], before: int, after:
     return columns[::-1]
 
 
-def _resident(plan: StageModel, changes: list[dict[int, float]]) -> None:
+def _resident(plan: StageColumns, changes: list[dict[int, float]]) -> None:
     room = INFINITY if plan.budget_bytes is None else plan.scale.room
     constant, previous = 0.0, ZERO
     for change in changes:
@@ -92,7 +89,7 @@ def _resident(plan: StageModel, changes: list[dict[int, float]]) -> None:
         previous = column
 
 
-def any_order_memory(plan: StageModel, index: int) -> None:
+def any_order_memory(plan: StageColumns, index: int) -> None:
     """What is resident during each step whatever the order of the stage: P[t, s], storages that are there from
     the beginning to the end, and what the step itself reads and allocates."""
     stage, after = plan.stages[index], plan.stored[index + 1]
@@ -127,13 +124,13 @@ def any_order_memory(plan: StageModel, index: int) -> None:
         _within(plan, entries)
 
 
-def _own(plan: StageModel, node: int) -> float:
+def _own(plan: StageColumns, node: int) -> float:
     """Bytes that a node's run adds: its storages and workspace."""
     sizes = plan.model.storage_bytes
     return float(sum(int(sizes[s]) for s in plan.reach.owns[node]) + int(plan.model.workspace_bytes[node]))
 
 
-def _add_read(plan: StageModel, entries: dict[int, float], runs: int, through: int, size: float) -> None:
+def _add_read(plan: StageColumns, entries: dict[int, float], runs: int, through: int, size: float) -> None:
     """What a step reads is resident, beyond what is counted as there throughout."""
     if through == ONE:
         return
@@ -146,7 +143,7 @@ def _add_read(plan: StageModel, entries: dict[int, float], runs: int, through: i
     entries[either] = entries.get(either, 0.0) + size
 
 
-def _within(plan: StageModel, entries: dict[int, float]) -> None:
+def _within(plan: StageColumns, entries: dict[int, float]) -> None:
     """A sum of bytes is at most the budget, or the peak."""
     constant = entries.pop(ONE, 0.0) * plan.scale.bytes
     values = [value * plan.scale.bytes for value in entries.values()]

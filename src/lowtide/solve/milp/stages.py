@@ -26,30 +26,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lowtide.solve.milp.columns import StageColumns
 from lowtide.solve.milp.memory import any_order_memory, ordered_memory
-from lowtide.solve.milp.program import Rows
-from lowtide.solve.milp.tables import ONE, ZERO, Formulation, Reach, Scale, Stage, make_scale, reach
-from lowtide.solve.model.compact import Compact
+from lowtide.solve.milp.tables import ONE, ZERO, Formulation, Stage, make_scale, reach
 
 
 @dataclass(slots=True, eq=False)
-class StageModel:
+class StageModel(StageColumns):
     """Builds a formulation. ``budget_bytes`` ``None``: minimise the peak. ``rounds`` per stage, 1 where left out."""
 
-    model: Compact
-    budget_bytes: int | None
     reduced: bool = False
     every: int = 1  # recomputation in every so many stages only
     rounds: dict[int, int] = field(default_factory=dict)
     ordered: bool = True
     integer: bool = True
-    rows: Rows = field(default_factory=Rows)
-    reach: Reach = field(init=False)
-    scale: Scale = field(init=False)
-    stages: list[Stage] = field(init=False)
-    stored: list[dict[int, int]] = field(init=False)
-    saved: list[dict[int, int]] = field(init=False)
-    peak: int = field(init=False)
 
     def build(self) -> Formulation:
         model = self.model
@@ -115,10 +105,6 @@ class StageModel:
             stored.append(table)
         return [*stored, {}]
 
-    def users(self, stage: Stage, storage: int) -> list[int]:
-        """Those who may read it in the stage, ascending."""
-        return [u for u in self.reach.readers[storage] if u in stage.recompute or u == stage.target]
-
     def _saved(self) -> list[dict[int, int]]:
         """Per stage the columns of the generator states kept at its beginning."""
         model, saved = self.model, [dict[int, int]()]
@@ -157,17 +143,6 @@ class StageModel:
         for storage, column in self.stored[index + 1].items():
             if self.reach.base[storage] != self.stages[index].target and column != self.stored[index].get(storage):
                 self.at_most(column, self._sources(index, storage))
-
-    def at_most(self, column: int, others: list[int]) -> None:
-        """``column <= sum of others``, constants understood."""
-        if column == ZERO or ONE in others:
-            return
-        index = [other for other in others if other >= 0]
-        values = [-1.0] * len(index)
-        if column == ONE:
-            self.rows.add_row(index, values, upper=-1.0)
-        elif column not in index:
-            self.rows.add_row([column, *index], [1.0, *values], upper=0.0)
 
     def _views(self) -> None:
         """F and X of each view that takes time: formed once per life of its storage in which it is needed."""

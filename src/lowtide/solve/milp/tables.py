@@ -11,6 +11,7 @@ import numpy as np
 
 from lowtide.solve.milp.program import INFINITY, Floats, Program
 from lowtide.solve.model.compact import Compact
+from lowtide.solve.model.ragged import inverse
 
 ZERO, ONE = -1, -2  # in place of a column: the constant
 _LARGEST = 1e6  # numbers in the program, roughly
@@ -39,10 +40,8 @@ def reach(model: Compact) -> Reach:
             (model.needs, model.needs_start),
         )
     )
-    readers: list[list[int]] = [[] for _ in model.storage_node]
-    for node, row in enumerate(reads):
-        for storage in row:
-            readers[storage].append(node)
+    start, rows = inverse(model.reads_start, model.reads, len(model.storage_node))
+    readers = [rows[a:b].tolist() for a, b in itertools.pairwise(start)]
     node_until = [-1] * (model.nodes + 1)
     storage_until = [-1] * len(readers)
     for node in range(model.nodes, -1, -1):

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from lowtide.ir.costs import Costs
 from lowtide.ir.graph import Graph
 from lowtide.ir.sequence import is_view
+from lowtide.solve.model.ragged import ragged
 
 Indices = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.int64]
@@ -100,10 +101,10 @@ class _Compaction:
         for view, storage in enumerate(on_storage):
             if storage is not None:
                 views_of[self.storage_index[storage]].append(view)
-        reads_start, reads = _ragged([[self.storage_index[s] for s in sorted(read)] for read, _ in uses])
-        needs_start, needs = _ragged([[self.view_index[v] for v in sorted(seen - {*external})] for _, seen in uses])
-        owns_start, owned = _ragged([[self.storage_index[s] for s in allocated] for allocated in owns])
-        views_start, view_table = _ragged(views_of)
+        reads_start, reads = ragged([[self.storage_index[s] for s in sorted(read)] for read, _ in uses])
+        needs_start, needs = ragged([[self.view_index[v] for v in sorted(seen - {*external})] for _, seen in uses])
+        owns_start, owned = ragged([[self.storage_index[s] for s in allocated] for allocated in owns])
+        views_start, view_table = ragged(views_of)
         kept = list(self.storage_index)
         held = {graph.values[value].storage for value in graph.forward_outputs}
         pinned = self._pinned_bases()
@@ -202,9 +203,3 @@ def needed_ops(graph: Graph) -> set[int]:
 def _base(graph: Graph, storage: int) -> int:
     base = graph.storages[storage].base
     return -1 if base is None else base
-
-
-def _ragged(rows: list[list[int]]) -> tuple[Indices, Indices]:
-    start = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(row) for row in rows], out=start[1:])
-    return start, np.array([entry for row in rows for entry in row], np.int32)

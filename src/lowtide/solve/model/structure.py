@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowtide.solve.model.compact import Compact, Indices, Numbers
+from lowtide.solve.model.ragged import inverse, ragged, row
 
 
 def articulation_points(model: Compact) -> list[int]:
@@ -44,8 +45,8 @@ def last_forward_use(model: Compact, *, updates: bool = True) -> Numbers:
     read = np.zeros(len(model.storage_node), np.bool_)
     read[model.reads[: model.reads_start[model.boundary]]] = True
     for node in range(model.boundary):
-        if updates or model.recomputable[node] or read[_row(model.owns_start, model.owns, node)].any():
-            last[_row(model.reads_start, model.reads, node)] = node
+        if updates or model.recomputable[node] or read[row(model.owns_start, model.owns, node)].any():
+            last[row(model.reads_start, model.reads, node)] = node
     return last
 
 
@@ -84,16 +85,12 @@ def merge_chains(model: Compact, *, exact: bool = False) -> Reduction:
     a group has at most one random node.
     """
     groups = _groups(model, exact)
-    swallowed = {int(s) for group in groups for node in group[:-1] for s in _row(model.owns_start, model.owns, node)}
+    swallowed = {int(s) for group in groups for node in group[:-1] for s in row(model.owns_start, model.owns, node)}
     return Reduction(_merged(model, groups, swallowed), tuple(tuple(group) for group in groups))
 
 
-def _row(start: Indices, table: Indices, index: int) -> Indices:
-    return table[start[index] : start[index + 1]]
-
-
 def _groups(model: Compact, exact: bool) -> list[list[int]]:
-    readers = _readers(model)
+    readers = inverse(model.reads_start, model.reads, len(model.storage_node))
     groups: list[list[int]] = []
     for node in range(model.nodes):
         if groups and _joins(model, groups[-1], node, readers) and (not exact or _tight(model, groups[-1], node)):
@@ -103,20 +100,12 @@ def _groups(model: Compact, exact: bool) -> list[list[int]]:
     return groups
 
 
-def _readers(model: Compact) -> list[list[int]]:
-    readers: list[list[int]] = [[] for _ in model.storage_node]
-    for node in range(model.nodes + 1):
-        for storage in _row(model.reads_start, model.reads, node):
-            readers[storage].append(node)
-    return readers
-
-
-def _joins(model: Compact, group: list[int], node: int, readers: list[list[int]]) -> bool:
-    owned = _row(model.owns_start, model.owns, group[-1])
+def _joins(model: Compact, group: list[int], node: int, readers: tuple[Indices, Indices]) -> bool:
+    owned = row(model.owns_start, model.owns, group[-1])
     return (
         node != model.boundary
         and len(owned) > 0
-        and all(readers[storage] == [node] and not model.held[storage] for storage in owned)
+        and all(row(*readers, storage).tolist() == [node] and not model.held[storage] for storage in owned)
         and bool(model.recomputable[group[-1]])
         and bool(model.recomputable[node])
         and not (model.random[node] and model.random[group].any())
@@ -127,12 +116,12 @@ def _tight(model: Compact, group: list[int], node: int) -> bool:
     """Whether neither the inputs that the group alone reads nor a generator state raise the peak by staying longer."""
     if model.rng_state_bytes and (model.random[node] or model.random[group].any()):
         return False
-    group_reads = {int(s) for member in group for s in _row(model.reads_start, model.reads, member)}
-    inner = {int(s) for member in group for s in _row(model.owns_start, model.owns, member)}
-    if group_reads - inner <= {int(s) for s in _row(model.reads_start, model.reads, node)}:
+    group_reads = {int(s) for member in group for s in row(model.reads_start, model.reads, member)}
+    inner = {int(s) for member in group for s in row(model.owns_start, model.owns, member)}
+    if group_reads - inner <= {int(s) for s in row(model.reads_start, model.reads, node)}:
         return True
-    held = _bytes(model, _row(model.owns_start, model.owns, group[-1]))
-    need = held + int(model.workspace_bytes[node]) + _bytes(model, _row(model.owns_start, model.owns, node))
+    held = _bytes(model, row(model.owns_start, model.owns, group[-1]))
+    need = held + int(model.workspace_bytes[node]) + _bytes(model, row(model.owns_start, model.owns, node))
     return need <= _needed_bytes(model, group)
 
 
@@ -144,7 +133,7 @@ def _needed_bytes(model: Compact, group: Sequence[int]) -> int:
     """The most that the members hold on top of their common inputs: what the one before gave, its own, workspace."""
     most, before = 0, 0
     for node in group:
-        own = _bytes(model, _row(model.owns_start, model.owns, node))
+        own = _bytes(model, row(model.owns_start, model.owns, node))
         most = max(most, before + own + int(model.workspace_bytes[node]))
         before = own
     return most
@@ -153,12 +142,12 @@ def _needed_bytes(model: Compact, group: Sequence[int]) -> int:
 def _merged(model: Compact, groups: list[list[int]], swallowed: set[int]) -> Compact:
     kept = [storage for storage in range(len(model.storage_node)) if storage not in swallowed]
     number = {storage: index for index, storage in enumerate(kept)}
-    inner_views = {int(v) for s in swallowed for v in _row(model.views_start, model.views, s)}
+    inner_views = {int(v) for s in swallowed for v in row(model.views_start, model.views, s)}
     reads, needs, owns, times, workspaces = [], [], [], [], []
     for group in [*groups, [model.nodes]]:
-        needed = {int(v) for node in group for v in _row(model.needs_start, model.needs, node)}
-        read = {int(s) for node in group for s in _row(model.reads_start, model.reads, node)}
-        owned = [int(s) for s in _row(model.owns_start, model.owns, group[-1])] if group[-1] < model.nodes else []
+        needed = {int(v) for node in group for v in row(model.needs_start, model.needs, node)}
+        read = {int(s) for node in group for s in row(model.reads_start, model.reads, node)}
+        owned = [int(s) for s in row(model.owns_start, model.owns, group[-1])] if group[-1] < model.nodes else []
         reads.append([number[s] for s in sorted(read - swallowed)])
         needs.append(sorted(needed - inner_views))
         owns.append([number[s] for s in owned])
@@ -167,10 +156,10 @@ def _merged(model: Compact, groups: list[list[int]], swallowed: set[int]) -> Com
         last = group[-1] == model.nodes
         workspaces.append(int(model.workspace_bytes[-1]) if last else _needed_bytes(model, group) - own_bytes)
     group_of = {node: index for index, group in enumerate(groups) for node in group}
-    reads_start, read_table = _ragged(reads)
-    needs_start, need_table = _ragged(needs)
-    owns_start, own_table = _ragged(owns)
-    views_start, view_table = _ragged([[int(v) for v in _row(model.views_start, model.views, s)] for s in kept])
+    reads_start, read_table = ragged(reads)
+    needs_start, need_table = ragged(needs)
+    owns_start, own_table = ragged(owns)
+    views_start, view_table = ragged([[int(v) for v in row(model.views_start, model.views, s)] for s in kept])
     return dataclasses.replace(
         model,
         nodes=len(groups),
@@ -193,9 +182,3 @@ def _merged(model: Compact, groups: list[list[int]], swallowed: set[int]) -> Com
         boundary=sum(group[0] < model.boundary for group in groups),
         faithful=False,
     )
-
-
-def _ragged(rows: list[list[int]]) -> tuple[Indices, Indices]:
-    start = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(row) for row in rows], out=start[1:])
-    return start, np.array([entry for row in rows for entry in row], np.int32)

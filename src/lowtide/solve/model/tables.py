@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lowtide.solve.model.compact import Compact, Flags, Indices, Numbers
+from lowtide.solve.model.ragged import inverse
 
 
 class Tables(NamedTuple):
@@ -41,8 +42,8 @@ class Tables(NamedTuple):
 
 
 def make_tables(model: Compact) -> Tables:
-    uses_start, uses = _inverse(model.reads_start, model.reads, len(model.storage_node))
-    needers_start, needers = _inverse(model.needs_start, model.needs, len(model.view_time_ns))
+    uses_start, uses = inverse(model.reads_start, model.reads, len(model.storage_node))
+    needers_start, needers = inverse(model.needs_start, model.needs, len(model.view_time_ns))
     return Tables(
         nodes=model.nodes,
         boundary=model.boundary,
@@ -71,15 +72,6 @@ def make_tables(model: Compact) -> Tables:
         recomputable=model.recomputable,
         random=model.random,
     )
-
-
-def _inverse(start: Indices, entries: Indices, columns: int) -> tuple[Indices, Indices]:
-    """The ragged table of entry -> rows, rows ascending."""
-    rows = np.repeat(np.arange(len(start) - 1, dtype=np.int32), np.diff(start))
-    order = np.argsort(entries, kind="stable")
-    begin = np.zeros(columns + 1, np.int32)
-    np.cumsum(np.bincount(entries, minlength=columns), out=begin[1:])
-    return begin, rows[order]
 
 
 def _owners(start: Indices, entries: Indices, columns: int) -> Indices:

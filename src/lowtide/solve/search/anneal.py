@@ -51,7 +51,6 @@ class Found(NamedTuple):
     codes: Indices
     recompute_ns: int
     peak_bytes: int
-    pressure: float
 
 
 @kernel
@@ -74,12 +73,10 @@ def anneal(t: Tables, classes: Classes, line: Timeline, first: Indices, settings
             better = peak < best_peak if settings.lower > 0 else now_ns < best_time
             if len(best) == 0 or better:
                 best, best_time, best_peak = codes_of(line), now_ns, peak
-                if settings.lower == 0:
-                    if now_ns <= settings.target_ns:
-                        break
-                else:
-                    if peak <= settings.target_bytes:
-                        break
+                met = now_ns <= settings.target_ns if settings.lower == 0 else peak <= settings.target_bytes
+                if met:
+                    break
+                if settings.lower > 0:
                     budget = peak - max(1, int(peak * settings.lower))
                     largest, total = excess_of(line.profile, budget)
                     cost = weight * now_ns + pressure * (largest + share * total)
@@ -103,7 +100,7 @@ def anneal(t: Tables, classes: Classes, line: Timeline, first: Indices, settings
                 load(t, line, codes_of(line))
                 largest, total = excess_of(line.profile, budget)
                 cost = weight * now_ns + pressure * (largest + share * total)
-    return Found(best, best_time, best_peak, pressure)
+    return Found(best, best_time, best_peak)
 
 
 def search(t: Tables, classes: Classes, first: Indices, settings: Settings, seed: int) -> Found:

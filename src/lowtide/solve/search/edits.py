@@ -6,6 +6,7 @@ which are removed as well; all of them are in the journal, from which a rejected
 
 from __future__ import annotations
 
+from lowtide.solve.model.compact import Numbers
 from lowtide.solve.model.compiled import inner
 from lowtide.solve.model.splitmix import random_below
 from lowtide.solve.model.tables import Tables
@@ -19,6 +20,7 @@ from lowtide.solve.search.timeline import (
     PENDING,
     RECOMPUTES,
     Timeline,
+    Triples,
     before,
     compute_after,
     last_use,
@@ -47,21 +49,25 @@ def note_all(t: Tables, line: Timeline, node: int, slot: int, sign: int) -> None
 
 
 @inner
+def append(entries: Triples, totals: Numbers, counter: int, node: int, slot: int, sign: int) -> None:
+    """Enter an edit in the list that ``totals[counter]`` counts; nothing where it is full."""
+    count = totals[counter]
+    if count < len(entries):
+        entries[count, 0] = node
+        entries[count, 1] = slot
+        entries[count, 2] = sign
+        totals[counter] = count + 1
+
+
+@inner
 def record(line: Timeline, node: int, slot: int, sign: int) -> None:
-    line.journal[line.totals[EDITS], 0] = node
-    line.journal[line.totals[EDITS], 1] = slot
-    line.journal[line.totals[EDITS], 2] = sign
-    line.totals[EDITS] += 1
+    append(line.journal, line.totals, EDITS, node, slot, sign)
 
 
 @inner
 def ask(line: Timeline, node: int, slot: int, sign: int) -> None:
     """Request an edit: insertion just before the step in the slot, or removal of the recompute in it."""
-    if line.totals[ASKED] < len(line.asked):
-        line.asked[line.totals[ASKED], 0] = node
-        line.asked[line.totals[ASKED], 1] = slot
-        line.asked[line.totals[ASKED], 2] = sign
-        line.totals[ASKED] += 1
+    append(line.asked, line.totals, ASKED, node, slot, sign)
 
 
 @inner

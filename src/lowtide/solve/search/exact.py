@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from lowtide.solve.model.bits import bits, members
 from lowtide.solve.model.compact import Compact
 
 MAX_NODES = 9
@@ -86,18 +86,18 @@ class _Space:
 
     def __init__(self, model: Compact) -> None:
         self.model = model
-        self.reads = [_bits(model.reads[a:b]) for a, b in itertools.pairwise(model.reads_start)]
-        self.owns = [_bits(model.owns[a:b]) for a, b in itertools.pairwise(model.owns_start)]
-        self.needs = [_bits(model.needs[a:b]) for a, b in itertools.pairwise(model.needs_start)]
-        self.views = [_bits(model.views[a:b]) for a, b in itertools.pairwise(model.views_start)]
-        self.held = _bits(index for index, held in enumerate(model.held) if held)
+        self.reads = [bits(model.reads[a:b]) for a, b in itertools.pairwise(model.reads_start)]
+        self.owns = [bits(model.owns[a:b]) for a, b in itertools.pairwise(model.owns_start)]
+        self.needs = [bits(model.needs[a:b]) for a, b in itertools.pairwise(model.needs_start)]
+        self.views = [bits(model.views[a:b]) for a, b in itertools.pairwise(model.views_start)]
+        self.held = bits(index for index, held in enumerate(model.held) if held)
 
     def edges(self, state: State) -> Iterator[tuple[State, int, int, int]]:
         """(state after, node computed or -1, time, bytes resident during the step)."""
         first, live, views, saved = state
-        for storage in _members(live & ~self.held):
+        for storage in members(live & ~self.held):
             yield (first, live & ~(1 << storage), views & ~self.views[storage], saved), -1, 0, 0
-        for node in _members(saved):
+        for node in members(saved):
             yield (first, live, views, saved & ~(1 << node)), -1, 0, 0
         yield from self._compute(state, first, (False, True) if self.model.random[first] else (False,))
         for node in range(first):
@@ -112,24 +112,10 @@ class _Space:
         if self.reads[node] & ~live:
             return
         formed = views | self.needs[node]
-        time = int(model.time_ns[node]) + sum(int(model.view_time_ns[v]) for v in _members(formed & ~views))
+        time = int(model.time_ns[node]) + sum(int(model.view_time_ns[v]) for v in members(formed & ~views))
         for save in saves:
             kept = saved | (1 << node if save else 0)
             step = model.fixed_bytes + int(model.workspace_bytes[node]) + kept.bit_count() * model.rng_state_bytes
-            step += sum(int(model.storage_bytes[s]) for s in _members(live))
-            step += sum(int(model.storage_bytes[s]) for s in _members(self.owns[node]))
+            step += sum(int(model.storage_bytes[s]) for s in members(live))
+            step += sum(int(model.storage_bytes[s]) for s in members(self.owns[node]))
             yield (first + (node == first), live | self.owns[node], formed, kept), node, time, step
-
-
-def _bits(members: Iterable[Any]) -> int:
-    total = 0
-    for member in members:
-        total |= 1 << int(member)
-    return total
-
-
-def _members(bits: int) -> Iterator[int]:
-    while bits:
-        low = bits & -bits
-        yield low.bit_length() - 1
-        bits ^= low

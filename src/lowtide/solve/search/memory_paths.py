@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lowtide.solve.milp.tables import reach
+from lowtide.solve.model.bits import bits, members
 from lowtide.solve.model.compact import Compact
 
 State = tuple[int, int, int, int]  # next first compute, live storages, formed views, kept states (bit sets)
@@ -89,22 +90,22 @@ class _Space:
         self.room = budget_bytes - model.fixed_bytes
         tables = reach(model)
         self.until = tables.node_until
-        self.reads = [_bits(row) for row in tables.reads]
-        self.owns = [_bits(row) for row in tables.owns]
-        self.needs = [_bits(row) for row in tables.needs]
-        self.views = [_bits(model.views[a:b].tolist()) for a, b in itertools.pairwise(model.views_start)]
-        self.held = _bits(s for s, held in enumerate(model.held) if held)
+        self.reads = [bits(row) for row in tables.reads]
+        self.owns = [bits(row) for row in tables.owns]
+        self.needs = [bits(row) for row in tables.needs]
+        self.views = [bits(model.views[a:b].tolist()) for a, b in itertools.pairwise(model.views_start)]
+        self.held = bits(s for s, held in enumerate(model.held) if held)
         self.sizes = model.storage_bytes.tolist()
         self.view_times = model.view_time_ns.tolist()
         stages = range(model.nodes + 2)
-        self.useful = [_bits(s for s, until in enumerate(tables.storage_until) if until >= t) for t in stages]
-        self.random = [_bits(i for i in range(model.nodes) if model.random[i] and self.until[i] >= t) for t in stages]
+        self.useful = [bits(s for s, until in enumerate(tables.storage_until) if until >= t) for t in stages]
+        self.random = [bits(i for i in range(model.nodes) if model.random[i] and self.until[i] >= t) for t in stages]
         self.own_bytes = [sum(self.sizes[s] for s in row) for row in tables.owns]
 
     def edges(self, state: State) -> Iterator[tuple[State, int, int]]:
         """(state after, node computed, time beyond first computes)."""
         first, live, _, kept = state
-        resident = sum(self.sizes[s] for s in _members(live))
+        resident = sum(self.sizes[s] for s in members(live))
         for node in range(first + 1):
             if self.reads[node] & ~live:
                 continue
@@ -125,9 +126,9 @@ class _Space:
         following = first + (node == first)
         time = 0 if node == first else int(self.model.time_ns[node])
         formed = self.needs[node] & ~views
-        time += sum(self.view_times[v] for v in _members(formed))
-        items = [(self.sizes[s], 1 << s, 0) for s in _members(live & ~self.reads[node] & ~self.held)]
-        items += [(state_bytes, 0, 1 << i) for i in _members(kept & ~(1 << node))]
+        time += sum(self.view_times[v] for v in members(formed))
+        items = [(self.sizes[s], 1 << s, 0) for s in members(live & ~self.reads[node] & ~self.held)]
+        items += [(state_bytes, 0, 1 << i) for i in members(kept & ~(1 << node))]
         for freed, forgotten in _smallest_sets(sorted(items, reverse=True), over):
             left = (live & ~freed | self.owns[node]) & (self.useful[min(following, self.model.nodes)] | self.held)
             still = (views & ~self._views_of(freed) | self.needs[node]) & ~self._views_of(~left & (live | freed))
@@ -135,7 +136,7 @@ class _Space:
 
     def _views_of(self, storages: int) -> int:
         views = 0
-        for storage in _members(storages):
+        for storage in members(storages):
             views |= self.views[storage]
         return views
 
@@ -150,17 +151,3 @@ def _smallest_sets(items: list[tuple[int, int, int]], over: int) -> Iterator[tup
             return
         for more_storages, more_states in _smallest_sets(items[index + 1 :], over - size):
             yield storages | more_storages, states | more_states
-
-
-def _bits(members: Iterable[int]) -> int:
-    total = 0
-    for member in members:
-        total |= 1 << member
-    return total
-
-
-def _members(bits: int) -> Iterator[int]:
-    while bits:
-        low = bits & -bits
-        yield low.bit_length() - 1
-        bits ^= low

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from lowtide.ir import Costs, Graph, Schedule, schedule_from_sequence
 from lowtide.solve.blocks.answer import table_sequences
+from lowtide.solve.blocks.book import Book
 from lowtide.solve.blocks.seeds import block_sequences
 from lowtide.solve.greedy import greedy_sequences
 from lowtide.solve.model.classes import Classes, group, node_classes
@@ -24,6 +25,7 @@ from lowtide.solve.search.anneal import Found, Settings, search
 from lowtide.solve.search.segments import segment_sequences
 from lowtide.solve.search.threads import in_threads
 
+_STREAMS = 1024  # of random numbers per seed
 _COLD = 0.01  # last temperature, in mean node times
 
 
@@ -52,6 +54,7 @@ class Portfolio:
     model: Compact
     tables: Tables
     classes: Classes
+    book: Book
     seed: int
 
     @property
@@ -89,12 +92,12 @@ class Portfolio:
         return self.measure(segment_sequences(self.model))
 
     def blocks(self, budget_bytes: int) -> list[Candidate]:
-        return self.measure(block_sequences(self.model, budget_bytes, self.tables))
+        return self.measure(block_sequences(self.book, budget_bytes))
 
     def tables_of_rockmate(self) -> list[Candidate]:
         """Everything that ``rockmate`` chooses from, whatever the budget."""
         top = self.keep_all().peak_bytes - self.model.fixed_bytes
-        return self.measure(table_sequences(Rockmate().builders(self.model, self.tables), top))
+        return self.measure(table_sequences(Rockmate().builders(self.book), top))
 
     def time_ns(self, candidate: Candidate) -> int:
         """Of the whole schedule."""
@@ -129,7 +132,7 @@ class Portfolio:
             pressure=float(self.model.time_ns.sum() + 1) / room,
             target_ns=bound_ns - self.least_ns,
         )
-        return self._candidate(search(self.tables, self.classes, start.codes, settings, self.seed * 64 + stream))
+        return self._candidate(search(self.tables, self.classes, start.codes, settings, self.seed * _STREAMS + stream))
 
     def lower(self, start: Candidate, target_bytes: int, iterations: int, stream: int) -> Candidate:
         """The lowest peak that a run meets, which ends early at ``target_bytes``."""
@@ -145,7 +148,7 @@ class Portfolio:
             target_bytes=max(target_bytes - self.model.fixed_bytes, 0),
             rate=1.0,
         )
-        found = self._candidate(search(self.tables, self.classes, start.codes, settings, self.seed * 64 + stream))
+        found = self._candidate(search(self.tables, self.classes, start.codes, settings, self.seed * _STREAMS + stream))
         return start if found is None or found.peak_bytes > start.peak_bytes else found
 
     def _candidate(self, found: Found) -> Candidate | None:
@@ -156,4 +159,5 @@ class Portfolio:
 
 def make_portfolio(graph: Graph, costs: Costs, seed: int) -> Portfolio:
     model = compact(graph, costs)
-    return Portfolio(graph, model, make_tables(model), group(node_classes(model)), seed)
+    tables = make_tables(model)
+    return Portfolio(graph, model, tables, group(node_classes(model)), Book(model, tables), seed)

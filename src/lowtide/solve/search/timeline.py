@@ -28,6 +28,8 @@ from lowtide.solve.search.profile import BLOCK, Profile, add_range, make_profile
 
 _JOURNAL = 4096
 
+Triples = npt.NDArray[np.int32]
+
 # Entries of ``Timeline.totals``.
 RECOMPUTE_NS, RECOMPUTES, EDITS, PENDING, ASKED, CRAMPED, FRONT, BACK, LOW = range(9)
 
@@ -42,8 +44,8 @@ class Timeline(NamedTuple):
     place: Indices  # slot -> its index in recompute
     profile: Profile
     totals: Numbers
-    journal: npt.NDArray[np.int32]  # node, slot, sign of each edit of the present move
-    asked: npt.NDArray[np.int32]  # node, slot, sign of the edits that a move asks for
+    journal: Triples  # node, slot, sign of each edit of the present move
+    asked: Triples  # node, slot, sign of the edits that a move asks for
     pending: npt.NDArray[np.int32]  # node, slot of recomputes that may have lost their last use
     rng: States
 

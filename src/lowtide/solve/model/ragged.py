@@ -1,0 +1,31 @@
+"""Ragged tables: the entries of row ``i`` are ``entries[start[i]:start[i + 1]]``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+_Indices = npt.NDArray[np.int32]
+
+
+def ragged(rows: Sequence[Sequence[int]]) -> tuple[_Indices, _Indices]:
+    """``start`` and ``entries`` of the rows."""
+    start = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(row) for row in rows], out=start[1:])
+    return start, np.array([entry for row in rows for entry in row], np.int32)
+
+
+def row(start: _Indices, entries: _Indices, index: int) -> _Indices:
+    """The entries of one row."""
+    return entries[start[index] : start[index + 1]]
+
+
+def inverse(start: _Indices, entries: _Indices, columns: int) -> tuple[_Indices, _Indices]:
+    """The ragged table of entry -> rows, rows ascending."""
+    rows = np.repeat(np.arange(len(start) - 1, dtype=np.int32), np.diff(start))
+    order = np.argsort(entries, kind="stable")
+    begin = np.zeros(columns + 1, np.int32)
+    np.cumsum(np.bincount(entries, minlength=columns), out=begin[1:])
+    return begin, rows[order]

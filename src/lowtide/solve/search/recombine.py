@@ -1,0 +1,56 @@
+"""Recombination: from two sequences a third, which recomputes before some stretch of the program as the second does and
+elsewhere as the first does.
+
+Runs from different beginnings agree in most of the program and are good in different parts of it; no single move leads
+from one to the other through sequences that fit. Any mixture is a sequence, as every recompute stands after the first
+compute of its node: what it reads lives on to it. Whether it fits is for the following run to see to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from lowtide.solve.model.compact import Indices
+from lowtide.solve.model.splitmix import States, random_below
+from lowtide.solve.search.portfolio import Candidate
+
+
+def crossed(first: Candidate, second: Candidate, rng: States) -> Indices:
+    """The codes of ``first``, but those of ``second`` from one to another of the nodes before which the two differ: a
+    quarter to three quarters of these nodes."""
+    ours, theirs = _stretches(first.codes), _stretches(second.codes)
+    pairs = zip(ours, theirs, strict=True)
+    differing = [node for node, (a, b) in enumerate(pairs) if not np.array_equal(a, b)]
+    count = len(differing)
+    if count < 2:
+        return first.codes
+    taken = max(count // 4, 1) + random_below(rng, count // 2)
+    begin = random_below(rng, count - taken + 1)
+    low, high = differing[begin], differing[begin + taken - 1]
+    return np.concatenate([*ours[:low], *theirs[low : high + 1], *ours[high + 1 :]])
+
+
+def _stretches(codes: Indices) -> list[Indices]:
+    """Per node, the end included, its first compute with the recomputes right before it."""
+    return np.split(codes, np.flatnonzero(codes >= 0)[:-1] + 1)
+
+
+def children(population: Sequence[Candidate], count: int, rng: States) -> list[Indices]:
+    """Mixtures of the best, or of any, with any other; the only one itself where there are no two."""
+    made = []
+    for _ in range(count):
+        size = len(population)
+        first = 0 if random_below(rng, 2) == 0 else random_below(rng, size)
+        other = (first + 1 + random_below(rng, max(size - 1, 1))) % size
+        made.append(crossed(population[first], population[other], rng))
+    return made
+
+
+def survivors(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
+    """The quickest, at most ``count``, no two of the same time."""
+    distinct: dict[int, Candidate] = {}
+    for candidate in sorted(candidates, key=lambda candidate: (candidate.recompute_ns, candidate.peak_bytes)):
+        distinct.setdefault(candidate.recompute_ns, candidate)
+    return list(distinct.values())[:count]

@@ -1,0 +1,27 @@
+"""Encoded sequences with recomputes, and what the sweep says of them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from lowtide.solve.model.compact import Compact, Indices
+from lowtide.solve.model.sweep import Swept, sweep
+from lowtide.solve.model.tables import encode_keep_all, make_tables
+
+
+def measure(model: Compact, codes: Indices) -> tuple[Indices, Swept]:
+    swept = sweep(make_tables(model), codes)
+    return swept.codes, swept
+
+
+def with_recomputes(model: Compact, seed: int) -> Indices:
+    """The program with recomputes of random nodes at random places."""
+    draw = random.Random(seed)
+    codes: list[int] = []
+    for node in encode_keep_all(model).tolist():
+        earlier = [n for n in range(node) if model.recomputable[n]]
+        codes.extend(~draw.choice(earlier) for _ in range(draw.randint(0, 2)) if earlier)
+        codes.append(node)
+    return np.array(codes, np.int32)
