@@ -1,12 +1,18 @@
-"""One thread: the same sums in the same order. What exists before the tests is kept out of every garbage collection."""
+"""One thread: the same sums in the same order; steady costs: the same evictions in every run.
+
+What exists before the tests is kept out of every garbage collection.
+"""
 
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from lowtide.dynamic import engine
 
 
 @pytest.fixture(autouse=True)
@@ -15,6 +21,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _steady_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operator seems to take equally long, so that what is evicted does not depend on how busy the machine is."""
+    monkeypatch.setattr(engine, "_now", itertools.count(0, 10_000).__next__)
 
 
 @pytest.fixture(autouse=True, scope="session")

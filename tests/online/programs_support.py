@@ -45,15 +45,22 @@ def train(program: Program, context: contextlib.AbstractContextManager[Any], ste
         with context:
             for index in range(steps):
                 losses.append(program.step(index))
-        gc.collect()
+        collect()
 
-    gc.collect()  # what an earlier test left goes in two rounds: graphs of tensors, then what they held
+    collect()
     with seeded(1):
         measurement = lowtide.measure(run)
         generator = torch.get_rng_state()
     tensors = {f"loss {step}.{number}": loss for step, row in enumerate(losses) for number, loss in enumerate(row)}
     left = {**tensors, **_state(program), "generator": generator}
     return Outcome(left, measurement.peak_bytes, measurement.final_bytes)
+
+
+def collect() -> None:
+    """Free all that is garbage: graphs of tensors, then what they held, and what a backward pass that failed left behind."""
+    torch.zeros((), requires_grad=True).backward()  # takes the unfinished tasks of the last one off the queue
+    while gc.collect():
+        pass
 
 
 def _state(program: Program) -> dict[str, torch.Tensor | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 
 import lowtide
 from examples.dynamic.program import seeded
+from tests.online.programs_support import collect
 
 ROWS, WIDTH, LENGTH = 256, 64, 24
 TENSOR_BYTES = ROWS * WIDTH * 4
@@ -38,11 +38,11 @@ def perform(setup: Callable[[], Scenario], context: contextlib.AbstractContextMa
     def inside() -> None:
         with context:
             values.append(scenario())
-        gc.collect()
+        collect()
 
     with seeded(2):
         scenario = setup()
-        gc.collect()
+        collect()
         measurement = lowtide.measure(inside)
         generator = torch.get_rng_state()
     return Result(values[0], generator, measurement.peak_bytes, measurement.final_bytes)

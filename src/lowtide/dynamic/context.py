@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture.source import user_source
 from lowtide.dynamic import threads, touch
-from lowtide.dynamic.engine import Engine, Tally
+from lowtide.dynamic.engine import Engine, Tally, ThrashError
 from lowtide.dynamic.operators import Operator
 from lowtide.dynamic.room import AllocatorRoom, Refusal
 from lowtide.errors import ExecutionError, OnlineBudgetError, PlanError
@@ -89,8 +89,9 @@ class online:
     Raises
     ------
     OnlineBudgetError
-        Where what one operator reads, returns and uses inside, with what can not be evicted, exceeds the budget. The
-        program can go on, with a smaller batch, say, in the same context.
+        Where what one operator reads, returns and uses inside, with what can not be evicted, exceeds the budget, or where
+        rebuilding that goes round in circles, evicting what it has just rebuilt. The program can go on, with a smaller
+        batch, say, in the same context.
     PlanError
         If an argument makes no sense.
     """
@@ -181,12 +182,8 @@ class _Run:
                     self.warn()
                 return result
             except RuntimeError as error:
-                interruption, refusal = room.failure()
-                if interruption is not None:
-                    raise interruption from None
-                if refusal is None:
-                    raise
-                raise self.budget_error(refusal, operator.name) from error
+                self.explain(error, operator.name)
+                raise
 
     def warn(self) -> None:
         """Say once that the program mostly recomputes."""
@@ -210,15 +207,35 @@ class _Run:
             try:
                 self.engine.touch(tensor, export=export)
             except RuntimeError as error:
-                interruption, refusal = self.room.failure()
-                if interruption is not None:
-                    raise interruption from None
-                if refusal is None:
-                    raise
-                raise self.budget_error(refusal, "reading a tensor") from error
+                self.explain(error, "reading a tensor")
+                raise
+
+    def explain(self, error: RuntimeError, operator: str) -> None:
+        """Raise in its place what interrupted an allocation, or that the budget is too small."""
+        interruption, refusal = self.room.failure()
+        if interruption is not None:
+            raise interruption from None
+        if isinstance(error, ThrashError):
+            raise self.thrash_error(error, operator) from error
+        if refusal is not None:
+            raise self.budget_error(refusal, operator) from error
+
+    def thrash_error(self, error: ThrashError, operator: str) -> OnlineBudgetError:
+        session = self.tightest()
+        budget, location = session.budget_bytes, user_source()
+        needed = budget + error.missing_bytes
+        return OnlineBudgetError(
+            f"what {operator} reads was evicted, and rebuilding it evicts over and over what was just rebuilt: the budget is "
+            f"{format_bytes(budget)}{f' ({location})' if location else ''}. Take a smaller batch, or a budget of {needed} "
+            "bytes or more, in which this one rebuild would run through.",
+            operator=operator, needed_bytes=needed, budget_bytes=budget, location=location,
+        )  # fmt: skip
+
+    def tightest(self) -> _Session:
+        return min(self.sessions, key=lambda session: session.limit_bytes)
 
     def budget_error(self, refusal: Refusal, operator: str) -> OnlineBudgetError:
-        session = min(self.sessions, key=lambda s: s.limit_bytes)
+        session = self.tightest()
         used = refusal.used_bytes - session.base_bytes
         needed, budget, location = used + refusal.wanted_bytes, session.budget_bytes, user_source()
         return OnlineBudgetError(

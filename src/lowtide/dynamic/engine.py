@@ -11,9 +11,10 @@ one node without a record; before it is written, what would have to be computed 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ _PLAIN_DEVICES = ("cpu", "cuda")
 _SWEEP_EVERY = 256  # operators
 # What takes more operators than this to have back goes last: gradients above all, behind which the whole backward pass lies.
 _FEW = 32
+_PATIENCE = 100  # calls that a rebuild may make for each of its plan, before it counts as going nowhere
 
 
 class Tally:
@@ -53,10 +55,19 @@ class Tally:
         return copy
 
 
+class ThrashError(RuntimeError):
+    """A rebuild evicts over and over what it has rebuilt; with ``missing_bytes`` more it would run through."""
+
+    def __init__(self, missing_bytes: int) -> None:
+        super().__init__(f"a rebuild goes round in circles for want of {missing_bytes} bytes")
+        self.missing_bytes = missing_bytes
+
+
 class Plan:
     """How evicted nodes are rebuilt: what is gone of their ancestry, each just before it is first read.
 
-    ``uses``: the position in ``order`` at which a node is read last, for those that still are; targets are read at the end.
+    ``last_use``: the position in ``order`` at which a node is read last; targets are read at the end. ``uses``: the same for
+    those that still are to be read.
     """
 
     def __init__(self, targets: list[Node]) -> None:
@@ -73,8 +84,20 @@ class Plan:
             stack.pop()
             if node is not None:
                 self.order.append(node)
-        self.uses = {parent: position for position, node in enumerate(self.order) for parent in node.parents}
-        self.uses |= dict.fromkeys(targets, len(self.order))
+        self.last_use = {parent: position for position, node in enumerate(self.order) for parent in node.parents}
+        self.last_use |= dict.fromkeys(targets, len(self.order))
+        self.uses = dict(self.last_use)
+
+    def peak_bytes(self) -> int:
+        """What the rebuilt ones take up at once, at most, if none of them is evicted again before its last use."""
+        level = peak = 0
+        made = set()
+        for position, node in enumerate(self.order):
+            made.add(node)
+            level += node.size_bytes
+            peak = max(peak, level)
+            level -= sum(read.size_bytes for read in node.parents if read in made and self.last_use[read] == position)
+        return peak
 
     def finish(self, position: int) -> list[Node]:
         """A step is done: the nodes that were read for the last time."""
@@ -123,6 +146,8 @@ class Engine:
         self.noted: set[int] = set()  # the numbers that the recorder knows
         self.spare: dict[Node, None] = {}  # rebuilt for others though the program released them, the oldest first
         self.held: dict[Node, None] = {}  # without a record, and records read them
+        self.calls_left = 0  # of the rebuild under way
+        self.free_bytes: Callable[[], int] = lambda: sys.maxsize  # below the limit
         self.sweep_at = _SWEEP_EVERY
         self.recorder: TraceWriter | None = None
 
@@ -363,8 +388,13 @@ class Engine:
         """
         if not node.children:
             return
-        frame = self._open([dependent for dependent in _dependents(node) if dependent.alive()])
+        dependents = _dependents(node)
+        frame = self._open([dependent for dependent in dependents if dependent.alive()])
+        missing_bytes = sum(dependent.bytes for dependent in frame if dependent.evicted)
         try:
+            if missing_bytes > 0 and missing_bytes > self.room_bytes():
+                self._copy_aside(node)
+                return
             self._complete(frame)
         except RuntimeError as error:
             if not _out_of_memory(error):
@@ -375,6 +405,9 @@ class Engine:
             self._close(frame)
         for dependent in frame:
             self.keep(dependent)
+        for dependent in dependents:
+            if dependent.resident and dependent.record is not None:
+                self._evict(dependent)  # nobody but the engine holds it
 
     def _copy_aside(self, node: Node) -> None:
         """Another node takes the old contents and all that was computed from them."""
@@ -440,6 +473,10 @@ class Engine:
             return self._yielded()
         assert isinstance(chosen, Node)
         return chosen
+
+    def room_bytes(self) -> int:
+        """What is free, and what could be evicted."""
+        return self.free_bytes() + self.pool.evictable_bytes()
 
     def _yielded(self) -> Node | None:
         """What a plan needs later and is cheap to rebuild once more when its turn comes."""
@@ -520,6 +557,8 @@ class Engine:
         """
         began = _now()
         plan = Plan(targets)
+        if not self.plans:
+            self.calls_left = _PATIENCE * len(plan.order)
         for node in plan.uses:
             node.locks += 1
         self.plans.append(plan)
@@ -550,6 +589,9 @@ class Engine:
         record = node.record
         if record is None:
             raise ExecutionError("a storage was evicted that can not be computed again")
+        if not self.calls_left:
+            raise ThrashError(max(1, self.plans[0].peak_bytes() - self.room_bytes()))
+        self.calls_left -= 1
         own: dict[Node, UntypedStorage] = {}
         if node.place == WRITTEN:
             own = self._own_copies(node, record)
@@ -767,4 +809,4 @@ def _dependents(node: Node) -> list[Node]:
 
 
 def _out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, ThrashError)) or "can't allocate memory" in str(error)

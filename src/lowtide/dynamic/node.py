@@ -63,8 +63,10 @@ class Node(Entry):
         return None if self.handle is None else self.handle()
 
     def alive(self) -> bool:
-        """Whether the program holds a tensor of this version."""
-        return self.handle is not None and self.handle() is not None
+        """Whether the program holds a tensor of this version, and not only the engine."""
+        if self.handle is None or self.handle() is None:
+            return False
+        return self.kept is None or torch._C._storage_Use_Count(self.address) > 1
 
 
 class Handle(weakref.ref[UntypedStorage]):

@@ -7,6 +7,7 @@ before it starts, from what was observed for its signature, or at first sight fr
 
 from __future__ import annotations
 
+import sys
 import threading
 
 from lowtide.dynamic.engine import Engine
@@ -31,6 +32,11 @@ class AllocatorRoom:
         self.refusal: Refusal | None = None
         self.interruption: BaseException | None = None
         self.thread = 0
+        engine.free_bytes = self.free_bytes
+
+    def free_bytes(self) -> int:
+        """How far the level is below the limit."""
+        return sys.maxsize if self.limit_bytes is None else self.limit_bytes - self.counter.level_bytes
 
     @property
     def level_bytes(self) -> int:

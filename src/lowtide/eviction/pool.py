@@ -110,6 +110,10 @@ class Pool:
         """The cost of the evicted neighbourhood, as the heuristic counts it."""
         return self._around.cost_ns(entry)
 
+    def evictable_bytes(self) -> int:
+        """Of the resident entries that may be chosen."""
+        return sum(entry.bytes for entry in self._there if not entry.locks and not entry.pinned)
+
     def victim(self, allowed: Allowed | None = None) -> Entry | None:
         """The entry with the least score, the earliest to arrive among equals; ``None`` where none can go.
 
