@@ -143,10 +143,10 @@ def _kept_or_made(
 def _reserved_bytes(program: Program, settings: Settings, unconstrained: int, model: nn.Module | None) -> int:
     """Bytes of the given budget that a pass must leave alone."""
     reserve = parse_budget(settings.reserve, unconstrained, what="reserve") if settings.reserve != 0 else 0
-    return reserve + (_resident_bytes(program, model) if settings.budget is None else 0)
+    return reserve + (resident_bytes(program, model) if settings.budget is None else 0)
 
 
-def _resident_bytes(program: Program, model: nn.Module | None) -> int:
+def resident_bytes(program: Program, model: nn.Module | None) -> int:
     """Parameters, buffers, inputs, existing gradients, and two optimizer states per trainable parameter (as Adam has)."""
     metas = {value: program.metas[value] for value in program.graph.inputs}
     inputs = {program.graph.values[value].storage: meta.storage_bytes for value, meta in metas.items()}
@@ -167,6 +167,16 @@ def _device_memory(device: torch.device) -> int | None:
         return int(torch.cuda.get_device_properties(device).total_memory)
     if device.type == "cpu" and hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that could be allocated on ``device`` now, as far as that is known."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return None
 
 
