@@ -18,7 +18,6 @@ from benchmarks.compare.report import document, lost
 from benchmarks.compare.worker import Row
 from benchmarks.compare.worker import main as work
 
-
 # The shared shift makes the model no chain, which rotor and rockmate need; checkmate takes long.
 _NOT_HERE = ("lowtide-checkmate", "lowtide-rockmate", "lowtide-rotor")
 
