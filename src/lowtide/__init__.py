@@ -21,6 +21,7 @@ from lowtide.errors import (
 
 if TYPE_CHECKING:
     from lowtide.api import plan, plans, rematerialize, restore
+    from lowtide.batches import MaxBatch, max_batch
     from lowtide.dynamic.context import online
     from lowtide.planning import Plan
     from lowtide.runtime.meter import Measurement, measure
@@ -32,6 +33,8 @@ _LAZY = {
     "restore": "lowtide.api",
     "plans": "lowtide.api",
     "plan": "lowtide.api",
+    "max_batch": "lowtide.batches",
+    "MaxBatch": "lowtide.batches",
     "online": "lowtide.dynamic.context",
     "Plan": "lowtide.planning",
     "measure": "lowtide.runtime.meter",
@@ -44,11 +47,13 @@ __all__ = [
     "ExecutionError",
     "InfeasibleBudgetError",
     "LowtideError",
+    "MaxBatch",
     "Measurement",
     "OnlineBudgetError",
     "Plan",
     "PlanError",
     "ScheduleError",
+    "max_batch",
     "measure",
     "online",
     "plan",

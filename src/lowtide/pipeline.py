@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from lowtide import __version__, plan_cache
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Program
 from lowtide.cost import analytical_costs, measure_costs
+from lowtide.cost.cache import cache_folder
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, keep_all_schedule, simulate
 from lowtide.planning import Plan, make_plan
@@ -101,14 +103,7 @@ def make_program_plan(
     if is_percentage(given):
         budget = max(budget, granted_bytes)
     try:
-        return make_plan(
-            program.graph,
-            costs,
-            budget=max(budget, 1),
-            planner=settings.planner,
-            seed=settings.seed,
-            on_progress=on_progress,
-        )
+        return _kept_or_made(program, costs, max(budget, 1), settings, on_progress)
     except InfeasibleBudgetError as error:
         if not aside:
             raise
@@ -121,13 +116,37 @@ def make_program_plan(
         ) from None
 
 
+def _kept_or_made(
+    program: Program, costs: Costs, budget_bytes: int, settings: Settings, on_progress: Progress | None
+) -> Plan:
+    """The plan that an earlier process made for the same question, else a new one, which is kept."""
+    question = plan_cache.Question(
+        program.graph, costs, budget_bytes, settings.planner, settings.seed, (__version__, torch.__version__)
+    )
+    folder = cache_folder() / "plans"
+    kept = plan_cache.load(folder, question) if plan_cache.enabled() else None
+    if kept is not None:
+        return kept
+    plan = make_plan(
+        program.graph,
+        costs,
+        budget=budget_bytes,
+        planner=settings.planner,
+        seed=settings.seed,
+        on_progress=on_progress,
+    )
+    if plan_cache.enabled():
+        plan_cache.store(folder, question, plan)
+    return plan
+
+
 def _reserved_bytes(program: Program, settings: Settings, unconstrained: int, model: nn.Module | None) -> int:
     """Bytes of the given budget that a pass must leave alone."""
     reserve = parse_budget(settings.reserve, unconstrained, what="reserve") if settings.reserve != 0 else 0
-    return reserve + (_resident_bytes(program, model) if settings.budget is None else 0)
+    return reserve + (resident_bytes(program, model) if settings.budget is None else 0)
 
 
-def _resident_bytes(program: Program, model: nn.Module | None) -> int:
+def resident_bytes(program: Program, model: nn.Module | None) -> int:
     """Parameters, buffers, inputs, existing gradients, and two optimizer states per trainable parameter (as Adam has)."""
     metas = {value: program.metas[value] for value in program.graph.inputs}
     inputs = {program.graph.values[value].storage: meta.storage_bytes for value, meta in metas.items()}
@@ -148,6 +167,16 @@ def _device_memory(device: torch.device) -> int | None:
         return int(torch.cuda.get_device_properties(device).total_memory)
     if device.type == "cpu" and hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that could be allocated on ``device`` now, as far as that is known."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return None
 
 

@@ -27,7 +27,8 @@ class Plan:
 
     Bytes are what a forward and backward pass allocates above what was allocated when it began. ``time_ns`` is the
     predicted time of the pass, ``lower_bound_ns`` a proven bound on it for any schedule within the budget, if there is
-    one. ``str(plan)`` is a readable report.
+    one. ``solve_seconds`` is what the planner took when the plan was made, ``cached`` whether that was in an earlier
+    process (``plan_cache``). ``str(plan)`` is a readable report.
     """
 
     graph: Graph
@@ -41,6 +42,7 @@ class Plan:
     lower_bound_ns: int | None = None
     seed: int = 0
     solve_seconds: float = 0.0
+    cached: bool = False
 
     @property
     def overhead(self) -> float:
@@ -156,10 +158,13 @@ def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old or the new text, never a part."""
+    temporary = None
     try:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(temporary, path)
     except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
         raise PlanError(f"cannot write {path}: {error.strerror or error}.") from error

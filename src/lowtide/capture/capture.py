@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._functorch._aot_autograd import descriptors as d
 from torch._functorch._aot_autograd.schemas import OutputType
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.capture import structure
 from lowtide.capture.convert import Converted, convert
@@ -73,11 +74,20 @@ def capture(
 
 
 def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int) -> torch.Tensor:
+    if isinstance(tensor, FakeTensor):  # a sample without memory
+        return _same_layout(mode, tensor)
     fake = mode.from_tensor(tensor.detach() if tensor.grad_fn is not None else tensor, static_shapes=True)
     if tensor.grad_fn is not None and tensor.requires_grad:
         fake.requires_grad_()
     mode.register_input(fake, tensor, position)
     return fake
+
+
+def _same_layout(mode: AnsweringFakeMode, tensor: torch.Tensor) -> torch.Tensor:
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    fake._lowtide_empty = False  # type: ignore[attr-defined]
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 def _check(model: nn.Module, state: State, tensors: Sequence[torch.Tensor]) -> None:
@@ -96,7 +106,12 @@ def _check(model: nn.Module, state: State, tensors: Sequence[torch.Tensor]) -> N
                 "itself, use Tensor.register_hook on parameters, or remove them."
             )
     for tensor in (*state.tensors, *tensors):
-        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        if tensor.layout is not torch.strided or type(tensor) not in (
+            torch.Tensor,
+            nn.Parameter,
+            nn.Buffer,
+            FakeTensor,
+        ):
             raise CaptureError(
                 f"a {type(tensor).__name__} of layout {tensor.layout} cannot be captured; only dense plain tensors can."
             )

@@ -1,4 +1,4 @@
-"""``lowtide env``: versions, device, cost cache, and which optional packages are missing."""
+"""``lowtide env``: versions, device, caches, and which optional packages are missing."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _NEEDED = ("torch", "numpy", "numba", "platformdirs")
 
 
 def add_parser(commands: Subparsers) -> None:
-    parser = commands.add_parser("env", help="show versions, device, cache and optional packages")
+    parser = commands.add_parser("env", help="show versions, device, caches and optional packages")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     facts = [("lowtide", __version__), ("python", f"{platform.python_version()} on {platform.platform()}")]
     facts += [(name, version(name) or "missing") for name in _NEEDED]
-    facts += [*_devices(), ("cost cache", _cache())]
+    facts += [*_devices(), ("cost cache", _cost_cache()), ("plan cache", _plan_cache())]
     for name, extra in EXTRAS.items():
         facts.append((f"{name} (optional)", version(name) or f"missing: pip install 'lowtide[{extra}]'"))
     width = max(len(name) for name, _ in facts)
@@ -50,10 +50,20 @@ def _devices() -> Iterator[tuple[str, str]]:
         yield f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
 
 
-def _cache() -> str:
+def _cost_cache() -> str:
     from lowtide.cost.cache import cache_folder
 
-    folder: Path = cache_folder()
+    return _contents(cache_folder())
+
+
+def _plan_cache() -> str:
+    from lowtide.cost.cache import cache_folder
+    from lowtide.plan_cache import enabled
+
+    return _contents(cache_folder() / "plans") if enabled() else "off (LOWTIDE_PLAN_CACHE)"
+
+
+def _contents(folder: Path) -> str:
     files = [path for path in folder.glob("*.json") if path.is_file()] if folder.is_dir() else []
     size = sum(path.stat().st_size for path in files)
     return f"{folder}: {len(files)} files, {size / 2**10:.0f} KiB" if files else f"{folder}: empty"

@@ -1,0 +1,88 @@
+"""The comparison as Markdown: a table per model, and every point at which lowtide is beaten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from benchmarks.compare.mechanisms import MECHANISMS
+from benchmarks.compare.worker import Row
+
+_NOISE = 0.05  # of time ratios: a lead smaller than this is none
+_WRONG = 1e-3  # gradients further from eager's than rounding explains
+
+
+def document(rows: Sequence[Row], setting: Mapping[str, object]) -> str:
+    facts = ", ".join(f"{key} {value}" for key, value in setting.items())
+    lines = [
+        "# Comparison",
+        "",
+        f"Made by `python -m benchmarks.compare`; {facts} (load: of the machine, average of a minute, at the end).",
+        "Peak and time are ratios to plain eager in the same process. See `docs/performance.md` for the method.",
+    ]
+    for model in dict.fromkeys(row.model for row in rows):
+        lines += ["", *_table(model, [row for row in rows if row.model == model])]
+    lines += ["", "## Lost cells", "", *_lost_lines(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(model: str, rows: Sequence[Row]) -> Iterator[str]:
+    measured = [row for row in rows if not row.message]
+    plain = f": plain eager peaks at {measured[0].plain_peak_bytes / 2**20:.1f} MiB" if measured else ""
+    yield f"## {model}{plain}"
+    yield ""
+    yield "| mechanism | setting | peak | time | predicted peak | predicted time | prepared in | gradients |"
+    yield "|---|---|---:|---:|---:|---:|---:|---|"
+    for row in sorted(rows, key=lambda row: (list(MECHANISMS).index(row.mechanism), -row.peak_bytes)):
+        yield _line(row)
+
+
+def _line(row: Row) -> str:
+    setting = row.setting if not row.setting.isdigit() else f"{int(row.setting) / 2**20:.1f} MiB"
+    if row.message:
+        return f"| {row.mechanism} | {setting} | {row.message.replace('|', '/')} | | | | | |"
+    predicted = row.predicted_peak_bytes / row.plain_peak_bytes
+    cells = [row.mechanism, setting, f"{row.peak_ratio:.3f}", f"{row.time_ratio:.2f}"]
+    cells += [f"{predicted:.3f}", f"{1 + row.predicted_overhead:.2f}"] if row.predicted_peak_bytes else ["", ""]
+    return f"| {' | '.join([*cells, f'{row.prepare_seconds:.1f} s', _gradients(row)])} |"
+
+
+def _gradients(row: Row) -> str:
+    if row.gradient_error == 0:
+        return "equal to the bit"
+    return f"{'WRONG: ' if row.gradient_error > _WRONG else 'within '}{row.gradient_error:.0e}"
+
+
+def lost(rows: Sequence[Row]) -> Iterator[tuple[Row, Row | None]]:
+    """Points of other mechanisms that no point of lowtide of their kind matches, with lowtide's quickest at that peak.
+
+    A point is matched where lowtide's peak is no higher and its time no more than the noise above. Points with wrong
+    gradients, and those at or above plain eager's peak, do not count.
+    """
+    for row in rows:
+        if row.mechanism.startswith("lowtide") or row.message or row.gradient_error > _WRONG:
+            continue
+        if row.peak_bytes >= row.plain_peak_bytes:
+            continue
+        ours = "lowtide-inductor" if MECHANISMS[row.mechanism].compiled else "lowtide"
+        candidates = [r for r in rows if (r.model, r.mechanism) == (row.model, ours) and not r.message]
+        if not candidates:
+            continue
+        within = [r for r in candidates if r.peak_bytes <= row.peak_bytes]
+        best = min(within, key=lambda r: r.time_ratio, default=None)
+        if best is None or best.time_ratio > row.time_ratio + _NOISE:
+            yield row, best
+
+
+def _lost_lines(rows: Sequence[Row]) -> Iterator[str]:
+    found = list(lost(rows))
+    yield f"A cell is lost where lowtide of the same kind has no point with at most its peak and at most {_NOISE} more time."
+    yield ""
+    if not found:
+        yield "None."
+        return
+    yield "| model | mechanism | setting | its peak | its time | lowtide's peak | lowtide's time |"
+    yield "|---|---|---|---:|---:|---:|---:|"
+    for row, best in found:
+        ours = [f"{best.peak_ratio:.3f}", f"{best.time_ratio:.2f}"] if best else ["none as low", ""]
+        cells = [row.model, row.mechanism, row.setting, f"{row.peak_ratio:.3f}", f"{row.time_ratio:.2f}", *ours]
+        yield f"| {' | '.join(cells)} |"

@@ -1,0 +1,217 @@
+"""One model under one mechanism, in a process of its own: every setting beside plain eager, taken in turn.
+
+Prints one JSON list of rows. Memory is the exact allocator peak of a forward and backward pass above the level at its start,
+``.grad`` absent; on CUDA ``torch.cuda.max_memory_allocated``, and ``max_memory_reserved`` beside it. Times are wall clock,
+on CUDA those of events. The CUDA part has not been run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+import lowtide
+from benchmarks.compare.mechanisms import MECHANISMS, Job
+from benchmarks.compare.models import COMPARED
+from benchmarks.zoo import Sample, loss_of
+
+_MESSAGE = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One cell. Ratios are to plain eager in the same process: ``peak_ratio`` of bytes, ``time_ratio`` of median times.
+
+    ``gradient_error`` is the largest difference from plain eager's gradients relative to the largest gradient of the same
+    parameter, 0 where all are equal to the bit. ``message`` is set where the mechanism failed, and nothing else is then.
+    """
+
+    model: str
+    mechanism: str
+    setting: str
+    message: str = ""
+    plain_peak_bytes: int = 0
+    peak_bytes: int = 0
+    reserved_bytes: int = 0
+    predicted_peak_bytes: int = 0
+    budget_bytes: int = 0
+    plain_ns: int = 0
+    step_ns: int = 0
+    time_ratio: float = 0.0
+    predicted_overhead: float = 0.0
+    prepare_seconds: float = 0.0
+    gradient_error: float = 0.0
+
+    @property
+    def peak_ratio(self) -> float:
+        return self.peak_bytes / self.plain_peak_bytes if self.plain_peak_bytes else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Ready:
+    """A prepared model, and the times of its steps."""
+
+    setting: str
+    sample: Sample
+    context: contextlib.AbstractContextManager[Any]
+    prepare_seconds: float
+    times: list[int] = dataclasses.field(default_factory=list)
+
+    def step(self) -> None:
+        model, args, kwargs = self.sample
+        with self.context:
+            loss_of(model(*args, **kwargs)).backward()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare.worker", description=__doc__)
+    parser.add_argument("model", choices=COMPARED)
+    parser.add_argument("mechanism", choices=MECHANISMS)
+    parser.add_argument("settings", nargs="*")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batch", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--planner", default="auto")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    rows = _Comparison(options).run(options.settings or [""])
+    sys.stdout.write(json.dumps([dataclasses.asdict(row) for row in rows]) + "\n")
+    return 0
+
+
+class _Comparison:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.device = torch.device(options.device)
+        self.plain = _Ready("", self._sample(), contextlib.nullcontext(), 0.0)
+        self.expected = self._gradients(self.plain)
+        self.plain_peak_bytes, _ = self._peak(self.plain)
+
+    def run(self, settings: Sequence[str]) -> list[Row]:
+        prepared = [self._prepared(setting) for setting in settings]
+        ready = [each for each in prepared if isinstance(each, _Ready)]
+        for turn in range(-1, self.options.rounds):
+            for each in (self.plain, *ready):
+                taken = self._timed(each)
+                if turn >= 0:
+                    each.times.append(taken)
+        return [self._row(each) if isinstance(each, _Ready) else each for each in prepared]
+
+    def _sample(self) -> Sample:
+        model, args, kwargs = COMPARED[self.options.model].sample(self.options.batch)
+        if self.device.type == "cpu":
+            return model, args, kwargs
+        moved = pytree.tree_map(lambda x: x.to(self.device) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+        return model.to(self.device), *moved
+
+    def _prepared(self, setting: str) -> _Ready | Row:
+        """The model under the mechanism, its first step taken; a row with a message where that fails."""
+        job = Job(self._sample(), COMPARED[self.options.model].blocks, self.plain_peak_bytes, self.options.planner)
+        start = time.perf_counter()
+        try:
+            context = MECHANISMS[self.options.mechanism].prepare(job, setting)
+            ready = _Ready(setting, job.sample, context, time.perf_counter() - start)
+            self._timed(ready)
+        except Exception as error:  # noqa: BLE001 (whatever a mechanism raises is its result)
+            text = f"{type(error).__name__}: {error}".split("\n")[0][:_MESSAGE]
+            return Row(self.options.model, self.options.mechanism, setting, message=text)
+        return ready
+
+    def _row(self, ready: _Ready) -> Row:
+        peak, reserved = max(self._peak(ready) for _ in range(2))
+        predicted = lowtide.plans(ready.sample[0])[0] if _is_planned(ready) else None
+        return Row(
+            model=self.options.model,
+            mechanism=self.options.mechanism,
+            setting=ready.setting,
+            plain_peak_bytes=self.plain_peak_bytes,
+            peak_bytes=peak,
+            reserved_bytes=reserved,
+            predicted_peak_bytes=predicted.peak_bytes if predicted else 0,
+            budget_bytes=predicted.budget_bytes if predicted else 0,
+            plain_ns=int(statistics.median(self.plain.times)),
+            step_ns=int(statistics.median(ready.times)),
+            # Of each round for itself: a neighbour that slows a round down slows both.
+            time_ratio=statistics.median(
+                ours / theirs for ours, theirs in zip(ready.times, self.plain.times, strict=True)
+            ),
+            predicted_overhead=predicted.overhead if predicted else 0.0,
+            prepare_seconds=ready.prepare_seconds,
+            gradient_error=_error(self._gradients(ready), self.expected),
+        )
+
+    def _gradients(self, ready: _Ready) -> dict[str, torch.Tensor]:
+        """After a step from fresh statistics."""
+        model = ready.sample[0]
+        model.zero_grad(set_to_none=True)
+        ready.step()
+        found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad(set_to_none=True)
+        return found
+
+    def _peak(self, ready: _Ready) -> tuple[int, int]:
+        """Allocated bytes, and on CUDA reserved ones, above those at the start."""
+        ready.sample[0].zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            return _cuda_peak(ready)
+        peak = lowtide.measure(ready.step).peak_bytes
+        ready.sample[0].zero_grad(set_to_none=True)
+        return peak, 0
+
+    def _timed(self, ready: _Ready) -> int:
+        ready.sample[0].zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            return _cuda_time(ready)
+        start = time.perf_counter_ns()
+        ready.step()
+        return time.perf_counter_ns() - start
+
+
+def _is_planned(ready: _Ready) -> bool:
+    return getattr(ready.sample[0].__dict__.get("forward"), "_lowtide_runtime", False)
+
+
+def _cuda_peak(ready: _Ready) -> tuple[int, int]:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    ready.step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - allocated, torch.cuda.max_memory_reserved() - reserved
+
+
+def _cuda_time(ready: _Ready) -> int:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    ready.step()
+    end.record()
+    end.synchronize()
+    return round(1e6 * start.elapsed_time(end))
+
+
+def _error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    if found.keys() != expected.keys():
+        return float("inf")
+    largest = 0.0
+    for name, gradient in expected.items():
+        if not torch.equal(gradient, found[name]):
+            scale = gradient.abs().max().item()
+            largest = max(largest, (found[name] - gradient).abs().max().item() / max(scale, 1e-30))
+    return largest
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""One model at every batch size: graph and costs, without a capture for each.
+
+Two small batches are captured and their operators measured. Where both give the same operators in the same order, all
+that changes from batch to batch are numbers, each on a line through the two: bytes are exactly so, times and workspaces
+about. Where they do not, every batch is captured for itself. What is decided here is confirmed on a capture of the batch
+that is answered (``batches.find``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lowtide.batches.samples import Samples
+from lowtide.capture import Program, capture
+from lowtide.cost import analytical_costs
+from lowtide.ir import Costs, Graph
+from lowtide.pipeline import Progress, free_memory, program_costs, resident_bytes
+
+SMALL_BATCHES = (2, 8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """The program at one batch size. ``resident_bytes``: parameters, inputs, gradients, optimizer states."""
+
+    batch: int
+    graph: Graph
+    costs: Costs
+    resident_bytes: int
+
+
+class Family:
+    """``member(batch)`` for any batch size; ``captured(batch)`` never estimates."""
+
+    def __init__(self, model: nn.Module, samples: Samples, on_progress: Progress | None = None) -> None:
+        self.model, self.samples, self.on_progress = model, samples, on_progress
+        self.member: Callable[[int], Member] = functools.cache(self._member)
+        self.first, self.second = (self.captured(batch)[1] for batch in SMALL_BATCHES)
+        self.uniform = self.belongs(self.second)
+
+    def belongs(self, member: Member) -> bool:
+        """Whether ``member`` runs the operators of the others: a schedule of theirs is one of its own."""
+        return _shape_free(self.first.graph) == _shape_free(member.graph)
+
+    def refine(self, member: Member) -> None:
+        """From now on, draw the lines through ``member``."""
+        if self.uniform and self.belongs(member) and member.batch > self.second.batch:
+            self.second = member
+            self.member = functools.cache(self._member)
+
+    def captured(self, batch: int) -> tuple[Program, Member]:
+        """The program of ``batch``, its operators measured where the device has room for the largest of them."""
+        args, kwargs = self.samples.light(batch)
+        with torch.enable_grad():
+            program = capture(self.model, args, kwargs)
+        costs = program_costs(program, self.on_progress) if _has_room(program) else analytical_costs(program)
+        return program, Member(batch, program.graph, costs, resident_bytes(program, self.model))
+
+    def _member(self, batch: int) -> Member:
+        if not self.uniform:
+            return self.captured(batch)[1]
+        first, second = self.first, self.second
+
+        def line(low: Any, high: Any) -> Any:
+            """Rounded up, so that memory is never promised too small."""
+            run = second.batch - first.batch
+            return np.maximum(0, low - (high - low) * (first.batch - batch) // run)
+
+        columns = ("time_ns", "workspace_bytes", "storage_bytes")
+        changed = {name: line(getattr(first.costs, name), getattr(second.costs, name)) for name in columns}
+        resident = int(line(first.resident_bytes, second.resident_bytes))
+        return Member(batch, first.graph, dataclasses.replace(first.costs, **changed), resident)
+
+
+def _shape_free(graph: Graph) -> Graph:
+    """The graph without what batch sizes change."""
+    values = tuple(dataclasses.replace(value, shape=(), name="") for value in graph.values)
+    ops = tuple(dataclasses.replace(op, name="") for op in graph.ops)
+    return dataclasses.replace(graph, values=values, ops=ops)
+
+
+def _has_room(program: Program) -> bool:
+    """Whether any operator could run by itself, with as much again for its workspace."""
+    device = program.metas[0].device
+    values = (
+        {program.graph.values[v].storage: program.metas[v].storage_bytes for v in (*op.inputs, *op.outputs)}
+        for op in program.graph.ops
+    )
+    largest = max((sum(sizes.values()) for sizes in values), default=0)
+    free = free_memory(device)
+    return free is None or 2 * largest <= free

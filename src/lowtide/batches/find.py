@@ -1,0 +1,222 @@
+"""``max_batch``: planning, turned around. Not the quickest schedule for a batch, but the largest batch for a memory."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from torch import nn
+
+from lowtide.batches.family import SMALL_BATCHES, Family, Member
+from lowtide.batches.result import MaxBatch
+from lowtide.batches.samples import MakeSample, Samples
+from lowtide.batches.search import largest
+from lowtide.batches.verify import measured_peak
+from lowtide.budget import is_percentage, parse_budget
+from lowtide.capture import Program
+from lowtide.errors import InfeasibleBudgetError, PlanError
+from lowtide.ir import Schedule, keep_all_schedule, simulate
+from lowtide.pipeline import Progress, Settings, free_memory
+from lowtide.planning import Plan
+from lowtide.solve import Problem, Solution, format_spec, get_planner, solve, working_set_bound
+
+_LOG = logging.getLogger(__name__)
+_FRACTIONS = 4  # halvings of the share of the peak that the first guess is made from
+_STEP_BACK = 64  # a batch that fails its confirmation is lowered by this part of it
+ONE_FORWARD_PASS = 1 / 3
+
+
+def max_batch(
+    make_sample: MakeSample,
+    model: nn.Module,
+    *,
+    total_budget: int | str | None = None,
+    budget: int | str | None = None,
+    max_overhead: float | None = ONE_FORWARD_PASS,
+    planner: str = "auto{effort=1}",
+    seed: int = 0,
+    limit: int = 1 << 16,
+    on_progress: Progress | None = None,
+) -> MaxBatch:
+    """The largest batch that ``model`` trains with inside a memory budget, with lowtide and without.
+
+    ``make_sample(batch)`` returns ``(args, kwargs)`` of a call with that many samples. ``total_budget`` and ``budget`` are
+    those of ``lowtide.rematerialize``, in bytes. ``max_overhead`` is the most extra time that a step may take, as a fraction:
+    a third is about one more forward pass, ``None`` is any. ``planner``: a more patient one may find a few percent more, and
+    is asked about ten times. Up to ``limit`` samples are tried.
+
+    Batches are planned on captured graphs and allocate nothing; the answer is confirmed by a capture of its own and, where
+    the device has the memory, by one measured step. The model is left as it is.
+
+    Raises ``InfeasibleBudgetError`` where not even one sample fits, ``PlanError`` for a budget in percent or a ``make_sample``
+    that fails.
+    """
+    settings = Settings(budget=budget, total_budget=total_budget, planner=planner, seed=seed)
+    given = budget if budget is not None else total_budget
+    if is_percentage(given):
+        raise PlanError('max_batch needs a budget in bytes, such as "8GiB": a percentage would grow with the batch.')
+    if max_overhead is not None and not max_overhead >= 0:
+        raise PlanError(f"max_overhead is {max_overhead}, but is a fraction from 0 on, such as 0.33, or None for any.")
+    if limit < 1:
+        raise PlanError(f"limit is {limit}, but at least one sample is tried.")
+    get_planner(planner)
+    assert given is not None
+    samples = Samples(make_sample, SMALL_BATCHES[0])
+    family = Family(model, samples, on_progress)
+    return _Search(family, settings, parse_budget(given, 1), max_overhead, limit).run()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Confirmed:
+    batch: int
+    plan: Plan
+    measured_peak_bytes: int | None
+
+
+class _Search:
+    def __init__(
+        self, family: Family, settings: Settings, budget_bytes: int, max_overhead: float | None, limit: int
+    ) -> None:
+        self.family, self.settings, self.limit = family, settings, limit
+        self.budget_bytes, self.max_overhead = budget_bytes, max_overhead
+        self.total = settings.budget is None
+        self.schedules: list[Schedule] = []  # found so far; those of a uniform family hold for every batch
+
+    def run(self) -> MaxBatch:
+        without = self._without()
+        batch = largest(self._passes, self._guess(max(without, 1)), self.limit)
+        best = self._lowered_until_confirmed(batch)
+        if best is None:
+            raise self._infeasible()
+        # Costs measured at a large batch say more about its neighbours than those of small ones do.
+        batch = largest(self._passes, best.batch, self.limit)
+        further = self._lowered_until_confirmed(batch, best.batch)
+        best = further or best
+        measured = best.measured_peak_bytes
+        limited = best.batch == self.limit
+        return MaxBatch(best.batch, without, self.budget_bytes, self.total, best.plan, measured, limited)
+
+    def _lowered_until_confirmed(self, batch: int, above: int = 0) -> _Confirmed | None:
+        """The first batch from ``batch`` down to ``above`` that holds when captured by itself."""
+        while batch > above:
+            confirmed = self._confirmed(batch)
+            if confirmed is not None:
+                return confirmed
+            batch -= max(1, batch // _STEP_BACK)
+        return None
+
+    def _room(self, member: Member) -> int:
+        """Bytes that a pass may take."""
+        return self.budget_bytes - (member.resident_bytes if self.total else 0)
+
+    def _without(self) -> int:
+        """The largest batch that fits without recomputation, confirmed on a capture of its own."""
+
+        def fits(member: Member) -> bool:
+            return _unconstrained_bytes(member) <= self._room(member)
+
+        batch = largest(lambda batch: fits(self.family.member(batch)), 1, self.limit)
+        while batch and not fits(self.family.captured(batch)[1]):
+            batch -= max(1, batch // _STEP_BACK)
+        return batch
+
+    def _guess(self, batch: int) -> int:
+        """The share of the peak that is enough for ``batch`` is about enough for others."""
+        if not self.family.uniform:
+            return batch
+        member = self.family.member(batch)
+        low, high = 0.0, 1.0
+        for _ in range(_FRACTIONS):
+            middle = (low + high) / 2
+            found = self._solved(member, int(middle * _unconstrained_bytes(member)))
+            low, high = (middle, high) if found is None else (low, middle)
+
+        def fits(batch: int) -> bool:
+            other = self.family.member(batch)
+            return high * _unconstrained_bytes(other) <= self._room(other)
+
+        return largest(fits, batch, self.limit)
+
+    def _passes(self, batch: int) -> bool:
+        member = self.family.member(batch)
+        room = self._room(member)
+        return (self._found_before(member, room) or self._solved(member, room)) is not None
+
+    def _found_before(self, member: Member, room: int) -> Plan | None:
+        """The latest of the schedules found so far that fits ``member`` too."""
+        for schedule in reversed(self.schedules if self.family.uniform else ()):
+            result = simulate(member.graph, member.costs, schedule)
+            if result.peak_bytes <= room and self._quick_enough(member, result.time_ns):
+                return self._plan(member, room, schedule)
+        return None
+
+    def _solved(self, member: Member, room: int) -> Plan | None:
+        """What the planner finds within ``room`` bytes and the greatest overhead."""
+        if room < working_set_bound(member.graph, member.costs):
+            return None
+        solution = solve(Problem(member.graph, member.costs, room, self.settings.seed), self.settings.planner)
+        if solution.schedule is None:
+            return None
+        self.schedules.append(solution.schedule)
+        if not self._quick_enough(member, solution.time_ns):
+            return None
+        return self._plan(member, room, solution.schedule, solution)
+
+    def _quick_enough(self, member: Member, time_ns: int) -> bool:
+        return self.max_overhead is None or time_ns <= (1 + self.max_overhead) * member.costs.total_time_ns
+
+    def _plan(self, member: Member, room: int, schedule: Schedule, solution: Solution | None = None) -> Plan:
+        result = simulate(member.graph, member.costs, schedule)
+        return Plan(
+            member.graph,
+            member.costs,
+            schedule,
+            format_spec(get_planner(self.settings.planner)),
+            room,
+            result.peak_bytes,
+            _unconstrained_bytes(member),
+            result.time_ns,
+            solution.lower_bound_ns if solution else None,
+            self.settings.seed,
+            solution.solve_seconds if solution else 0.0,
+        )
+
+    def _confirmed(self, batch: int) -> _Confirmed | None:
+        """The plan for ``batch`` on a capture of its own, and its measured peak; ``None`` where it does not hold."""
+        program, member = self.family.captured(batch)
+        self.family.refine(member)
+        room = self._room(member)
+        plan = self._solved(member, room)
+        if plan is None and self.family.belongs(member):
+            plan = self._found_before(member, room)
+        if plan is None:
+            _LOG.info("a batch of %d does not hold when captured by itself", batch)
+            return None
+        measured = self._measured(batch, program, plan)
+        if measured is not None and measured > room:
+            _LOG.warning("a batch of %d takes %d bytes instead of %d", batch, measured, plan.peak_bytes)
+            return None
+        return _Confirmed(batch, plan, measured)
+
+    def _measured(self, batch: int, program: Program, plan: Plan) -> int | None:
+        """The peak of a real step, where the device is real and has the memory."""
+        device = program.metas[0].device
+        free = free_memory(device)
+        inputs = sum(program.metas[value].storage_bytes for value in program.graph.inputs)
+        if device.type == "meta" or (free is not None and plan.peak_bytes + inputs > free):
+            return None
+        return measured_peak(self.family.model, program, plan, self.family.samples.real(batch))
+
+    def _infeasible(self) -> InfeasibleBudgetError:
+        member = self.family.member(1)
+        minimum = working_set_bound(member.graph, member.costs) + self.budget_bytes - self._room(member)
+        limit = "" if self.max_overhead is None else f" with at most {100 * self.max_overhead:.0f} % more time per step"
+        return InfeasibleBudgetError(
+            f"not even a batch of 1 trains within {self.budget_bytes} bytes{limit}; no schedule at all needs less than "
+            f"{minimum} bytes. Raise the budget or max_overhead, or make the sample smaller.",
+            minimum_bytes=minimum,
+        )
+
+
+def _unconstrained_bytes(member: Member) -> int:
+    return simulate(member.graph, member.costs, keep_all_schedule(member.graph)).peak_bytes

@@ -1,0 +1,53 @@
+"""One measured step of a planned program, which leaves the model as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lowtide.batches.samples import Sample
+from lowtide.capture import Program
+from lowtide.capture.capture import flat_arguments
+from lowtide.capture.module import GradientMask, model_state
+from lowtide.errors import ExecutionError
+from lowtide.lower import Lowered, lower
+from lowtide.planning import Plan
+from lowtide.runtime.meter import measure
+from lowtide.runtime.step import Executable, run
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Once:
+    program: Program
+    lowered: Lowered
+
+    def for_mask(self, mask: GradientMask) -> Executable:
+        raise ExecutionError("a measured step was given other gradients than those it was planned for")
+
+
+def measured_peak(model: nn.Module, program: Program, plan: Plan, sample: Sample) -> int:
+    """The exact peak of one forward and backward pass of ``plan`` on a real ``sample``.
+
+    Parameters take part as new leaves on their own memory, buffers as copies, so that gradients, hooks of the user's and
+    statistics are left alone.
+    """
+    state = model_state(model)
+    parameters = [t.detach().requires_grad_(t.requires_grad) for t in state.tensors[: state.parameters]]
+    buffers = [t.detach().clone() for t in state.tensors[state.parameters :]]
+    tensors, _ = flat_arguments(*sample)
+    inputs = [*parameters, *buffers, *tensors]
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        peak = measure(_step, _Once(program, lower(program, plan.schedule)), inputs).peak_bytes
+    for tensor in tensors:
+        if tensor.requires_grad and tensor.is_leaf:
+            tensor.grad = None
+    return peak
+
+
+def _step(executable: _Once, inputs: Sequence[torch.Tensor]) -> None:
+    outputs = run(executable, list(inputs))
+    roots = [outputs[index] for index in executable.program.tangents]
+    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])

@@ -1,0 +1,59 @@
+"""``lowtide max-batch PACKAGE.MODULE:CALLABLE``: the largest batch that trains inside a memory budget."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from lowtide.cli.options import Subparsers
+from lowtide.cli.plan import find_callable
+from lowtide.cli.progress import progress_bar
+from lowtide.errors import LowtideError, PlanError
+
+_EXAMPLE = "build() returns (model, make_sample), and make_sample(batch) returns (args, kwargs)"
+
+
+def add_parser(commands: Subparsers) -> None:
+    parser = commands.add_parser("max-batch", help="find the largest batch for a memory budget", description=__doc__)
+    parser.add_argument("target", metavar="PACKAGE.MODULE:CALLABLE", help="returns model, make_sample")
+    amount = parser.add_mutually_exclusive_group(required=True)
+    amount.add_argument("--total-budget", help='of everything, for instance "8GiB"')
+    amount.add_argument("--budget", help="of a forward and backward pass alone")
+    parser.add_argument("--max-overhead", type=float, metavar="PERCENT", help="most extra time per step (default: any)")
+    parser.add_argument("--planner", default="auto{effort=1}", metavar="SPEC", help="default: auto{effort=1}")
+    parser.add_argument("--limit", type=int, default=1 << 16, help="largest batch to try (default: 65536)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    model, make_sample = _built(options.target)
+    import lowtide
+
+    with progress_bar() as on_progress:
+        found = lowtide.max_batch(
+            make_sample,
+            model,
+            total_budget=options.total_budget,
+            budget=options.budget,
+            max_overhead=None if options.max_overhead is None else options.max_overhead / 100,
+            planner=options.planner,
+            limit=options.limit,
+            on_progress=on_progress,
+        )
+    print(found)
+    return 0
+
+
+def _built(target: str) -> tuple[Any, Any]:
+    """The user's model and function. Raises ``PlanError`` for anything else."""
+    from torch import nn
+
+    try:
+        result = find_callable(target)()
+    except LowtideError:
+        raise
+    except Exception as error:
+        raise PlanError(f"{target} raised {type(error).__name__}: {error}.") from error
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], nn.Module):
+        raise PlanError(f"{target} returned {type(result).__name__}, not a tuple (model, make_sample); {_EXAMPLE}.")
+    return result
