@@ -41,8 +41,8 @@ class Settings:
             raise PlanError(
                 'give either budget= (what a pass allocates) or total_budget= (everything), e.g. budget="8GiB".'
             )
-        if self.compiler != "eager":
-            raise PlanError(f'compiler={self.compiler!r} is not available; use compiler="eager".')
+        if self.compiler not in ("eager", "inductor"):
+            raise PlanError(f'compiler={self.compiler!r} is unknown; use "eager" or "inductor".')
         if self.on_new_signature not in ("plan", "eager", "error"):
             raise PlanError(f'on_new_signature={self.on_new_signature!r} is unknown; use "plan", "eager" or "error".')
         if self.on_capture_error not in ("error", "online"):
@@ -57,6 +57,15 @@ class Settings:
         parse_budget(given, 1 << 62)  # a malformed budget is an error now, not at the first call
         if self.reserve != 0:
             parse_budget(self.reserve, 1 << 62, what="reserve")
+
+
+def compiled_program(program: Program, settings: Settings, on_progress: Progress | None = None) -> Program:
+    """``program`` as it will run: with ``compiler="inductor"`` its chains of cheap operators are compiled kernels."""
+    if settings.compiler == "eager":
+        return program
+    from lowtide.fusion import fuse
+
+    return fuse(program, on_progress)
 
 
 def program_costs(program: Program, on_progress: Progress | None = None) -> Costs:

@@ -20,7 +20,7 @@ from lowtide.capture.module import GradientMask, model_state
 from lowtide.dynamic.context import online
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.lower import Lowered, lower
-from lowtide.pipeline import Settings, make_program_plan
+from lowtide.pipeline import Settings, compiled_program, make_program_plan
 from lowtide.planning import Plan
 from lowtide.runtime.signature import Signature, describe, signature
 from lowtide.runtime.step import run
@@ -124,7 +124,7 @@ class Rematerialized:
             context.__exit__(None, None, None)
 
     def _make(self, key: Signature, args: Sequence[Any], kwargs: Mapping[str, Any], mask: GradientMask | None) -> Entry:
-        program = capture(self.model, args, kwargs, mask=mask)
+        program = compiled_program(capture(self.model, args, kwargs, mask=mask), self.settings)
         granted = max((e.plan.budget_bytes for entries in self.entries.values() for e in entries), default=0)
         plan = make_program_plan(program, self.settings, self.model, granted_bytes=granted)
         lowered = lower(program, plan.schedule)
