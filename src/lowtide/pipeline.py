@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from lowtide.budget import is_percentage, parse_budget
-from lowtide.capture import Program
+from lowtide.capture import Program, capture
+from lowtide.capture.module import GradientMask
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, keep_all_schedule, simulate
@@ -59,13 +60,20 @@ class Settings:
             parse_budget(self.reserve, 1 << 62, what="reserve")
 
 
-def compiled_program(program: Program, settings: Settings, on_progress: Progress | None = None) -> Program:
-    """``program`` as it will run: with ``compiler="inductor"`` its chains of cheap operators are compiled kernels."""
+def captured_program(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    settings: Settings,
+    mask: GradientMask | None = None,
+    on_progress: Progress | None = None,
+) -> Program:
+    """The program as it will run: with ``compiler="inductor"`` its chains of cheap operators are compiled kernels."""
     if settings.compiler == "eager":
-        return program
-    from lowtide.fusion import fuse
+        return capture(model, args, kwargs, mask=mask)
+    from lowtide.fusion import fuse, split_norms
 
-    return fuse(program, on_progress)
+    return fuse(capture(model, args, kwargs, mask=mask, rewrite=split_norms), on_progress)
 
 
 def program_costs(program: Program, on_progress: Progress | None = None) -> Costs:
@@ -171,8 +179,6 @@ def plan(
     on_progress: Progress | None = None,
 ) -> Plan:
     """See ``lowtide.plan``."""
-    from lowtide.capture import capture
-
     settings = Settings(budget=budget, planner=planner, seed=seed)
     with torch.enable_grad():
         program = capture(model, args, kwargs)

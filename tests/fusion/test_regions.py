@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from lowtide.capture import Program, capture
-from lowtide.fusion import Kernel, rewrite
+from lowtide.fusion import Kernel, rewrite, split_norms
 from lowtide.ir import check, is_view, keep_all_schedule
 
 
@@ -99,3 +100,28 @@ def test_repeated_layers_share_kernels() -> None:
     kernels = [call.target for call in program.calls if isinstance(call.target, Kernel)]
     assert len(kernels) >= 11
     assert len({kernel.digest for kernel in kernels}) <= 4
+
+
+class _Norms(nn.Module):
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 8, 3, bias=False), nn.Conv2d(8, 4, 3, bias=False)
+        self.norm = nn.GroupNorm(2, 8) if norm is nn.GroupNorm else norm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.second(torch.nn.functional.silu(self.norm(self.first(x))))
+        return result.square().mean()
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.GroupNorm])
+def test_normalised_tensors_are_not_saved(norm: type[nn.Module]) -> None:
+    """The activation's kernels read the norm's input and statistics; what lies between is never written."""
+    x = torch.randn(2, 4, 16, 16)
+    program = rewrite(capture(_Norms(norm), (x,), rewrite=split_norms))
+    kernels = [call.target for call in program.calls if isinstance(call.target, Kernel)]
+    names = [{str(line.call.target).split(".")[1] for line in kernel.body.lines} for kernel in kernels]
+    assert any({"sub", "mul", "silu"} <= found for found in names)
+    assert any({"sub", "mul", "silu_backward"} <= found for found in names)
+    statistics = next(kernel for kernel, found in zip(kernels, names, strict=True) if len(found) == 1)
+    assert all(len(meta.shape) < 4 for meta in statistics.body.metas), "the kernel of the norm returns statistics only"
+    assert _saved_bytes(program) < _saved_bytes(capture(_Norms(norm), (x,)))

@@ -4,6 +4,7 @@ The result is a program like any other: its kernels are measured, planned, simul
 """
 
 from lowtide.fusion.kernel import Kernel
+from lowtide.fusion.norms import split_norms
 from lowtide.fusion.rewrite import fuse, rewrite
 
-__all__ = ["Kernel", "fuse", "rewrite"]
+__all__ = ["Kernel", "fuse", "rewrite", "split_norms"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.capture.program import Program
-from lowtide.fusion.kinds import Kind, kinds
+from lowtide.fusion.kinds import ALONE, Kind, kinds, operator_name
 
 _LONGEST = 48  # operators that may be computed again in a reader
 _FUSIBLE = (Kind.POINTWISE, Kind.GATHER, Kind.REDUCTION)
@@ -73,7 +73,13 @@ def find_regions(reading: Reading) -> list[Region]:
     anchors = _anchors(reading, _transparent(reading))
     kept = {op for op, belongs in anchors.items() if op in belongs}
     regions = [_region(reading, op, kept) for op in sorted(kept)]
-    return [r for r in regions if sum(reading.kinds[op] is not Kind.VIEW for op in r.members) > 1]
+    return [region for region in regions if _pays(reading, region)]
+
+
+def _pays(reading: Reading, region: Region) -> bool:
+    """Whether a kernel is better than the operators: it takes several of them, or one that compiles well."""
+    count = sum(reading.kinds[op] is not Kind.VIEW for op in region.members)
+    return count > 1 or operator_name(reading.program.calls[region.anchors[-1]].target) in ALONE
 
 
 def _transparent(reading: Reading) -> set[int]:

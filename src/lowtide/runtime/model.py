@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture import Program, capture, structure
+from lowtide.capture import Program, structure
 from lowtide.capture.capture import flat_arguments
 from lowtide.capture.module import GradientMask, model_state
 from lowtide.dynamic.context import online
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.lower import Lowered, lower
-from lowtide.pipeline import Settings, compiled_program, make_program_plan
+from lowtide.pipeline import Settings, captured_program, make_program_plan
 from lowtide.planning import Plan
 from lowtide.runtime.signature import Signature, describe, signature
 from lowtide.runtime.step import run
@@ -128,7 +128,7 @@ class Rematerialized:
             context.__exit__(None, None, None)
 
     def _make(self, key: Signature, args: Sequence[Any], kwargs: Mapping[str, Any], mask: GradientMask | None) -> Entry:
-        program = compiled_program(capture(self.model, args, kwargs, mask=mask), self.settings)
+        program = captured_program(self.model, args, kwargs, self.settings, mask)
         granted = max((e.plan.budget_bytes for entries in self.entries.values() for e in entries), default=0)
         plan = self.make_plan(program, granted)
         lowered = lower(program, plan.schedule)
