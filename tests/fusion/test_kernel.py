@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import lowtide
 from lowtide.capture import capture
 from lowtide.fusion import Kernel, fuse, kernel, rewrite
 
@@ -71,3 +72,18 @@ def test_kernels_that_do_not_compile_are_refused(
         program = fuse(capture(_Gate(), (torch.randn(10, 6),)))
     assert not any(isinstance(call.target, Kernel) for call in program.calls)
     assert "no compiler found" in caplog.text
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be compiled: one error that says what to install, not a warning for every kernel."""
+    from torch._inductor.exc import InductorError, InvalidCxxCompiler
+
+    from lowtide.fusion import inductor
+
+    def failing(body: kernel.Body) -> kernel.Code:
+        raise InductorError(InvalidCxxCompiler(), None)
+
+    monkeypatch.setattr(inductor, "compile_body", failing)
+    monkeypatch.setattr(kernel, "_COMPILED", {})
+    with pytest.raises(lowtide.PlanError, match=r"install g\+\+"):
+        lowtide.rematerialize(_Gate(), (torch.randn(10, 6),), budget="100%", compiler="inductor")

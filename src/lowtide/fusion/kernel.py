@@ -18,6 +18,7 @@ import torch
 from lowtide.capture.program import Call, Program, Ref, TensorMeta
 from lowtide.cost.signature import map_refs, target_name
 from lowtide.cost.synthetic import synthetic_tensor
+from lowtide.errors import PlanError
 
 _LOG = logging.getLogger(__name__)
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -100,7 +101,12 @@ def _checked(kernel: Kernel) -> Code | None:
 
     try:
         code = compile_body(kernel.body)
-    except Exception as error:  # noqa: BLE001  a compiler may raise anything
+    except Exception as error:
+        if type(getattr(error, "inner_exception", error)).__name__ == "InvalidCxxCompiler":
+            raise PlanError(
+                'compiler="inductor" needs a C++ compiler for kernels on the CPU, and none was found: install g++ or '
+                'clang++, point CXX at one, or use compiler="eager".'
+            ) from error
         complaint = f"cannot be compiled: {type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
     else:
         complaint = _difference(kernel.body, code)
