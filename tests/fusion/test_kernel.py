@@ -11,7 +11,7 @@ from torch import nn
 
 import lowtide
 from lowtide.capture import capture
-from lowtide.fusion import Kernel, fuse, kernel, rewrite
+from lowtide.fusion import Kernel, checked, fuse, kernel, rewrite
 
 
 class _Gate(nn.Module):
@@ -87,3 +87,25 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "_COMPILED", {})
     with pytest.raises(lowtide.PlanError, match=r"install g\+\+"):
         lowtide.rematerialize(_Gate(), (torch.randn(10, 6),), budget="100%", compiler="inductor")
+
+
+def test_checked_compares_on_the_programs_own_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that is wrong for large numbers only passes the check beforehand, and not the one inside ``checked``."""
+    from lowtide.fusion import inductor
+
+    def wrong_for_large(body: kernel.Body) -> kernel.Code:
+        def code(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            large = any(tensor.is_floating_point() and bool(tensor.abs().max() > 100) for tensor in tensors)
+            return [result * 2 if large else result for result in body(*tensors)]
+
+        return code
+
+    monkeypatch.setattr(inductor, "compile_body", wrong_for_large)
+    monkeypatch.setattr(kernel, "_COMPILED", {})
+    model, x = _Gate(), torch.randn(10, 6)
+    lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all", compiler="inductor")
+    with checked():
+        model(x).backward()
+        with pytest.raises(lowtide.CompiledMismatchError, match=r"relative error of 1.0e\+00") as raised:
+            model(1e4 * x)
+    assert "aten._softmax.default" in raised.value.operators

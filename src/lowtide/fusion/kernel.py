@@ -7,9 +7,10 @@ refused, and the log says so.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,26 @@ import torch
 from lowtide.capture.program import Call, Program, Ref, TensorMeta
 from lowtide.cost.signature import map_refs, target_name
 from lowtide.cost.synthetic import synthetic_tensor
-from lowtide.errors import PlanError
+from lowtide.errors import CompiledMismatchError, PlanError
 
 _LOG = logging.getLogger(__name__)
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 Code = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 _COMPILED: dict[tuple[str, int], Code | None] = {}  # by digest and number of threads
+
+
+_CHECKS: list[None] = []  # one per open ``checked()``, of all threads: a backward pass may run in another
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Inside, every kernel runs beside its operators on the program's own tensors: ``CompiledMismatchError`` where they
+    disagree. Takes time and memory beyond the plan."""
+    _CHECKS.append(None)
+    try:
+        yield
+    finally:
+        _CHECKS.pop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +88,23 @@ class Kernel:
     def __call__(self, *tensors: torch.Tensor) -> Any:
         assert self.code is not None, "compile_kernels comes first"
         results = self.code(list(tensors))
+        if _CHECKS:
+            self._compare(tensors, results)
         return results[0] if len(results) == 1 else tuple(results)
+
+    def _compare(self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        complaint = compare(self.body(*tensors), results, self.body.metas)
+        if complaint:
+            raise CompiledMismatchError(
+                f"a kernel of {', '.join(self.operators)} {complaint}: its operators, run on the same tensors, give "
+                'something else. Please report it; compiler="eager" runs the operators.',
+                operators=self.operators,
+            )
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """Names of the operators, each once."""
+        return tuple(dict.fromkeys(target_name(line.call.target) for line in self.body.lines))
 
     def compile(self) -> bool:
         """Whether the kernel compiles and computes what its operators do; said in the log where it does not."""
@@ -112,8 +143,7 @@ def _checked(kernel: Kernel) -> Code | None:
         complaint = _difference(kernel.body, code)
         if not complaint:
             return code
-    names = ", ".join(dict.fromkeys(target_name(line.call.target) for line in kernel.body.lines))
-    _LOG.warning("a kernel of %s %s; these operators run one by one", names, complaint)
+    _LOG.warning("a kernel of %s %s; these operators run one by one", ", ".join(kernel.operators), complaint)
     return None
 
 
@@ -127,7 +157,12 @@ def _difference(body: Body, code: Code) -> str:
     storages = [result.untyped_storage()._cdata for result in found]
     if len(set(storages)) < len(storages) or inputs.intersection(storages):
         return "returns results that share memory"
-    for index, (want, have, meta) in enumerate(zip(expected, found, body.metas, strict=True)):
+    return compare(expected, found, body.metas)
+
+
+def compare(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor], metas: Sequence[TensorMeta]) -> str:
+    """What is wrong with the results ``found``; empty where nothing is."""
+    for index, (want, have, meta) in enumerate(zip(expected, found, metas, strict=True)):
         if have.dtype != want.dtype or have.shape != want.shape or have.stride() != meta.stride:
             return f"returns result {index} in another layout"
         error = _relative_error(want, have)
