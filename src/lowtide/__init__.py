@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import (
     CaptureError,
+    CompiledMismatchError,
     CostError,
     ExecutionError,
     InfeasibleBudgetError,
@@ -43,6 +44,7 @@ _LAZY = {
 
 __all__ = [
     "CaptureError",
+    "CompiledMismatchError",
     "CostError",
     "ExecutionError",
     "InfeasibleBudgetError",

@@ -45,6 +45,14 @@ class ExecutionError(LowtideError):
     """A planned program was used in a way that it does not support."""
 
 
+class CompiledMismatchError(ExecutionError):
+    """A compiled kernel and the operators that it stands for disagree. ``operators`` are their names."""
+
+    def __init__(self, message: str, *, operators: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.operators = operators
+
+
 class OnlineBudgetError(LowtideError):
     """What an operator needs at once does not fit the budget of the online mode.
 

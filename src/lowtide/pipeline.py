@@ -14,7 +14,8 @@ from torch import nn
 
 from lowtide import __version__, plan_cache
 from lowtide.budget import is_percentage, parse_budget
-from lowtide.capture import Program
+from lowtide.capture import Program, capture
+from lowtide.capture.module import GradientMask
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.cache import cache_folder
 from lowtide.errors import InfeasibleBudgetError, PlanError
@@ -43,8 +44,8 @@ class Settings:
             raise PlanError(
                 'give either budget= (what a pass allocates) or total_budget= (everything), e.g. budget="8GiB".'
             )
-        if self.compiler != "eager":
-            raise PlanError(f'compiler={self.compiler!r} is not available; use compiler="eager".')
+        if self.compiler not in ("eager", "inductor"):
+            raise PlanError(f'compiler={self.compiler!r} is unknown; use "eager" or "inductor".')
         if self.on_new_signature not in ("plan", "eager", "error"):
             raise PlanError(f'on_new_signature={self.on_new_signature!r} is unknown; use "plan", "eager" or "error".')
         if self.on_capture_error not in ("error", "online"):
@@ -59,6 +60,22 @@ class Settings:
         parse_budget(given, 1 << 62)  # a malformed budget is an error now, not at the first call
         if self.reserve != 0:
             parse_budget(self.reserve, 1 << 62, what="reserve")
+
+
+def captured_program(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    settings: Settings,
+    mask: GradientMask | None = None,
+    on_progress: Progress | None = None,
+) -> Program:
+    """The program as it will run: with ``compiler="inductor"`` its chains of cheap operators are compiled kernels."""
+    if settings.compiler == "eager":
+        return capture(model, args, kwargs, mask=mask)
+    from lowtide.fusion import fuse, split_norms
+
+    return fuse(capture(model, args, kwargs, mask=mask, rewrite=split_norms), on_progress)
 
 
 def program_costs(program: Program, on_progress: Progress | None = None) -> Costs:
@@ -191,8 +208,6 @@ def plan(
     on_progress: Progress | None = None,
 ) -> Plan:
     """See ``lowtide.plan``."""
-    from lowtide.capture import capture
-
     settings = Settings(budget=budget, planner=planner, seed=seed)
     with torch.enable_grad():
         program = capture(model, args, kwargs)

@@ -6,7 +6,7 @@ nothing of the model's size, and changes nothing of the user's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,12 +39,15 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     *,
     mask: GradientMask | None = None,
+    rewrite: Callable[[torch.fx.GraphModule], None] | None = None,
 ) -> Program:
     """The training program of ``model(*args, **kwargs)``.
 
     ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is
-    guessed, see ``capture.module.guess_mask``. Raises ``CaptureError`` where the program depends on data in a way that
-    cannot be answered before it runs, or uses something unsupported.
+    guessed, see ``capture.module.guess_mask``. ``rewrite`` may change the joint graph before it is converted.
+
+    Raises ``CaptureError`` where the program depends on data in a way that cannot be answered before it runs, or uses
+    something unsupported.
     """
     state = model_state(model)
     tensors, arguments = flat_arguments(args, kwargs)
@@ -70,6 +73,8 @@ def capture(
             "no output of the model requires a gradient, so there is nothing to rematerialize: check requires_grad of "
             "the parameters and inputs, and that the model is not under torch.no_grad()."
         )
+    if rewrite is not None:
+        rewrite(module)
     return _assemble(convert(module), metadata, traced, mode, state, type(model).__name__)
 
 

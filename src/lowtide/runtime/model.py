@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture import Program, capture, structure
+from lowtide.capture import Program, structure
 from lowtide.capture.capture import flat_arguments
 from lowtide.capture.module import GradientMask, model_state
 from lowtide.dynamic.context import online
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.lower import Lowered, lower
-from lowtide.pipeline import Settings, make_program_plan
+from lowtide.pipeline import Settings, captured_program, make_program_plan
 from lowtide.planning import Plan
 from lowtide.runtime.signature import Signature, describe, signature
 from lowtide.runtime.step import run
@@ -80,7 +80,11 @@ class Rematerialized:
         entry = self.entry(args, kwargs, inputs, arguments)
         if entry is None:
             return self.original_forward(*args, **kwargs)
-        return _rebuild(entry.program, run(entry, inputs), inputs, model)
+        return _rebuild(entry.program, self.run(entry, inputs), inputs, model)
+
+    def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The forward outputs of the planned program."""
+        return run(entry, inputs)
 
     def flat_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Any]:
         tensors, arguments = flat_arguments(args, kwargs)
@@ -124,9 +128,9 @@ class Rematerialized:
             context.__exit__(None, None, None)
 
     def _make(self, key: Signature, args: Sequence[Any], kwargs: Mapping[str, Any], mask: GradientMask | None) -> Entry:
-        program = capture(self.model, args, kwargs, mask=mask)
+        program = captured_program(self.model, args, kwargs, self.settings, mask)
         granted = max((e.plan.budget_bytes for entries in self.entries.values() for e in entries), default=0)
-        plan = make_program_plan(program, self.settings, self.model, granted_bytes=granted)
+        plan = self.make_plan(program, granted)
         lowered = lower(program, plan.schedule)
         # Shapes suffice to capture again for other gradients, but values answer the questions: keep the small ones.
         autocast = _autocast(program)
@@ -135,6 +139,9 @@ class Rematerialized:
         self.entries.setdefault(key, []).append(entry)
         _LOG.info("planned %s: peak %d bytes of %d", type(self.model).__name__, plan.peak_bytes, plan.budget_bytes)
         return entry
+
+    def make_plan(self, program: Program, granted_bytes: int) -> Plan:
+        return make_program_plan(program, self.settings, self.model, granted_bytes=granted_bytes)
 
     def _remake(
         self, key: Signature, old: Program, sample: tuple[Any, Any], autocast: torch.autocast, mask: GradientMask

@@ -1,0 +1,210 @@
+"""One budget for several graphs of a step.
+
+Graphs run in order in the forward pass and in reverse in the backward pass. While graph i runs, the graphs before it
+hold what they saved and what they returned, and the graphs after it have left gradients behind. So the step fits where, for
+every i::
+
+    sum of held(j) for j < i  +  peak(i)  +  sum of gradients(j) for j > i   <=   budget
+
+A graph becomes known when it is first called: it gets what the graphs before it leave. Where that does not suffice, or the
+inequality fails for another graph, the step goes on with the lowest plan there is (said in the log), and all graphs are
+planned together before the next: each at the same share of the way from its lowest peak to its peak without recomputation, the
+largest share with which the step fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.budget import parse_budget
+from lowtide.capture import Program
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.ir import Compute, Costs, Free, Schedule, keep_all_schedule, simulate
+from lowtide.ir.simulator import owned_storages
+from lowtide.lower import lower
+from lowtide.pipeline import Settings, program_costs
+from lowtide.planning import Plan, make_plan
+from lowtide.runtime.model import Entry, Rematerialized
+from lowtide.runtime.step import ModelCall
+
+_LOG = logging.getLogger(__name__)
+_HALVINGS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What one graph needs of the step's memory: at its peak, between its passes, and after them."""
+
+    peak_bytes: int
+    held_bytes: int
+    gradient_bytes: int
+
+
+def extent(program: Program, costs: Costs, schedule: Schedule) -> Extent:
+    sizes = costs.storage_bytes.tolist()
+    owned = owned_storages(program.graph)
+    live: set[int] = set()
+    for step in schedule.steps[: schedule.boundary]:
+        if isinstance(step, Compute):
+            live.update(owned[step.op])
+        elif isinstance(step, Free):
+            live.discard(step.storage)
+    gradients = {program.graph.values[value].storage for _, value in program.gradients}
+    peak = simulate(program.graph, costs, schedule).peak_bytes
+    return Extent(peak, sum(sizes[s] for s in live), sum(sizes[s] for s in gradients))
+
+
+def step_peak(extents: Sequence[Extent]) -> int:
+    """The largest left side of the inequality above."""
+    held, after, peak = 0, sum(each.gradient_bytes for each in extents), 0
+    for each in extents:
+        after -= each.gradient_bytes
+        peak = max(peak, held + each.peak_bytes + after)
+        held += each.held_bytes
+    return peak
+
+
+class SharedBudget:
+    """The graphs of one ``torch.compile``. ``graphs`` are those of the current step, in the order in which they ran."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.graphs: list[SharingGraph] = []
+        self.exceeded = False
+        self._calls: list[weakref.ref[ModelCall]] = []
+
+    def enter(self, graph: SharingGraph) -> None:
+        """``graph`` is about to run: in a new step where nothing of the last one waits for its backward pass."""
+        self._calls = [call for call in self._calls if _waits(call)]
+        if not self._calls:
+            if self.exceeded:
+                self._settle()
+            self.graphs = []
+
+    def ran(self, graph: SharingGraph, call: ModelCall | None) -> None:
+        if call is not None:
+            self._calls.append(weakref.ref(call))
+            self.graphs.append(graph)
+
+    def plan(self, program: Program) -> Plan:
+        """A plan for what the graphs that ran before leave of the budget."""
+        earlier = [graph.current for graph in self.graphs if graph.current is not None]
+        before = [extent(entry.program, entry.plan.costs, entry.plan.schedule) for entry in earlier]
+        costs = program_costs(program)
+        budget = self._budget([*((entry.program, entry.plan.costs) for entry in earlier), (program, costs)])
+        left = budget - sum(each.held_bytes for each in before)
+        try:
+            plan = self._make(program, costs, max(left, 1))
+        except InfeasibleBudgetError as error:
+            if not before:
+                raise
+            _LOG.warning(
+                "graph %d of the step needs %d bytes and has %d left: this step may exceed the budget; all are replanned",
+                len(before) + 1, error.minimum_bytes, left,
+            )  # fmt: skip
+            self.exceeded = True
+            plan = self._make(program, costs, error.minimum_bytes)
+        self.exceeded |= step_peak([*before, extent(program, costs, plan.schedule)]) > budget
+        return plan
+
+    def _settle(self) -> None:
+        """Plan all graphs of the last step together."""
+        self.exceeded = False
+        graphs = list(dict.fromkeys(self.graphs))
+        current = [graph.current for graph in graphs if graph.current is not None]
+        lowest = [self._lowest(entry) for entry in current]
+        budget = self._budget([(entry.program, entry.plan.costs) for entry in current])
+        best = lowest
+        if _peak(current, lowest) > budget:
+            needed = _peak(current, lowest)
+            raise InfeasibleBudgetError(
+                f"the {len(current)} graphs of the step need {needed} bytes together, more than the budget of {budget}; "
+                "raise it, or avoid the graph breaks.",
+                minimum_bytes=needed,
+            )
+        low, high = 0.0, 1.0
+        for _ in range(_HALVINGS):
+            share = (low + high) / 2
+            plans = [self._at(entry, plan, share) for entry, plan in zip(current, lowest, strict=True)]
+            if _peak(current, plans) <= budget:
+                best, low = plans, share
+            else:
+                high = share
+        for graph, plan in zip(graphs, best, strict=True):
+            graph.replan(plan)
+
+    def _lowest(self, entry: Entry) -> Plan:
+        try:
+            return self._make(entry.program, entry.plan.costs, 1)
+        except InfeasibleBudgetError as error:
+            return self._make(entry.program, entry.plan.costs, error.minimum_bytes)
+
+    def _at(self, entry: Entry, lowest: Plan, share: float) -> Plan:
+        span = max(lowest.unconstrained_peak_bytes - lowest.peak_bytes, 0)
+        return self._make(entry.program, entry.plan.costs, lowest.peak_bytes + int(share * span))
+
+    def _make(self, program: Program, costs: Costs, budget: int) -> Plan:
+        return make_plan(program.graph, costs, budget=budget, planner=self.settings.planner, seed=self.settings.seed)
+
+    def _budget(self, programs: Sequence[tuple[Program, Costs]]) -> int:
+        """In bytes; a percentage is of the peak of the graphs together, without recomputation."""
+        assert self.settings.budget is not None
+        whole = step_peak([extent(program, costs, keep_all_schedule(program.graph)) for program, costs in programs])
+        reserve = parse_budget(self.settings.reserve, whole, what="reserve") if self.settings.reserve else 0
+        return parse_budget(self.settings.budget, whole) - reserve
+
+
+def _waits(call: weakref.ref[ModelCall]) -> bool:
+    """Whether a forward pass still holds what its backward pass needs."""
+    found = call()
+    return found is not None and found.generator is not None
+
+
+def _peak(entries: Sequence[Entry], plans: Sequence[Plan]) -> int:
+    pairs = zip(entries, plans, strict=True)
+    return step_peak([extent(entry.program, plan.costs, plan.schedule) for entry, plan in pairs])
+
+
+class SharingGraph(Rematerialized):
+    """One of Dynamo's graphs, callable as Dynamo calls it."""
+
+    def __init__(self, module: torch.nn.Module, shared: SharedBudget) -> None:
+        super().__init__(module, dataclasses.replace(shared.settings))
+        self.module = module  # the base class only refers to it
+        self.shared = shared
+        self.current: Entry | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.shared.enter(self)
+        return super().__call__(*args, **kwargs)
+
+    def entry(self, *args: Any, **kwargs: Any) -> Entry | None:
+        found = super().entry(*args, **kwargs)
+        if found is not None:
+            self.current = found
+        return found
+
+    def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = super().run(entry, inputs)
+        call = next((getattr(output.grad_fn, "call", None) for output in outputs if output.grad_fn is not None), None)
+        self.shared.ran(self, call)
+        return outputs
+
+    def make_plan(self, program: Program, granted_bytes: int) -> Plan:
+        return self.shared.plan(program)
+
+    def replan(self, plan: Plan) -> None:
+        """Run the current program by another plan from now on; other signatures are planned when they come."""
+        assert self.current is not None
+        old = self.current
+        self.current = dataclasses.replace(old, plan=plan, lowered=lower(old.program, plan.schedule))
+        key = next(key for key, entries in self.entries.items() if old in entries)
+        self.entries = {key: [self.current]}
+        self.spare.clear()

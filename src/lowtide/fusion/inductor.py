@@ -1,0 +1,78 @@
+"""The one place that calls Inductor: from a kernel's operators to compiled code.
+
+The operators are traced with Inductor's decompositions and handed to ``compile_fx_inner``, below AOTAutograd: nothing
+but code generation happens there. Results come in the strides that the program was captured with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lowtide.capture.program import TensorMeta
+from lowtide.fusion.kernel import Body, Code
+
+# Asserts on sizes run at every call; kernels are compared with their operators once instead.
+_SETTINGS = {"size_asserts": False, "nan_asserts": False, "alignment_asserts": False, "fallback_random": True}
+
+
+def compile_body(body: Body) -> Code:
+    """A function that takes the inputs in a list (which it empties) and returns the results. Raises what Inductor
+    raises."""
+    mode = FakeTensorMode()
+    fakes = [_fake(mode, meta) for meta in body.inputs]
+    with _settings(), torch.no_grad():
+        with mode:
+            module = _traced(body, fakes)
+        from torch._inductor import compile_fx
+
+        with tracing(TracingContext(mode)):
+            compiled: Any = compile_fx.compile_fx_inner(module, fakes)
+    code: Code = getattr(compiled, "current_callable", None) or compiled
+    return code
+
+
+def _traced(body: Body, fakes: list[torch.Tensor]) -> fx.GraphModule:
+    import torch._inductor.lowering  # noqa: F401  the decomposition table is incomplete before
+    from torch._inductor.decomposition import select_decomp_table
+
+    def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [_arranged(result, meta) for result, meta in zip(body(*tensors), body.metas, strict=True)]
+
+    traced = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
+    output = next(node for node in traced.graph.nodes if node.op == "output")
+    output.meta["user_visible_output_idxs"] = list(range(len(body.results)))
+    return traced
+
+
+def _arranged(result: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """``result`` in the captured layout, where a decomposition chose another."""
+    if result.stride() == meta.stride:
+        return result
+    order = sorted(range(result.dim()), key=lambda axis: -meta.stride[axis])
+    inverse = [order.index(axis) for axis in range(result.dim())]
+    dense: torch.Tensor = torch.ops.aten.clone.default(result.permute(order), memory_format=torch.contiguous_format)
+    return dense.permute(inverse)
+
+
+def _fake(mode: FakeTensorMode, meta: TensorMeta) -> torch.Tensor:
+    with mode:
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+
+
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    from torch._inductor import config
+
+    known = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
+    with config.patch(known), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own about its own, while it loads its parts
+        yield

@@ -1,0 +1,199 @@
+"""A fused kernel: the operators that it stands for, and, once compiled, the code that computes them in one go.
+
+Kernels with the same operators on the same layouts are one kernel, compiled once per process (and kept on disk by
+Inductor's own cache). Each is compared with the operators that it stands for before it is used: one that disagrees is
+refused, and the log says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.capture.program import Call, Program, Ref, TensorMeta
+from lowtide.cost.signature import map_refs, target_name
+from lowtide.cost.synthetic import synthetic_tensor
+from lowtide.errors import CompiledMismatchError, PlanError
+
+_LOG = logging.getLogger(__name__)
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+Code = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+_COMPILED: dict[tuple[str, int], Code | None] = {}  # by digest and number of threads
+
+
+_CHECKS: list[None] = []  # one per open ``checked()``, of all threads: a backward pass may run in another
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Inside, every kernel runs beside its operators on the program's own tensors: ``CompiledMismatchError`` where they
+    disagree. Takes time and memory beyond the plan."""
+    _CHECKS.append(None)
+    try:
+        yield
+    finally:
+        _CHECKS.pop()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One operator of a kernel: ``Ref`` numbers are local, ``outputs`` the numbers that it defines."""
+
+    call: Call
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What a kernel computes: inputs are numbered from 0, then each line's outputs; ``results`` are returned."""
+
+    inputs: tuple[TensorMeta, ...]
+    lines: tuple[Line, ...]
+    results: tuple[int, ...]
+    metas: tuple[TensorMeta, ...]  # of the results
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Operator by operator, as plain PyTorch would."""
+        known = dict(enumerate(tensors))
+        for line in self.lines:
+            args, kwargs = map_refs(line.call, lambda ref: known[ref.value])
+            result = line.call.target(*args, **kwargs)
+            pieces = [result] if line.call.positions is None else [result[i] for i in line.call.positions]
+            known.update(zip(line.outputs, pieces, strict=True))
+        return tuple(known[number] for number in self.results)
+
+    def __str__(self) -> str:
+        heads = [_layout(i, meta) for i, meta in enumerate(self.inputs)]
+        lines = [f"{line.outputs} = {target_name(line.call.target)}{_text(line.call)}" for line in self.lines]
+        results = [_layout(number, meta) for number, meta in zip(self.results, self.metas, strict=True)]
+        return "\n".join([*heads, *lines, "return", *results])
+
+
+class Kernel:
+    """Callable as ``kernel(*tensors)``: one tensor, or a tuple where the body has several results."""
+
+    def __init__(self, body: Body) -> None:
+        self.body = body
+        self.digest = hashlib.sha256(str(body).encode()).hexdigest()[:16]
+        self.__name__ = f"fused_{self.digest[:6]}"
+        self.__qualname__ = f"fused_{self.digest}"  # what costs are kept under
+        self.code: Code | None = None
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        assert self.code is not None, "compile_kernels comes first"
+        results = self.code(list(tensors))
+        if _CHECKS:
+            self._compare(tensors, results)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _compare(self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        complaint = compare(self.body(*tensors), results, self.body.metas)
+        if complaint:
+            raise CompiledMismatchError(
+                f"a kernel of {', '.join(self.operators)} {complaint}: its operators, run on the same tensors, give "
+                'something else. Please report it; compiler="eager" runs the operators.',
+                operators=self.operators,
+            )
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """Names of the operators, each once."""
+        return tuple(dict.fromkeys(target_name(line.call.target) for line in self.body.lines))
+
+    def compile(self) -> bool:
+        """Whether the kernel compiles and computes what its operators do; said in the log where it does not."""
+        key = (self.digest, torch.get_num_threads())
+        if key not in _COMPILED:
+            _COMPILED[key] = _checked(self)
+        self.code = _COMPILED[key]
+        return self.code is not None
+
+
+def compile_kernels(program: Program, on_progress: Callable[[str, float], None] | None = None) -> frozenset[str]:
+    """Compile every kernel of ``program``; the digests of those that cannot be used."""
+    kernels = [call.target for call in program.calls if isinstance(call.target, Kernel)]
+    refused = set()
+    for count, kernel in enumerate(kernels):
+        if on_progress is not None:
+            on_progress("compiling kernels", count / len(kernels))
+        if not kernel.compile():
+            refused.add(kernel.digest)
+    return frozenset(refused)
+
+
+def _checked(kernel: Kernel) -> Code | None:
+    from lowtide.fusion.inductor import compile_body
+
+    try:
+        code = compile_body(kernel.body)
+    except Exception as error:
+        if type(getattr(error, "inner_exception", error)).__name__ == "InvalidCxxCompiler":
+            raise PlanError(
+                'compiler="inductor" needs a C++ compiler for kernels on the CPU, and none was found: install g++ or '
+                'clang++, point CXX at one, or use compiler="eager".'
+            ) from error
+        complaint = f"cannot be compiled: {type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
+    else:
+        complaint = _difference(kernel.body, code)
+        if not complaint:
+            return code
+    _LOG.warning("a kernel of %s %s; these operators run one by one", ", ".join(kernel.operators), complaint)
+    return None
+
+
+def _difference(body: Body, code: Code) -> str:
+    """How compiled results differ from the operators' on random inputs; empty where they agree."""
+    tensors = [synthetic_tensor(meta) for meta in body.inputs]
+    with torch.no_grad():
+        expected = body(*tensors)
+        found = code(list(tensors))
+    inputs = {tensor.untyped_storage()._cdata for tensor in tensors}
+    storages = [result.untyped_storage()._cdata for result in found]
+    if len(set(storages)) < len(storages) or inputs.intersection(storages):
+        return "returns results that share memory"
+    return compare(expected, found, body.metas)
+
+
+def compare(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor], metas: Sequence[TensorMeta]) -> str:
+    """What is wrong with the results ``found``; empty where nothing is."""
+    for index, (want, have, meta) in enumerate(zip(expected, found, metas, strict=True)):
+        if have.dtype != want.dtype or have.shape != want.shape or have.stride() != meta.stride:
+            return f"returns result {index} in another layout"
+        error = _relative_error(want, have)
+        if not error <= _TOLERANCE.get(want.dtype, 0.0):
+            return f"returns result {index} with a relative error of {error:.1e}"
+    return ""
+
+
+def _relative_error(want: torch.Tensor, have: torch.Tensor) -> float:
+    """The largest difference over the largest finite magnitude; infinities and NaN must be in the same places."""
+    if not want.is_floating_point() or not want.numel():
+        return 0.0 if torch.equal(want, have) else float("inf")
+    finite = want.isfinite()
+    if not torch.equal(finite, have.isfinite()):
+        return float("inf")
+    scale = float(want[finite].abs().max()) if finite.any() else 0.0
+    worst = float((want[finite].double() - have[finite].double()).abs().max()) if finite.any() else 0.0
+    return worst / scale if scale else worst
+
+
+def _layout(number: int, meta: TensorMeta) -> str:
+    return f"%{number}: {meta.dtype}{meta.shape}{meta.stride}+{meta.storage_offset % 16}@{meta.device}"
+
+
+def _text(call: Call) -> str:
+    return f"{_written(call.args)}{_written(tuple(sorted(call.kwargs.items())))}->{call.positions}"
+
+
+def _written(argument: Any) -> str:
+    if isinstance(argument, Ref):
+        return f"%{argument.value}"
+    if isinstance(argument, (list, tuple)):
+        return "[" + ",".join(map(_written, argument)) + "]"
+    return repr(argument)

@@ -1,0 +1,99 @@
+"""Normalisations taken apart: statistics, and the pointwise step that applies them.
+
+Batch and group normalisation return the normalised tensor and two small statistics. Apart, the tensor is pointwise in
+the input: it fuses with the activation behind it, is computed again inside the kernels of the backward pass, and need not
+be saved. The operator itself stays for its statistics; a kernel of it computes nothing else.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+_ATEN = torch.ops.aten
+
+
+def split_norms(module: fx.GraphModule) -> None:
+    """Replace the first result of every batch and group normalisation of ``module`` by pointwise operators, in place."""
+    for node in list(module.graph.nodes):
+        apply = _APPLIED.get(node.target)
+        if apply is None or not _is_whole(node):
+            continue
+        results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        if 0 not in results:
+            continue
+        builder = _Inserter(module.graph, node, results)
+        results[0].replace_all_uses_with(apply(builder, node))
+        module.graph.erase_node(results[0])
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Whether only single results of the node are used, of a type in which statistics are kept too."""
+    plain = all(user.target is operator.getitem for user in node.users)
+    value = node.args[0].meta["val"] if isinstance(node.args[0], fx.Node) else None
+    return plain and value is not None and value.dtype in (torch.float32, torch.float64) and value.dim() > 1
+
+
+class _Inserter:
+    """Adds operators behind the results of a node, with the meaning that it has."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node, results: dict[Any, fx.Node]) -> None:
+        self.graph = graph
+        self.node = node
+        self.results = results
+        self.after = max(results.values(), key=list(graph.nodes).index) if results else node
+
+    def result(self, index: int) -> fx.Node:
+        """Result ``index`` of the normalisation."""
+        if index not in self.results:
+            self.results[index] = self(operator.getitem, self.node, index)
+        return self.results[index]
+
+    def __call__(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+        with self.graph.inserting_after(self.after):
+            added = self.graph.call_function(target, args)
+        added.meta = {key: item for key, item in self.node.meta.items() if key not in ("val", "tensor_meta")}
+        values: Any = fx.map_arg(args, lambda n: n.meta["val"])
+        added.meta["val"] = target(*values)
+        self.after = added
+        return added
+
+
+def _batch_norm(add: _Inserter, node: fx.Node) -> fx.Node:
+    arguments: tuple[Any, ...] = node.args
+    x, weight, bias = arguments[:3]
+    shape = [1, -1, *(1 for _ in range(x.meta["val"].dim() - 2))]
+    mean, scale = (add(_ATEN.view.default, add.result(i), shape) for i in (1, 2))
+    normal = add(_ATEN.mul.Tensor, add(_ATEN.sub.Tensor, x, mean), scale)
+    return _affine(add, normal, weight, bias, shape)
+
+
+def _group_norm(add: _Inserter, node: fx.Node) -> fx.Node:
+    arguments: tuple[Any, ...] = node.args
+    x, weight, bias, batch, channels, _, groups, _ = arguments
+    shape = list(x.meta["val"].shape)
+    grouped = [batch, groups, channels // groups, *shape[2:]]
+    small = [batch, groups, *(1 for _ in grouped[2:])]
+    mean, scale = (add(_ATEN.view.default, add.result(i), small) for i in (1, 2))
+    parts = add(_ATEN.view.default, x, grouped)
+    normal = add(_ATEN.mul.Tensor, add(_ATEN.sub.Tensor, parts, mean), scale)
+    whole = add(_ATEN.view.default, normal, shape)
+    return _affine(add, whole, weight, bias, [1, -1, *(1 for _ in shape[2:])])
+
+
+def _affine(add: _Inserter, normal: fx.Node, weight: Any, bias: Any, shape: list[int]) -> fx.Node:
+    if weight is not None:
+        normal = add(_ATEN.mul.Tensor, normal, add(_ATEN.view.default, weight, shape))
+    if bias is not None:
+        normal = add(_ATEN.add.Tensor, normal, add(_ATEN.view.default, bias, shape))
+    return normal
+
+
+_APPLIED: dict[Any, Callable[[_Inserter, fx.Node], fx.Node]] = {
+    _ATEN._native_batch_norm_legit_functional.default: _batch_norm,
+    _ATEN.native_group_norm.default: _group_norm,
+}

@@ -1,0 +1,147 @@
+"""Which operators are computed together.
+
+A storage is *kept* (written to memory) where something other than a fusible operator reads it, where the caller gets it,
+or where computing it again in each of its readers would read more than it holds. All other fusible operators vanish
+into the kernels of their readers. So every kept storage has one kernel that computes it from kept storages, and planners
+decide about kept storages only.
+
+Two steps. ``_Sources``, forward: what an operator's result could be computed from, looking through pointwise operators.
+``_Anchors``, backward: the kept operators whose kernels an operator belongs to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.capture.program import Program
+from lowtide.fusion.kinds import ALONE, Kind, kinds, operator_name
+
+_LONGEST = 48  # operators that may be computed again in a reader
+_FUSIBLE = (Kind.POINTWISE, Kind.GATHER, Kind.REDUCTION)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Ops computed by one kernel, views included, in program order. ``anchors`` are those whose results are kept;
+    the kernel runs at ``anchors[-1]``. ``roots`` are the values it reads."""
+
+    members: tuple[int, ...]
+    anchors: tuple[int, ...]
+    roots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The program seen storage by storage: ``readers[storage]`` are the ops, views apart, that read it."""
+
+    program: Program
+    kinds: list[Kind]
+    readers: list[list[int]]
+    handed: frozenset[int]  # storages that the caller gets
+
+    def storage(self, value: int) -> int:
+        return self.program.graph.values[value].storage
+
+    def owned(self, op: int) -> list[int]:
+        """Storages that ``op`` allocates."""
+        graph = self.program.graph
+        found = (self.storage(value) for value in graph.ops[op].outputs)
+        return [s for s in dict.fromkeys(found) if graph.storages[s].base == op]
+
+    def nbytes(self, storage: int) -> int:
+        return max(self.program.metas[value].storage_bytes for value in self.program.graph.storages[storage].values)
+
+    def fusible(self, op: int | None) -> bool:
+        return op is not None and self.kinds[op] in _FUSIBLE
+
+
+def read_program(program: Program, apart: frozenset[int] = frozenset()) -> Reading:
+    """``apart``: ops that must not be part of a kernel."""
+    graph = program.graph
+    found = [Kind.CALL if i in apart and kind in _FUSIBLE else kind for i, kind in enumerate(kinds(program))]
+    readers: list[list[int]] = [[] for _ in graph.storages]
+    for op in graph.ops:
+        if found[op.id] is not Kind.VIEW:
+            for storage in dict.fromkeys(graph.values[value].storage for value in op.inputs):
+                readers[storage].append(op.id)
+    handed = frozenset(graph.values[value].storage for value in (*graph.outputs, *graph.forward_outputs))
+    return Reading(program, found, readers, handed)
+
+
+def find_regions(reading: Reading) -> list[Region]:
+    """One region per anchor, in program order; regions of a single operator are left out."""
+    anchors = _anchors(reading, _transparent(reading))
+    kept = {op for op, belongs in anchors.items() if op in belongs}
+    regions = [_region(reading, op, kept) for op in sorted(kept)]
+    return [region for region in regions if _pays(reading, region)]
+
+
+def _pays(reading: Reading, region: Region) -> bool:
+    """Whether a kernel is better than the operators: it takes several of them, or one that compiles well."""
+    count = sum(reading.kinds[op] is not Kind.VIEW for op in region.members)
+    return count > 1 or operator_name(reading.program.calls[region.anchors[-1]].target) in ALONE
+
+
+def _transparent(reading: Reading) -> set[int]:
+    """Ops that may be computed again in every reader: what that reads is no more than their result."""
+    sources: dict[int, frozenset[int]] = {}
+    lengths: dict[int, int] = {}
+    found = set()
+    for op in reading.program.graph.ops:
+        owned = reading.owned(op.id)
+        if reading.kinds[op.id] is not Kind.POINTWISE or not owned:
+            continue
+        inputs = {reading.storage(value) for value in op.inputs}
+        reads = frozenset().union(*(sources.get(s, frozenset((s,))) for s in inputs)) if inputs else frozenset()
+        length = 1 + sum(lengths.get(s, 0) for s in inputs)
+        must = any(_must_keep(reading, s) for s in owned)
+        size = sum(map(reading.nbytes, owned))
+        if length <= _LONGEST and sum(map(reading.nbytes, reads)) <= size + size // 8:
+            found.add(op.id)
+            if not must:
+                sources.update(dict.fromkeys(owned, reads))
+                lengths.update(dict.fromkeys(owned, length))
+    return found
+
+
+def _must_keep(reading: Reading, storage: int) -> bool:
+    return storage in reading.handed or not all(map(reading.fusible, reading.readers[storage]))
+
+
+def _anchors(reading: Reading, transparent: set[int]) -> dict[int, frozenset[int]]:
+    """For each fusible op the kept ops whose kernels it is part of; itself where its result is kept."""
+    graph = reading.program.graph
+    found: dict[int, frozenset[int]] = {}
+    for op in reversed(graph.ops):
+        if not reading.fusible(op.id):
+            continue
+        owned = reading.owned(op.id)
+        itself = frozenset((op.id,))
+        readers = {reader for storage in owned for reader in reading.readers[storage]}
+        if any(_must_keep(reading, storage) for storage in owned) or not readers or not owned:
+            found[op.id] = itself
+            continue
+        belongs = frozenset().union(*(found[reader] for reader in readers))
+        same_phase = all(graph.ops[anchor].phase is op.phase for anchor in belongs)
+        alone = len(belongs) == 1 and same_phase and reading.kinds[op.id] is not Kind.GATHER
+        found[op.id] = belongs if alone or op.id in transparent else itself
+    return found
+
+
+def _region(reading: Reading, anchor: int, kept: set[int]) -> Region:
+    """What ``anchor`` is computed from, back to kept storages and to what is not fusible."""
+    graph = reading.program.graph
+    members, roots = {anchor}, dict[int, None]()
+    pending = list(reversed(graph.ops[anchor].inputs))
+    while pending:
+        value = pending.pop()
+        producer = graph.values[value].producer
+        absorbed = producer is not None and (
+            reading.kinds[producer] is Kind.VIEW or (reading.fusible(producer) and producer not in kept)
+        )
+        if producer is None or not absorbed:
+            roots[value] = None
+        elif producer not in members:
+            members.add(producer)
+            pending.extend(reversed(graph.ops[producer].inputs))
+    return Region(tuple(sorted(members)), (anchor,), tuple(roots))

@@ -1,0 +1,164 @@
+"""``torch.compile(model, backend="lowtide")``: Dynamo's graphs under one budget."""
+
+from __future__ import annotations
+
+import copy
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.backend import backend
+
+# Dynamo looks at .grad of what one graph hands to the next.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+PLANNER = "auto{effort=1}"
+ROWS, WIDTH = 256, 32
+
+
+class _Blocks(nn.Module):
+    """Six residual blocks, in one graph, or in three with ``breaks``."""
+
+    def __init__(self, breaks: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, WIDTH)) for _ in range(6)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, c, d, e, f = self.blocks
+        x = x + a(x)
+        x = x + b(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        x = x + c(x)
+        x = x + d(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        x = x + e(x)
+        return (x + f(x)).square().mean()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _pair(**options: Any) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    plain = _Blocks(**options)
+    return plain, copy.deepcopy(plain), torch.randn(ROWS, WIDTH)
+
+
+def _step(model: Any, x: torch.Tensor, seed: int = 0) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.manual_seed(seed)
+    model(x).backward()
+
+
+def _budget(plain: nn.Module, x: torch.Tensor, share: float) -> int:
+    for parameter in plain.parameters():
+        parameter.grad = None
+    return int(share * lowtide.measure(_step, plain, x).peak_bytes)
+
+
+def _assert_same_gradients(plain: nn.Module, compiled: nn.Module) -> None:
+    for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+def _compile(model: nn.Module, budget: int | str, compiler: str = "eager") -> Any:
+    return torch.compile(model, backend=backend, options={"budget": budget, "planner": PLANNER, "compiler": compiler})
+
+
+def test_one_graph() -> None:
+    plain, model, x = _pair(dropout=0.2)
+    budget = _budget(plain, x, 0.5)
+    compiled = _compile(model, budget)
+    for seed in range(3):
+        _step(plain, x, seed)
+        _step(compiled, x, seed)
+        _assert_same_gradients(plain, model)
+    model.zero_grad()
+    assert lowtide.measure(_step, compiled, x).peak_bytes <= budget
+
+
+def test_graphs_share_the_budget() -> None:
+    """The first step shows how many graphs there are; from the second on the budget holds for all of them."""
+    plain, model, x = _pair(breaks=True)
+    budget = _budget(plain, x, 0.7)
+    compiled = _compile(model, budget)
+    for seed in range(3):
+        _step(plain, x, seed)
+        _step(compiled, x, seed)
+        _assert_same_gradients(plain, model)
+    model.zero_grad()
+    measured = lowtide.measure(_step, compiled, x).peak_bytes
+    assert budget / 2 < measured <= budget
+
+
+def test_budget_too_small_for_the_graphs_together() -> None:
+    plain, model, x = _pair(breaks=True)
+    compiled = _compile(model, _budget(plain, x, 0.45))
+    _step(compiled, x)
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="3 graphs of the step need"):
+        _step(compiled, x)
+
+
+def test_other_shapes_are_planned() -> None:
+    plain, model, x = _pair()
+    compiled = _compile(model, "60%")
+    for rows in (ROWS, 100, 64):
+        _step(plain, x[:rows])
+        _step(compiled, x[:rows])
+        _assert_same_gradients(plain, model)
+
+
+def test_without_gradients() -> None:
+    plain, model, x = _pair()
+    compiled = _compile(model, "60%")
+    with torch.no_grad():
+        assert torch.equal(compiled(x), plain(x))
+
+
+def test_inductor_is_the_default_compiler() -> None:
+    _, model, x = _pair()
+    compiled = torch.compile(model, backend=backend, options={"budget": "100%", "planner": "keep-all"})
+    _step(compiled, x)
+    expected = copy.deepcopy(model)
+    _step(expected, x)
+    for one, other in zip(expected.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_known_by_name() -> None:
+    from lowtide.backend import register
+
+    register()
+    assert "lowtide" in torch._dynamo.list_backends()
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["entry-points"]["torch_dynamo_backends"] == {"lowtide": "lowtide.backend:backend"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budgets": 1}, "no option 'budgets'"),
+        ({"total_budget": "1GiB"}, "total_budget= is for lowtide.rematerialize"),
+        ({}, "give either budget="),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(lowtide.PlanError, match=message):
+        backend(torch.fx.symbolic_trace(nn.Linear(2, 2)), [], options=options)
