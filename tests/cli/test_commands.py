@@ -54,6 +54,27 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("_module")
+def test_curve(capsys: pytest.CaptureFixture[str]) -> None:
+    """Alone, and with a plan, whose budget is then one of its points."""
+    assert main(["plan", "command_line_sample:build", "--curve", "--points", "3", "-o", "curve.json"]) == 0
+    curve = Plan.load("curve.json").known_curve
+    assert curve is not None
+    assert capsys.readouterr().out == f"{curve}\n"
+    assert main(["plan", "command_line_sample:build", "--budget", "60%", "--curve", "--points", "3", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["peak_bytes"] <= summary["budget_bytes"]
+    budgets = [point["budget_bytes"] for point in summary["curve"]["points"]]
+    assert budgets == sorted(budgets, reverse=True)
+    assert summary["budget_bytes"] in budgets
+
+
+@pytest.mark.parametrize("options", [[], ["--budget", "50%", "--points", "3"]])
+def test_plan_needs_a_budget_or_a_curve(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "command_line_sample:build", *options]) == 2
+    assert "--curve" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_module")
 def test_plan_infeasible(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "command_line_sample:build", "--budget", "1kB"]) == 3
     assert "smallest budget" in capsys.readouterr().err

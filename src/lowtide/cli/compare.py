@@ -39,8 +39,8 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from lowtide.ir import load_instance
-    from lowtide.planning import write_atomically
     from lowtide.report.comparison import LEGEND, comparison_to_json, render_comparison
+    from lowtide.report.files import write_atomically
 
     planners = _planners(options.planners)
     if options.time_limit is not None and not options.time_limit > 0:

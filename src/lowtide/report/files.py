@@ -1,0 +1,21 @@
+"""Files, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from lowtide.errors import PlanError
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader sees the old or the new content, never a part. Raises ``PlanError``."""
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise PlanError(f"cannot write {path}: {error.strerror or error}.") from error
