@@ -8,7 +8,14 @@ from types import ModuleType
 from lowtide.errors import LowtideError
 
 # Module, and the extra of this package that installs it.
-EXTRAS = {"rich": "cli", "matplotlib": "plot", "transformers": "models", "diffusers": "models", "highspy": "milp"}
+EXTRAS = {
+    "rich": "cli",
+    "matplotlib": "plot",
+    "jinja2": "viz",
+    "transformers": "models",
+    "diffusers": "models",
+    "highspy": "milp",
+}
 
 
 class MissingExtraError(LowtideError):

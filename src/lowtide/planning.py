@@ -15,6 +15,7 @@ from lowtide.ir.schedule import Compute
 from lowtide.ir.serial import graph_from_json, graph_to_json, read_json, schedule_from_json, schedule_to_json
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint, make_curve
 from lowtide.report.files import write_atomically
+from lowtide.report.measured import Measured
 from lowtide.report.text import render_plan
 from lowtide.solve import Problem, Solution, format_spec, get_planner, minimum_peak, solve
 
@@ -55,7 +56,7 @@ class Plan:
     ) -> Curve:
         """Overhead against budget, from the unconstrained peak to the least budget that ``planner`` meets.
 
-        The budgets are ``points`` evenly spaced ones and this plan's. The default planner takes seconds per point.
+        There are ``points`` budgets and this plan's. The default planner takes seconds per point.
         """
         known = CurvePoint(self.budget_bytes, self.peak_bytes, self.time_ns, self.lower_bound_ns)
         return make_curve(
@@ -75,6 +76,17 @@ class Plan:
         return dataclasses.replace(
             self, known_curve=self.curve(points=points, planner=planner, on_progress=on_progress)
         )
+
+    def report(self, path: str | Path, measurement: Measured | None = None) -> None:
+        """Write a report of this plan; the extension of ``path`` says which: see ``lowtide report``.
+
+        ``measurement``: of a step that ran under the plan, from ``lowtide.measure``. The curve is that of ``with_curve``.
+        """
+        from lowtide.report.report import report_of_plan
+        from lowtide.report.writers import check_extension, write_report
+
+        check_extension(path)
+        write_report(report_of_plan(self, self.known_curve, measurement), path)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as ``lowtide-plan/1`` JSON, atomically."""

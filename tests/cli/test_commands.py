@@ -12,6 +12,9 @@ import pytest
 from lowtide import Plan
 from lowtide.cli.main import main
 from lowtide.extras import MissingExtraError, require
+from lowtide.report.writers import WRITERS
+from lowtide.trace import write_trace
+from tests.report.reports import small_plan, trace_of_chain
 
 _MODULE = """
 import torch
@@ -72,6 +75,46 @@ def test_curve(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_needs_a_budget_or_a_curve(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "command_line_sample:build", *options]) == 2
     assert "--curve" in capsys.readouterr().err
+
+
+def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a plan and of a trace, in every form; without an output as text."""
+    monkeypatch.chdir(tmp_path)
+    small_plan().save("plan.json")
+    write_trace(trace_of_chain(), "run.trace.gz")
+    for artefact in ("plan.json", "run.trace.gz"):
+        forms = [f"{artefact}{extension}" for extension in WRITERS]
+        assert main(["report", artefact, *(part for form in forms for part in ("-o", form))]) == 0
+        assert all(Path(form).stat().st_size > 300 for form in forms)
+        capsys.readouterr()
+        assert main(["report", artefact]) == 0
+        assert capsys.readouterr().out == Path(f"{artefact}.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.json", "-o", "out.html"], "cannot read missing.json"),
+        (["plan.json", "-o", "out.pdf"], ".trace.json"),
+        (["plan.json", "--budget", "50%"], "is a plan"),
+        (["plan.json", "--measurement", "plan.json"], "not a measurement"),
+        (["run.trace.gz", "--budget", "1%"], "larger --budget"),
+        (["notes.txt"], "not JSON"),
+    ],
+)
+def test_report_refuses(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small_plan().save("plan.json")
+    write_trace(trace_of_chain(), "run.trace.gz")
+    Path("notes.txt").write_text("buy milk\n")
+    assert main(["report", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_module")

@@ -94,7 +94,7 @@ GOLDEN = """\
  budget  of the peak  overhead  lower bound
 -------  -----------  --------  -----------
 6.8 KiB      100.0 %     0.0 %        0.0 %
-5.5 KiB       81.0 %     9.1 %        6.1 %
-4.2 KiB       61.9 %    21.2 %       15.2 %
+5.1 KiB       74.0 %     9.1 %        9.1 %
+3.7 KiB       53.8 %    60.6 %       21.2 %
 2.9 KiB       42.9 %    60.6 %       30.3 %
 2.9 KiB is the least budget of all: no schedule peaks lower"""

@@ -83,7 +83,7 @@ class Curve:
         write_atomically(Path(path), json.dumps(self.to_json(), indent=1) + "\n")
 
     def __str__(self) -> str:
-        rows = [_HEADER, *(self._cells(point) for point in self.points)]
+        rows = [_HEADER, *(self.cells(point) for point in self.points)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
@@ -94,9 +94,11 @@ class Curve:
         least, bound = format_bytes(self.minimum_bytes), format_bytes(self.lower_bound_bytes)
         if self.minimum_bytes <= self.lower_bound_bytes:
             return f"{least} is the least budget of all: no schedule peaks lower"
-        return f"least budget met by {self.planner}: {least}; no schedule peaks below {bound}"
+        below = f"; no schedule peaks below {bound}" if self.lower_bound_bytes else ""
+        return f"least budget met by {self.planner}: {least}{below}"
 
-    def _cells(self, point: CurvePoint) -> tuple[str, ...]:
+    def cells(self, point: CurvePoint) -> tuple[str, ...]:
+        """A row of the table: budget, share of the peak, overhead, lower bound."""
         bound = "-" if point.lower_bound_ns is None else format_percent(self.overhead(point.lower_bound_ns))
         share = format_percent(point.budget_bytes / max(self.unconstrained_peak_bytes, 1))
         return format_bytes(point.budget_bytes), share, format_percent(self.overhead(point.time_ns)), bound
@@ -119,7 +121,7 @@ def make_curve(
     known: Iterable[CurvePoint] = (),
     on_progress: Progress | None = None,
 ) -> Curve:
-    """Plan at ``points`` budgets, evenly spaced between the unconstrained peak and the least that ``planner`` meets.
+    """Plan at ``points`` budgets from the unconstrained peak to the least that ``planner`` meets, denser towards the least.
 
     ``known``: what other plans of the graph reached; their budgets are points as well.
     """
@@ -133,7 +135,7 @@ def make_curve(
     lowest = _lowest(graph, costs, planner, seed)
     if lowest.budget_bytes < whole:
         found.append(lowest)
-    budgets = [whole - (whole - lowest.budget_bytes) * step // (points - 1) for step in range(1, points)]
+    budgets = _budgets(whole, lowest.budget_bytes, points)
     for done, budget in enumerate(dict.fromkeys(budgets)):
         if on_progress is not None:
             on_progress("planning at several budgets", done / len(budgets))
@@ -141,6 +143,12 @@ def make_curve(
         if solution.schedule is not None:
             found.append(CurvePoint(budget, solution.peak_bytes, solution.time_ns, solution.lower_bound_ns))
     return Curve(whole, base, peak_lower_bound(graph, costs), planner, _monotone(found))
+
+
+def _budgets(whole: int, least: int, points: int) -> list[int]:
+    """From below ``whole`` down to ``least``; the steps shrink, as overhead rises most at the end."""
+    shares = [(1 - step / (points - 1)) ** 1.5 for step in range(1, points)]
+    return [least + int((whole - least) * share) for share in shares]
 
 
 def _needed_ns(graph: Graph, costs: Costs) -> int:
