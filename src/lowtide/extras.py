@@ -10,11 +10,14 @@ from lowtide.errors import LowtideError
 # Module, and the extra of this package that installs it.
 EXTRAS = {
     "rich": "cli",
-    "matplotlib": "plot",
+    "matplotlib": "viz",
     "jinja2": "viz",
-    "transformers": "models",
-    "diffusers": "models",
-    "highspy": "milp",
+    "highspy": "ilp",
+    "transformers": "hf",
+    "diffusers": "hf",
+    "accelerate": "hf",
+    "peft": "hf",
+    "pytorch_lightning": "lightning",
 }
 
 

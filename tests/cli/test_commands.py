@@ -11,7 +11,7 @@ import pytest
 
 from lowtide import Plan
 from lowtide.cli.main import main
-from lowtide.extras import MissingExtraError, require
+from lowtide.extras import EXTRAS, MissingExtraError, require
 from lowtide.report.writers import WRITERS
 from lowtide.trace import write_trace
 from tests.report.reports import small_plan, trace_of_chain
@@ -160,10 +160,22 @@ def test_solving_needs_no_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'lowtide\[plot\]'"):
-        require("matplotlib")
+@pytest.mark.parametrize("package", EXTRAS)
+def test_missing_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=rf"pip install 'lowtide\[{EXTRAS[package]}\]'") as caught:
+        require(package)
+    assert caught.value.extra == EXTRAS[package]
+
+
+def test_page_without_jinja2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    small_plan().save(tmp_path / "plan.json")
+    assert main(["report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "plan.html")]) == 2
+    assert "pip install 'lowtide[viz]'" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "plan.svg")]) == 0
 
 
 def test_demo_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

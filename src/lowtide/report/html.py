@@ -50,8 +50,7 @@ def _context(report: Report) -> dict[str, Any]:
     return {
         "title": report.title,
         "budget": format_bytes(report.budget_bytes),
-        "lead": f"Predicted memory and time of one training step, {report.device or 'costs as given'}, "
-        f"scheduled by {report.decided_by}.",
+        "lead": _lead(report),
         "sections": [*sections, ("facts", "Facts")],
         "tiles": _tiles(report),
         "memory_charts": [memory_chart(report, size) for size in (WIDE, NARROW)],
@@ -71,6 +70,13 @@ def _context(report: Report) -> dict[str, Any]:
         "script": _asset("report.js"),
         "version": __version__,
     }
+
+
+def _lead(report: Report) -> str:
+    device = report.device or "costs as given"
+    if report.unit == "operator":
+        return f"A recorded run, replayed within a budget by {report.decided_by}; times of {device}."
+    return f"Predicted memory and time of one training step, scheduled by {report.decided_by}; times of {device}."
 
 
 def _tiles(report: Report) -> list[dict[str, str]]:

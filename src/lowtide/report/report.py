@@ -110,7 +110,7 @@ def report_of_trace(
         run=run,
         plain=plain,
         budget_bytes=budget,
-        decided_by=f"{heuristic}, {policy}, online",
+        decided_by=f"{heuristic}, policy {policy}",
         device=trace.device,
         unit="operator",
         rows=_operator_rows(run),
