@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 
 from lowtide.errors import LowtideError, PlanError
+from lowtide.planning import Plan, make_plan
 from lowtide.report.measured import load_measurement, measurement_to_json
 from lowtide.report.report import Report, report_of_trace
+from lowtide.report.run import run_of_schedule
 from lowtide.report.writers import WRITERS, write_report
 from lowtide.runtime.meter import Measurement
 from tests.report.reports import HOSTILE, MEASURED, plan_report, small_plan, trace_of_chain, trace_report
+from tests.support.random_graphs import random_graph
 
 _VOID = {"meta", "link"}
 REPORTS = {"plan": plan_report, "trace": trace_report}
@@ -77,6 +80,23 @@ def test_page_says_what_was_measured(tmp_path: Path) -> None:
     assert "Predicted and measured" in page
     assert "2.9 KiB" in page
     assert "Predicted and measured" not in _written(trace_report(), tmp_path / "trace.html")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_form_of_any_graph(seed: int, tmp_path: Path) -> None:
+    """Tiny ones, with views, workspaces, effects and random operators; the smallest has a single operator."""
+    graph, costs = random_graph(seed, 1 + 7 * seed, forward_backward=seed > 0)
+    plan = make_plan(graph, costs, budget="100%")
+    lowest = make_plan(graph, costs, budget=max(plan.curve(points=2).minimum_bytes, 1), planner="auto{effort=1}")
+    for extension in WRITERS:
+        path = tmp_path / f"plan{extension}"
+        lowest.report(path)
+        assert path.stat().st_size > 0
+    assert _alive(pickle.loads((tmp_path / "plan.pickle").read_bytes()))[0] == run_peak(lowest)
+
+
+def run_peak(plan: Plan) -> int:
+    return run_of_schedule(plan.graph, plan.costs, plan.schedule).peak_bytes
 
 
 def test_page_of_a_hostile_name(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def _context(report: Report) -> dict[str, Any]:
         "groups": _groups(report),
         "alive": alive,
         "alive_left": format_bytes(sum(row["size"] for row in alive[_MOST_BLOCKS:])),
+        "detailed": any(row["detail"] for row in alive),
         "most": _MOST_BLOCKS,
         "unit": report.unit,
         "rows": _rows(rows[:_MOST_ROWS]),
