@@ -1,11 +1,13 @@
 # make demo      train a GPT-2 inside 40 % of its memory, beside plain PyTorch
 # make test      lint, types, import contracts, tests
 # make test-all  the same and the wide sweeps
+# make docs      the documentation as a site, its examples executed, in docs/_build/html
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_TOOLS := sphinx furo myst-parser
 TEST_TOOLS := pytest pytest-timeout hypothesis ruff mypy import-linter
 OUTPUT ?= demo
 
@@ -14,12 +16,12 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export MPLBACKEND := Agg
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all lint docs bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cli,plot,models,milp]" $(TEST_TOOLS)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cli,viz,models,ilp]" $(TEST_TOOLS)
 	touch $@
 
 demo: $(STAMP)
@@ -37,8 +39,13 @@ test: lint
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(DOCS_TOOLS)
+	$(BIN)/python docs/execute.py docs/quickstart.md docs/walkthrough.md docs/tutorials/*.md
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --conf-dir docs --builder html . docs/_build/html
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.step_time
 
 clean:
-	rm -rf $(VENV) $(OUTPUT) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(OUTPUT) docs/_build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

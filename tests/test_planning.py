@@ -86,6 +86,12 @@ def test_load_checks_the_schedule(tmp_path: Path) -> None:
         Plan.load(path)
 
 
+def test_files_have_the_usual_permissions(tmp_path: Path) -> None:
+    _plan().save(tmp_path / "plan.json")
+    (tmp_path / "other").touch()
+    assert (tmp_path / "plan.json").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="cannot read"):
         Plan.load(tmp_path / "missing.json")

@@ -8,7 +8,17 @@ from types import ModuleType
 from lowtide.errors import LowtideError
 
 # Module, and the extra of this package that installs it.
-EXTRAS = {"rich": "cli", "matplotlib": "plot", "transformers": "models", "diffusers": "models", "highspy": "milp"}
+EXTRAS = {
+    "rich": "cli",
+    "matplotlib": "viz",
+    "jinja2": "viz",
+    "highspy": "ilp",
+    "transformers": "hf",
+    "diffusers": "hf",
+    "accelerate": "hf",
+    "peft": "hf",
+    "pytorch_lightning": "lightning",
+}
 
 
 class MissingExtraError(LowtideError):

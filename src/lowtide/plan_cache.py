@@ -32,7 +32,8 @@ from lowtide.ir import (
     schedule_to_json,
     simulate,
 )
-from lowtide.planning import Plan, write_atomically
+from lowtide.planning import Plan
+from lowtide.report.files import write_atomically
 
 _LOG = logging.getLogger(__name__)
 FORMAT = "lowtide-cached-plan/1"

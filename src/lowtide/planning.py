@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,9 @@ from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, Graph, Schedule, check, keep_all_schedule, simulate
 from lowtide.ir.schedule import Compute
 from lowtide.ir.serial import graph_from_json, graph_to_json, read_json, schedule_from_json, schedule_to_json
+from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint, make_curve
+from lowtide.report.files import write_atomically
+from lowtide.report.measured import Measured
 from lowtide.report.text import render_plan
 from lowtide.solve import Problem, Solution, format_spec, get_planner, minimum_peak, solve
 
@@ -28,7 +30,8 @@ class Plan:
     Bytes are what a forward and backward pass allocates above what was allocated when it began. ``time_ns`` is the
     predicted time of the pass, ``lower_bound_ns`` a proven bound on it for any schedule within the budget, if there is
     one. ``solve_seconds`` is what the planner took when the plan was made, ``cached`` whether that was in an earlier
-    process (``plan_cache``). ``str(plan)`` is a readable report.
+    process (``plan_cache``). ``str(plan)`` is a readable report. ``known_curve`` is what ``with_curve`` found; it is saved
+    along.
     """
 
     graph: Graph
@@ -43,12 +46,50 @@ class Plan:
     seed: int = 0
     solve_seconds: float = 0.0
     cached: bool = False
+    known_curve: Curve | None = None
 
     @property
     def overhead(self) -> float:
         """Extra time over the same program without recomputation, as a fraction."""
         total = self.costs.total_time_ns
         return self.time_ns / total - 1 if total else 0.0
+
+    def curve(
+        self, *, points: int = CURVE_POINTS, planner: str = CURVE_PLANNER, on_progress: Progress | None = None
+    ) -> Curve:
+        """Overhead against budget, from the unconstrained peak to the least budget that ``planner`` meets.
+
+        There are ``points`` budgets and this plan's. The default planner takes seconds per point.
+        """
+        known = CurvePoint(self.budget_bytes, self.peak_bytes, self.time_ns, self.lower_bound_ns)
+        return make_curve(
+            self.graph,
+            self.costs,
+            points=points,
+            planner=planner,
+            seed=self.seed,
+            known=[known],
+            on_progress=on_progress,
+        )
+
+    def with_curve(
+        self, *, points: int = CURVE_POINTS, planner: str = CURVE_PLANNER, on_progress: Progress | None = None
+    ) -> Plan:
+        """This plan with its ``curve`` for reports, so that it is not searched for again."""
+        return dataclasses.replace(
+            self, known_curve=self.curve(points=points, planner=planner, on_progress=on_progress)
+        )
+
+    def report(self, path: str | Path, measurement: Measured | None = None) -> None:
+        """Write a report of this plan; the extension of ``path`` says which: see ``lowtide report``.
+
+        ``measurement``: of a step that ran under the plan, from ``lowtide.measure``. The curve is that of ``with_curve``.
+        """
+        from lowtide.report.report import report_of_plan
+        from lowtide.report.writers import check_extension, write_report
+
+        check_extension(path)
+        write_report(report_of_plan(self, self.known_curve, measurement), path)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as ``lowtide-plan/1`` JSON, atomically."""
@@ -62,6 +103,7 @@ class Plan:
             "time_ns": self.time_ns,
             "lower_bound_ns": self.lower_bound_ns,
             "solve_seconds": self.solve_seconds,
+            "curve": None if self.known_curve is None else self.known_curve.to_json(),
             "graph": graph_to_json(self.graph, self.costs),
             "schedule": schedule_to_json(self.schedule),
         }
@@ -83,7 +125,7 @@ class Plan:
             schedule = schedule_from_json(data["schedule"])
             check(graph, schedule)
             result = simulate(graph, costs, schedule)
-            bound = data["lower_bound_ns"]
+            bound, curve = data["lower_bound_ns"], data.get("curve")
             return cls(
                 graph,
                 costs,
@@ -96,6 +138,7 @@ class Plan:
                 None if bound is None else int(bound),
                 int(data["seed"]),
                 float(data["solve_seconds"]),
+                None if curve is None else Curve.from_json(curve),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"{path} is not a complete plan: {type(error).__name__} {error}.") from error
@@ -154,17 +197,3 @@ def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner
         operator=op.name,
         source=op.source,
     )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new text, never a part."""
-    temporary = None
-    try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        raise PlanError(f"cannot write {path}: {error.strerror or error}.") from error

@@ -11,7 +11,10 @@ import pytest
 
 from lowtide import Plan
 from lowtide.cli.main import main
-from lowtide.extras import MissingExtraError, require
+from lowtide.extras import EXTRAS, MissingExtraError, require
+from lowtide.report.writers import WRITERS
+from lowtide.trace import write_trace
+from tests.report.reports import small_plan, trace_of_chain
 
 _MODULE = """
 import torch
@@ -51,6 +54,67 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     plan = Plan.load("plan.json")
     assert printed.strip() == str(plan)
     assert plan.peak_bytes <= plan.budget_bytes < plan.unconstrained_peak_bytes
+
+
+@pytest.mark.usefixtures("_module")
+def test_curve(capsys: pytest.CaptureFixture[str]) -> None:
+    """Alone, and with a plan, whose budget is then one of its points."""
+    assert main(["plan", "command_line_sample:build", "--curve", "--points", "3", "-o", "curve.json"]) == 0
+    curve = Plan.load("curve.json").known_curve
+    assert curve is not None
+    assert capsys.readouterr().out == f"{curve}\n"
+    assert main(["plan", "command_line_sample:build", "--budget", "60%", "--curve", "--points", "3", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["peak_bytes"] <= summary["budget_bytes"]
+    budgets = [point["budget_bytes"] for point in summary["curve"]["points"]]
+    assert budgets == sorted(budgets, reverse=True)
+    assert summary["budget_bytes"] in budgets
+
+
+@pytest.mark.parametrize("options", [[], ["--budget", "50%", "--points", "3"]])
+def test_plan_needs_a_budget_or_a_curve(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "command_line_sample:build", *options]) == 2
+    assert "--curve" in capsys.readouterr().err
+
+
+def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a plan and of a trace, in every form; without an output as text."""
+    monkeypatch.chdir(tmp_path)
+    small_plan().save("plan.json")
+    write_trace(trace_of_chain(), "run.trace.gz")
+    for artefact in ("plan.json", "run.trace.gz"):
+        forms = [f"{artefact}{extension}" for extension in WRITERS]
+        assert main(["report", artefact, *(part for form in forms for part in ("-o", form))]) == 0
+        assert all(Path(form).stat().st_size > 300 for form in forms)
+        capsys.readouterr()
+        assert main(["report", artefact]) == 0
+        assert capsys.readouterr().out == Path(f"{artefact}.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.json", "-o", "out.html"], "cannot read missing.json"),
+        (["plan.json", "-o", "out.pdf"], ".trace.json"),
+        (["plan.json", "--budget", "50%"], "is a plan"),
+        (["plan.json", "--measurement", "plan.json"], "not a measurement"),
+        (["run.trace.gz", "--budget", "1%"], "larger --budget"),
+        (["notes.txt"], "not JSON"),
+    ],
+)
+def test_report_refuses(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small_plan().save("plan.json")
+    write_trace(trace_of_chain(), "run.trace.gz")
+    Path("notes.txt").write_text("buy milk\n")
+    assert main(["report", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_module")
@@ -96,10 +160,22 @@ def test_solving_needs_no_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'lowtide\[plot\]'"):
-        require("matplotlib")
+@pytest.mark.parametrize("package", EXTRAS)
+def test_missing_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=rf"pip install 'lowtide\[{EXTRAS[package]}\]'") as caught:
+        require(package)
+    assert caught.value.extra == EXTRAS[package]
+
+
+def test_page_without_jinja2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    small_plan().save(tmp_path / "plan.json")
+    assert main(["report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "plan.html")]) == 2
+    assert "pip install 'lowtide[viz]'" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "plan.svg")]) == 0
 
 
 def test_demo_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

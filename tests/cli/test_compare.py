@@ -93,7 +93,7 @@ def test_a_planner_that_fails_is_a_cell(
     assert main(["compare", instance, "--budgets", "70%", *arguments]) == 0
     failed, other = _cells(out)
     assert (failed["status"], other["planner"]) == ("failed", "greedy")
-    assert "lowtide[milp]" in str(failed["message"])
+    assert "lowtide[ilp]" in str(failed["message"])
     assert "checkmate at 70%: " in capsys.readouterr().out
 
 

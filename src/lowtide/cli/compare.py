@@ -39,8 +39,8 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from lowtide.ir import load_instance
-    from lowtide.planning import write_atomically
     from lowtide.report.comparison import LEGEND, comparison_to_json, render_comparison
+    from lowtide.report.files import write_atomically
 
     planners = _planners(options.planners)
     if options.time_limit is not None and not options.time_limit > 0:
@@ -69,7 +69,7 @@ def _planners(text: str | None) -> list[str]:
         missing = [name for name in planner_names() if _lacks_module(name)]
         if missing:
             needed = ", ".join(sorted({_NEEDED_MODULES[name] for name in missing}))
-            print(f"left out: {', '.join(missing)} ({needed}: pip install 'lowtide[milp]')", file=sys.stderr)
+            print(f"left out: {', '.join(missing)} ({needed}: pip install 'lowtide[ilp]')", file=sys.stderr)
         return [name for name in planner_names() if name not in missing]
     specs = list(dict.fromkeys(filter(None, _split(text))))
     if not specs:

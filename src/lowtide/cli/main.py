@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from lowtide import __version__
-from lowtide.cli import compare, demo, env, max_batch, plan, planners, solve, trace
+from lowtide.cli import compare, demo, env, max_batch, plan, planners, report, solve, trace
 from lowtide.errors import InfeasibleBudgetError, LowtideError, ScheduleError
 
 DONE, DEFECT, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 1, 2, 3, 130
-_COMMANDS = (demo, plan, max_batch, solve, compare, trace, planners, env)
+_COMMANDS = (demo, plan, max_batch, solve, compare, trace, report, planners, env)
 
 
 def build_parser() -> argparse.ArgumentParser:

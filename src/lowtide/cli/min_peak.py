@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 def run_min_peak(options: argparse.Namespace) -> int:
     from lowtide.ir import keep_all_schedule, load_instance, simulate
+    from lowtide.solve import peak_lower_bound
 
     graph, costs = load_instance(options.file)
     began = time.perf_counter()
     with progress_bar() as on_progress:
         schedule = _lowest(graph, costs, options.planner, options.seed, on_progress)
-    bound = _bound(graph, costs)
+    bound = peak_lower_bound(graph, costs)
     summary = _summary(graph, costs, schedule, bound)
     summary |= {
         "planner": options.planner,
@@ -44,15 +45,6 @@ def _lowest(graph: Graph, costs: Costs, planner: str, seed: int, on_progress: Pr
     solution = solve(Problem(graph, costs, 1, seed, on_progress), planner)
     lowest = solution.schedule or solution.lowest_schedule
     return lowest if lowest is not None else minimum_peak(graph, costs, seed)[1]
-
-
-def _bound(graph: Graph, costs: Costs) -> int:
-    """The larger of the two bounds on the peak of every schedule."""
-    from lowtide.solve import working_set_bound
-    from lowtide.solve.bounds import peak_bound
-    from lowtide.solve.model.compact import compact
-
-    return max(working_set_bound(graph, costs), peak_bound(compact(graph, costs)))
 
 
 def _summary(graph: Graph, costs: Costs, schedule: Schedule, bound: int) -> dict[str, Any]:

@@ -8,11 +8,6 @@ from typing import TypeAlias
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-def add_planning_options(parser: argparse.ArgumentParser) -> None:
-    add_budget_option(parser, required=True)
-    add_planner_options(parser)
-
-
 def add_budget_option(parser: argparse._ActionsContainer, *, required: bool) -> None:
     text = 'bytes, "8GiB", "700 MB", or "40%%" of the unconstrained peak'
     parser.add_argument("--budget", required=required, help=text)

@@ -1,17 +1,25 @@
-"""``lowtide plan PACKAGE.MODULE:CALLABLE``: capture a model, measure its operators, and plan. The model is not changed."""
+"""``lowtide plan PACKAGE.MODULE:CALLABLE``: capture a model, measure its operators, and plan. The model is not changed.
+
+``--curve`` plans at several budgets, down to the least that is met, and shows what each costs; a ``--budget`` is not needed
+then. The curve is planned by auto{effort=1}, in seconds per point, unless ``--planner`` names another one.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lowtide.cli.options import Subparsers, add_planning_options
-from lowtide.cli.progress import progress_bar
+from lowtide.cli.options import Subparsers, add_budget_option, add_planner_options
+from lowtide.cli.progress import Progress, progress_bar
 from lowtide.errors import LowtideError, PlanError
+
+if TYPE_CHECKING:
+    from lowtide.planning import Plan
 
 _EXAMPLE = 'for instance "mypackage.models:build", where build() returns (model, args, kwargs)'
 
@@ -19,12 +27,20 @@ _EXAMPLE = 'for instance "mypackage.models:build", where build() returns (model,
 def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser("plan", help="plan the training pass of a model", description=__doc__)
     parser.add_argument("target", metavar="PACKAGE.MODULE:CALLABLE", help="returns model, args, kwargs")
-    add_planning_options(parser)
-    parser.add_argument("-o", "--output", metavar="plan.json", help="save the plan")
+    add_budget_option(parser, required=False)
+    add_planner_options(parser)
+    parser.add_argument("--curve", action="store_true", help="show overhead against budget")
+    parser.add_argument("--points", type=int, metavar="N", help="budgets of the curve (default: 8)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("-o", "--output", metavar="plan.json", help="save the plan, and the curve with it")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    if not (options.budget or options.curve):
+        raise PlanError('give a --budget such as "40%" or "8GiB", or --curve to see what each costs.')
+    if options.points is not None and not options.curve:
+        raise PlanError("--points are those of a --curve.")
     model, args, kwargs = sample(options.target)
     import lowtide
 
@@ -33,16 +49,50 @@ def run(options: argparse.Namespace) -> int:
             model,
             args,
             kwargs,
-            budget=options.budget,
+            budget=options.budget or "100%",
             planner=options.planner,
             seed=options.seed,
             on_progress=on_progress,
         )
+        if options.curve:
+            plan = _with_curve(plan, options, on_progress)
     if options.output:
         plan.save(options.output)
         print(f"plan written to {options.output}", file=sys.stderr)
-    print(plan)
+    print(json.dumps(_summary(plan)) if options.json else _text(plan, with_plan=bool(options.budget)))
     return 0
+
+
+def _with_curve(plan: Plan, options: argparse.Namespace, on_progress: Progress | None) -> Plan:
+    from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS
+
+    planner = CURVE_PLANNER if options.planner == "auto" else options.planner
+    points = CURVE_POINTS if options.points is None else options.points
+    return plan.with_curve(points=points, planner=planner, on_progress=on_progress)
+
+
+def _text(plan: Plan, *, with_plan: bool) -> str:
+    curve = [] if plan.known_curve is None else [str(plan.known_curve)]
+    return "\n\n".join([str(plan)] * with_plan + curve)
+
+
+def _summary(plan: Plan) -> dict[str, Any]:
+    """What ``--json`` prints; without a budget the plan is the one that recomputes nothing."""
+    from lowtide.report.units import overhead_percent
+
+    bound, least = plan.lower_bound_ns, plan.costs.total_time_ns
+    return {
+        "planner": plan.planner,
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "unconstrained_peak_bytes": plan.unconstrained_peak_bytes,
+        "time_ns": plan.time_ns,
+        "overhead_percent": overhead_percent(plan.time_ns, least),
+        "lower_bound_ns": bound,
+        "lower_bound_percent": None if bound is None else overhead_percent(bound, least),
+        "solve_seconds": round(plan.solve_seconds, 6),
+        "curve": None if plan.known_curve is None else plan.known_curve.to_json(),
+    }
 
 
 def sample(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -31,3 +31,11 @@ def format_percent(fraction: float) -> str:
 def overhead_percent(time_ns: int, least_ns: int) -> float:
     """Percent above the program without recomputation, which takes ``least_ns``."""
     return 100 * (time_ns / least_ns - 1) if least_ns else 0.0
+
+
+def format_source(source: str) -> str:
+    """``file:line`` without what leads to it: from the package on for an installed one, else the last three parts."""
+    parts = source.replace("\\", "/").split("/")
+    if "site-packages" in parts:
+        return "/".join(parts[parts.index("site-packages") + 1 :])
+    return "/".join(parts[-3:])

@@ -13,15 +13,19 @@ its release is not seen; results are then too high, never too low.
 from __future__ import annotations
 
 import gc
+import json
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from lowtide.report.files import write_atomically
+from lowtide.report.measured import measurement_to_json
 from lowtide.runtime import cpu_allocator
 
 _LOG_EVENTS = 1 << 20
@@ -43,6 +47,10 @@ class Measurement:
     device: str
     timeline: tuple[_Level, ...]
     final_bytes: int = 0
+
+    def save(self, path: str | Path) -> None:
+        """Write ``lowtide-measurement/1`` JSON, for ``lowtide report --measurement``. Raises ``PlanError``."""
+        write_atomically(Path(path), json.dumps(measurement_to_json(self)) + "\n")
 
 
 def measure(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Measurement:

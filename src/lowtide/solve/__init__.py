@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowtide.errors import ScheduleError
 from lowtide.ir import check, simulate
-from lowtide.solve.minimum import minimum_peak, working_set_bound
+from lowtide.solve.minimum import minimum_peak, peak_lower_bound, working_set_bound
 from lowtide.solve.problem import Planner, Problem, Progress, Solution, Status
 from lowtide.solve.registry import format_spec, get_planner, planner_names, planner_summary
 
@@ -17,6 +17,7 @@ __all__ = [
     "format_spec",
     "get_planner",
     "minimum_peak",
+    "peak_lower_bound",
     "planner_names",
     "planner_summary",
     "solve",

@@ -67,6 +67,14 @@ def _lowest(points: list[Candidate]) -> Candidate:
     return min(points, key=lambda point: (point.peak_bytes, point.recompute_ns))
 
 
+def peak_lower_bound(graph: Graph, costs: Costs) -> int:
+    """No schedule peaks below this: the larger of the two bounds."""
+    from lowtide.solve.bounds import peak_bound
+    from lowtide.solve.model.compact import compact
+
+    return max(working_set_bound(graph, costs), peak_bound(compact(graph, costs)))
+
+
 def working_set_bound(graph: Graph, costs: Costs) -> int:
     """No schedule peaks below this: the largest sum, over the ops that must run, of the bytes that one op reads and
     writes, its workspace, what was handed to the caller before it, and ``fixed_bytes``."""

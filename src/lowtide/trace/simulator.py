@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Protocol
 
 from lowtide.errors import LowtideError
 from lowtide.eviction import Entry, Pool
@@ -71,8 +72,11 @@ def simulate(
     skip_small: bool = False,
     seed: int = 0,
     most_slowdown: float | None = 2.0,
+    watcher: Watcher | None = None,
 ) -> Result:
     """Replay the trace. It ends where nothing can make room, and where it would take over ``most_slowdown`` of its time.
+
+    ``watcher`` is told what runs, and what comes and goes.
 
     Raises ``LowtideError`` for an unknown heuristic or policy and for a trace that contradicts itself.
     """
@@ -80,7 +84,7 @@ def simulate(
         raise LowtideError(f"no policy is named {policy!r}; known: {', '.join(POLICIES)}")
     check_trace(trace)
     pool = Pool(heuristic=heuristic, sample=sample, skip_small=skip_small, seed=seed)
-    replay = _Replay(pool, budget_bytes, policy, most_slowdown, trace.time_ns)
+    replay = _Replay(pool, budget_bytes, policy, most_slowdown, trace.time_ns, watcher)
     status, operator = Status.OK, ""
     try:
         for event in trace.events:
@@ -99,6 +103,19 @@ def simulate(
     )
 
 
+class Watcher(Protocol):
+    """Sees a replay go by."""
+
+    def ran(self, operator: Operator, again: bool) -> None:
+        """The operator has run; what it leaves is about to come."""
+
+    def came(self, storage: Storage) -> None:
+        """The storage takes up memory from here on."""
+
+    def went(self, storage: Storage) -> None:
+        """It no longer does."""
+
+
 class _EndError(Exception):
     """The replay cannot go on."""
 
@@ -109,10 +126,19 @@ class _EndError(Exception):
 
 
 class _Replay:
-    def __init__(self, pool: Pool, budget_bytes: int, policy: str, most_slowdown: float | None, base_ns: int) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        budget_bytes: int,
+        policy: str,
+        most_slowdown: float | None,
+        base_ns: int,
+        watcher: Watcher | None = None,
+    ) -> None:
         self.pool = pool
         self.budget_bytes = budget_bytes
         self.policy = policy
+        self.watcher = watcher
         self.spare_ns = None if most_slowdown is None else (most_slowdown - 1) * base_ns
         self.tensors: dict[int, Tensor] = {}
         self.evictions = self.rematerializations = self.peak_bytes = 0
@@ -198,7 +224,7 @@ class _Replay:
             self._evict(storage)
         elif storage.lasting and all(held.resident for held in _dependents(storage)[0]):
             self._cut_off(storage)
-            self.pool.forget(storage)
+            self._forget(storage)
 
     def _banish(self, storage: Storage) -> None:
         """The storage and, where that was all they waited for, those from which it was computed."""
@@ -211,7 +237,7 @@ class _Replay:
             for child in _storages(here.children):
                 child.keep()
                 self.pool.cut(child)
-            self.pool.forget(here)
+            self._forget(here)
 
     def _cut_off(self, storage: Storage) -> None:
         """Nothing will be computed from what the storage holds now any more."""
@@ -225,7 +251,12 @@ class _Replay:
             here.keep()
             self.pool.cut(here)
         for here in unheld:
-            self.pool.forget(here)
+            self._forget(here)
+
+    def _forget(self, storage: Storage) -> None:
+        if self.watcher is not None and storage.resident:
+            self.watcher.went(storage)
+        self.pool.forget(storage)
 
     def _rebuild(self, storage: Storage) -> None:
         for tensor in storage.tensors:
@@ -271,6 +302,8 @@ class _Replay:
             self._evict(victim)
 
     def _evict(self, storage: Storage) -> None:
+        if self.watcher is not None:
+            self.watcher.went(storage)
         self.pool.evict(storage)
         for tensor in storage.tensors:
             tensor.defined = False
@@ -279,6 +312,8 @@ class _Replay:
         pool = self.pool
         pool.tick(operator.time_ns)
         self.peak_bytes = max(self.peak_bytes, pool.bytes + operator.needed_bytes)
+        if self.watcher is not None:
+            self.watcher.ran(operator, again)
         for tensor in sorted(operator.creates, key=lambda tensor: tensor is asked):
             tensor.defined = True
             if not tensor.storage.resident:
@@ -297,6 +332,8 @@ class _Replay:
     def _arrive(self, storage: Storage) -> None:
         """Coming back is no access."""
         accessed_ns = storage.accessed_ns
+        if self.watcher is not None:
+            self.watcher.came(storage)
         if storage.evicted:
             self.pool.add(storage)
         else:

@@ -1,4 +1,4 @@
-"""The relaxation with whole columns, by HiGHS where the extra ``milp`` is installed.
+"""The relaxation with whole columns, by HiGHS where the extra ``ilp`` is installed.
 
 Its cuts close in tenths of a second what branching alone takes minutes for. A margin well above HiGHS's tolerances is
 taken off its bound.

@@ -1,0 +1,101 @@
+"""``lowtide report FILE -o OUT``: a saved plan, or the trace of an online run, as a report for people or for other tools.
+
+The extension of OUT says which: .html (one self-contained page), .trace.json (Chrome Trace Events, for Perfetto), .pickle
+(a snapshot of the predicted step for pytorch.org/memory_viz), .svg (memory over the step), .txt. A plan saved without a
+curve gets one for a page, in seconds per point, unless ``--no-curve`` says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from lowtide.cli.options import Subparsers
+from lowtide.cli.progress import progress_bar
+from lowtide.errors import PlanError
+
+if TYPE_CHECKING:
+    from lowtide.report.measured import Measured
+    from lowtide.report.report import Report
+
+_CURVE_FORMS = (".html",)
+
+
+def add_parser(commands: Subparsers) -> None:
+    parser = commands.add_parser("report", help="make a page, a trace or a picture of a plan", description=__doc__)
+    parser.add_argument("file", metavar="FILE", help="a saved plan, a lowtide-trace/1, or a log published with DTR")
+    parser.add_argument("-o", "--output", metavar="OUT", action="append", help="may be given several times")
+    parser.add_argument("--measurement", metavar="FILE", help="what lowtide.measure(...).save(FILE) wrote")
+    parser.add_argument(
+        "--no-curve", action="store_true", help="leave out overhead against budget where it is not saved"
+    )
+    traces = parser.add_argument_group("for traces")
+    traces.add_argument("--budget", help='to replay in, such as "50%%"; by default that of the recorded run')
+    traces.add_argument("--heuristic", help="which tensors go first (default: dtr-eq)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from lowtide.report.writers import check_extension, write_report
+
+    outputs = options.output or []
+    for path in outputs:
+        check_extension(path)
+    report = _report(options, outputs)
+    for path in outputs:
+        write_report(report, path)
+        print(f"report written to {path}", file=sys.stderr)
+    if not outputs:
+        print(report.text, end="")
+    return 0
+
+
+def _report(options: argparse.Namespace, outputs: list[str]) -> Report:
+    from lowtide.report.measured import load_measurement
+
+    measured = load_measurement(options.measurement) if options.measurement else None
+    if _is_plan(options.file):
+        if options.budget or options.heuristic:
+            raise PlanError(
+                f"{options.file} is a plan, whose budget is given; --budget and --heuristic are for traces."
+            )
+        wanted = not options.no_curve and any(path.endswith(_CURVE_FORMS) for path in outputs)
+        return _of_plan(options.file, measured, with_curve=wanted)
+    return _of_trace(options, measured)
+
+
+def _is_plan(path: str) -> bool:
+    """One JSON object is a plan; a trace is compressed, or has a line per event."""
+    if path.endswith(".gz"):
+        return False
+    from lowtide.ir.serial import read_json
+
+    try:
+        return "schedule" in read_json(path)
+    except PlanError as error:
+        if "is not JSON" not in str(error):
+            raise
+        return False
+
+
+def _of_plan(path: str, measured: Measured | None, *, with_curve: bool) -> Report:
+    from lowtide.planning import Plan
+    from lowtide.report.report import artefact_name, report_of_plan
+
+    plan = Plan.load(path)
+    if with_curve and plan.known_curve is None:
+        with progress_bar() as on_progress:
+            plan = plan.with_curve(on_progress=on_progress)
+    return report_of_plan(plan, plan.known_curve, measured, name=artefact_name(path))
+
+
+def _of_trace(options: argparse.Namespace, measured: Measured | None) -> Report:
+    from lowtide.budget import parse_budget
+    from lowtide.report.report import artefact_name, report_of_trace, without_constants
+    from lowtide.trace import read_trace, unconstrained_peak_bytes
+
+    trace = without_constants(read_trace(options.file))
+    budget = parse_budget(options.budget, unconstrained_peak_bytes(trace)) if options.budget else None
+    heuristic = options.heuristic or "dtr-eq"
+    return report_of_trace(trace, budget, heuristic, measured=measured, name=artefact_name(options.file))

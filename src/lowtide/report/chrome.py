@@ -1,0 +1,64 @@
+"""A report as Chrome Trace Event JSON, which Perfetto and chrome://tracing open.
+
+Two processes, the step within the budget and the plain one; in each a track for the forward pass, the backward pass,
+recomputations, and modules, and memory as a counter. Times are microseconds, in the order of the file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from lowtide.report.modules import block_of
+from lowtide.report.report import Report
+from lowtide.report.run import Run, Span
+
+_TRACKS = {1: "forward", 2: "backward", 3: "recomputation", 4: "modules"}
+
+
+def chrome_trace(report: Report) -> str:
+    """The JSON text; events after the metadata are in the order of their times."""
+    runs = {1: (f"within {report.budget_bytes} bytes", report.run), 2: ("without a budget", report.plain)}
+    events = [event for pid, (_, run) in runs.items() for event in _events(run, pid)]
+    limit = {"ph": "C", "name": "budget", "pid": 1, "args": {"bytes": report.budget_bytes}}
+    events += [{**limit, "ts": 0.0}, {**limit, "ts": report.run.time_ns / 1000}]
+    events.sort(key=lambda event: event["ts"])
+    names = [event for pid, (name, _) in runs.items() for event in _names(pid, f"{report.title}, {name}")]
+    about = {"decided by": report.decided_by, "device": report.device, "budget_bytes": report.budget_bytes}
+    return json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms", "otherData": about})
+
+
+def _names(pid: int, process: str) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}}
+    for tid, name in _TRACKS.items():
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+
+
+def _events(run: Run, pid: int) -> Iterator[dict[str, Any]]:
+    levels = run.levels()
+    for span, level in zip(run.spans, levels, strict=True):
+        yield _counter(pid, span.start_ns, level)
+        yield _slice(pid, span, level)
+    yield _counter(pid, run.time_ns, sum(block.bytes for block in run.blocks if block.last == len(run.spans)))
+    for name, group in itertools.groupby(run.spans, key=lambda span: block_of(span.module)):
+        spans = list(group)
+        if name:
+            yield _complete(pid, 4, name, spans[0].start_ns, spans[-1].end_ns - spans[0].start_ns)
+
+
+def _slice(pid: int, span: Span, level: int) -> dict[str, Any]:
+    track = 3 if span.again else 1 if span.forward else 2
+    about = {"target": span.target, "module": span.module, "source": span.source, "bytes while it runs": level}
+    event = _complete(pid, track, span.name, span.start_ns, span.time_ns)
+    return event | {"args": {key: value for key, value in about.items() if value}}
+
+
+def _complete(pid: int, track: int, name: str, start_ns: int, time_ns: int) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "pid": pid, "tid": track, "ts": start_ns / 1000, "dur": time_ns / 1000}
+
+
+def _counter(pid: int, at_ns: int, level: int) -> dict[str, Any]:
+    return {"ph": "C", "name": "memory", "pid": pid, "ts": at_ns / 1000, "args": {"bytes": level}}

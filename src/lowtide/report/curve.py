@@ -1,0 +1,184 @@
+"""What memory costs: overhead against budget, from the unconstrained peak down to the least budget that is met.
+
+A schedule for a budget fits every larger one, and a bound on the time within a budget holds within every smaller one. So the
+curve never rises with the budget, and neither does the bound below it, whatever the planner does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import PlanError
+from lowtide.ir import Costs, Graph, keep_all_schedule, simulate
+from lowtide.report.files import write_atomically
+from lowtide.report.units import format_bytes, format_percent
+from lowtide.solve import Problem, Progress, minimum_peak, peak_lower_bound, solve
+from lowtide.solve.model.compact import needed_ops
+
+CURVE_FORMAT = "lowtide-curve/1"
+CURVE_PLANNER = "auto{effort=1}"
+CURVE_POINTS = 8
+_HEADER = ("budget", "of the peak", "overhead", "lower bound")
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """The quickest schedule known within ``budget_bytes``, and what no schedule within them undercuts, where known."""
+
+    budget_bytes: int
+    peak_bytes: int
+    time_ns: int
+    lower_bound_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """``points`` go from the unconstrained peak to the least budget that was met.
+
+    ``base_ns`` is the time without recomputation. No schedule peaks below ``lower_bound_bytes``. ``str(curve)`` is a table.
+    """
+
+    unconstrained_peak_bytes: int
+    base_ns: int
+    lower_bound_bytes: int
+    planner: str
+    points: tuple[CurvePoint, ...]
+
+    @property
+    def minimum_bytes(self) -> int:
+        """The least budget that was met."""
+        return self.points[-1].budget_bytes
+
+    def overhead(self, time_ns: int) -> float:
+        """Extra time over the program without recomputation, as a fraction."""
+        return time_ns / self.base_ns - 1 if self.base_ns else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """A ``lowtide-curve/1`` object: the fields of the curve and, per point, its overheads in percent as well."""
+        points = [dataclasses.asdict(point) | self._percentages(point) for point in self.points]
+        return {"format": CURVE_FORMAT} | dataclasses.asdict(self) | {"points": points}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Curve:
+        """Inverse of ``to_json``. Raises ``PlanError`` for anything else."""
+        if data.get("format") != CURVE_FORMAT:
+            raise PlanError(f"expected a curve of format {CURVE_FORMAT!r}, found {data.get('format')!r}.")
+        fields = [field.name for field in dataclasses.fields(CurvePoint)]
+        try:
+            points = tuple(CurvePoint(**{name: row[name] for name in fields}) for row in data["points"])
+            whole, base, bound = (
+                int(data[key]) for key in ("unconstrained_peak_bytes", "base_ns", "lower_bound_bytes")
+            )
+            return cls(whole, base, bound, str(data["planner"]), points)
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"the curve is malformed: {type(error).__name__} {error}.") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the curve as ``lowtide-curve/1``."""
+        write_atomically(Path(path), json.dumps(self.to_json(), indent=1) + "\n")
+
+    def __str__(self) -> str:
+        rows = [_HEADER, *(self.cells(point) for point in self.points)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([*lines, self.limits()])
+
+    def limits(self) -> str:
+        """A sentence on the least budget."""
+        least, bound = format_bytes(self.minimum_bytes), format_bytes(self.lower_bound_bytes)
+        if self.minimum_bytes <= self.lower_bound_bytes:
+            return f"{least} is the least budget of all: no schedule peaks lower"
+        below = f"; no schedule peaks below {bound}" if self.lower_bound_bytes else ""
+        return f"least budget met by {self.planner}: {least}{below}"
+
+    def cells(self, point: CurvePoint) -> tuple[str, ...]:
+        """A row of the table: budget, share of the peak, overhead, lower bound."""
+        bound = "-" if point.lower_bound_ns is None else format_percent(self.overhead(point.lower_bound_ns))
+        share = format_percent(point.budget_bytes / max(self.unconstrained_peak_bytes, 1))
+        return format_bytes(point.budget_bytes), share, format_percent(self.overhead(point.time_ns)), bound
+
+    def _percentages(self, point: CurvePoint) -> dict[str, float | None]:
+        bound = point.lower_bound_ns
+        return {
+            "overhead_percent": 100 * self.overhead(point.time_ns),
+            "lower_bound_percent": None if bound is None else 100 * self.overhead(bound),
+        }
+
+
+def make_curve(
+    graph: Graph,
+    costs: Costs,
+    *,
+    points: int = CURVE_POINTS,
+    planner: str = CURVE_PLANNER,
+    seed: int = 0,
+    known: Iterable[CurvePoint] = (),
+    on_progress: Progress | None = None,
+) -> Curve:
+    """Plan at ``points`` budgets from the unconstrained peak to the least that ``planner`` meets, denser towards the least.
+
+    ``known``: what other plans of the graph reached; their budgets are points as well.
+    """
+    if points < 2:
+        raise PlanError(f"a curve has at least 2 points, not {points}.")
+    whole = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+    base = costs.total_time_ns
+    found = [CurvePoint(whole, whole, base, _needed_ns(graph, costs)), *known]
+    if on_progress is not None:
+        on_progress("finding the least budget", 0.0)
+    lowest = _lowest(graph, costs, planner, seed)
+    if lowest.budget_bytes < whole:
+        found.append(lowest)
+    budgets = _budgets(whole, lowest.budget_bytes, points)
+    for done, budget in enumerate(dict.fromkeys(budgets)):
+        if on_progress is not None:
+            on_progress("planning at several budgets", done / len(budgets))
+        solution = solve(Problem(graph, costs, budget, seed), planner)
+        if solution.schedule is not None:
+            found.append(CurvePoint(budget, solution.peak_bytes, solution.time_ns, solution.lower_bound_ns))
+    return Curve(whole, base, peak_lower_bound(graph, costs), planner, _monotone(found))
+
+
+def _budgets(whole: int, least: int, points: int) -> list[int]:
+    """From below ``whole`` down to ``least``; the steps shrink, as overhead rises most at the end."""
+    shares = [(1 - step / (points - 1)) ** 1.5 for step in range(1, points)]
+    return [least + int((whole - least) * share) for share in shares]
+
+
+def _needed_ns(graph: Graph, costs: Costs) -> int:
+    """Of the ops that every schedule runs."""
+    return sum(int(costs.time_ns[op]) for op in needed_ops(graph))
+
+
+def _lowest(graph: Graph, costs: Costs, planner: str, seed: int) -> CurvePoint:
+    """The lowest schedule that the planner names when asked for the impossible."""
+    solution = solve(Problem(graph, costs, 1, seed), planner)
+    schedule = solution.schedule or solution.lowest_schedule or minimum_peak(graph, costs, seed)[1]
+    result = simulate(graph, costs, schedule)
+    return CurvePoint(result.peak_bytes, result.peak_bytes, result.time_ns)
+
+
+def _monotone(found: Iterable[CurvePoint]) -> tuple[CurvePoint, ...]:
+    """A point per budget, the largest first, each as quick as any of a smaller budget and bounded as any of a larger one."""
+    best: dict[int, CurvePoint] = {}
+    quickest: CurvePoint | None = None
+    for point in sorted(found, key=lambda point: (point.budget_bytes, -point.time_ns)):
+        if quickest is None or (point.time_ns, point.peak_bytes) <= (quickest.time_ns, quickest.peak_bytes):
+            quickest = point
+        bounds = [p.lower_bound_ns for p in (point, best.get(point.budget_bytes)) if p and p.lower_bound_ns is not None]
+        best[point.budget_bytes] = dataclasses.replace(
+            quickest, budget_bytes=point.budget_bytes, lower_bound_ns=max(bounds, default=None)
+        )
+    bound: int | None = None
+    points = []
+    for _, point in sorted(best.items(), reverse=True):
+        known = [ns for ns in (bound, point.lower_bound_ns) if ns is not None]
+        bound = max(known, default=None)
+        points.append(dataclasses.replace(point, lower_bound_ns=bound))
+    return tuple(points)

@@ -1,0 +1,56 @@
+"""Reports of small things, with everything a report can have."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from lowtide.ir.serial import dag_from_json
+from lowtide.planning import Plan, make_plan
+from lowtide.report.measured import SavedMeasurement
+from lowtide.report.report import Report, report_of_plan, report_of_trace
+from lowtide.trace import Call, Created, Release, Trace
+from tests.support.chains import LAYER_BYTES, chain_dag
+
+MEASURED = SavedMeasurement(3 * LAYER_BYTES, 400, "cpu", ((0, 0), (100, 2000), (200, 3000), (390, 0)), 0)
+HOSTILE = '</script><script>alert(1)</script>&"'
+
+
+def small_plan(name: str = "chain") -> Plan:
+    """Ten layers within 70 %, with modules, sources and a curve."""
+    graph, costs = dag_from_json(chain_dag(10))
+    ops = [
+        dataclasses.replace(op, module=f"layers.{op.id % 10}.linear", source=f"/home/me/model.py:{op.id + 1}")
+        for op in graph.ops
+    ]
+    graph = dataclasses.replace(graph, name=name, ops=tuple(ops))
+    return make_plan(graph, costs, budget="70%", planner="auto{effort=1}").with_curve(points=4)
+
+
+def plan_report(name: str = "chain") -> Report:
+    plan = small_plan(name)
+    return report_of_plan(plan, plan.known_curve, MEASURED)
+
+
+def trace_of_chain(layers: int = 8) -> Trace:
+    """Forward, then backward in reverse, each result as large as the others."""
+    forward = [Call(f"layer{i}", 10, (i - 1,) if i else (), (Created(i, LAYER_BYTES),)) for i in range(layers)]
+    events: list[Call | Release] = [*forward]
+    for i in range(layers):
+        reads = (layers - 1 - i, layers + i - 1) if i else (layers - 1,)
+        events.append(Call(f"gradient{i}", 20, reads, (Created(layers + i, LAYER_BYTES),)))
+        events.append(Release(layers - 1 - i))
+        events += [Release(layers + i - 1)] if i else []
+    return Trace(tuple(events), "recorded", "cpu", 6 * LAYER_BYTES, layers)
+
+
+def trace_report() -> Report:
+    return report_of_trace(trace_of_chain())
+
+
+def write_page(folder: Path, report: Report) -> Path:
+    from lowtide.report.writers import write_report
+
+    path = folder / "report.html"
+    write_report(report, path)
+    return path

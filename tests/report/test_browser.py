@@ -1,0 +1,45 @@
+"""Pages in a real browser, where there is one: nothing on the console, nothing asked of a network, usable by keyboard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.report.reports import HOSTILE, plan_report, trace_report, write_page
+from tests.support.browser import Page, browser_path
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(browser_path() is None, reason="no browser is installed")]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1100, 360])
+def test_quiet_and_wide_enough(tmp_path: Path, width: int, dark: bool) -> None:
+    for report in (plan_report(), trace_report(), plan_report(HOSTILE)):
+        path = write_page(tmp_path, report)
+        with Page(width, 800, dark=dark) as page:
+            page.open(path)
+            assert page.complaints == []
+            assert page.requests == [path.resolve().as_uri()]
+            assert page.run("document.documentElement.scrollWidth") <= width
+            shown = "narrow" if width < 600 else "wide"
+            charts = "[...document.querySelectorAll('svg.chart')].filter(e => getComputedStyle(e).display !== 'none')"
+            assert set(page.run(f"{charts}.map(e => e.classList[1])")) == {shown}
+            background = page.run("getComputedStyle(document.body).backgroundColor")
+            assert (sum(map(int, background[4:-1].split(","))) < 200) == dark
+
+
+def test_keyboard(tmp_path: Path) -> None:
+    with Page() as page:
+        page.open(write_page(tmp_path, plan_report()))
+        page.run("document.getElementById('walk').focus()")
+        words = page.run("document.getElementById('here').textContent")
+        page.press("Home")
+        first = page.run("document.getElementById('here').textContent")
+        page.press("End")
+        last = page.run("document.getElementById('walk').getAttribute('aria-valuetext')")
+        assert "layers.0.linear" in first
+        assert len({words, first, last}) == 3
+        page.press("ArrowLeft")
+        assert page.run("+document.getElementById('walk').getAttribute('aria-valuenow')") == 598
+        assert page.complaints == []
