@@ -19,7 +19,7 @@ export MPLBACKEND := Agg
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cli,plot,models,milp]" $(TEST_TOOLS)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cli,plot,hf,lightning,milp]" $(TEST_TOOLS)
 	touch $@
 
 demo: $(STAMP)

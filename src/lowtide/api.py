@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lowtide import pipeline
+from lowtide.capture.module import planned_forward
 from lowtide.errors import PlanError
 from lowtide.pipeline import Settings
 from lowtide.planning import Plan
@@ -98,6 +99,12 @@ def restore(model: Model) -> Model:
     runtime = runtime_of(model)
     if runtime is None:
         raise PlanError("the model is not rematerialized.")
+    placed = model.__dict__["forward"]
+    if runtime not in (placed, getattr(placed, "__func__", None)):
+        raise PlanError(
+            "the planned forward has been wrapped since (by accelerate's mixed precision, say); take the wrapper off first, "
+            "for instance with accelerator.unwrap_model(model, keep_fp32_wrapper=False)."
+        )
     runtime.leave_online()
     del model.__dict__["forward"]
     if runtime.had_instance_forward:
@@ -133,5 +140,5 @@ def plan(
 
 def runtime_of(model: nn.Module) -> Rematerialized | None:
     """The planned forward of ``model``, if it has one."""
-    forward = model.__dict__.get("forward")
-    return forward if isinstance(forward, Rematerialized) else None
+    planned: Rematerialized | None = planned_forward(model)
+    return planned

@@ -8,7 +8,16 @@ from types import ModuleType
 from lowtide.errors import LowtideError
 
 # Module, and the extra of this package that installs it.
-EXTRAS = {"rich": "cli", "matplotlib": "plot", "transformers": "models", "diffusers": "models", "highspy": "milp"}
+EXTRAS = {
+    "rich": "cli",
+    "matplotlib": "plot",
+    "transformers": "hf",
+    "diffusers": "hf",
+    "accelerate": "hf",
+    "peft": "hf",
+    "pytorch_lightning": "lightning",
+    "highspy": "milp",
+}
 
 
 class MissingExtraError(LowtideError):
