@@ -72,6 +72,8 @@ def rematerialize(
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"rematerialize takes a torch.nn.Module, not a {type(model).__name__}.")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise PlanError("rematerialize the model inside: DistributedDataParallel(lowtide.rematerialize(model, ...)).")
     if runtime_of(model) is not None:
         raise PlanError("the model is rematerialized already; call lowtide.restore(model) first to change its budget.")
     inner = next((name for name, m in model.named_modules() if name and runtime_of(m) is not None), None)

@@ -103,6 +103,11 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return
         _attach(fake, real, self._intern(("input", position), Known(None, (), {}, None, position, None, True)))
 
+    def known_value(self, fake: torch.Tensor) -> torch.Tensor | None:
+        """The real value of a fake tensor that derives only from constants and integer inputs, else ``None``."""
+        pair = self._known_tensor(fake)
+        return None if pair is None else pair[0]
+
     def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _QUESTIONS:

@@ -19,6 +19,7 @@ from torch import nn
 
 from lowtide.capture import structure
 from lowtide.capture.caches import clear_caches_of_fakes
+from lowtide.capture.sharded import copy_module
 from lowtide.capture.source import user_source
 
 # Per tensor of the result: no gradient (False), one in the layout of the tensor (True), or one with these strides.
@@ -59,9 +60,9 @@ def copy_without_data(model: nn.Module, state: State, fakes: Sequence[torch.Tens
                 memo.setdefault(id(value), value)
     planned = planned_forward(model)
     if planned is None:
-        return copy.deepcopy(model, memo)
+        return copy_module(model, memo)
     memo[id(planned)] = None
-    clone = copy.deepcopy(model, memo)
+    clone = copy_module(model, memo)
     del clone.__dict__["forward"]
     if planned.had_instance_forward:
         clone.forward = copy.deepcopy(planned.original_forward, {**memo, id(model): clone})
