@@ -15,6 +15,7 @@ from tests.integrations.trainers import BUDGET, PLANNER, assert_same_state, gpt2
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
 ]
 
@@ -97,7 +98,7 @@ def test_checkpoints_and_resuming(tmp_path: Path) -> None:
         trainer, _, _ = _fit(tmp_path / f"{planned}", planned=planned, steps=8)
         path = tmp_path / f"{planned}.ckpt"
         trainer.save_checkpoint(path)
-        resumed.append(_fit(tmp_path / f"{planned}-resumed", planned=planned, steps=14, resume=path)[1])
+        resumed.append(_fit(tmp_path / f"{planned}", planned=planned, steps=14, resume=path)[1])
     ours, reference = resumed
     assert len(ours.losses) == 6
     assert ours.losses == reference.losses
