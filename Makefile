@@ -21,7 +21,7 @@ export MPLBACKEND := Agg
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cli,viz,models,ilp]" $(TEST_TOOLS)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[all]" $(TEST_TOOLS)
 	touch $@
 
 demo: $(STAMP)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lowtide import pipeline
+from lowtide.capture.module import planned_forward
 from lowtide.errors import PlanError
 from lowtide.pipeline import Settings
 from lowtide.planning import Plan
@@ -72,6 +73,8 @@ def rematerialize(
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"rematerialize takes a torch.nn.Module, not a {type(model).__name__}.")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise PlanError("rematerialize the model inside: DistributedDataParallel(lowtide.rematerialize(model, ...)).")
     if runtime_of(model) is not None:
         raise PlanError("the model is rematerialized already; call lowtide.restore(model) first to change its budget.")
     inner = next((name for name, m in model.named_modules() if name and runtime_of(m) is not None), None)
@@ -99,6 +102,12 @@ def restore(model: Model) -> Model:
     runtime = runtime_of(model)
     if runtime is None:
         raise PlanError("the model is not rematerialized.")
+    placed = model.__dict__["forward"]
+    if runtime not in (placed, getattr(placed, "__func__", None)):
+        raise PlanError(
+            "the planned forward has been wrapped since (by accelerate's mixed precision, say); take the wrapper off first, "
+            "for instance with accelerator.unwrap_model(model, keep_fp32_wrapper=False)."
+        )
     runtime.leave_online()
     del model.__dict__["forward"]
     if runtime.had_instance_forward:
@@ -134,5 +143,5 @@ def plan(
 
 def runtime_of(model: nn.Module) -> Rematerialized | None:
     """The planned forward of ``model``, if it has one."""
-    forward = model.__dict__.get("forward")
-    return forward if isinstance(forward, Rematerialized) else None
+    planned: Rematerialized | None = planned_forward(model)
+    return planned

@@ -20,6 +20,7 @@ from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.cache import cache_folder
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, keep_all_schedule, simulate
+from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.planning import Plan, make_plan
 
 Progress = Callable[[str, float], None]
@@ -38,6 +39,7 @@ class Settings:
     on_new_signature: str = "plan"
     on_capture_error: str = "error"
     seed: int = 0
+    between_bytes: int = 0  # what the rest of a larger model takes between this part's two passes, within the budget
 
     def __post_init__(self) -> None:
         if (self.budget is None) == (self.total_budget is None):
@@ -97,6 +99,16 @@ def _with_generator_states(program: Program, costs: Costs) -> Costs:
     return dataclasses.replace(costs, workspace_bytes=workspace, rng_state_bytes=0)
 
 
+def _with_room_between(program: Program, costs: Costs, nbytes: int) -> Costs:
+    """``nbytes`` more while the first gradient arrives: what must be free when the forward pass has ended."""
+    arrival = next((op.id for op in program.graph.ops if op.target == TANGENT_TARGET), None)
+    if nbytes <= 0 or arrival is None:
+        return costs
+    workspace = np.array(costs.workspace_bytes)
+    workspace[arrival] += nbytes
+    return dataclasses.replace(costs, workspace_bytes=workspace)
+
+
 def make_program_plan(
     program: Program,
     settings: Settings,
@@ -107,9 +119,29 @@ def make_program_plan(
     """Cost and plan ``program``. Raises ``InfeasibleBudgetError`` where the budget cannot be met.
 
     ``granted_bytes`` is what an earlier signature of the model was given: a budget in percent is at least that, so that a
-    short last batch may use the memory of a full one.
+    short last batch may use the memory of a full one. Among several processes, one plans for all that ask the same.
     """
-    costs = program_costs(program, on_progress)
+
+    def make() -> Plan:
+        return _make_program_plan(program, settings, model, on_progress, granted_bytes)
+
+    if not several_processes():
+        return make()
+    from lowtide.integrations.agreement import agreed_plan
+
+    resident = _resident_bytes(program, model) if settings.budget is None else 0
+    return agreed_plan(program, (settings, granted_bytes, resident), make)
+
+
+def several_processes() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _make_program_plan(
+    program: Program, settings: Settings, model: nn.Module | None, on_progress: Progress | None, granted_bytes: int
+) -> Plan:
+    costs = _with_room_between(program, program_costs(program, on_progress), settings.between_bytes)
     unconstrained = simulate(program.graph, costs, keep_all_schedule(program.graph)).peak_bytes
     aside = _reserved_bytes(program, settings, unconstrained, model)
     given = settings.budget if settings.budget is not None else settings.total_budget

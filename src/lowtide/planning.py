@@ -138,7 +138,7 @@ class Plan:
                 None if bound is None else int(bound),
                 int(data["seed"]),
                 float(data["solve_seconds"]),
-                None if curve is None else Curve.from_json(curve),
+                known_curve=None if curve is None else Curve.from_json(curve),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"{path} is not a complete plan: {type(error).__name__} {error}.") from error

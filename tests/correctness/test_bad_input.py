@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from tests.support.networks import BATCH, WithLoss, perceptron, rows
@@ -169,6 +170,22 @@ def test_forward_hooks_on_submodules_are_part_of_the_program() -> None:
         return model
 
     compare_training(network, rows(), budgets=("60%",))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_inside_the_model(reentrant: bool) -> None:
+    """They would be captured as part of the program, with other random numbers."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.rest = nn.Linear(32, 32), nn.Sequential(perceptron(2), nn.Dropout(0.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.rest, self.first(x), use_reentrant=reentrant).mean()
+
+    with pytest.raises(lowtide.CaptureError, match=r"[Cc]heckpoint"):
+        lowtide.rematerialize(make(Checkpointed), *rows()(0), budget="70%")
 
 
 def test_not_a_number() -> None:

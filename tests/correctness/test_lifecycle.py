@@ -162,6 +162,17 @@ def test_forward_hooks_on_the_model() -> None:
     compare_training(_network, rows(), step=step, check_peak=False, budgets=("60%",))
 
 
+def test_forward_hooks_registered_before() -> None:
+    """They run around the planned forward, not inside it too."""
+
+    def network() -> nn.Module:
+        model = _network()
+        model.register_forward_hook(lambda m, a, y: y * 3)
+        return model
+
+    compare_training(network, rows(), budgets=("60%",), check_peak=False)
+
+
 def test_optimizer_made_before_and_after() -> None:
     """Adam over the prepared model's parameters: the same parameters, the same trajectory."""
 

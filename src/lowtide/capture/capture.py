@@ -21,6 +21,7 @@ from lowtide.capture.fake import AnsweringFakeMode
 from lowtide.capture.joint import export_joint
 from lowtide.capture.module import GradientMask, State, TracedModel, announce_origins, copy_without_data, model_state
 from lowtide.capture.program import Program, Result
+from lowtide.capture.sharded import refuse_sharded_parts
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.ir import Graph
 from lowtide.ir.graph import TANGENT_TARGET
@@ -40,11 +41,13 @@ def capture(
     *,
     mask: GradientMask | None = None,
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None,
+    watch: Callable[[nn.Module], None] | None = None,
 ) -> Program:
     """The training program of ``model(*args, **kwargs)``.
 
     ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is
-    guessed, see ``capture.module.guess_mask``. ``rewrite`` may change the joint graph before it is converted.
+    guessed, see ``capture.module.guess_mask``. ``watch`` is shown every copy of the model before it is traced; ``rewrite``
+    may change the joint graph before it is converted.
 
     Raises ``CaptureError`` where the program depends on data in a way that cannot be answered before it runs, or uses
     something unsupported.
@@ -59,6 +62,8 @@ def capture(
     def make_model() -> nn.Module:
         clone = copy_without_data(model, state, fakes[: len(state.tensors)])
         announce_origins(clone)
+        if watch is not None:
+            watch(clone)
         return clone
 
     traced = TracedModel(make_model, state.names, arguments, mask)
@@ -104,7 +109,14 @@ def _check(model: nn.Module, state: State, tensors: Sequence[torch.Tensor]) -> N
         raise CaptureError(
             f"the model and its inputs lie on {len(devices)} devices ({names}); move them to one device."
         )
+    refuse_sharded_parts(model)
     for name, module in model.named_modules():
+        if module.__dict__.get("gradient_checkpointing"):
+            raise CaptureError(
+                f"activation checkpointing is switched on in module {name or type(model).__name__!r}, and a plan decides "
+                "itself what is computed again. Switch it off: gradient_checkpointing=False or activation_checkpointing=False "
+                "in the trainer's arguments, model.gradient_checkpointing_disable() or model.disable_gradient_checkpointing()."
+            )
         if name and (module._backward_hooks or module._backward_pre_hooks):
             raise CaptureError(
                 f"submodule {name!r} has backward hooks, which a planned backward pass cannot call. Put them on the model "

@@ -103,6 +103,11 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return
         _attach(fake, real, self._intern(("input", position), Known(None, (), {}, None, position, None, True)))
 
+    def known_value(self, fake: torch.Tensor) -> torch.Tensor | None:
+        """The real value of a fake tensor that derives only from constants and integer inputs, else ``None``."""
+        pair = self._known_tensor(fake)
+        return None if pair is None else pair[0]
+
     def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _QUESTIONS:
@@ -183,15 +188,15 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         known_pairs = [pair for pair in pairs if pair is not None]
         if len(known_pairs) < len(pairs):
             return None, None
-        if not any(isinstance(leaf, torch.Tensor) for leaf in flat) and not _small_factory(args, kwargs):
+        if not any(isinstance(leaf, torch.Tensor) for leaf in flat) and not _small_factory(args):
             return None, None
         reals, knowns = [real for real, _ in known_pairs], [known for _, known in known_pairs]
         depends = any(isinstance(known, Known) and known.depends_on_input for known in knowns)
         keys = [id(known) if isinstance(known, Known) else (type(known), known) for known in knowns]
         if func._schema.is_mutable:
             return self._known_mutation(func, flat)
-        if any(isinstance(r, torch.device) and r.type == "meta" for r in reals):
-            return None, None
+        # What a model on the meta device computes from constants alone is known too: on the CPU.
+        reals = [torch.device("cpu") if isinstance(r, torch.device) and r.type == "meta" else r for r in reals]
         real_args, real_kwargs = pytree.tree_unflatten(reals, spec)
         with no_dispatch(), torch.no_grad():
             real = func(*real_args, **real_kwargs)
@@ -236,11 +241,8 @@ def _attach(fake: torch.Tensor, real: torch.Tensor, known: Known) -> None:
     fake._lowtide_known = (real, known)  # type: ignore[attr-defined]
 
 
-def _small_factory(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """A constant made from numbers alone, on a real device, of reasonable size."""
-    device = kwargs.get("device")
-    if device is not None and torch.device(device).type == "meta":
-        return False
+def _small_factory(args: Sequence[Any]) -> bool:
+    """A constant made from numbers alone, of reasonable size."""
     if args and isinstance(args[0], (list, tuple)):
         elements = 1
         for size in args[0]:

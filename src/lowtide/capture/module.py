@@ -19,10 +19,15 @@ from torch import nn
 
 from lowtide.capture import structure
 from lowtide.capture.caches import clear_caches_of_fakes
+from lowtide.capture.sharded import copy_module
 from lowtide.capture.source import user_source
 
 # Per tensor of the result: no gradient (False), one in the layout of the tensor (True), or one with these strides.
 GradientMask = tuple[bool | tuple[int, ...], ...]
+_NO_SAVED_TENSORS_HOOKS = (
+    "the model checkpoints or offloads activations by itself (torch.utils.checkpoint, saved_tensors_hooks), which a plan "
+    "replaces; switch that off"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +58,23 @@ def copy_without_data(model: nn.Module, state: State, fakes: Sequence[torch.Tens
         for value in vars(module).values():
             if isinstance(value, torch.Tensor):
                 memo.setdefault(id(value), value)
-    planned: Any = model.__dict__.get("forward")
-    if not getattr(planned, "_lowtide_runtime", False):
-        return copy.deepcopy(model, memo)
+    planned = planned_forward(model)
+    if planned is None:
+        return copy_module(model, memo)
     memo[id(planned)] = None
-    clone = copy.deepcopy(model, memo)
+    clone = copy_module(model, memo)
     del clone.__dict__["forward"]
     if planned.had_instance_forward:
         clone.forward = copy.deepcopy(planned.original_forward, {**memo, id(model): clone})
     return clone
+
+
+def planned_forward(model: nn.Module) -> Any:
+    """The planned ``forward`` that a model was given, also below the wrappers of mixed precision; ``None`` without one."""
+    forward: Any = model.__dict__.get("forward")
+    while forward is not None and not getattr(forward, "_lowtide_runtime", False):
+        forward = getattr(forward, "__func__", None) or getattr(forward, "__wrapped__", None)
+    return forward
 
 
 @dataclass
@@ -88,8 +101,9 @@ class TracedModel:
         places = self._swap(model, tensors[:count])
         args, kwargs = structure.unflatten(self.arguments, tensors[count:])
         try:
-            with _RecordSource():
-                result = model(*args, **kwargs)
+            # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
+            with _RecordSource(), torch.autograd.graph.disable_saved_tensors_hooks(_NO_SAVED_TENSORS_HOOKS):
+                result = model.forward(*args, **kwargs)
         finally:
             clear_caches_of_fakes()
         # Buffers that the forward pass replaced by new tensors (``self.buffer = ...``).

@@ -56,6 +56,7 @@ class Rematerialized:
         self.original_forward = model.forward
         self._warned = False
         self._online: online | None = None
+        self.latest: Entry | None = None  # what the last planned call ran
         functools.update_wrapper(self, self.original_forward, updated=())
 
     @property
@@ -67,6 +68,8 @@ class Rematerialized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
+        if args and args[0] is model:  # made a method of the model, as accelerate does when it takes its wrappers off
+            model.forward, args = self, args[1:]
         if (
             self._online is not None
             or not model.training
@@ -84,6 +87,7 @@ class Rematerialized:
 
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The forward outputs of the planned program."""
+        self.latest = entry
         return run(entry, inputs)
 
     def flat_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Any]:
@@ -184,6 +188,7 @@ class Rematerialized:
         self.had_instance_forward = other.had_instance_forward
         self._warned = False
         self._online = None
+        self.latest = None
         forward = other.original_forward
         self.original_forward = getattr(forward, "__func__", forward)
         if hasattr(forward, "__func__"):

@@ -18,13 +18,14 @@ def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], arguments: Any) -> Signature:
-    """Structure and non-tensor values of the call, layout of every flat input, training flags, autocast and modes."""
+    """Structure and non-tensor values of the call, layout of every flat input, flags of the modules, autocast and modes."""
     device_type = inputs[0].device.type
     autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
     return (
         structure.fingerprint(arguments),
         tuple(map(tensor_key, inputs)),
         tuple(module.training for module in modules),
+        any(module.__dict__.get("gradient_checkpointing") for module in modules),
         autocast,
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),

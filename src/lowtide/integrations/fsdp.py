@@ -1,0 +1,114 @@
+"""FSDP2: a budget for every rank of a model whose blocks are sharded one by one.
+
+``fully_shard`` gathers a unit's parameters before its forward and its backward pass and lets go of them afterwards. So a
+planned region must not span units, and each unit becomes a region of its own, between the hooks that gather and reduce:
+collectives run exactly where FSDP2 alone runs them, and none can be computed again.
+
+What the regions may take is settled here, before the model is sharded, for the whole model: see ``blocks``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.api import runtime_of
+from lowtide.budget import parse_budget
+from lowtide.capture import capture
+from lowtide.capture.sharded import is_sharded
+from lowtide.errors import InfeasibleBudgetError, PlanError
+from lowtide.integrations.blocks import Part, Surroundings, choose, keep_all_parts, peak_bytes
+from lowtide.integrations.samples import BlockCalls
+from lowtide.pipeline import Settings, program_costs
+from lowtide.runtime.model import Rematerialized
+
+_LOG = logging.getLogger(__name__)
+
+
+def rematerialize_blocks(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: int | str,
+    planner: str = "auto",
+    seed: int = 0,
+    ranks: int | None = None,
+) -> int:
+    """Make each of ``blocks`` train by a plan of its own, so that a rank stays within ``budget``; returns the predicted peak.
+
+    To be called before ``fully_shard(block)`` for every block and ``fully_shard(model)``; ``args`` and ``kwargs`` are a
+    sample call of ``model``. The budget is what a forward and backward pass of the sharded model may allocate above what
+    was allocated when it began, gathered parameters and buffers of the reductions included (at their most, so the
+    prediction is a little high). A percentage is of the peak predicted for the same sharded model without plans. Other
+    shapes later are planned under the bytes that each block was given here. ``ranks`` defaults to the process group's size.
+
+    Raises ``InfeasibleBudgetError`` where no plans fit, and ``PlanError`` where the model is sharded already.
+    """
+    _check(model, blocks)
+    ranks = ranks or (torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
+    names = {id(module): name for name, module in model.named_modules()}
+    calls = BlockCalls([names[id(block)] for block in blocks])
+    with torch.enable_grad():
+        program = capture(model, args, kwargs, watch=calls.watch)
+        samples = calls.samples()
+        programs = [capture(block, *sample) for block, sample in zip(blocks, samples, strict=True)]
+    gathered = _gathered_bytes(model, blocks, ranks)
+    around = Surroundings.of(program.graph, program_costs(program), calls.names, gathered)
+    parts = keep_all_parts(programs)
+    unconstrained = peak_bytes(around, parts)
+    budget_bytes = parse_budget(budget, unconstrained)
+    chosen = choose(programs, around, parts, budget_bytes, Settings(budget=budget_bytes, planner=planner, seed=seed))
+    for block, sample, part in zip(blocks, samples, chosen, strict=True):
+        _attach(block, sample, part)
+    predicted = peak_bytes(around, chosen)
+    _LOG.info("planned %d blocks: %d bytes of %d, %d without", len(chosen), predicted, budget_bytes, unconstrained)
+    return predicted
+
+
+def _attach(block: nn.Module, sample: tuple[Any, Any], part: Part) -> None:
+    if part.settings is None:
+        return  # keeps everything
+    runtime = Rematerialized(block, part.settings)
+    with torch.enable_grad():
+        inputs, arguments = runtime.flat_inputs(*sample)
+        runtime.entry(*sample, inputs, arguments)
+    block.forward = runtime
+
+
+def _check(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    if not blocks:
+        raise PlanError(
+            "no blocks were given; pass the modules that fully_shard is applied to, say list(model.layers)."
+        )
+    inside = {id(module): name for name, module in model.named_modules()}
+    for block in blocks:
+        if id(block) not in inside:
+            raise PlanError(f"a {type(block).__name__} among the blocks is not part of the model.")
+        if runtime_of(block) is not None:
+            raise PlanError(f"block {inside[id(block)]!r} is rematerialized already; call lowtide.restore on it first.")
+    sharded = next((name for name, module in model.named_modules() if is_sharded(module)), None)
+    if sharded is not None:
+        raise PlanError(
+            f"module {sharded or type(model).__name__!r} is sharded already; call rematerialize_blocks before fully_shard."
+        )
+
+
+def _gathered_bytes(model: nn.Module, blocks: Sequence[nn.Module], ranks: int) -> int:
+    """What FSDP2 itself takes, at most: the root's parameters and their reduction; a block's parameters in use, gathered ahead,
+    and in a reduction; and every gradient's shard."""
+    units = [_parameter_bytes(block) for block in blocks]
+    total = _parameter_bytes(model)
+    return 2 * (total - sum(units)) + 3 * max(units) + -(-total // ranks)
+
+
+def _parameter_bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+__all__ = ["InfeasibleBudgetError", "rematerialize_blocks"]

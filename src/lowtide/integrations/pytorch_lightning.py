@@ -1,0 +1,47 @@
+"""Lightning: a callback that logs what plans promised and what the steps took.
+
+The model is made and rematerialized in ``configure_model``; ``Trainer(callbacks=[LowtideCallback()])`` is for the figures.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from lowtide.extras import require
+from lowtide.integrations.passes import PassMeter, figures, plan_count
+
+_LOG = logging.getLogger(__name__)
+_Callback: Any = require("pytorch_lightning").Callback
+
+
+class LowtideCallback(_Callback):  # type: ignore[misc]
+    """Logs predicted and measured peak and overhead of every training batch through the module's logger.
+
+    The measured peak is that of the batch's forward and backward pass, with what ``training_step`` allocates around the
+    model. ``history`` keeps every batch as (global step before it, peak bytes); a batch for which a plan was made is left
+    out, since operators were measured in it.
+    """
+
+    def __init__(self) -> None:
+        self.meter = PassMeter()
+        self.history: list[tuple[int, int]] = []
+        self._plans = 0
+        self._step = 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._plans = plan_count(pl_module)
+        self._step = trainer.global_step
+        self.meter.start()
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self.meter.stop()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if plan_count(pl_module) != self._plans:
+            return
+        self.history.append((self._step, self.meter.peak_bytes))
+        found = figures(pl_module, self.meter)
+        if found:
+            pl_module.log_dict(found)
+            _LOG.info("step %d: %s", self._step, found)

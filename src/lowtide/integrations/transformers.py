@@ -1,0 +1,62 @@
+"""Hugging Face ``Trainer``: a callback that logs what plans promised and what the steps took.
+
+``Trainer(model=lowtide.rematerialize(model, budget="40%"), callbacks=[LowtideCallback()])``; nothing else is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from lowtide.extras import require
+from lowtide.integrations.passes import PassMeter, figures, plan_count
+
+_LOG = logging.getLogger(__name__)
+_TrainerCallback: Any = require("transformers").TrainerCallback
+
+
+class LowtideCallback(_TrainerCallback):  # type: ignore[misc]
+    """Adds predicted and measured peak and overhead to every log of a ``Trainer``.
+
+    The measured peak is the highest of all forward and backward passes since the last log, with what the trainer itself
+    allocates around the model. ``history`` keeps every step as (global step, peak bytes); a step that made a plan is left
+    out, since operators were measured in it. Reporters that stand before
+    this callback in the trainer's list have seen a log already when it is added to; ``state.log_history`` always has it.
+    """
+
+    def __init__(self) -> None:
+        self.meter = PassMeter()
+        self.history: list[tuple[int, int]] = []
+        self._logged = 0
+        self._step_bytes = 0
+        self._plans = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step_bytes = 0
+        self._plans = plan_count(kwargs["model"])
+        self.meter.start()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stop()
+        self.meter.start()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stop()
+        if plan_count(kwargs["model"]) == self._plans:
+            self.history.append((state.global_step + 1, self._step_bytes))
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        recent = [peak for _, peak in self.history[self._logged :]]
+        if not recent:
+            return
+        self._logged = len(self.history)
+        self.meter.peak_bytes = max(recent)
+        found = figures(kwargs["model"], self.meter)
+        for log in (kwargs.get("logs"), state.log_history[-1] if state.log_history else None):
+            if log is not None:
+                log.update(found)
+        _LOG.info("step %d: %s", state.global_step, found)
+
+    def _stop(self) -> None:
+        self.meter.stop()
+        self._step_bytes = max(self._step_bytes, self.meter.peak_bytes)

@@ -1,0 +1,38 @@
+"""Programs of several processes: started by ``torchrun`` on a free port, each asserting by itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[2]
+_SECONDS = 540
+
+
+def torchrun(module: str, *arguments: str, processes: int = 2) -> str:
+    """Run ``python -m module arguments`` in ``processes`` processes; returns what they printed, fails where one failed."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
+        "-m", module, *arguments,
+    ]  # fmt: skip
+    path = os.pathsep.join([str(_ROOT / "src"), str(_ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        command, cwd=_ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        output, _ = process.communicate(timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its processes
+        output, _ = process.communicate()
+        raise AssertionError(f"{module} {arguments} took more than {_SECONDS} s:\n{output}") from None
+    assert process.returncode == 0, output
+    return output
+
+
+def say(line: str) -> None:
+    """One line to the standard output, where several processes write."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
