@@ -5,6 +5,9 @@ folder, so that an interrupted run goes on where it was; ``--again`` runs the ch
 ``planners.json`` and ``planners.md`` are written; at the end the plots, and what the claims of
 ``benchmarks.planner_claims`` are broken by. The exit code is 1 where one is.
 
+``--add FOLDER`` takes over those of the chosen cells that another run left in its results folder: parts of the table can be run
+apart and at the same time.
+
 ``--cold`` measures ``auto`` at 50 % with no compiled kernels at hand and adds that to the notes instead.
 """
 
@@ -19,7 +22,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,15 @@ class Results:
         self.cells[_key(cell)] = cell
         self.write()
 
+    def take(self, folder: Path, questions: Iterable[Question]) -> None:
+        """The answers to the questions in another results folder, where it has them."""
+        data = json.loads((folder / self.path.name).read_text())
+        theirs = {_key(cell): cell for cell in (Cell(**row) for row in data["cells"])}
+        for question in questions:
+            cell = theirs.get(_key(question))
+            if cell is not None and cell.budget_bytes == question.budget_bytes:
+                self.cells[_key(cell)] = cell
+
     def write(self) -> None:
         cells = list(self.cells.values())
         data = comparison_to_json(self.instances.values(), cells) | {"notes": self.notes}
@@ -110,11 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.cold:
         _measure_cold(results, paths, options.time_limit)
         return 0
-    chosen = [
-        question
-        for question in _questions(results, paths, planners, options)
-        if options.again or results.lacks(question, options.time_limit)
-    ]
+    asked = list(_questions(results, paths, planners, options))
+    for folder in options.add:
+        results.take(folder, asked)
+    chosen = [question for question in asked if options.again or results.lacks(question, options.time_limit)]
     _run(results, paths, chosen, options)
     results.write()
     results.plot(list(paths))
@@ -209,6 +220,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, choices=(1, 2), default=1, help="cells at a time (default: 1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", action="store_true", help="run the chosen cells anew")
+    parser.add_argument(
+        "--add", type=Path, action="append", default=[], metavar="FOLDER", help="take over another run's cells first"
+    )
     parser.add_argument("--cold", action="store_true", help="measure auto with no compiled kernels instead")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     return parser.parse_args(arguments)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from benchmarks.planner_claims import violations
 from benchmarks.planner_table import document
-from lowtide.report.comparison import Cell, Instance, cell_text
+from benchmarks.planners import Results
+from lowtide.report.comparison import Cell, Instance, Question, cell_text
 from lowtide.report.comparison_figure import comparison_figure
 
 INSTANCE = Instance("net", 10, 1000, 100)
@@ -60,6 +62,22 @@ def test_page_has_auto_first_and_the_best_bold() -> None:
     assert "- BROKEN: something" in page
     assert page.index("| auto | **1.000** (1.2) | **5.000** (1.2) |") < page.index("| greedy | 2.000 (1.2) | unsolved")
     assert "| *lower bound* | 0.500 |  |" in page
+
+
+def test_results_take_over_what_was_asked_and_no_other_budget(tmp_path: Path) -> None:
+    theirs, ours = Results(tmp_path / "theirs", {}), Results(tmp_path / "ours", {})
+    theirs.instances = ours.instances = {"net": INSTANCE}
+    for each in GOOD:
+        theirs.add(each)
+    asked = [
+        Question("net", "auto", "70%", 700),
+        Question("net", "auto", "50%", 501),
+        Question("net", "dtr", "50%", 500),
+    ]
+    ours.take(tmp_path / "theirs", asked)
+    assert list(ours.cells.values()) == [GOOD[0]]
+    assert not ours.lacks(asked[0], 1.0)
+    assert ours.lacks(asked[1], 1.0)
 
 
 def test_figure() -> None:

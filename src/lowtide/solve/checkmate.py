@@ -1,4 +1,5 @@
-"""``checkmate``: the optimal schedule by mixed-integer programming (Jain et al., MLSys 2020, arXiv 1910.02653, section 4).
+"""``checkmate``: the optimal schedule by mixed-integer programming (Jain et al., MLSys 2020, arXiv 1910.02653, section 4:
+objective and inputs in equation 1, stages in equation 8, the whole program in equation 9).
 
 Solves the full problem: order-preserving schedules with recomputation anywhere. Three programs on one set of variables
 (``lowtide.solve.milp.stages``):

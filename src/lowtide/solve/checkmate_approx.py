@@ -1,4 +1,5 @@
-"""``checkmate-approx``: linear relaxation and two-phase rounding (Jain et al., MLSys 2020, arXiv 1910.02653, section 5).
+"""``checkmate-approx``: linear relaxation and two-phase rounding (Jain et al., MLSys 2020, arXiv 1910.02653, section 5,
+algorithm 2).
 
 Solves Checkmate's program (``lowtide.solve.milp.stages``, reduced form) as a linear one for a part of the budget
 (the paper: 0.9 of it, that is a reserve of 0.1), rounds which storages are kept, completes with the least recomputation
