@@ -129,7 +129,7 @@ def make_program_plan(
         return make()
     from lowtide.integrations.agreement import agreed_plan
 
-    resident = _resident_bytes(program, model) if settings.budget is None else 0
+    resident = resident_bytes(program, model) if settings.budget is None else 0
     return agreed_plan(program, (settings, granted_bytes, resident), make)
 
 
