@@ -19,8 +19,9 @@ from lowtide.capture.module import GradientMask
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.cache import cache_folder
 from lowtide.errors import InfeasibleBudgetError, PlanError
-from lowtide.ir import Costs, keep_all_schedule, simulate
+from lowtide.ir import Costs, check, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.lower.inplace import reuse_memory
 from lowtide.planning import Plan, make_plan
 
 Progress = Callable[[str, float], None]
@@ -152,7 +153,8 @@ def _make_program_plan(
     if is_percentage(given):
         budget = max(budget, granted_bytes)
     try:
-        return _kept_or_made(program, costs, max(budget, 1), settings, on_progress)
+        plan = _kept_or_made(program, costs, max(budget, 1), settings, on_progress)
+        return _with_memory_reused(program, plan) if settings.compiler == "eager" else plan
     except InfeasibleBudgetError as error:
         if not aside:
             raise
@@ -163,6 +165,15 @@ def _make_program_plan(
             operator=error.operator,
             source=error.source,
         ) from None
+
+
+def _with_memory_reused(program: Program, plan: Plan) -> Plan:
+    """The same plan with pointwise operators in place where that is safe, and the peak that this leaves."""
+    schedule = reuse_memory(program, plan.costs, plan.schedule)
+    check(plan.graph, schedule)
+    return dataclasses.replace(
+        plan, schedule=schedule, peak_bytes=simulate(plan.graph, plan.costs, schedule).peak_bytes
+    )
 
 
 def _kept_or_made(

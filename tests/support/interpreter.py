@@ -21,6 +21,7 @@ class Machine:
     storages: dict[int, bytearray] = field(default_factory=dict)
     values: dict[int, str] = field(default_factory=dict)
     states: dict[int, tuple[int, bytearray]] = field(default_factory=dict)
+    overwritten: set[int] = field(default_factory=set)
     generator: int = 0
     effects: list[int] = field(default_factory=list)
     timeline: list[int] = field(default_factory=list)
@@ -37,12 +38,15 @@ class Machine:
                 self._hand_over()
             self.timeline.append(self._allocated())
             if isinstance(step, Compute):
-                self._compute(step.op, restored)
+                self._compute(step.op, restored, step.into)
                 restored = None
                 if last[step.op] == index:
                     self.states.pop(step.op, None)
             elif isinstance(step, Free):
-                del self.storages[step.storage]
+                if step.storage in self.overwritten:
+                    self.overwritten.discard(step.storage)
+                else:
+                    del self.storages[step.storage]
                 for value in self.graph.storages[step.storage].values:
                     self.values.pop(value, None)
             elif isinstance(step, SaveRng):
@@ -61,7 +65,7 @@ class Machine:
         states = sum(len(memory) for _, memory in self.states.values())
         return self.graph.fixed_bytes + sum(map(len, self.storages.values())) + states
 
-    def _compute(self, op_id: int, restored: int | None) -> None:
+    def _compute(self, op_id: int, restored: int | None, into: int | None) -> None:
         op = self.graph.ops[op_id]
         drawn = ""
         if op.random:
@@ -71,6 +75,9 @@ class Machine:
             self.effects.append(op_id)
         read = "|".join(self.values[value] for value in op.inputs)
         own = {v: self.graph.values[v].storage for v in op.outputs}
+        if into is not None:
+            del self.storages[into]
+            self.overwritten.add(into)
         fresh = {s: bytearray(int(self.costs.storage_bytes[s])) for s in own.values() if self._is_base(s, op_id)}
         workspace = bytearray(int(self.costs.workspace_bytes[op_id]))
         self.timeline[-1] = self._allocated() + sum(map(len, fresh.values())) + len(workspace)

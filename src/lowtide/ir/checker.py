@@ -7,6 +7,7 @@ ops are replayed under their first state, effects run once and in order, and fir
 
 from __future__ import annotations
 
+import itertools
 from typing import NoReturn
 
 from lowtide.errors import ScheduleError
@@ -43,6 +44,8 @@ class _Checker:
             if self.index == self.schedule.boundary:
                 self._hand_over()
             if isinstance(step, Compute):
+                if step.into is not None:
+                    self._check_into(step.op, step.into)
                 self._compute(step.op)
             elif isinstance(step, Free):
                 self._free(step.storage)
@@ -78,6 +81,19 @@ class _Checker:
         self.due = None
         self.computed.add(op_id)
         self._allocate(op_id)
+
+    def _check_into(self, op_id: int, into: int) -> None:
+        """The op reads ``into``, has one new storage, and ``into`` is freed before anything else runs."""
+        op = self._op(op_id)
+        name = f"{op.name} is to write into storage {into}"
+        if into not in {self.graph.values[value].storage for value in op.inputs}:
+            self._fail(f"{name}, which it does not read")
+        own = {storage.id for storage in self.graph.storages if storage.base == op_id}
+        if len(own) != 1 or own & self.storages:
+            self._fail(f"{name}, but has not just one new storage")
+        following = self.schedule.steps[self.index + 1 :]
+        if Free(into) not in itertools.takewhile(lambda step: isinstance(step, Free), following):
+            self._fail(f"{name}, which is not freed next")
 
     def _only_views(self, op_id: int) -> bool:
         """View ops are pure and free, so they may first run anywhere."""

@@ -3,11 +3,12 @@
 Grammar::
 
     schedule ::= step* "|" step*           forward program | backward program
-    step     ::= Compute(op) | Free(storage) | SaveRng(op) | RestoreRng(op)
+    step     ::= Compute(op [, into storage]) | Free(storage) | SaveRng(op) | RestoreRng(op)
 
-A second ``Compute`` of an op is a rematerialization. ``SaveRng(op)`` keeps the generator state just before the op's
-first ``Compute``; ``RestoreRng(op)`` makes the op's next ``Compute`` run under that state, after which the generator
-goes on as if nothing had been recomputed.
+A second ``Compute`` of an op is a rematerialization. ``Compute(op, into)`` writes the op's one new storage over the storage
+``into``, which the op reads and which is freed before anything else runs; that ``Free`` then releases nothing.
+``SaveRng(op)`` keeps the generator state just before the op's first ``Compute``; ``RestoreRng(op)`` makes the op's next
+``Compute`` run under that state, after which the generator goes on as if nothing had been recomputed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Compute:
     op: int
+    into: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 Grammar, one item per line::
 
     schedule ::= step* "|" step*
-    step     ::= "compute" int | "free s"int | "save_rng" int | "restore_rng" int
+    step     ::= "compute" int ["into s"int] | "free s"int | "save_rng" int | "restore_rng" int
 
 Empty lines and lines that begin with ``#`` are skipped.
 """
@@ -16,7 +16,7 @@ from lowtide.errors import PlanError
 from lowtide.ir.cursor import lines
 from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule, Step
 
-_STEP = re.compile(r"(compute|save_rng|restore_rng) (\d+)|free s(\d+)", re.ASCII)
+_STEP = re.compile(r"(compute|save_rng|restore_rng) (\d+)|free s(\d+)|compute (\d+) into s(\d+)", re.ASCII)
 
 
 def format_schedule(schedule: Schedule) -> str:
@@ -28,8 +28,8 @@ def format_schedule(schedule: Schedule) -> str:
 
 def _format_step(step: Step) -> str:
     match step:
-        case Compute(op):
-            return f"compute {op}"
+        case Compute(op, into):
+            return f"compute {op}" if into is None else f"compute {op} into s{into}"
         case Free(storage):
             return f"free s{storage}"
         case SaveRng(op):
@@ -60,6 +60,8 @@ def _parse_step(line: str, number: int) -> Step:
         )
     if match[3]:
         return Free(int(match[3]))
+    if match[4]:
+        return Compute(int(match[4]), int(match[5]))
     kinds: dict[str, type[Compute] | type[SaveRng] | type[RestoreRng]] = {
         "compute": Compute,
         "save_rng": SaveRng,

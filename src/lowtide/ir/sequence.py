@@ -81,6 +81,7 @@ class _Builder:
         formed: list[set[int]] = [set() for _ in graph.storages]  # values that views formed in the current life
         steps: list[int] = []
         boundary = self._boundary(sequence)
+        final = self._final_outputs(sequence, boundary)
         forward_end = 0
         for index, op in enumerate(sequence):
             if index == boundary:
@@ -91,11 +92,29 @@ class _Builder:
             for storage in self.owned[op]:
                 if storage not in self.lasting:
                     formed[storage].clear()
+            self._form(final.get(index, ()), formed, steps)
         if boundary == len(sequence):
             self._form(graph.forward_outputs, formed, steps)
             forward_end = len(steps)
         self._form(graph.outputs, formed, steps)
         return steps, forward_end
+
+    def _final_outputs(self, sequence: Sequence[int], boundary: int) -> dict[int, list[int]]:
+        """The graph's outputs by the step of the backward pass after which nothing touches their storage.
+
+        Formed there, and not at the end, a gradient can leave as soon as it is final.
+        """
+        last: dict[int, int] = {}
+        for index, op_id in enumerate(sequence):
+            op = self.graph.ops[op_id]
+            for value in (*op.inputs, *op.outputs):
+                last[self.storage_of[value]] = index
+        final: dict[int, list[int]] = {}
+        for value in self.graph.outputs:
+            index = last.get(self.storage_of[value], -1)
+            if index >= boundary:
+                final.setdefault(index, []).append(value)
+        return final
 
     def _form(self, values: Sequence[int], formed: list[set[int]], steps: list[int]) -> None:
         """Append the view ops that ``values`` still need, in the program's order."""

@@ -181,15 +181,24 @@ def _validate_storage(graph: Graph, storage: Storage) -> None:
 def schedule_to_json(schedule: Schedule) -> dict[str, Any]:
     """A ``lowtide-schedule/1`` object: steps as ``[kind, id]``, and the index of the first backward step."""
     names = {kind: name for name, kind in _STEPS.items()}
-    steps = [[names[type(s)], s.storage if isinstance(s, Free) else s.op] for s in schedule.steps]
+    steps = [[names[type(s)], *_numbers(s)] for s in schedule.steps]
     return {"format": SCHEDULE_FORMAT, "boundary": schedule.boundary, "steps": steps}
+
+
+def _numbers(step: Step) -> list[int]:
+    if isinstance(step, Compute) and step.into is not None:
+        return [step.op, step.into]
+    return [step.storage if isinstance(step, Free) else step.op]
 
 
 def schedule_from_json(data: dict[str, Any]) -> Schedule:
     """Inverse of ``schedule_to_json``."""
     expect_format(data, SCHEDULE_FORMAT)
     try:
-        steps: list[Step] = [_STEPS[kind](count(target, f"{kind} step")) for kind, target in data["steps"]]
+        steps: list[Step] = [
+            _STEPS[kind](*(count(number, f"{kind} step") for number in (target, *into)))
+            for kind, target, *into in data["steps"]
+        ]
         return Schedule(tuple(steps), count(data["boundary"], "boundary"))
     except (KeyError, TypeError, ValueError) as error:
         raise PlanError(f"the schedule is malformed: {error}.") from error

@@ -3,7 +3,8 @@
 - ``Compute(op)`` allocates every storage whose base is the op. While it runs, what is live, its new storages and its
   workspace are resident. Storages of the op that are still live stay as they are; their second copy lives during the
   step only.
-- ``Free(storage)`` releases after the step.
+- ``Compute(op, into)`` allocates nothing: the storage ``into``, of the same size, becomes the op's.
+- ``Free(storage)`` releases after the step, nothing where the storage has become another's.
 - ``SaveRng(op)`` holds ``rng_state_bytes`` until after the last ``Compute`` of the op.
 
 Linear in the number of steps. Validity is the checker's business.
@@ -42,11 +43,15 @@ def simulate(graph: Graph, costs: Costs, schedule: Schedule) -> Simulation:
     last_compute = {step.op: i for i, step in enumerate(schedule.steps) if isinstance(step, Compute)}
     live: set[int] = set()
     saved: set[int] = set()
+    taken: set[int] = set()
     resident, time_ns, timeline = graph.fixed_bytes, 0, []
     for index, step in enumerate(schedule.steps):
         during = resident
         if isinstance(step, Compute):
             own = owned[step.op]
+            if step.into is not None:
+                taken.add(step.into)
+                resident -= sizes[step.into]
             during = resident + workspace[step.op] + sum(sizes[s] for s in own)
             fresh = [s for s in own if s not in live]
             live.update(fresh)
@@ -57,7 +62,8 @@ def simulate(graph: Graph, costs: Costs, schedule: Schedule) -> Simulation:
                 resident -= costs.rng_state_bytes
         elif isinstance(step, Free):
             live.discard(step.storage)
-            resident -= sizes[step.storage]
+            resident -= 0 if step.storage in taken else sizes[step.storage]
+            taken.discard(step.storage)
         elif isinstance(step, SaveRng):
             saved.add(step.op)
             resident += costs.rng_state_bytes
@@ -88,4 +94,5 @@ def _live_at(schedule: Schedule, owned: list[list[int]], index: int) -> tuple[in
             live.discard(step.storage)
     if index < len(schedule.steps) and isinstance(step := schedule.steps[index], Compute):
         live.update(owned[step.op])
+        live.discard(-1 if step.into is None else step.into)
     return tuple(sorted(live))

@@ -26,9 +26,11 @@ import torch
 
 from lowtide.capture import targets
 from lowtide.capture.program import Call, Program, Ref
-from lowtide.ir import Compute, Free, Op, RestoreRng, SaveRng, Schedule
+from lowtide.cost.columns import storage_bytes
+from lowtide.ir import Compute, Costs, Free, Op, RestoreRng, SaveRng, Schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET, UPDATE_TARGET
 from lowtide.lower import random
+from lowtide.lower.inplace import written_form
 from lowtide.lower.stages import Stage, stages
 
 Step = Generator[list[torch.Tensor], None, None]
@@ -69,7 +71,7 @@ class _Generator:
         self.replayed: set[int] = set()
         values = [value for _, value in program.gradients]
         sizes = [program.metas[value].storage_bytes for value in values]
-        self.stages = stages(self.graph, schedule, values, sizes)
+        self.stages = stages(self.graph, schedule, values, sizes, _levels(program, schedule))
 
     def lower(self) -> Lowered:
         self._load_inputs()
@@ -112,7 +114,7 @@ class _Generator:
 
     def _step(self, step: Any) -> None:
         if isinstance(step, Compute):
-            self._compute(step.op)
+            self._compute(step.op, step.into)
         elif isinstance(step, Free):
             self._drop(self.graph.storages[step.storage].values)
         elif isinstance(step, SaveRng):
@@ -120,7 +122,7 @@ class _Generator:
         elif isinstance(step, RestoreRng):
             self.replayed.add(step.op)
 
-    def _compute(self, op_id: int) -> None:
+    def _compute(self, op_id: int, into: int | None) -> None:
         op, call = self.graph.ops[op_id], self.program.calls[op_id]
         if op.target == TANGENT_TARGET:
             position = sum(1 for other in self.graph.ops[:op_id] if other.target == TANGENT_TARGET)
@@ -129,7 +131,7 @@ class _Generator:
                 self._emit("tangents.clear()")
             self.live.add(op.outputs[0])
             return
-        expression = self._expression(op_id, call)
+        expression = self._expression(op_id, call) if into is None else self._writing(op_id, call, into)
         if call.target is targets.update:
             expression = f"if write_back: {expression}"
         self._assign(op, call.positions, expression)
@@ -142,6 +144,14 @@ class _Generator:
             self.replayed.discard(op_id)
             return f"replay(r{op_id}, {self._device(op_id)}, {', '.join([function, *arguments])})"
         return f"{function}({', '.join(arguments)})"
+
+    def _writing(self, op_id: int, call: Call, into: int) -> str:
+        """The call of the operator's form that writes into the storage of one of its inputs."""
+        value = next(v for v in self.graph.ops[op_id].inputs if self.graph.values[v].storage == into)
+        form = written_form(self.program, op_id, value)
+        assert form is not None
+        given = {form.keyword: Ref(value)} if form.keyword else {}
+        return self._expression(op_id, Call(form.target, call.args, {**call.kwargs, **given}))
 
     def _assign(self, op: Op, positions: tuple[int, ...] | None, expression: str) -> None:
         """Bind the outputs that have no variable yet; a recomputed output that is still alive stays what it was."""
@@ -232,6 +242,13 @@ class _Generator:
         outputs = self.graph.forward_outputs
         read = tuple(i for i, value in enumerate(outputs) if self.graph.values[value].storage in storages)
         return Lowered(self.namespace["step"], source, self.stages, inputs, read)
+
+
+def _levels(program: Program, schedule: Schedule) -> list[int]:
+    """Bytes resident at each step, without what operators use inside."""
+    none = [0] * len(program.graph.ops)
+    costs = Costs(none, none, storage_bytes(program))  # type: ignore[arg-type]
+    return list(simulate(program.graph, costs, schedule).timeline.tolist())
 
 
 def lines(lowered: Lowered) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 A gradient is final after the last step that reads its storage. Gradients leave in groups, so that the autograd engine
 can accumulate them (and optimizers, hooks and data-parallel reducers act on them) while the backward program is still
-running; a group is large enough that the cost of leaving and coming back is small beside the work in between.
+running; a group is large enough that the cost of leaving and coming back is small beside the work in between. Before the
+steps at which memory is scarcest, smaller groups leave too, so that none waits there for its turn.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from lowtide.ir import Compute, Free, Graph, Schedule
 
 _MAXIMUM_STAGES = 16
+_MAXIMUM_EARLY_STAGES = 64
+_NEAR_PEAK = 0.97  # of the peak: steps where gradients should not wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +44,17 @@ def _after_frees(schedule: Schedule, index: int) -> int:
     return index
 
 
-def stages(graph: Graph, schedule: Schedule, values: Sequence[int], sizes: Sequence[int]) -> tuple[Stage, ...]:
-    """Group the gradients ``values`` (``sizes`` in bytes) in the order in which they become final."""
+def stages(
+    graph: Graph, schedule: Schedule, values: Sequence[int], sizes: Sequence[int], levels: Sequence[int] = ()
+) -> tuple[Stage, ...]:
+    """Group the gradients ``values`` (``sizes`` in bytes) in the order in which they become final.
+
+    ``levels``: bytes resident at each step, where known.
+    """
     steps = final_steps(graph, schedule, values)
     threshold = max(1, sum(sizes) // _MAXIMUM_STAGES)
+    least = max(1, sum(sizes) // _MAXIMUM_EARLY_STAGES)
+    near = _NEAR_PEAK * max(levels, default=0)
     found: list[Stage] = []
     pending: list[int] = []
     pending_bytes = 0
@@ -53,7 +63,9 @@ def stages(graph: Graph, schedule: Schedule, values: Sequence[int], sizes: Seque
         pending.append(index)
         pending_bytes += sizes[index]
         last = rank + 1 == len(order)
-        if last or (pending_bytes >= threshold and steps[order[rank + 1]] != steps[index]):
+        following = steps[index] if last else steps[order[rank + 1]]
+        scarce = pending_bytes >= least and max(levels[steps[index] + 1 : following + 1], default=0) > near
+        if last or ((pending_bytes >= threshold or scarce) and following != steps[index]):
             found.append(Stage(_after_frees(schedule, steps[index]), tuple(pending)))
             pending, pending_bytes = [], 0
     return tuple(found)
