@@ -160,16 +160,18 @@ def test_snapshot_names_the_users_lines(tmp_path: Path) -> None:
 
 
 def test_snapshot_passes_through_memory_viz(report: Report, tmp_path: Path) -> None:
-    from torch.cuda import _memory_viz
+    from torch.cuda import _memory_viz as untyped
+
+    viz: Any = untyped
 
     path = tmp_path / "report.pickle"
     write_report(report, path)
     snapshot = pickle.loads(path.read_bytes())
-    assert "segments: 1" in _memory_viz.segsum(snapshot)
-    assert "cudaMalloc" in _memory_viz.trace(snapshot)
-    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
+    assert "segments: 1" in viz.segsum(snapshot)
+    assert "cudaMalloc" in viz.trace(snapshot)
+    for plot in (viz.trace_plot, viz.segment_plot):
         assert "snapshot.pickle" in plot(snapshot)
-    for flamegraph in (_memory_viz.segments, _memory_viz.memory):
+    for flamegraph in (viz.segments, viz.memory):
         lines = flamegraph(snapshot, format_flamegraph=lambda lines: lines).splitlines()
         assert sum(int(line.rpartition(" ")[2]) for line in lines) == snapshot["segments"][0]["total_size"]
 
