@@ -220,8 +220,12 @@ def test_no_gradient_leaves_before_its_parameter_is_read_for_the_last_time() -> 
         model, sample = Products(), torch.randn(64, 32)
         if planned:
             lowtide.rematerialize(model, (sample,), budget="100%", planner="keep-all")
+
+        def update(parameter: torch.Tensor) -> None:
+            parameter.data.zero_()
+
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: p.data.zero_())
+            parameter.register_post_accumulate_grad_hook(update)
         model(sample).backward()
         return model
 
