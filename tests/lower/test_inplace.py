@@ -14,6 +14,7 @@ import lowtide
 from lowtide.errors import ScheduleError
 from lowtide.ir import Compute, Free, Schedule, check, format_schedule, parse_schedule, simulate
 from lowtide.ir.serial import schedule_from_json, schedule_to_json
+from lowtide.lower import inplace
 from tests.support.interpreter import Machine
 from tests.support.training import compare_training
 
@@ -120,6 +121,33 @@ def test_the_checker_refuses(spoil: Callable[[list[Any], int, Compute], None], r
     spoil(steps, index, step)
     with pytest.raises(ScheduleError, match=reason):
         check(plan.graph, Schedule(tuple(steps), plan.schedule.boundary))
+
+
+_BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "atan2", "pow")
+_UNARY = ("abs", "cos", "erf", "exp", "gelu", "log", "neg", "reciprocal", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt",
+          "square", "tanh")  # fmt: skip
+_GRADIENTS = ("gelu_backward", "sigmoid_backward", "silu_backward", "tanh_backward")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(7, 33), (128, 64), (3, 5, 17), (1,)])
+def test_writing_forms_give_the_same_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    aten = torch.ops.aten
+    x, y = torch.rand(shape).to(dtype), torch.rand(shape).to(dtype)
+    tried = 0
+    for name in (*_BINARY, *_UNARY, *_GRADIENTS):
+        packet = getattr(aten, name)
+        overload = next(each for each in ("Tensor", "Tensor_Tensor", "default") if each in packet.overloads())
+        target = getattr(packet, overload)
+        args = (x,) if name in _UNARY else (x, y)
+        expected = target(*args)
+        for form in inplace._forms(target):
+            for position in range(len(args)) if form.keyword else (0,):
+                given = [argument.clone() for argument in args]
+                form.target(*given, **({form.keyword: given[position]} if form.keyword else {}))
+                assert torch.equal(given[position], expected), (name, form)
+                tried += 1
+    assert tried >= len((*_BINARY, *_UNARY, *_GRADIENTS))
 
 
 class Residual(nn.Module):
