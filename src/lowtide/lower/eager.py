@@ -71,7 +71,8 @@ class _Generator:
         self.replayed: set[int] = set()
         values = [value for _, value in program.gradients]
         sizes = [program.metas[value].storage_bytes for value in values]
-        self.stages = stages(self.graph, schedule, values, sizes, _levels(program, schedule))
+        owners = [program.inputs[position] for position, _ in program.gradients]
+        self.stages = stages(self.graph, schedule, values, owners, sizes, _levels(program, schedule))
 
     def lower(self) -> Lowered:
         self._load_inputs()

@@ -1,6 +1,7 @@
 """When each gradient leaves the backward program.
 
-A gradient is final after the last step that reads its storage. Gradients leave in groups, so that the autograd engine
+A gradient is final after the last step that reads its storage, and leaves after the last that reads its parameter: an
+optimizer may change the parameter as soon as it has the gradient. Gradients leave in groups, so that the autograd engine
 can accumulate them (and optimizers, hooks and data-parallel reducers act on them) while the backward program is still
 running; a group is large enough that the cost of leaving and coming back is small beside the work in between. Before the
 steps at which memory is scarcest, smaller groups leave too, so that none waits there for its turn.
@@ -26,15 +27,16 @@ class Stage:
     gradients: tuple[int, ...]
 
 
-def final_steps(graph: Graph, schedule: Schedule, values: Sequence[int]) -> list[int]:
-    """For each value, the last step that computes it or touches its storage."""
+def final_steps(graph: Graph, schedule: Schedule, values: Sequence[int], owners: Sequence[int | None]) -> list[int]:
+    """For each value, the last step that computes it, or touches its storage or that of its owner (another value)."""
     last: dict[int, int] = {}
     for index, step in enumerate(schedule.steps):
         if isinstance(step, Compute):
             op = graph.ops[step.op]
             for value in (*op.inputs, *op.outputs):
                 last[graph.values[value].storage] = index
-    return [last[graph.values[value].storage] for value in values]
+    read = [-1 if owner is None else last.get(graph.values[owner].storage, -1) for owner in owners]
+    return [max(last[graph.values[value].storage], index) for value, index in zip(values, read, strict=True)]
 
 
 def _after_frees(schedule: Schedule, index: int) -> int:
@@ -45,13 +47,19 @@ def _after_frees(schedule: Schedule, index: int) -> int:
 
 
 def stages(
-    graph: Graph, schedule: Schedule, values: Sequence[int], sizes: Sequence[int], levels: Sequence[int] = ()
+    graph: Graph,
+    schedule: Schedule,
+    values: Sequence[int],
+    owners: Sequence[int | None],
+    sizes: Sequence[int],
+    levels: Sequence[int] = (),
 ) -> tuple[Stage, ...]:
     """Group the gradients ``values`` (``sizes`` in bytes) in the order in which they become final.
 
-    ``levels``: bytes resident at each step, where known.
+    ``owners``: what they are the gradients of, ``None`` where the program does not read that. ``levels``: bytes resident at
+    each step, where known.
     """
-    steps = final_steps(graph, schedule, values)
+    steps = final_steps(graph, schedule, values, owners)
     threshold = max(1, sum(sizes) // _MAXIMUM_STAGES)
     least = max(1, sum(sizes) // _MAXIMUM_EARLY_STAGES)
     near = _NEAR_PEAK * max(levels, default=0)
