@@ -136,6 +136,24 @@ def test_meta_model_can_be_planned_but_not_run() -> None:
         lowtide.rematerialize(model, (x,), budget="70%")
 
 
+def test_meta_model_knows_its_own_constants() -> None:
+    """A question about positions made inside the model has an answer without data."""
+
+    class Positioned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = _network()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            steps = torch.arange(x.shape[0], device=x.device).diff()
+            return self.body(x) if (steps == 1).all() else self.body(-x)
+
+    with torch.device("meta"):
+        model, x = Positioned(), torch.empty(64, 32)
+    plan = lowtide.plan(model, (x,), budget="70%", planner="greedy")
+    assert plan.peak_bytes <= plan.budget_bytes
+
+
 def test_already_rematerialized() -> None:
     model = prepared(_network, rows(), "70%")
     with pytest.raises(lowtide.LowtideError, match=r"already|restore"):

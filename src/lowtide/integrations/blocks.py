@@ -127,54 +127,74 @@ def _own(parts: Sequence[Part], running: int, backward: bool) -> int:
     return parts[running].backward_bytes if backward else parts[running].forward_bytes
 
 
-def part_of(graph: Graph, costs: Costs, schedule: Schedule, settings: Settings | None = None) -> Part:
-    timeline = simulate(graph, costs, schedule).timeline
-    saved = sum(int(costs.storage_bytes[storage]) for storage in live_at_boundary(graph, schedule))
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A block's own program, its costs, and the part that it is without a plan."""
+
+    program: Program
+    costs: Costs
+    unplanned: Part
+
+    @staticmethod
+    def of(program: Program) -> Block:
+        costs = program_costs(program)
+        return Block(program, costs, part_of(program, costs, keep_all_schedule(program.graph)))
+
+    @property
+    def handed_on_bytes(self) -> int:
+        """Bytes of the forward outputs: what stays whatever is recomputed."""
+        graph = self.program.graph
+        storages = {graph.values[value].storage for value in graph.forward_outputs}
+        return sum(int(self.costs.storage_bytes[storage]) for storage in storages)
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Bytes of the gradients that come back for the outputs."""
+        graph = self.program.graph
+        arriving = [op.outputs[0] for op in graph.ops if op.target == TANGENT_TARGET]
+        return sum(int(self.costs.storage_bytes[graph.values[value].storage]) for value in arriving)
+
+
+def part_of(program: Program, costs: Costs, schedule: Schedule, settings: Settings | None = None) -> Part:
+    timeline = simulate(program.graph, costs, schedule).timeline
+    saved = sum(int(costs.storage_bytes[storage]) for storage in live_at_boundary(program.graph, schedule))
     boundary = schedule.boundary
     return Part(saved, int(timeline[:boundary].max(initial=0)), int(timeline[boundary:].max(initial=0)), settings)
 
 
-def keep_all_parts(programs: Sequence[Program]) -> list[Part]:
-    return [part_of(p.graph, program_costs(p), keep_all_schedule(p.graph)) for p in programs]
-
-
-def choose(
-    programs: Sequence[Program], around: Surroundings, parts: Sequence[Part], budget_bytes: int, settings: Settings
-) -> list[Part]:
+def choose(blocks: Sequence[Block], around: Surroundings, settings: Settings, budget_bytes: int) -> list[Part]:
     """Parts that stay within the budget and recompute little. Raises ``InfeasibleBudgetError`` where none do."""
-    if peak_bytes(around, parts) <= budget_bytes:
-        return list(parts)
-    found = planned_parts(programs, around, parts, budget_bytes, dataclasses.replace(settings, planner=_QUICK), 0.0)
+    unplanned = [block.unplanned for block in blocks]
+    if peak_bytes(around, unplanned) <= budget_bytes:
+        return unplanned
+    quick = dataclasses.replace(settings, planner=_QUICK)
+    found = planned_parts(blocks, around, quick, budget_bytes, 0.0)
     low, high = 0.0, 1.0
     for _ in range(_STEPS):
         middle = (low + high) / 2
         try:
-            quick = dataclasses.replace(settings, planner=_QUICK)
-            found = planned_parts(programs, around, parts, budget_bytes, quick, middle)
+            found = planned_parts(blocks, around, quick, budget_bytes, middle)
             low = middle
         except InfeasibleBudgetError:
             high = middle
-    return found if settings.planner == _QUICK else planned_parts(programs, around, parts, budget_bytes, settings, low)
+    return found if settings.planner == _QUICK else planned_parts(blocks, around, settings, budget_bytes, low)
 
 
 def planned_parts(
-    programs: Sequence[Program],
-    around: Surroundings,
-    parts: Sequence[Part],
-    budget_bytes: int,
-    settings: Settings,
-    fraction: float,
+    blocks: Sequence[Block], around: Surroundings, settings: Settings, budget_bytes: int, fraction: float
 ) -> list[Part]:
     """A plan per block where all save what ``fraction`` allows. Raises ``InfeasibleBudgetError``."""
-    least = [_handed_on(program.graph, program_costs(program)) for program in programs]
-    limits = [low + int(fraction * max(part.saved_bytes - low, 0)) for low, part in zip(least, parts, strict=True)]
+    limits = []
+    for block in blocks:
+        least = block.handed_on_bytes
+        limits.append(least + int(fraction * max(block.unplanned.saved_bytes - least, 0)))
     rooms = _rooms(around, limits, budget_bytes)
-    keys = [program_key(program, limit) for program, limit in zip(programs, limits, strict=True)]
+    keys = [program_key(block.program, limit) for block, limit in zip(blocks, limits, strict=True)]
     made: dict[str, Part] = {}
-    for program, limit, key in zip(programs, limits, keys, strict=True):
+    for block, limit, key in zip(blocks, limits, keys, strict=True):
         if key not in made:
             room = min(r for r, other in zip(rooms, keys, strict=True) if other == key)
-            made[key] = _planned(program, settings, room, limit, budget_bytes)
+            made[key] = _planned(block, settings, room, limit, budget_bytes)
     chosen = [made[key] for key in keys]
     peak = peak_bytes(around, chosen)
     if peak > budget_bytes:
@@ -192,27 +212,16 @@ def _rooms(around: Surroundings, limits: Sequence[int], budget_bytes: int) -> li
     return rooms
 
 
-def _planned(program: Program, settings: Settings, room: int, limit: int, budget_bytes: int) -> Part:
-    costs = program_costs(program)
-    arriving = sum(
-        int(costs.storage_bytes[program.graph.values[op.outputs[0]].storage])
-        for op in program.graph.ops
-        if op.target == TANGENT_TARGET
-    )
+def _planned(block: Block, settings: Settings, room: int, limit: int, budget_bytes: int) -> Part:
+    """The part of a block that may take ``room`` while it runs and save ``limit``."""
     if room <= limit:
         raise _too_little(budget_bytes, budget_bytes + limit - room + 1)
-    settings = dataclasses.replace(settings, budget=room, between_bytes=max(room - limit - arriving, 0))
+    settings = dataclasses.replace(settings, budget=room, between_bytes=max(room - limit - block.arriving_bytes, 0))
     try:
-        plan = make_program_plan(program, settings)
+        plan = make_program_plan(block.program, settings)
     except InfeasibleBudgetError as error:
         raise _too_little(budget_bytes, budget_bytes + error.minimum_bytes - room) from error
-    return part_of(plan.graph, costs, plan.schedule, settings)
-
-
-def _handed_on(graph: Graph, costs: Costs) -> int:
-    """Bytes of the forward outputs: what stays whatever is recomputed."""
-    storages = {graph.values[value].storage for value in graph.forward_outputs}
-    return sum(int(costs.storage_bytes[storage]) for storage in storages)
+    return part_of(block.program, block.costs, plan.schedule, settings)
 
 
 def _too_little(budget_bytes: int, minimum_bytes: int) -> InfeasibleBudgetError:

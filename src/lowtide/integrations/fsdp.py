@@ -20,8 +20,8 @@ from lowtide.api import runtime_of
 from lowtide.budget import parse_budget
 from lowtide.capture import capture
 from lowtide.capture.sharded import is_sharded
-from lowtide.errors import InfeasibleBudgetError, PlanError
-from lowtide.integrations.blocks import Part, Surroundings, choose, keep_all_parts, peak_bytes
+from lowtide.errors import PlanError
+from lowtide.integrations.blocks import Block, Part, Surroundings, choose, peak_bytes
 from lowtide.integrations.samples import BlockCalls
 from lowtide.pipeline import Settings, program_costs
 from lowtide.runtime.model import Rematerialized
@@ -60,10 +60,10 @@ def rematerialize_blocks(
         programs = [capture(block, *sample) for block, sample in zip(blocks, samples, strict=True)]
     gathered = _gathered_bytes(model, blocks, ranks)
     around = Surroundings.of(program.graph, program_costs(program), calls.names, gathered)
-    parts = keep_all_parts(programs)
-    unconstrained = peak_bytes(around, parts)
+    parts = [Block.of(program) for program in programs]
+    unconstrained = peak_bytes(around, [part.unplanned for part in parts])
     budget_bytes = parse_budget(budget, unconstrained)
-    chosen = choose(programs, around, parts, budget_bytes, Settings(budget=budget_bytes, planner=planner, seed=seed))
+    chosen = choose(parts, around, Settings(budget=budget_bytes, planner=planner, seed=seed), budget_bytes)
     for block, sample, part in zip(blocks, samples, chosen, strict=True):
         _attach(block, sample, part)
     predicted = peak_bytes(around, chosen)
@@ -109,6 +109,3 @@ def _gathered_bytes(model: nn.Module, blocks: Sequence[nn.Module], ranks: int) -
 
 def _parameter_bytes(module: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-
-
-__all__ = ["InfeasibleBudgetError", "rematerialize_blocks"]
