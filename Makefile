@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_TOOLS := sphinx furo myst-parser
-TEST_TOOLS := pytest pytest-timeout hypothesis ruff mypy import-linter
+TEST_TOOLS := pytest pytest-timeout hypothesis ruff mypy import-linter build
 OUTPUT ?= demo
 
 # Measured programs are timed on the cores there are, and nothing is fetched from model hubs.
