@@ -37,7 +37,8 @@ class Row:
     """One cell. Ratios are to plain eager in the same process: ``peak_ratio`` of bytes, ``time_ratio`` of median times.
 
     ``gradient_error`` is the largest difference from plain eager's gradients relative to the largest gradient of the same
-    parameter (or a thousandth of the largest of all: a key's bias has none but rounding), 0 where all are equal to the bit. ``message`` is set where the mechanism failed, and nothing else is then.
+    parameter (or a thousandth of the largest of all: a key's bias has none but rounding), 0 where all are equal to the bit.
+    ``message`` is set where the mechanism failed, and nothing else is then.
     """
 
     model: str
