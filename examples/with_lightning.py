@@ -18,7 +18,9 @@ LENGTH, STEPS = 128, 10
 class Language(pl.LightningModule):
     """The model is made, and rematerialized, where Lightning wants models to be made."""
 
-    model: Any = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = None
 
     def configure_model(self) -> None:
         if self.model is None:
