@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowtide
 from lowtide.demo.gpt2 import Shape, build_model, draw_batches, load_corpus
 from tests.integrations.launch import say
+from tests.integrations.scenarios import perform
 
 SHAPE = Shape(layers=3, width=64, heads=2, context=64, batch=4)
 BUCKET_MIB = 0.1
@@ -155,9 +154,8 @@ def infeasible_on_every_rank() -> None:
     raise AssertionError("a budget of 2 % was met")
 
 
-SCENARIOS: dict[str, Callable[[], None]] = {
-    function.__name__: function
-    for function in (
+if __name__ == "__main__":
+    perform(
         twenty_steps,
         buckets_are_reduced_while_the_backward_runs,
         accumulation_without_synchronisation,
@@ -165,18 +163,3 @@ SCENARIOS: dict[str, Callable[[], None]] = {
         options_of_ddp,
         infeasible_on_every_rank,
     )
-}
-
-
-def main(names: Sequence[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=8))
-    for name in names:
-        SCENARIOS[name]()
-        dist.barrier()
-        say(f"rank {dist.get_rank()}: {name} passed")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

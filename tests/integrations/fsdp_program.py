@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +18,7 @@ import lowtide
 from lowtide.demo.gpt2 import Shape, build_model, draw_batches, load_corpus
 from lowtide.integrations.fsdp import rematerialize_blocks
 from tests.integrations.launch import say
+from tests.integrations.scenarios import perform
 
 SHAPE = Shape(layers=4, width=64, heads=2, context=64, batch=4)
 _STEPS = 6
@@ -166,27 +165,11 @@ def mistakes_are_named() -> None:
             raise AssertionError(f"no error that says {words!r}")
 
 
-SCENARIOS: dict[str, Callable[[], None]] = {
-    function.__name__: function
-    for function in (
+if __name__ == "__main__":
+    perform(
         losses_and_peaks,
         gathers_are_as_without_plans,
         saved_and_resumed,
         other_shapes_and_precision,
         mistakes_are_named,
     )
-}
-
-
-def main(names: Sequence[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=8))
-    for name in names:
-        SCENARIOS[name]()
-        dist.barrier()
-        say(f"rank {dist.get_rank()}: {name} passed")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

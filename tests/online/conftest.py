@@ -10,17 +10,11 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from lowtide.dynamic import engine
+from tests.support.fixtures import one_thread
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+__all__ = ["one_thread"]
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 from lowtide.cli.options import Subparsers
-from lowtide.cli.plan import find_callable
+from lowtide.cli.plan import call
 from lowtide.cli.progress import progress_bar
-from lowtide.errors import LowtideError, PlanError
+from lowtide.errors import PlanError
 
 _EXAMPLE = "build() returns (model, make_sample), and make_sample(batch) returns (args, kwargs)"
 
@@ -48,12 +48,7 @@ def _built(target: str) -> tuple[Any, Any]:
     """The user's model and function. Raises ``PlanError`` for anything else."""
     from torch import nn
 
-    try:
-        result = find_callable(target)()
-    except LowtideError:
-        raise
-    except Exception as error:
-        raise PlanError(f"{target} raised {type(error).__name__}: {error}.") from error
+    result = call(target)
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], nn.Module):
         raise PlanError(f"{target} returned {type(result).__name__}, not a tuple (model, make_sample); {_EXAMPLE}.")
     return result

@@ -99,12 +99,7 @@ def sample(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Call the user's callable; the current folder is importable. Raises ``PlanError`` for anything but a sample."""
     from torch import nn
 
-    try:
-        result = find_callable(target)()
-    except LowtideError:
-        raise
-    except Exception as error:
-        raise PlanError(f"{target} raised {type(error).__name__}: {error}.") from error
+    result = call(target)
     if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[0], nn.Module):
         raise PlanError(f"{target} returned {type(result).__name__}, not a tuple (model, args, kwargs); {_EXAMPLE}.")
     model, args, kwargs = result
@@ -112,6 +107,16 @@ def sample(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         kinds = f"{type(args).__name__} and {type(kwargs).__name__}"
         raise PlanError(f"{target} returned args and kwargs of types {kinds}; they are a tuple and a dict.")
     return model, tuple(args), kwargs
+
+
+def call(target: str) -> Any:
+    """What the user's callable returns. Raises ``PlanError`` where it cannot be found or fails."""
+    try:
+        return find_callable(target)()
+    except LowtideError:
+        raise
+    except Exception as error:
+        raise PlanError(f"{target} raised {type(error).__name__}: {error}.") from error
 
 
 def find_callable(target: str) -> Callable[[], Any]:

@@ -1,0 +1,24 @@
+"""What a program of several processes does: the scenarios that its arguments name, one after the other, on every rank."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from tests.integrations.launch import say
+
+
+def perform(*scenarios: Callable[[], None]) -> None:
+    """Those of ``scenarios`` whose names the command line gives."""
+    known = {scenario.__name__: scenario for scenario in scenarios}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=8))
+    for name in sys.argv[1:]:
+        known[name]()
+        dist.barrier()
+        say(f"rank {dist.get_rank()}: {name} passed")
+    dist.destroy_process_group()
