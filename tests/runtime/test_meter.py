@@ -155,6 +155,7 @@ def test_tensors_outlive_the_interpreter() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "7"), done.stderr
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_peak() -> None:
     measurement = measure(lambda: torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))

@@ -19,11 +19,10 @@ from lowtide.capture.source import user_source
 from lowtide.dynamic import threads, touch
 from lowtide.dynamic.engine import Engine, Tally, ThrashError
 from lowtide.dynamic.operators import Operator
-from lowtide.dynamic.room import AllocatorRoom, Refusal
+from lowtide.dynamic.room import Refusal, Room, device_of_budget, room_of
 from lowtide.errors import ExecutionError, OnlineBudgetError, PlanError
 from lowtide.eviction import HEURISTICS, Pool
 from lowtide.report.units import format_bytes
-from lowtide.runtime import cpu_allocator
 from lowtide.trace import TraceWriter
 
 POLICIES = ("eager", "ignore", "banish")
@@ -85,6 +84,11 @@ class online:
         Of the sample and of ``random``.
     warn_above:
         Warn once when recomputation has taken more than this multiple of the program's own time.
+    device:
+        Whose memory the budget is of: ``"cpu"``, or a CUDA device; tensors elsewhere stay where they are. By default the
+        current CUDA device once the program uses CUDA, else the CPU. On CUDA, room for an operator is made before it
+        starts, from what was observed of earlier calls; at first sight its scratch is unknown. Nested contexts have
+        one device.
 
     Raises
     ------
@@ -106,6 +110,7 @@ class online:
         record: str | Path | None = None,
         seed: int = 0,
         warn_above: float = 2.0,
+        device: torch.device | str | None = None,
     ) -> None:
         if is_percentage(budget):
             raise PlanError(
@@ -123,6 +128,7 @@ class online:
         self.record = record
         self.seed = seed
         self.warn_above = warn_above
+        self.device = device_of_budget(device)
         self._entered: list[_Session] = []
         self._last: OnlineStatistics | None = None
 
@@ -160,7 +166,7 @@ _run: _Run | None = None
 class _Run:
     """What all active contexts of the process share: the engine, and the room it works in."""
 
-    def __init__(self, engine: Engine, room: AllocatorRoom, warn_above: float) -> None:
+    def __init__(self, engine: Engine, room: Room, warn_above: float) -> None:
         self.engine = engine
         self.room = room
         self.sessions: list[_Session] = []
@@ -176,13 +182,14 @@ class _Run:
                 return operator.run(*args, **kwargs)
             if room.thread != threading.get_ident():
                 room.enter_thread()
+            outermost = not self.engine.frames
             try:
                 result = self.engine.run(operator, args, kwargs)
                 if self.engine.tally.rematerialize_ns > self.warn_at_ns:
                     self.warn()
                 return result
-            except RuntimeError as error:
-                self.explain(error, operator.name)
+            except BaseException as error:
+                self.failed(error, operator.name, outermost=outermost)
                 raise
 
     def warn(self) -> None:
@@ -204,11 +211,19 @@ class _Run:
         """From outside the dispatcher."""
         with self.engine.lock, _disable_current_modes(), torch.no_grad():
             self.room.enter_thread()
+            outermost = not self.engine.frames
             try:
                 self.engine.touch(tensor, export=export)
-            except RuntimeError as error:
-                self.explain(error, "reading a tensor")
+            except BaseException as error:
+                self.failed(error, "reading a tensor", outermost=outermost)
                 raise
+
+    def failed(self, error: BaseException, operator: str, *, outermost: bool) -> None:
+        """What an operator raised, or an interruption anywhere on the way."""
+        if outermost:
+            self.engine.recover()
+        if isinstance(error, RuntimeError):
+            self.explain(error, operator)
 
     def explain(self, error: RuntimeError, operator: str) -> None:
         """Raise in its place what interrupted an allocation, or that the budget is too small."""
@@ -291,7 +306,7 @@ class _Session:
         self.run = run
         self.mode = _Mode(run)
         self.budget_bytes = context.budget_bytes
-        self.base_bytes = run.room.level_bytes
+        self.base_bytes = run.room.meter.level_bytes
         self.limit_bytes = self.base_bytes + self.budget_bytes
         self.before = Tally()
         self.peak_bytes: int | None = None
@@ -304,8 +319,8 @@ class _Session:
             run.room.enter_thread()
             run.hold_limit()
             self.before = run.engine.tally.copy()
-            self.outer_peak_bytes = run.room.counter.peak_bytes
-            run.room.counter.reset_peak()
+            self.outer_peak_bytes = run.room.meter.peak_bytes
+            run.room.meter.reset_peak()
         self.mode.__enter__()
 
     def end(self) -> None:
@@ -317,9 +332,9 @@ class _Session:
                 if run.sessions == [self]:
                     run.leave()
             finally:
-                counter = run.room.counter
-                self.peak_bytes = counter.peak_bytes - self.base_bytes
-                counter.raise_peak(self.outer_peak_bytes)
+                meter = run.room.meter
+                self.peak_bytes = meter.peak_bytes - self.base_bytes
+                meter.raise_peak(self.outer_peak_bytes)
                 run.sessions.remove(self)
                 if run.sessions:
                     run.hold_limit()
@@ -330,7 +345,7 @@ class _Session:
 
     def statistics(self) -> OnlineStatistics:
         now, before = self.run.engine.tally.__dict__, self.before.__dict__
-        peak = self.run.room.counter.peak_bytes - self.base_bytes if self.peak_bytes is None else self.peak_bytes
+        peak = self.run.room.meter.peak_bytes - self.base_bytes if self.peak_bytes is None else self.peak_bytes
         return OnlineStatistics(self.budget_bytes, peak, **{name: now[name] - before[name] for name in before})
 
 
@@ -379,23 +394,22 @@ def _engine_for(context: online) -> _Run:
     """The run in progress, or a new one with this context's heuristic."""
     global _run
     if _run is not None:
+        outer = _run.engine.device
+        if context.device != outer:
+            raise PlanError(f"a context for {outer} is active, and one for {context.device} cannot be entered inside it.")
         return _run
-    counter = cpu_allocator.install()
-    if counter is None:
-        raise ExecutionError(
-            "the online mode needs the exact CPU allocation counter, which this build of PyTorch prevents."
-        )
     pool = Pool(heuristic=context.heuristic, sample=context.sample, skip_small=context.sample, seed=context.seed)
     engine = Engine(
         pool,
+        device=context.device,
         tiny_bytes=context.budget_bytes // _TINY,
         banish=context.policy == "banish",
         ignore=context.policy == "ignore",
     )
-    _run = _Run(engine, AllocatorRoom(engine, counter), context.warn_above)
+    _run = _Run(engine, room_of(engine), context.warn_above)
     if context.record is not None:
         engine.recorder = TraceWriter(
-            context.record, name=Path(context.record).stem, device="cpu", budget_bytes=context.budget_bytes
+            context.record, name=Path(context.record).stem, device=engine.device.type, budget_bytes=context.budget_bytes
         )
     touch.install(_run.touch)
     threads.install(_run.inside)

@@ -15,21 +15,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from lowtide.dynamic import random_state
-from lowtide.dynamic.node import WRITTEN, Geometry, Handle, Node, Piece, Record, storage_of
+from lowtide.dynamic.node import WRITTEN, Geometry, Handle, Node, Piece, Record, storage_of, tensors_of
 from lowtide.dynamic.operators import Operator
-from lowtide.dynamic.storages import empty, fill
+from lowtide.dynamic.storages import empty, fill, is_empty
 from lowtide.errors import ExecutionError
 from lowtide.eviction import Entry, Pool
 from lowtide.trace import TraceWriter
 
+Execute = Callable[[Operator, Sequence[Any], dict[str, Any]], tuple[Any, int]]
 _now = time.perf_counter_ns
 _PLAIN_DEVICES = ("cpu", "cuda")
+_CPU = torch.device("cpu")
+_CLONE = Operator(torch.ops.aten.clone.default)
 _SWEEP_EVERY = 256  # operators
 # What takes more operators than this to have back goes last: gradients above all, behind which the whole backward pass lies.
 _FEW = 32
@@ -128,12 +131,22 @@ def _latest_first(nodes: Sequence[Node]) -> list[Node]:
 class Engine:
     """The state of the live mode; one for the process, whichever threads take part.
 
-    ``tiny_bytes``: results of at most that size are kept. ``banish``: forget what the program released as soon as
-    nothing evicted needs it. ``ignore``: keep what the program released until it is evicted.
+    ``device``: the memory that is short; storages elsewhere stay. ``execute``: runs an operator once everything that it
+    reads is in place. ``tiny_bytes``: results of at most that size are kept. ``banish``: forget what the program released
+    as soon as nothing evicted needs it. ``ignore``: keep what the program released until it is evicted.
     """
 
-    def __init__(self, pool: Pool, *, tiny_bytes: int = 0, banish: bool = False, ignore: bool = False) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        device: torch.device = _CPU,
+        tiny_bytes: int = 0,
+        banish: bool = False,
+        ignore: bool = False,
+    ) -> None:
         self.pool = pool
+        self.device = device
         self.tiny_bytes = tiny_bytes
         self.banish = banish
         self.ignore = ignore
@@ -148,6 +161,7 @@ class Engine:
         self.held: dict[Node, None] = {}  # without a record, and records read them
         self.calls_left = 0  # of the rebuild under way
         self.free_bytes: Callable[[], int] = lambda: sys.maxsize  # below the limit
+        self.execute: Execute = self._execute
         self.sweep_at = _SWEEP_EVERY
         self.recorder: TraceWriter | None = None
 
@@ -171,10 +185,7 @@ class Engine:
             if operator.random:
                 record.generator = random_state.save(args, kwargs)
             version = self._write(record, needs, _at(writes, args, kwargs), superseded) if writes else None
-            evict_ns = self.tally.evict_ns
-            began = _now()
-            result = operator.run(*args, **kwargs)
-            cost_ns = _now() - began - (self.tally.evict_ns - evict_ns)
+            result, cost_ns = self.execute(operator, args, kwargs)
             self.tally.operators += 1
             self.tally.operator_ns += cost_ns
             pool = self.pool
@@ -194,6 +205,16 @@ class Engine:
             self.sweep_at = self.tally.operators + _SWEEP_EVERY
             self._sweep()
         return result
+
+    def _execute(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, int]:
+        return self.timed(operator.run, args, kwargs)
+
+    def timed(self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, int]:
+        """What the operator returns, and the nanoseconds that it took by itself."""
+        evict_ns = self.tally.evict_ns
+        began = _now()
+        result = run(*args, **kwargs)
+        return result, _now() - began - (self.tally.evict_ns - evict_ns)
 
     def _record(
         self,
@@ -233,7 +254,7 @@ class Engine:
         except (NotImplementedError, RuntimeError):  # sparse and other tensors without one
             return _opaque()
         node = self.nodes.get(storage._cdata)
-        if node is None or (node.handle is not None and node.handle() is not storage):
+        if node is None or node.handle is None or node.handle() is not storage:
             node = self._adopt(storage, opaque=tensor.is_quantized)
         return node
 
@@ -261,7 +282,7 @@ class Engine:
         """Nodes for the storages that the results are on, where they are new."""
         made = []
         again = again and not any(node.opaque or node.foreign for node in reads)
-        for place, tensor in enumerate(_tensors(result)):
+        for place, tensor in enumerate(tensors_of(result)):
             try:
                 storage = storage_of(tensor)
             except (NotImplementedError, RuntimeError):
@@ -309,13 +330,12 @@ class Engine:
         )
 
     def _nodes_in(self, values: list[Any]) -> list[Node]:
-        return list(dict.fromkeys(self._node_of(tensor) for tensor in _tensors(values)))
+        return list(dict.fromkeys(self._node_of(tensor) for tensor in tensors_of(values)))
 
     def _can_run_again(self, record: Record, tensor: Tensor, storage: UntypedStorage) -> bool:
-        device = storage.device.type
-        if storage.nbytes() <= self.tiny_bytes or tensor.is_quantized or device not in _PLAIN_DEVICES:
+        if storage.nbytes() <= self.tiny_bytes or tensor.is_quantized or storage.device != self.device:
             return False
-        return not (device == "cuda" and record.operator.nondeterministic_on_cuda)
+        return not (self.device.type == "cuda" and record.operator.nondeterministic_on_cuda)
 
     def _attach(self, node: Node, record: Record) -> None:
         """The node can be computed by the record."""
@@ -361,8 +381,8 @@ class Engine:
         version.pinned = version.resident = True
         version.exported = node.exported
         version.number = node.number
-        node.handle = node.kept = None
         self._own(version, storage)
+        node.handle = node.kept = None
         if node.resident:
             self.pool.evict(node)
         return version
@@ -417,7 +437,7 @@ class Engine:
         copy = Node(0)
         copy.size_bytes = node.size_bytes
         copy.pinned = copy.resident = True
-        copy.kept = _clone(storage)
+        copy.kept = self._clone(storage)
         self.tally.copies += 1
         for child in list(node.children):
             parents = [copy if parent is node else parent for parent in child.parents]
@@ -426,6 +446,12 @@ class Engine:
             if child.record is not None:
                 _replace(child.record, node, copy)
                 child.record.holds = [copy.kept if s is storage else s for s in child.record.holds]
+
+    def _clone(self, storage: UntypedStorage) -> UntypedStorage:
+        """A copy from the allocator that is counted, which is not where ``UntypedStorage.clone`` takes it from."""
+        tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        copy, _ = self.execute(_CLONE, (tensor,), {})
+        return storage_of(copy)
 
     def keep(self, node: Node) -> None:
         """From now on the resident node can not be computed again, so it stays."""
@@ -599,17 +625,15 @@ class Engine:
         kwargs = {name: _thaw(value, own) for name, value in record.kwargs.items()}
         if record.operator.geometry_only and kwargs.get("device") is None:
             kwargs["device"] = record.args[0].device
-        evict_ns = self.tally.evict_ns
-        began = _now()
         with torch.set_grad_enabled(record.grad), random_state.replayed(record.generator):
-            result = record.operator.run(*args, **kwargs)
-        self.pool.tick(_now() - began - (self.tally.evict_ns - evict_ns))
+            result, cost_ns = self.execute(record.operator, args, kwargs)
+        self.pool.tick(cost_ns)
         self.tally.rematerializations += 1
         if node.place == WRITTEN:
             (storage,) = own.values()
             self._place(node, storage)
             return
-        tensors = list(_tensors(result))
+        tensors = list(tensors_of(result))
         for place, sibling in list(record.results.items()):
             if not sibling.resident and (sibling is node or sibling.alive()):
                 self._place(sibling, storage_of(tensors[place]))
@@ -625,7 +649,7 @@ class Engine:
             self.spare.pop(old, None)
             old.kept = None
             return {old: storage}
-        return {old: _clone(storage)}
+        return {old: self._clone(storage)}
 
     def _place(self, node: Node, source: UntypedStorage) -> None:
         storage = node.handle() if node.handle is not None else None
@@ -704,15 +728,48 @@ class Engine:
         finally:
             self._close(frame)
 
-    def close(self) -> None:
-        """Forget everything; all that is held must have been restored."""
-        waiting = list(self.nodes.values())
+    def recover(self) -> None:
+        """No operator is under way any more: the last one failed or was interrupted, between any two steps of it."""
+        self.frames.clear()
+        self.plans.clear()
+        known = self._known()
+        for node in known:
+            node.locks = 0
+            storage = node.storage()
+            if node.handle is None:
+                pass
+            elif self.nodes.get(node.address) is not node:
+                node.handle = None  # a newer version has the storage
+            elif node.handle() is None:
+                self.dead.append(node.handle)
+            if node.record is not None and storage is not None and not is_empty(storage):
+                if node.evicted:
+                    node.kept = None
+                    empty(storage)
+                else:
+                    node.resident = True
+        self.pool.recover(known)
+        self._bury()
+        for node in known:
+            self._release(node)
+
+    def _known(self) -> list[Node]:
+        """Every node that something can still lead to."""
+        there = cast("Iterator[Node]", iter(self.pool))
+        waiting = list(dict.fromkeys((*self.nodes.values(), *self.held, *self.spare, *there)))
         seen = set(waiting)
+        found = []
         while waiting:
             node = waiting.pop()
+            found.append(node)
             around = [other for other in (*node.parents, *node.children) if other not in seen]
             seen.update(around)
             waiting.extend(around)
+        return found
+
+    def close(self) -> None:
+        """Forget everything; all that is held must have been restored."""
+        for node in self._known():
             node.record = node.kept = node.handle = None
             node.parents, node.children = (), {}
         self.nodes.clear()
@@ -721,12 +778,6 @@ class Engine:
         self.dead.clear()
         self.frames.clear()
         self.plans.clear()
-
-
-def _clone(storage: UntypedStorage) -> UntypedStorage:
-    """A copy from the allocator that is counted, which is not where ``UntypedStorage.clone`` takes it from."""
-    tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return storage_of(tensor.clone())
 
 
 def _opaque() -> Node:
@@ -744,14 +795,6 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return ()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _updated_statistics(statistics: tuple[tuple[int, ...], int], args: tuple[Any, ...]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -133,3 +134,12 @@ class Record:
         self.grad = torch.is_grad_enabled()
         self.results: dict[int, Node] = {}
         self.holds: list[UntypedStorage] = []
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_of(item)

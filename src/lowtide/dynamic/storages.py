@@ -25,6 +25,14 @@ def empty(storage: UntypedStorage) -> None:
     _swap(storage, nothing)  # type: ignore[arg-type]
 
 
+def is_empty(storage: UntypedStorage) -> bool:
+    """Whether the memory was given back."""
+    try:
+        return storage.data_ptr() == 0
+    except RuntimeError:  # what PyTorch has to say of a size without memory
+        return True
+
+
 def fill(storage: UntypedStorage, source: UntypedStorage) -> None:
     """Move the memory of ``source``, which is empty afterwards, into the empty ``storage`` of the same size."""
     _swap(storage, source)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from lowtide.eviction.entry import Entry
 from lowtide.eviction.neighbourhood import Alone
@@ -31,12 +31,16 @@ class Pool:
         self.bytes = 0
         self.sample = sample
         self.skip_small = skip_small
+        self._heuristic = heuristic
         self._score = score_of(heuristic)
         self._around = neighbourhood_for(heuristic)
         self._surrounded = not isinstance(self._around, Alone)
         self._draw = random.Random(seed)
         self._there: list[Entry] = []  # the resident entries that take up memory, in no order
         self._arrivals = 0
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._there)
 
     def tick(self, cost_ns: int) -> None:
         """An operator has run."""
@@ -105,6 +109,18 @@ class Pool:
         if entry.evicted:
             entry.evicted = False
             self._around.restore(entry)
+
+    def recover(self, entries: Iterable[Entry]) -> None:
+        """Start over from whether each entry is resident or evicted: a change was interrupted halfway."""
+        self._there, self.bytes, self._around = [], 0, neighbourhood_for(self._heuristic)
+        entries = list(entries)
+        for entry in entries:
+            entry.position, entry.known_ns, entry.component = -1, -1, None
+            if entry.resident:
+                self._place(entry)
+        for entry in entries:
+            if entry.evicted:
+                self._around.evict(entry)
 
     def around_ns(self, entry: Entry) -> int:
         """The cost of the evicted neighbourhood, as the heuristic counts it."""

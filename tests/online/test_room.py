@@ -1,0 +1,139 @@
+"""Room made operator by operator, from what was observed: run on the CPU, whose counter tells whether it was enough."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import conv3d
+
+import lowtide
+from examples.dynamic import load
+from lowtide.dynamic import context
+from lowtide.dynamic.engine import Engine
+from lowtide.dynamic.room import Room, SignatureRoom
+from lowtide.runtime import cpu_allocator
+from lowtide.runtime.cpu_allocator import AllocationCounter
+from tests.online.programs_support import assert_same, eager, train
+from tests.online.scenarios import ROWS, TENSOR_BYTES, Scenario, Training, assert_same_values, chain, perform
+
+pytestmark = pytest.mark.filterwarnings("ignore:the online mode has spent")  # budgets are tight here
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> AllocationCounter:
+    """The meter of contexts, which make room as on a device whose allocator does not ask for it."""
+    counter = cpu_allocator.install()
+    assert counter is not None
+
+    def room_of(engine: Engine) -> Room:
+        return SignatureRoom(engine, counter)
+
+    monkeypatch.setattr(context, "room_of", room_of)
+    return counter
+
+
+class _Steps:
+    """Training, and the peak of its later steps."""
+
+    def __init__(self, counter: AllocationCounter) -> None:
+        self.counter = counter
+        self.training = Training()
+        self.level_bytes = counter.level_bytes
+        self.later_peak_bytes = 0
+
+    def __call__(self) -> Any:
+        first = self.training.steps(2)
+        before, _ = self.counter.peak_bytes, self.counter.reset_peak()
+        later = self.training.steps(4)
+        self.later_peak_bytes = self.counter.peak_bytes - self.level_bytes
+        self.counter.raise_peak(before)
+        return first, later, self.training.state()
+
+
+@pytest.mark.parametrize("share", [70, 45])
+def test_training(counter: AllocationCounter, share: int) -> None:
+    """Equal to the bit; once every signature was seen, within the budget to the byte."""
+    made: list[_Steps] = []
+
+    def setup() -> Scenario:
+        made.append(_Steps(counter))
+        return made[-1]
+
+    expected, expected = (perform(setup, contextlib.nullcontext()) for _ in range(2))
+    budget = expected.peak_bytes * share // 100
+    session = lowtide.online(budget, warn_above=1e9)
+    actual = perform(setup, session)
+    assert_same_values(actual.value, expected.value)
+    assert torch.equal(actual.generator, expected.generator)
+    assert actual.final_bytes == expected.final_bytes
+    assert session.statistics.evictions > 0
+    _, eager_steps, steps = made
+    assert steps.later_peak_bytes <= budget < eager_steps.later_peak_bytes
+
+
+@pytest.mark.parametrize("name", ["lstm", "treelstm", "experts"])
+def test_programs(counter: AllocationCounter, name: str) -> None:
+    """Shapes that change from step to step: equal to the bit all the same."""
+    expected = eager(name)
+    session = lowtide.online(expected.peak_bytes // 2)
+    outcome = train(load(name)(1), session)
+    assert_same(outcome, expected)
+    assert outcome.final_bytes == expected.final_bytes
+    assert session.statistics.evictions > 0
+
+
+def test_scratch_is_remembered(counter: AllocationCounter) -> None:
+    """This convolution takes 28 times its result: too much at first sight, room for all of it from then on."""
+    kernel = torch.randn(16, 16, 3, 3, 3)
+    data = torch.randn(1, 16, 16, 32, 32)
+    expected = conv3d(data, kernel)
+    peak_bytes = lowtide.measure(lambda: conv3d(data, kernel)).peak_bytes
+    budget = peak_bytes + 2 * TENSOR_BYTES
+    with lowtide.online(budget) as session:
+        tensors = chain()
+        results = [conv3d(data, kernel)]
+        assert session.statistics.peak_bytes > budget
+        assert session.statistics.evictions == 0
+        sums = [tensor.sum().item() for tensor in tensors]
+        del results[:]
+        counter.reset_peak()
+        results.append(conv3d(data[..., :24].contiguous(), kernel))  # other geometry: room for scratch as large is made
+        results.append(conv3d(data, kernel))
+        assert session.statistics.peak_bytes <= budget
+        assert session.statistics.evictions > 0
+        assert [tensor.sum().item() for tensor in tensors] == sums
+        assert torch.equal(results[1], expected)
+
+
+def test_observed_costs_are_believed(counter: AllocationCounter) -> None:
+    """Calls that are not observed count as long as those that were, and not as long as they take to start."""
+    with lowtide.online("1GiB") as session:
+        tensor = torch.randn(ROWS)
+        for _ in range(50):
+            tensor.exp()
+        statistics = session.statistics
+    assert statistics.operators == 51
+    assert statistics.operator_ns == statistics.operators * 10_000
+
+
+def test_refusal(counter: AllocationCounter) -> None:
+    """An operator whose results cannot fit is not run, and the program goes on."""
+    with lowtide.online(4 * TENSOR_BYTES):
+        tensors = chain(3)
+        with pytest.raises(lowtide.OnlineBudgetError, match="repeat") as caught:
+            tensors[0].repeat(4, 1)
+        assert caught.value.needed_bytes > caught.value.budget_bytes == 4 * TENSOR_BYTES
+        sums = [tensor.sum().item() for tensor in tensors]
+    assert sums == [tensor.sum().item() for tensor in chain(3)]
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("abacus", "no device"), ("meta", "not of 'meta'"), ("cuda:99", "CUDA")],
+)
+def test_devices_without_budgets(device: str, message: str) -> None:
+    with pytest.raises(lowtide.PlanError, match=message):
+        lowtide.online("1GiB", device=device)
