@@ -396,7 +396,9 @@ def _engine_for(context: online) -> _Run:
     if _run is not None:
         outer = _run.engine.device
         if context.device != outer:
-            raise PlanError(f"a context for {outer} is active, and one for {context.device} cannot be entered inside it.")
+            raise PlanError(
+                f"a context for {outer} is active, and one for {context.device} cannot be entered inside it."
+            )
         return _run
     pool = Pool(heuristic=context.heuristic, sample=context.sample, skip_small=context.sample, seed=context.seed)
     engine = Engine(
