@@ -23,6 +23,7 @@ from lowtide.ir import Costs, check, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.lower.inplace import reuse_memory
 from lowtide.planning import Plan, make_plan
+from lowtide.stages import stage
 
 Progress = Callable[[str, float], None]
 _RNG_STATE_BYTES = 5056  # what torch allocates for a moment to read a CPU generator's state
@@ -75,18 +76,23 @@ def captured_program(
 ) -> Program:
     """The program as it will run: with ``compiler="inductor"`` its chains of cheap operators are compiled kernels."""
     if settings.compiler == "eager":
-        return capture(model, args, kwargs, mask=mask)
+        with stage("capture"):
+            return capture(model, args, kwargs, mask=mask)
     from lowtide.fusion import fuse, split_norms
 
-    return fuse(capture(model, args, kwargs, mask=mask, rewrite=split_norms), on_progress)
+    with stage("capture"):
+        program = capture(model, args, kwargs, mask=mask, rewrite=split_norms)
+    with stage("kernels"):
+        return fuse(program, on_progress)
 
 
 def program_costs(program: Program, on_progress: Progress | None = None) -> Costs:
     """Costs of ``program`` on its device: measured, or analytical where the device is ``meta``."""
-    if any(meta.device.type == "meta" for meta in program.metas):
-        costs = analytical_costs(program)
-    else:
-        costs = measure_costs(program, on_progress=on_progress)
+    with stage("costs"):
+        if any(meta.device.type == "meta" for meta in program.metas):
+            costs = analytical_costs(program)
+        else:
+            costs = measure_costs(program, on_progress=on_progress)
     return _with_generator_states(program, costs)
 
 
@@ -153,7 +159,8 @@ def _make_program_plan(
     if is_percentage(given):
         budget = max(budget, granted_bytes)
     try:
-        plan = _kept_or_made(program, costs, max(budget, 1), settings, on_progress)
+        with stage("search"):
+            plan = _kept_or_made(program, costs, max(budget, 1), settings, on_progress)
         return _with_memory_reused(program, plan) if settings.compiler == "eager" else plan
     except InfeasibleBudgetError as error:
         if not aside:
@@ -169,11 +176,11 @@ def _make_program_plan(
 
 def _with_memory_reused(program: Program, plan: Plan) -> Plan:
     """The same plan with pointwise operators in place where that is safe, and the peak that this leaves."""
-    schedule = reuse_memory(program, plan.costs, plan.schedule)
-    check(plan.graph, schedule)
-    return dataclasses.replace(
-        plan, schedule=schedule, peak_bytes=simulate(plan.graph, plan.costs, schedule).peak_bytes
-    )
+    with stage("lowering"):
+        schedule = reuse_memory(program, plan.costs, plan.schedule)
+        check(plan.graph, schedule)
+        peak_bytes = simulate(plan.graph, plan.costs, schedule).peak_bytes
+    return dataclasses.replace(plan, schedule=schedule, peak_bytes=peak_bytes)
 
 
 def _kept_or_made(

@@ -50,6 +50,7 @@ def _train(options: argparse.Namespace) -> tuple[Run, Run, Plan]:
     import lowtide
     from lowtide.demo.gpt2 import Shape, build_model, draw_batches, load_corpus
     from lowtide.demo.training import Run, train_side_by_side
+    from lowtide.stages import itemised, stage_seconds
 
     shape = Shape(layers=options.layers, batch=options.batch)
     model = build_model(shape)
@@ -62,8 +63,9 @@ def _train(options: argparse.Namespace) -> tuple[Run, Run, Plan]:
     print("capturing, measuring operators, planning ...", flush=True)
     start = time.perf_counter()
     sample = {"input_ids": batches[0], "labels": batches[0]}
-    lowtide.rematerialize(model, (), sample, budget=options.budget, planner=options.planner)
-    print(f"planned in {time.perf_counter() - start:.1f} s\n")
+    with stage_seconds() as taken:
+        lowtide.rematerialize(model, (), sample, budget=options.budget, planner=options.planner)
+    print(f"planned in {time.perf_counter() - start:.1f} s: {itemised(taken)}\n")
     (plan,) = lowtide.plans(model)
     print(plan, "\n", flush=True)
     print(f"training both for {options.steps} steps ...", flush=True)

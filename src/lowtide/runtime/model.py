@@ -24,6 +24,7 @@ from lowtide.pipeline import Settings, captured_program, make_program_plan
 from lowtide.planning import Plan
 from lowtide.runtime.signature import Signature, describe, signature
 from lowtide.runtime.step import run
+from lowtide.stages import itemised, stage, stage_seconds
 
 _LOG = logging.getLogger(__name__)
 
@@ -132,16 +133,21 @@ class Rematerialized:
             context.__exit__(None, None, None)
 
     def _make(self, key: Signature, args: Sequence[Any], kwargs: Mapping[str, Any], mask: GradientMask | None) -> Entry:
-        program = captured_program(self.model, args, kwargs, self.settings, mask)
         granted = max((e.plan.budget_bytes for entries in self.entries.values() for e in entries), default=0)
-        plan = self.make_plan(program, granted)
-        lowered = lower(program, plan.schedule)
+        with stage_seconds() as taken:
+            program = captured_program(self.model, args, kwargs, self.settings, mask)
+            plan = self.make_plan(program, granted)
+            with stage("lowering"):
+                lowered = lower(program, plan.schedule)
         # Shapes suffice to capture again for other gradients, but values answer the questions: keep the small ones.
         autocast = _autocast(program)
         remake = functools.partial(self._remake, key, program, _without_storage(args, kwargs), autocast)
         entry = Entry(program, plan, lowered, remake)
         self.entries.setdefault(key, []).append(entry)
-        _LOG.info("planned %s: peak %d bytes of %d", type(self.model).__name__, plan.peak_bytes, plan.budget_bytes)
+        _LOG.info(
+            "planned %s: peak %d bytes of %d (%s)",
+            type(self.model).__name__, plan.peak_bytes, plan.budget_bytes, itemised(taken),
+        )  # fmt: skip
         return entry
 
     def make_plan(self, program: Program, granted_bytes: int) -> Plan:
