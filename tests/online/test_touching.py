@@ -245,3 +245,40 @@ def test_a_tensor_that_was_read_can_be_released() -> None:
         return scenario
 
     compare(setup, share=50)
+
+
+def test_writes_through_an_array_are_kept() -> None:
+    """Whatever was computed from the tensor, before or after the array was made, is what it was when it was computed."""
+
+    def setup() -> Scenario:
+        def scenario() -> Any:
+            own = torch.linspace(0, 1, 256 * WIDTH).view(256, WIDTH) * 2
+            before = [own * index for index in range(4)]
+            others = [tensor.sum().item() for tensor in chain()]
+            array = own.numpy()
+            between = [own + index for index in range(4)]
+            array[:] = 5
+            del array
+            after = [own - index for index in range(4)]
+            for _ in range(3):
+                others.extend(tensor.sum().item() for tensor in chain())
+            return others, [tensor.sum().item() for tensor in (own, *before, *between, *after)]
+
+        return scenario
+
+    compare(setup, share=75)
+
+
+def test_what_a_dead_array_left_can_be_evicted() -> None:
+    """Twenty results of a tensor that NumPy has read, in room for ten."""
+
+    def setup() -> Scenario:
+        def scenario() -> Any:
+            own = torch.linspace(0, 1, 256 * WIDTH).view(256, WIDTH) * 2
+            total = float(own.numpy().sum())
+            results = [own * index for index in range(20)]
+            return total, [tensor.sum().item() for tensor in results]
+
+        return scenario
+
+    compare(setup, share=50)

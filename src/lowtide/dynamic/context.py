@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -207,13 +208,13 @@ class _Run:
         else:
             self.warn_at_ns = self.warn_above * tally.operator_ns
 
-    def touch(self, tensor: torch.Tensor, export: bool) -> None:
+    def touch(self, tensor: torch.Tensor, access: touch.Access) -> Callable[[], None] | None:
         """From outside the dispatcher."""
         with self.engine.lock, _disable_current_modes(), torch.no_grad():
             self.room.enter_thread()
             outermost = not self.engine.frames
             try:
-                self.engine.touch(tensor, export=export)
+                return self.engine.touch(tensor, access)
             except BaseException as error:
                 self.failed(error, "reading a tensor", outermost=outermost)
                 raise

@@ -24,6 +24,7 @@ from lowtide.dynamic import random_state
 from lowtide.dynamic.node import WRITTEN, Geometry, Handle, Node, Piece, Record, storage_of, tensors_of
 from lowtide.dynamic.operators import Operator
 from lowtide.dynamic.storages import empty, fill, is_empty
+from lowtide.dynamic.touch import Access
 from lowtide.errors import ExecutionError
 from lowtide.eviction import Entry, Pool
 from lowtide.trace import TraceWriter
@@ -265,7 +266,7 @@ class Engine:
         node.resident = node.pinned = True
         node.opaque = opaque or storage.device.type not in _PLAIN_DEVICES
         # Memory that is not PyTorch's own, such as a NumPy array's, may be written without anybody noticing.
-        node.foreign = not storage.resizable() and not storage.is_shared()
+        node.writers = int(not storage.resizable() and not storage.is_shared())
         self._own(node, storage)
         return node
 
@@ -281,7 +282,7 @@ class Engine:
     ) -> list[Node]:
         """Nodes for the storages that the results are on, where they are new."""
         made = []
-        again = again and not any(node.opaque or node.foreign for node in reads)
+        again = again and not any(node.opaque or node.writers for node in reads)
         for place, tensor in enumerate(tensors_of(result)):
             try:
                 storage = storage_of(tensor)
@@ -367,7 +368,7 @@ class Engine:
                 version = self._supersede(node)
                 superseded.append(node)
         again = (
-            len(targets) == 1 and not record.operator.once and not any(node.opaque or node.foreign for node in needs)
+            len(targets) == 1 and not record.operator.once and not any(node.opaque or node.writers for node in needs)
         )
         return version if again else None
 
@@ -711,13 +712,23 @@ class Engine:
 
     # --- from outside ----------------------------------------------------------------------------------------------
 
-    def touch(self, tensor: Tensor, *, export: bool = False) -> None:
-        """Make sure that the tensor's bytes are there; with ``export``, for as long as it lives."""
+    def touch(self, tensor: Tensor, access: Access) -> Callable[[], None] | None:
+        """Make sure that the tensor's bytes are there; from ``EXPORT`` on, for as long as it lives.
+
+        With ``SHARE`` they may change unseen, until what is returned is called: what was computed from them stays.
+        """
         node = self._node_of(tensor)
         if node.evicted:
             self.rebuild([node])
-        if export and not node.exported:
-            node.exported = node.pinned = True
+        if access is Access.READ:
+            return None
+        node.exported = node.pinned = True
+        if access is Access.EXPORT:
+            return None
+        self._lose(node)
+        self.keep(node)
+        node.writers += 1
+        return node.end_writer
 
     def restore_all(self) -> None:
         """Rebuild whatever the program still holds."""

@@ -29,7 +29,6 @@ class Node(Entry):
     __slots__ = (
         "address",
         "exported",
-        "foreign",
         "handle",
         "kept",
         "number",
@@ -38,6 +37,7 @@ class Node(Entry):
         "record",
         "serial",
         "size_bytes",
+        "writers",
     )
 
     parents: tuple[Node, ...]
@@ -54,7 +54,7 @@ class Node(Entry):
         self.address = 0
         self.kept: UntypedStorage | None = None
         self.opaque = False  # what reads it can not be run again: its tensors are more than a strided view of bytes
-        self.foreign = False  # others may write to it unseen
+        self.writers = 0  # how many others may write to it unseen
         self.exported = False  # something outside the operators may hold its address
 
     def storage(self) -> UntypedStorage | None:
@@ -62,6 +62,10 @@ class Node(Entry):
         if self.kept is not None:
             return self.kept
         return None if self.handle is None else self.handle()
+
+    def end_writer(self) -> None:
+        """One of those that could write to it is gone."""
+        self.writers -= 1
 
     def alive(self) -> bool:
         """Whether the program holds a tensor of this version, and not only the engine."""
