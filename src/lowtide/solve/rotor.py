@@ -5,7 +5,7 @@ either saves everything or the chain stores a block's input and runs on (recurre
 On a chain with exact bytes the table's time is the least of any memory-persistent schedule (one in which what is stored
 stays until its backward use) that treats blocks so. Not exact otherwise; the answer is feasible or unsolved.
 
-Source: Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova 2019, arXiv 1911.13214 (its optimal persistent schedules).
+Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova 2019, arXiv 1911.13214 (its optimal persistent schedules).
 Deviations: what crosses a cut may be several storages; gradients that stay (those of weights) are counted when they are
 there; ``trim`` (on by default) gives the last forward of a nested segment a variant without its output, which nobody
 needs again. Several nominal budgets are tried (``lowtide.solve.blocks.answer``). O(L^3 M) time for L blocks and M slots.
