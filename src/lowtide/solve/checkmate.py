@@ -25,7 +25,7 @@ Where the programs settle nothing within the time limit, the bound is the better
 
 Assumes that the compact model is exact (no view that needs workspace or reads other storages, no op that writes into
 another's storage); otherwise nothing is claimed. Exponential in the worst case; variables grow with nodes x stages, so
-above ``MOST_RECOMPUTES`` of them the program is not built and the answer is the warm start's.
+above ``MOST_RECOMPUTES`` of them the program is not built and the answer is that of ``auto``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from lowtide.ir import Schedule, keep_all_schedule, simulate
 from lowtide.solve.bounds import time_bound
 from lowtide.solve.keep_all import KeepAll
-from lowtide.solve.milp.search import NEVER, Limits, Search, run
+from lowtide.solve.milp.search import NEVER, Limits, Search, programs, run
 from lowtide.solve.minimum import minimum_peak, working_set_bound
 from lowtide.solve.options import require, require_one_of
 from lowtide.solve.outcome import answer
@@ -52,7 +52,7 @@ _OBJECTIVES = ("time", "peak")
 class Checkmate:
     """``time_limit`` in seconds for all programs together; ``gap``: relative, of the recompute time, at which a program
     is left; ``objective=peak``: the lowest peak instead of the least time (``OPTIMAL`` then means that no schedule
-    peaks lower); ``warm_start``: begin with the schedule of ``auto{effort=1}``."""
+    peaks lower); ``warm_start``: begin with the schedule of ``auto{effort=1}``, or of ``auto`` where no program follows."""
 
     time_limit: float = 60.0
     gap: float = 0.0
@@ -84,7 +84,7 @@ def _least_time(limits: Limits, problem: Problem, warm_start: bool) -> Solution:
     search = Search(problem, limits, problem.budget_bytes, began)
     known = [keep_all_schedule(problem.graph)]
     if warm_start:
-        warm = get_planner("auto{effort=1}").solve(problem)
+        warm = get_planner("auto{effort=1}" if programs(search) else "auto").solve(problem)
         known += [schedule for schedule in (warm.schedule, warm.lowest_schedule) if schedule is not None]
     for schedule in known:
         search.consider(schedule)

@@ -151,23 +151,28 @@ class Search:
         return formulation, solve_program(formulation.program, settings, start)
 
 
-def run(search: Search) -> None:
-    """The programs that the form and the size of the graph ask for."""
+def programs(search: Search) -> list[Callable[[], None]]:
+    """What there is to solve, one after the other; nothing where the graph is too large for any program."""
     form, full = search.limits.form, recompute_columns(search.model, reduced=False)
+    attempts: list[Callable[[], None]] = []
     if form == "auto":
         form = "full" if full <= FULL_UP_TO else "reduced"
-    reduced = recompute_columns(search.model, reduced=True)
-    attempts: list[Callable[[], None]] = []
     if form == "full" and full <= MOST_RECOMPUTES:
         small = full <= ROUNDS_UP_TO
         attempts = [partial(search.any_order, 0.5), partial(search.ordered, False, 1, 0.5 if small else 1.0)]
         if small:
             attempts += [search.full_states]
             attempts += [partial(search.ordered, False, rounds) for rounds in range(2, MOST_ROUNDS + 1)]
-    elif form == "reduced" and reduced <= MOST_RECOMPUTES:
+    elif form == "reduced" and recompute_columns(search.model, reduced=True) <= MOST_RECOMPUTES:
         attempts = [partial(search.ordered, True, 1, 0.6)]
         if full <= MOST_RECOMPUTES:
             attempts += [partial(search.any_order, 1.0)]
+    return attempts
+
+
+def run(search: Search) -> None:
+    """The programs that the form and the size of the graph ask for."""
+    attempts = programs(search)
     for index, attempt in enumerate(attempts):
         if search.settled or search.remaining <= 0:
             return
