@@ -39,6 +39,26 @@ class _Recurrent(nn.Module):
         return self.head(self.layer(inputs)[0])
 
 
+class _Writing(nn.Module):
+    """Writes into views of all kinds: a column, a row, every other element, a diagonal, a piece of a larger storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(inputs)
+        shifted = hidden.new_zeros(hidden.shape)
+        shifted[:, 1:] = hidden[:, :-1].clone()
+        shifted[:, 0] = hidden[:, -1]
+        shifted[2] = hidden[1].exp()
+        shifted[:, ::2].mul_(hidden[:, ::2])
+        shifted.diagonal().copy_(hidden.diagonal())
+        piece = (hidden * 3)[3:7, 2:8]
+        piece[:, 1] = hidden[0, :4]
+        return self.layer(shifted) + piece.sum()
+
+
 def _convolutional() -> nn.Module:
     block = [
         nn.Conv2d(3, 8, 3, stride=2),
@@ -61,6 +81,7 @@ CASES = {
         torch.randn(4, 9, dtype=torch.bfloat16),
     ),
     "transformer": lambda: (nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), torch.randn(3, 10, 16)),
+    "writing": lambda: (_Writing(), torch.randn(9, 12)),
     "recurrent": lambda: (_Recurrent(), torch.randn(4, 6, 8)),
 }
 

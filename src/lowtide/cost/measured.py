@@ -20,7 +20,7 @@ from lowtide.capture.program import Program, Ref
 from lowtide.cost.analytical import operator_time_ns, spare_workspace_bytes
 from lowtide.cost.cache import CostCache, Record, device_name
 from lowtide.cost.columns import program_device, round_up, storage_bytes
-from lowtide.cost.signature import is_opaque, map_refs, signature, target_name
+from lowtide.cost.signature import copies_storage, is_opaque, map_refs, signature, target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.cost.timing import time_call
 from lowtide.ir import Costs, Op
@@ -85,11 +85,12 @@ def measure_operator(program: Program, op: int, device: torch.device, budget_ns:
 def _arguments(program: Program, op: int) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
     """The call's arguments, and the distinct tensors among them."""
     tensors: dict[int, torch.Tensor] = {}
+    whole = copies_storage(program.calls[op].target)
 
     def tensor(ref: Ref) -> torch.Tensor:
         if ref.value not in tensors:
             made = _opaque(program, ref.value)
-            tensors[ref.value] = synthetic_tensor(program.metas[ref.value]) if made is None else made
+            tensors[ref.value] = synthetic_tensor(program.metas[ref.value], whole=whole) if made is None else made
         return tensors[ref.value]
 
     args, kwargs = map_refs(program.calls[op], tensor)

@@ -5,6 +5,7 @@ Grammar of the key, a string that is stable across processes::
     key       ::= target "(" argument* ")" "->" positions "|" settings
     argument  ::= tensor | number | text | "[" argument* "]"
     tensor    ::= "%" n dtype shape stride offset device     n counts distinct tensors; storage offset modulo 64 bytes
+                  ["of" bytes "at" offset]                   where the whole storage is copied
     settings  ::= threads, determinism, matmul precision     whatever else chooses a kernel
 """
 
@@ -19,11 +20,20 @@ from lowtide.capture.program import Call, Program, Ref, TensorMeta
 
 ALIGNMENT_BYTES = 64
 
+# What a write into a view becomes: they copy the whole storage behind the view, whatever of it the view shows.
+_COPIES_STORAGE = {
+    "aten.copy.default",
+    "aten.slice_scatter.default",
+    "aten.select_scatter.default",
+    "aten.diagonal_scatter.default",
+    "aten.as_strided_scatter.default",
+}
+
 
 def signature(program: Program, op: int) -> tuple[str, bool]:
     """The key of ``op``, and whether it means the same in another process (else it must not be kept in a file)."""
     call = program.calls[op]
-    describer = _Describer(program)
+    describer = _Describer(program, whole=copies_storage(call.target))
     arguments = describer.text((call.args, dict(sorted(call.kwargs.items()))))
     key = f"{target_name(call.target)}{arguments}->{call.positions}|{settings()}"
     return key, describer.stable
@@ -33,6 +43,11 @@ def target_name(target: Callable[..., Any]) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', repr(target))}"
+
+
+def copies_storage(target: Callable[..., Any]) -> bool:
+    """Whether what the operator allocates depends on the storages behind its arguments."""
+    return target_name(target) in _COPIES_STORAGE
 
 
 def is_opaque(meta: TensorMeta) -> bool:
@@ -71,15 +86,18 @@ def map_refs(call: Call, tensor: Callable[[Ref], Any]) -> tuple[tuple[Any, ...],
 
 
 class _Describer:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, whole: bool) -> None:
         self.program = program
+        self.whole = whole
         self.numbers: dict[int, int] = {}
         self.stable = True
 
     def text(self, argument: Any) -> str:
         if isinstance(argument, Ref):
             number = self.numbers.setdefault(argument.value, len(self.numbers))
-            return f"%{number}{_layout(self.program.metas[argument.value])}{self._origin(argument.value)}"
+            meta = self.program.metas[argument.value]
+            storage = f"of{meta.storage_bytes}at{meta.storage_offset}" if self.whole else ""
+            return f"%{number}{_layout(meta)}{storage}{self._origin(argument.value)}"
         if isinstance(argument, Mapping):
             return "{" + ",".join(f"{key}={self.text(item)}" for key, item in argument.items()) + "}"
         if isinstance(argument, (list, tuple)):

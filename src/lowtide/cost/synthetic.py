@@ -10,11 +10,16 @@ from lowtide.cost.signature import ALIGNMENT_BYTES
 _PATTERN_ELEMENTS = 1 << 16
 
 
-def synthetic_tensor(meta: TensorMeta) -> torch.Tensor:
+def synthetic_tensor(meta: TensorMeta, *, whole: bool = False) -> torch.Tensor:
     """A tensor of this layout: integers 0, booleans in turn, floating values normal (a short pattern, repeated).
 
-    The storage is only as large as the layout reaches, its offset only the original's alignment.
+    The storage is only as large as the layout reaches, its offset only the original's alignment; ``whole``: both are the
+    original's.
     """
+    if whole:
+        flat = torch.empty(meta.storage_bytes // meta.dtype.itemsize, dtype=meta.dtype, device=meta.device)
+        _fill(flat)
+        return flat.as_strided(meta.shape, meta.stride, meta.storage_offset)
     offset = meta.storage_offset * meta.dtype.itemsize % ALIGNMENT_BYTES // meta.dtype.itemsize
     reach = 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride, strict=True))
     elements = offset + (reach if all(meta.shape) else 0)
