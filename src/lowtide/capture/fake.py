@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 
 from lowtide.capture import fakes
+from lowtide.capture.layouts import real_strides, with_strides
 from lowtide.capture.source import user_source
 from lowtide.errors import CaptureError
 
@@ -134,7 +135,11 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             result = self._concrete_result(func, real, known)
         if known is not None:
             self._attach_results(func, result, real, known)
-        elif isinstance(result, FakeTensor) and isinstance(func, torch._ops.OpOverload):
+            return result
+        strides = real_strides(func, args, kwargs, result)
+        if strides is not None:
+            result = with_strides(result, strides, self)
+        if isinstance(result, FakeTensor) and isinstance(func, torch._ops.OpOverload):
             result._lowtide_uniform = func is _ATEN.rand.default  # type: ignore[attr-defined]
             result._lowtide_empty = func._schema.name.split("::")[1] in UNINITIALISED  # type: ignore[attr-defined]
         return result

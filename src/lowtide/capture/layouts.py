@@ -1,0 +1,108 @@
+"""The layouts that operators really return.
+
+Shapes and types of a captured program come from PyTorch's fake kernels. So do strides, and of some operators (batch
+normalisation, the backward of layer normalisation and of losses) a fake kernel returns other strides than the real one where
+an input is laid out in an uncommon way. Strides decide which kernels run next and whether a view exists. So an operator
+that is given such a tensor is run for real, once for all calls with the same layouts, and its fake results are given
+the strides that came out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+
+_Strides = tuple[tuple[int, ...] | None, ...]
+_KNOWN: dict[Any, _Strides | None] = {}  # by operator and arguments; ``None`` where the operator does not run so
+
+
+def real_strides(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Strides | None:
+    """The strides of each tensor that ``func`` returns, ``None`` for what is no tensor; ``None`` where the fake ones hold."""
+    if not _computes(func):
+        return None
+    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if all(_is_plain(tensor) for tensor in tensors) or not all(_can_stand_in(tensor) for tensor in tensors):
+        return None
+    key = (func, structure, *(_key(leaf) for leaf in leaves))
+    if key not in _KNOWN:
+        _KNOWN[key] = _tried(func, leaves, structure, tensors[0].device)
+    known = _KNOWN[key]
+    return None if known is None or len(known) != len(_flat(result)) else known
+
+
+def with_strides(result: Any, strides: _Strides, mode: Any) -> Any:
+    """``result`` with tensors of these strides in place of those that have others."""
+    made = [
+        tensor if stride is None or tensor.stride() == stride else _restrided(tensor, stride, mode)
+        for tensor, stride in zip(_flat(result), strides, strict=True)
+    ]
+    if isinstance(result, list):
+        return made
+    return tuple(made) if isinstance(result, tuple) else made[0]
+
+
+def _computes(func: Any) -> bool:
+    """Whether the operator returns new memory, and nothing else happens."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+        return False
+    schema = func._schema
+    return not schema.is_mutable and not any(returned.alias_info is not None for returned in schema.returns)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Laid out in order, dimensions of size 1 included: they decide what counts as channels last."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= max(int(size), 1)
+    return True
+
+
+def _can_stand_in(tensor: Tensor) -> bool:
+    """Not bytes, which may be state that one operator keeps for another, and not on a device without memory."""
+    return tensor.layout is torch.strided and tensor.dtype is not torch.uint8 and tensor.device.type != "meta"
+
+
+def _key(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
+    return type(leaf), leaf if isinstance(leaf, (int, float, bool, str, type(None))) else repr(leaf)
+
+
+def _tried(func: Any, leaves: Sequence[Any], structure: Any, device: torch.device) -> _Strides | None:
+    cuda = [device] if device.type == "cuda" else []
+    with (
+        no_dispatch(),
+        torch.no_grad(),
+        torch.random.fork_rng(devices=cuda),
+        torch.autocast(device.type, enabled=False),
+    ):
+        real_args, real_kwargs = pytree.tree_unflatten([_stand_in(leaf) for leaf in leaves], structure)
+        try:
+            result = func(*real_args, **real_kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+            return None
+        return tuple(tensor.stride() if isinstance(tensor, Tensor) else None for tensor in _flat(result))
+
+
+def _stand_in(leaf: Any) -> Any:
+    """Zeros, which are valid indices too."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).zero_()
+
+
+def _restrided(tensor: Tensor, stride: tuple[int, ...], mode: Any) -> Tensor:
+    with mode:
+        return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+
+
+def _flat(result: Any) -> Sequence[Any]:
+    return result if isinstance(result, (tuple, list)) else (result,)

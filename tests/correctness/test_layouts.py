@@ -1,0 +1,112 @@
+"""Tensors that are laid out in uncommon ways: the captured program runs the kernels that eager runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lowtide.capture import Program, capture
+from lowtide.cost.signature import map_refs
+from lowtide.cost.synthetic import synthetic_tensor
+from lowtide.ir.graph import TANGENT_TARGET
+from tests.support.networks import generator
+from tests.support.training import compare_training
+
+
+class _Patches(nn.Module):
+    """Batch normalisation of channels that come last, and a loss between tensors of different layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.embed(x).transpose(1, 2))
+        flat = hidden.view(hidden.shape[0], -1).relu().view(hidden.shape).transpose(1, 2)
+        return functional.mse_loss(self.head(flat).transpose(1, 2), x.transpose(1, 2).contiguous())
+
+
+class _Mixer(nn.Module):
+    """Layer normalisation before and after a transposition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(12), nn.LayerNorm(12)
+        self.tokens, self.channels = nn.Linear(8, 8), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = x + self.tokens(self.first(x).transpose(1, 2)).transpose(1, 2)
+        return self.channels(self.second(mixed).relu()).square().mean()
+
+
+class _Pyramid(nn.Module):
+    """Images pooled to one point and enlarged again: a dimension of size 1 can be laid out in two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.point, self.context = nn.Conv2d(16, 8, 1), nn.Conv2d(24, 16, 3, padding=1)
+        self.norm, self.smooth = nn.BatchNorm2d(8), nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        point = self.norm(self.point(functional.adaptive_avg_pool2d(x, 1))).relu()
+        whole = torch.cat([x, functional.interpolate(point, x.shape[2:], mode="bilinear")], 1)
+        small = functional.avg_pool2d(self.context(whole), 2)
+        return self.smooth(x + functional.interpolate(small, x.shape[2:], mode="bilinear")).square().mean()
+
+
+def _sequences(iteration: int) -> Any:
+    return (torch.randn(16, 12, 6, generator=generator(iteration)),), {}
+
+
+def _tokens(iteration: int) -> Any:
+    return (torch.randn(16, 8, 12, generator=generator(iteration)),), {}
+
+
+def _images(iteration: int) -> Any:
+    images = torch.randn(4, 16, 8, 8, generator=generator(iteration))
+    return (images.to(memory_format=torch.channels_last),), {}
+
+
+CASES = {"patches": (_Patches, _sequences), "mixer": (_Mixer, _tokens), "pyramid": (_Pyramid, _images)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training(case: str) -> None:
+    compare_training(*CASES[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_captured_strides_are_real(case: str) -> None:
+    model, inputs = CASES[case]
+    args, kwargs = inputs(0)
+    program = capture(model(), args, kwargs)
+    assert [
+        line for op in program.graph.ops if op.target != TANGENT_TARGET for line in _differences(program, op.id)
+    ] == []
+
+
+def _differences(program: Program, op: int) -> list[str]:
+    tensors: dict[int, torch.Tensor] = {}
+    call = program.calls[op]
+    target: Callable[..., Any] = call.target
+
+    def tensor(ref: Any) -> torch.Tensor:
+        return tensors.setdefault(ref.value, synthetic_tensor(program.metas[ref.value]))
+
+    args, kwargs = map_refs(call, tensor)
+    with torch.no_grad():
+        result = target(*args, **kwargs)
+    real = [result] if call.positions is None else [result[position] for position in call.positions]
+    metas = [program.metas[value] for value in program.graph.ops[op].outputs]
+    return [
+        f"{target}: {meta.stride} captured, {found.stride()} real"
+        for meta, found in zip(metas, real, strict=True)
+        if found.stride() != meta.stride
+    ]
