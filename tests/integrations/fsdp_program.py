@@ -90,7 +90,7 @@ def losses_and_peaks() -> None:
         assert peak <= ours.predicted, (peak, ours.predicted)
         kept = lowtide.measure(keep_outputs, ours.model, batches(1)[0]).peak_bytes
         slack = ours.predicted - kept
-        assert 0 <= slack <= parameter_bytes(ours.model.transformer.h[0]) + 1024, (slack, kept, ours.predicted)
+        assert 0 <= slack <= 2 * parameter_bytes(ours.model.transformer.h[0]) + 1024, (slack, kept, ours.predicted)
         say(f"peak {peak}, {kept} with outputs, predicted {ours.predicted}, budget {budget}, FSDP2 alone {alone}")
 
 
@@ -102,7 +102,7 @@ def keep_outputs(model: Any, batch: torch.Tensor) -> Any:
 
 
 def parameter_bytes(block: Any) -> int:
-    """What gloo may hold for a moment more: a copy of a block's parameters or gradients."""
+    """A collective's copy, which gloo may hold for a moment more; while the next one runs there are two."""
     return sum(parameter.numel() * parameter.element_size() for parameter in block.parameters())
 
 

@@ -31,9 +31,11 @@ _QUICK = "auto{effort=1}"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A block within the whole: the bytes that it saves, and the peaks of its passes. Without ``settings`` it keeps all."""
+    """A block within the whole: the bytes that it saves, those of them that are still there when its backward pass begins, and
+    the peaks of its passes. Without ``settings`` it keeps all."""
 
     saved_bytes: int
+    entering_bytes: int
     forward_bytes: int
     backward_bytes: int
     settings: Settings | None = None
@@ -49,7 +51,7 @@ def peak_bytes(around: Sequence[Moment], parts: Sequence[Part]) -> int:
 
 def _own(parts: Sequence[Part], moment: Moment) -> int:
     if moment.running < 0:
-        return 0
+        return parts[moment.entering].entering_bytes if moment.entering >= 0 else 0
     part = parts[moment.running]
     return part.backward_bytes if moment.backward else part.forward_bytes
 
@@ -69,7 +71,12 @@ class Block:
     def unplanned(self) -> Part:
         part = part_of(self, keep_all_schedule(self.program.graph))
         scalars = SCALAR_BYTES * self.program.graph.forward_ops
-        return Part(part.saved_bytes + scalars, part.forward_bytes + scalars, part.backward_bytes + scalars)
+        return Part(
+            part.saved_bytes + scalars,
+            part.entering_bytes + scalars,
+            part.forward_bytes + scalars,
+            part.backward_bytes + scalars,
+        )
 
     @property
     def handed_on_bytes(self) -> int:
@@ -99,7 +106,8 @@ def part_of(block: Block, schedule: Schedule, settings: Settings | None = None) 
     timeline = simulate(graph, costs, schedule).timeline
     saved = sum(int(costs.storage_bytes[storage]) for storage in live_at_boundary(graph, schedule))
     backward = int(timeline[boundary:].max(initial=0)) - block.let_go_bytes
-    return Part(saved, int(timeline[:boundary].max(initial=0)), max(backward, 0), settings)
+    forward = int(timeline[:boundary].max(initial=0))
+    return Part(saved, max(saved - block.let_go_bytes, 0), forward, max(backward, 0), settings)
 
 
 def choose(blocks: Sequence[Block], around: Sequence[Moment], settings: Settings, budget_bytes: int) -> list[Part]:

@@ -19,12 +19,14 @@ _Window = tuple[int, bool]  # a block, and whether it is its backward pass
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """``bytes`` without the blocks' own; the block that is running, or -1; the blocks that hold what they saved."""
+    """``bytes`` without the blocks' own; the block that is running, or -1; the blocks that hold what they saved; and the one
+    whose backward pass is about to begin, which holds that without its outputs, or -1."""
 
     bytes: int
     running: int
     backward: bool
     saved: tuple[int, ...]
+    entering: int = -1
 
 
 def moments(graph: Graph, costs: Costs, names: Sequence[str], gathers: Gathers) -> list[Moment]:
@@ -57,7 +59,9 @@ def _laid_out(
         if index == turn:
             found.append(Moment(level + gathers.turn(), -1, True, saved))
         if window := entered.get(index):
-            found.append(Moment(level + gathers.enter(*window), -1, window[1], saved))
+            others = tuple(block for block in saved if block != window[0])
+            entering = window[0] if len(others) < len(saved) else -1
+            found.append(Moment(level + gathers.enter(*window), -1, window[1], others, entering))
         running, backward = next((w for w, (first, last) in spans.items() if first <= index <= last), (-1, False))
         saved = tuple(b for b in blocks if b != running and _saved(index, spans.get((b, False)), spans.get((b, True))))
         own = level_inside if running >= 0 else level
@@ -89,7 +93,7 @@ def _outside(graph: Graph, costs: Costs, block: Sequence[int]) -> Costs:
     for op in graph.ops:
         workspace[op.id] *= block[op.id] < 0
     outputs = {graph.values[value].storage for value in graph.forward_outputs}
-    handed_back = {storage for storage, _, readers in _flows(graph, block) if len(readers) > 0}
+    handed_back = {storage for storage, _, readers in _flows(graph, block) if readers}
     for storage in graph.storages:
         if storage.base is None or block[storage.base] < 0 or storage.id in outputs or storage.id in handed_back:
             continue
@@ -122,9 +126,9 @@ def _counted_inside(
     inside = [0] * len(schedule.steps)
     for storage, maker, readers in _flows(graph, block):
         base, end = graph.storages[storage].base, freed.get(storage, len(schedule.steps))
-        if base not in made:
+        if base not in made or not readers:
             continue
-        for owner in readers and ({maker, *readers} - {-1}):
+        for owner in {maker, *readers} - {-1}:
             first, last = spans[owner, True]
             if owner != maker and _read_after(graph, storage, block, owner, made, last):
                 continue  # somebody else holds it even when the block has let go of it
