@@ -45,6 +45,11 @@ def test_not_positive(budget: Any) -> None:
         parse_budget(budget, PEAK)
 
 
+def test_a_fraction_is_no_percentage() -> None:
+    with pytest.raises(PlanError, match=r'for that part of the peak write "40%"'):
+        parse_budget(0.4, PEAK)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "budget", ["12 apples", "", "GiB", "8 Gi B", "1e9999", "nan", True, None, [1], float("nan"), float("inf"), b"8GiB"]
 )

@@ -47,7 +47,7 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 
 def test_infeasible_names_a_reachable_minimum_and_the_bottleneck() -> None:
-    with pytest.raises(InfeasibleBudgetError, match=r"smallest budget.*Raise the budget") as caught:
+    with pytest.raises(InfeasibleBudgetError, match=r"KiB\).*smallest budget.*KiB.*Raise the budget") as caught:
         _plan(budget=2 * LAYER_BYTES)
     minimum = caught.value.minimum_bytes
     assert minimum > 2 * LAYER_BYTES

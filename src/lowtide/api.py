@@ -89,7 +89,7 @@ def rematerialize(
         )
     settings = Settings(budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
     runtime = Rematerialized(model, settings)
-    if args or kwargs:
+    if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
         with torch.enable_grad():
             inputs, arguments = runtime.flat_inputs(args, kwargs or {})
             runtime.entry(args, kwargs or {}, inputs, arguments)

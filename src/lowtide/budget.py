@@ -25,7 +25,9 @@ def parse_budget(budget: int | str, unconstrained_peak_bytes: int, *, what: str 
     """
     amount = _amount(budget, unconstrained_peak_bytes, what)
     if amount < 1:
-        raise PlanError(f"a {what} of {budget!r} is {amount} bytes, which is not positive; {_EXAMPLES}.")
+        fraction = isinstance(budget, float) and 0 < budget < 1
+        meant = f' (for that part of the peak write "{100 * float(budget):g}%")' if fraction else ""
+        raise PlanError(f"a {what} of {budget!r} is {amount} bytes, which is not positive{meant}; {_EXAMPLES}.")
     return amount
 
 

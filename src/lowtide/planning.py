@@ -17,6 +17,7 @@ from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint,
 from lowtide.report.files import write_atomically
 from lowtide.report.measured import Measured
 from lowtide.report.text import render_plan
+from lowtide.report.units import format_bytes
 from lowtide.solve import Problem, Solution, format_spec, get_planner, minimum_peak, solve
 
 PLAN_FORMAT = "lowtide-plan/1"
@@ -186,13 +187,14 @@ def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner
         minimum = reached if minimum is None else minimum
     step = lowest.steps[simulate(problem.graph, problem.costs, lowest).peak_step]
     op = problem.graph.ops[step.op] if isinstance(step, Compute) else problem.graph.ops[0]
-    place = f" ({op.source})" if op.source else ""
+    place = (f" of {op.module}" if op.module else "") + (f" ({op.source})" if op.source else "")
     hint = "" if planner.startswith("auto") else " Planner auto may reach less."
     percent = 100 * (minimum or 0) / max(unconstrained, 1)
     return InfeasibleBudgetError(
-        f"planner {planner} found no schedule within {problem.budget_bytes} bytes; the smallest budget it can meet is "
-        f"{minimum} bytes ({percent:.1f}% of the {unconstrained} bytes without rematerialization). The bottleneck is "
-        f"{op.name}{place}.{hint} Raise the budget, or make the batch or the sequence smaller.",
+        f"planner {planner} found no schedule within {problem.budget_bytes} bytes ({format_bytes(problem.budget_bytes)}); the "
+        f"smallest budget it can meet is {minimum} bytes ({format_bytes(minimum or 0)}, {percent:.1f}% of the "
+        f"{format_bytes(unconstrained)} without rematerialization). The bottleneck is {op.name}{place}.{hint} Raise the "
+        "budget, or make the batch or the sequence smaller.",
         minimum_bytes=minimum or 0,
         operator=op.name,
         source=op.source,

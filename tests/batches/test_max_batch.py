@@ -165,7 +165,7 @@ def _raising(batch: int) -> Any:
         (_sample, {"budget": "1MiB", "limit": 0}, "at least one sample"),
         (_sample, {"budget": "1MiB", "planner": "fastest"}, "known: auto"),
         (_raising, {"budget": "1MiB"}, r"make_sample\(2\) raised OSError: no data"),
-        (lambda batch: torch.ones(batch), {"budget": "1MiB"}, r"returned Tensor, not a tuple \(args, kwargs\)"),
+        (lambda batch: torch.ones(batch), {"budget": "1MiB"}, r"returned a Tensor, not the pair \(args, kwargs\)"),
         (lambda batch: (torch.ones(batch), {}), {"budget": "1MiB"}, "they are a tuple"),
     ],
 )

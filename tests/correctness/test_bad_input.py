@@ -237,6 +237,14 @@ def test_sample_that_does_not_fit(name: str) -> None:
     assert_same_records(run_training(model, rows(), _STEP, 1), run_training(make(_network), rows(), _STEP, 1))
 
 
+@pytest.mark.parametrize("entry", [lowtide.rematerialize, lowtide.plan])
+def test_sample_that_is_no_tuple(entry: Any) -> None:
+    with pytest.raises(lowtide.PlanError, match=r"args is a Tensor.*give a tuple"):
+        entry(make(_network), torch.randn(2, 32), budget="70%")
+    with pytest.raises(lowtide.PlanError, match="kwargs is a list"):
+        entry(make(_network), (), [torch.randn(2, 32)], budget="70%")
+
+
 def test_call_that_does_not_fit_raises_what_eager_raises() -> None:
     model = prepared(_network, rows(), "70%")
     for wrong in ((torch.randn(3, 7),), (), (torch.randn(2, 32), 1)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,18 @@ def test_deepcopy_of_a_container() -> None:
         copied(x).sum().backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), clone.parameters(), strict=True))
     assert lowtide.plans(clone)[0] is not lowtide.plans(model)[0]
+
+
+def test_inputs_are_let_go_when_their_gradients_are_made() -> None:
+    """As in eager: what an earlier part of a model made does not live as long as the loss."""
+    first, second = nn.Linear(32, 32), _network()
+    lowtide.rematerialize(second, (torch.randn(8, 32, requires_grad=True),), budget="100%", planner="keep-all")
+    hidden = first(torch.randn(8, 32))
+    alive = weakref.ref(hidden)
+    loss = second(hidden)
+    del hidden
+    loss.backward(retain_graph=True)
+    assert alive() is not None
+    loss.backward()
+    assert alive() is None
+    assert loss.grad_fn is not None

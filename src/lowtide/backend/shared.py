@@ -93,9 +93,9 @@ class SharedBudget:
             self._calls.append(weakref.ref(call))
             self.graphs.append(graph)
 
-    def plan(self, program: Program) -> Plan:
-        """A plan for what the graphs that ran before leave of the budget."""
-        earlier = [graph.current for graph in self.graphs if graph.current is not None]
+    def plan(self, program: Program, graphs: Sequence[SharingGraph]) -> Plan:
+        """A plan for what ``graphs``, which ran before, leave of the budget."""
+        earlier = [graph.current for graph in graphs if graph.current is not None]
         before = [extent(entry.program, entry.plan.costs, entry.plan.schedule) for entry in earlier]
         costs = program_costs(program)
         budget = self._budget([*((entry.program, entry.plan.costs) for entry in earlier), (program, costs)])
@@ -180,6 +180,7 @@ class SharingGraph(Rematerialized):
         self.module = module  # the base class only refers to it
         self.shared = shared
         self.current: Entry | None = None
+        self._remaking = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.shared.enter(self)
@@ -198,7 +199,17 @@ class SharingGraph(Rematerialized):
         return outputs
 
     def make_plan(self, program: Program, granted_bytes: int) -> Plan:
-        return self.shared.plan(program)
+        ran = self.shared.graphs
+        return self.shared.plan(program, ran[: ran.index(self)] if self._remaking and self in ran else ran)
+
+    def _remake(self, *args: Any) -> Entry:
+        """In the backward pass, in the place of what ran in the forward pass."""
+        self._remaking = True
+        try:
+            self.current = super()._remake(*args)
+        finally:
+            self._remaking = False
+        return self.current
 
     def replan(self, plan: Plan) -> None:
         """Run the current program by another plan from now on; other signatures are planned when they come."""

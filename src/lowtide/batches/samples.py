@@ -66,7 +66,7 @@ def _called(make_sample: MakeSample, batch: int) -> Sample:
         raise PlanError(f"make_sample({batch}) raised {type(error).__name__}: {error}.") from error
     if not isinstance(sample, tuple) or len(sample) != 2 or not isinstance(sample[1], Mapping):
         raise PlanError(
-            f"make_sample({batch}) returned {type(sample).__name__}, not a tuple (args, kwargs) of a call of the model; "
+            f"make_sample({batch}) returned a {type(sample).__name__}, not the pair (args, kwargs) of a call of the model; "
             'for instance make_sample = lambda batch: ((), {"input_ids": torch.zeros(batch, 128, dtype=torch.long)}).'
         )
     args, kwargs = sample

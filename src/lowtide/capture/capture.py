@@ -22,7 +22,7 @@ from lowtide.capture.joint import export_joint
 from lowtide.capture.module import GradientMask, State, TracedModel, announce_origins, copy_without_data, model_state
 from lowtide.capture.program import Program, Result
 from lowtide.capture.sharded import refuse_sharded_parts
-from lowtide.errors import CaptureError, LowtideError
+from lowtide.errors import CaptureError, LowtideError, PlanError
 from lowtide.ir import Graph
 from lowtide.ir.graph import TANGENT_TARGET
 
@@ -31,6 +31,12 @@ _AS_IS = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_
 
 def flat_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[torch.Tensor], Any]:
     """The call's distinct tensors and the structure that rebuilds ``(args, kwargs)`` from them."""
+    if isinstance(args, (torch.Tensor, str)) or not isinstance(args, Sequence):
+        raise PlanError(
+            f"args is a {type(args).__name__}, but stands for all positional arguments of the model: give a tuple, say (x,)."
+        )
+    if not isinstance(kwargs, Mapping | None):
+        raise PlanError(f"kwargs is a {type(kwargs).__name__}, not a dictionary of the model's keyword arguments.")
     return structure.flatten_distinct((tuple(args), dict(kwargs or {})))
 
 
@@ -144,10 +150,10 @@ def _capture_error(error: Exception) -> CaptureError:
             source = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
         frame = frame.tb_next
     place = f" at {source}" if source else ""
-    summary = str(error).strip().split("\n")[0]
+    summary = str(error).strip().split("\n")[0].rstrip(".")
     return CaptureError(
-        f"the program cannot be captured as one graph{place}: {type(error).__name__}: {summary}. If it depends on the "
-        "data, run it under lowtide.online.",
+        f"the program cannot be captured as one graph{place}: {type(error).__name__}: {summary}. Where model(*args, **kwargs) "
+        "fails alone too, correct the model or the sample; where the program depends on the data, run it under lowtide.online.",
         source=source,
     )
 

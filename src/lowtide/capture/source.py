@@ -12,11 +12,12 @@ import torch
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent.parent)
 _LIBRARY = sysconfig.get_path("stdlib")
+_SCRIPTS = sysconfig.get_path("scripts")  # lowtide, torchrun
 
 
 def is_user_file(filename: str) -> bool:
     """Whether ``filename`` belongs to the model rather than to torch, lowtide or the standard library."""
-    if filename.startswith((_TORCH, _OURS, "<")):
+    if filename.startswith((_TORCH, _OURS, _SCRIPTS, "<")):
         return False
     return "site-packages" in filename or not filename.startswith(_LIBRARY)
 

@@ -40,7 +40,6 @@ def run(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     plain, planned, plan = _train(options)
     result = _result(plain, planned, plan)
-    _print_losses(plain, planned)
     _print_result(result)
     _save(folder, plain, planned, plan, result)
     return 0 if result["losses_equal"] and result["parameters_equal"] and result["within_budget"] else 1
@@ -69,7 +68,10 @@ def _train(options: argparse.Namespace) -> tuple[Run, Run, Plan]:
     (plan,) = lowtide.plans(model)
     print(plan, "\n", flush=True)
     print(f"training both for {options.steps} steps ...", flush=True)
-    train_side_by_side([plain, planned], batches)
+    print("\nstep  loss, plain           loss, lowtide", flush=True)
+    train_side_by_side(
+        [plain, planned], batches, on_step=lambda step: _print_losses(step, options.steps, plain, planned)
+    )
     return plain, planned, plan
 
 
@@ -97,12 +99,9 @@ def _result(plain: Run, planned: Run, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _print_losses(plain: Run, planned: Run) -> None:
-    print("\nstep  loss, plain           loss, lowtide")
-    every = max(len(plain.losses) // 6, 1)
-    for step, (ours, theirs) in enumerate(zip(planned.losses, plain.losses, strict=True)):
-        if step % every == 0 or step == len(plain.losses) - 1:
-            print(f"{step:>4}  {theirs:<20.17g}  {ours:.17g}")
+def _print_losses(step: int, steps: int, plain: Run, planned: Run) -> None:
+    if step % max(steps // 6, 1) == 0 or step == steps - 1:
+        print(f"{step:>4}  {plain.losses[step]:<20.17g}  {planned.losses[step]:.17g}", flush=True)
 
 
 def _print_result(result: dict[str, Any]) -> None:

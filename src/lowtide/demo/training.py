@@ -6,6 +6,7 @@ Each run has its own model, optimizer and generator state; nothing but the start
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -61,7 +62,12 @@ class Run:
         self.losses.append(loss.item())
 
 
-def train_side_by_side(runs: list[Run], batches: list[torch.Tensor], metered_every: int = 8) -> None:
+def train_side_by_side(
+    runs: list[Run],
+    batches: list[torch.Tensor],
+    metered_every: int = 8,
+    on_step: Callable[[int], None] | None = None,
+) -> None:
     """Take every batch with each of the runs in turn; memory is measured at the second step and some later ones.
 
     The order within a step alternates, so that neither run always goes first.
@@ -70,6 +76,8 @@ def train_side_by_side(runs: list[Run], batches: list[torch.Tensor], metered_eve
         metered = index % metered_every == 1
         for run in runs if index % 2 == 0 else runs[::-1]:
             run.step(batch, metered=metered)
+        if on_step is not None:
+            on_step(index)
 
 
 def same_parameters(first: nn.Module, second: nn.Module) -> bool:

@@ -4,7 +4,8 @@
 planned region must not span units, and each unit becomes a region of its own, between the hooks that gather and reduce:
 collectives run exactly where FSDP2 alone runs them, and none can be computed again.
 
-What the regions may take is settled here, before the model is sharded, for the whole model: see ``blocks``.
+What the regions may take is settled here, before the model is sharded, for the whole model: ``gathers`` knows what FSDP2
+itself holds at every moment, ``surroundings`` what lies around the blocks, ``blocks`` shares the rest among them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from lowtide.budget import parse_budget
 from lowtide.capture import capture
 from lowtide.capture.sharded import is_sharded
 from lowtide.errors import PlanError
-from lowtide.integrations.blocks import Block, Part, Surroundings, choose, peak_bytes
+from lowtide.integrations.blocks import Block, Part, choose, peak_bytes
+from lowtide.integrations.gathers import Gathers
 from lowtide.integrations.samples import BlockCalls
+from lowtide.integrations.surroundings import moments
 from lowtide.pipeline import Settings, program_costs
 from lowtide.runtime.model import Rematerialized
 
@@ -44,9 +47,10 @@ def rematerialize_blocks(
 
     To be called before ``fully_shard(block)`` for every block and ``fully_shard(model)``; ``args`` and ``kwargs`` are a
     sample call of ``model``. The budget is what a forward and backward pass of the sharded model may allocate above what
-    was allocated when it began, gathered parameters and buffers of the reductions included (at their most, so the
-    prediction is a little high). A percentage is of the peak predicted for the same sharded model without plans. Other
-    shapes later are planned under the bytes that each block was given here. ``ranks`` defaults to the process group's size.
+    was allocated when it began: gathered parameters and buffers of the reductions included, and the model's outputs, as if
+    the caller kept them until the end. A percentage is of the peak predicted for the same sharded model without plans.
+    Other shapes later are planned under the bytes that each block was given here. ``ranks`` defaults to the process group's
+    size.
 
     Raises ``InfeasibleBudgetError`` where no plans fit, and ``PlanError`` where the model is sharded already.
     """
@@ -58,8 +62,7 @@ def rematerialize_blocks(
         program = capture(model, args, kwargs, watch=calls.watch)
         samples = calls.samples()
         programs = [capture(block, *sample) for block, sample in zip(blocks, samples, strict=True)]
-    gathered = _gathered_bytes(model, blocks, ranks)
-    around = Surroundings.of(program.graph, program_costs(program), calls.names, gathered)
+    around = moments(program.graph, program_costs(program), calls.names, Gathers.of(model, blocks, ranks))
     parts = [Block.of(program) for program in programs]
     unconstrained = peak_bytes(around, [part.unplanned for part in parts])
     budget_bytes = parse_budget(budget, unconstrained)
@@ -97,15 +100,3 @@ def _check(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         raise PlanError(
             f"module {sharded or type(model).__name__!r} is sharded already; call rematerialize_blocks before fully_shard."
         )
-
-
-def _gathered_bytes(model: nn.Module, blocks: Sequence[nn.Module], ranks: int) -> int:
-    """What FSDP2 itself takes, at most: the root's parameters and their reduction; a block's parameters in use, gathered ahead,
-    and in a reduction; and every gradient's shard."""
-    units = [_parameter_bytes(block) for block in blocks]
-    total = _parameter_bytes(model)
-    return 2 * (total - sum(units)) + 3 * max(units) + -(-total // ranks)
-
-
-def _parameter_bytes(module: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())

@@ -53,10 +53,10 @@ class ModelCall:
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     rng_state: bytearray | None = None
     generator: Any = None
+    device_type: str = field(init=False)
 
-    @property
-    def device_type(self) -> str:
-        return self.inputs[0].device.type
+    def __post_init__(self) -> None:
+        self.device_type = self.inputs[0].device.type
 
     def forward(self) -> list[torch.Tensor]:
         """Run the forward program; returns the forward outputs."""
@@ -90,6 +90,9 @@ class ModelCall:
         result = tuple(self.gradients.pop(position, None) for position in self.nodes[node])
         if node + 1 == len(self.nodes):
             self.gradients.clear()
+            if not _graph_is_kept():
+                self.inputs.clear()  # the graph lives as long as the loss; an earlier part's output need not
+                self.kept.clear()
         return result
 
     def _advance(self, node: int) -> None:
@@ -227,6 +230,12 @@ class StageNode(torch.autograd.Function):
         return None, None, torch.empty(0) if ctx.chained else None, *gradients
 
 
+def _graph_is_kept() -> bool:
+    """Whether the backward pass that is running may be followed by another one (``retain_graph=True``)."""
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return asked is None or bool(asked())
+
+
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
     """Operators run as inside eager's forward pass: nothing is recorded, but kernels that ask find gradients enabled.
@@ -248,7 +257,7 @@ def run(executable: Executable, inputs: list[torch.Tensor]) -> list[torch.Tensor
     """Forward outputs of the program on the flat ``inputs``, linked to them in the autograd graph."""
     program, lowered = executable.program, executable.lowered
     nodes = _nodes(program, lowered, inputs)
-    call = ModelCall(executable, inputs, nodes)
+    call = ModelCall(executable, list(inputs), nodes)
     token = None
     for node in range(len(nodes) - 1, -1, -1):
         token = StageNode.apply(call, node, token, *(inputs[i] for i in nodes[node]))  # type: ignore[no-untyped-call]
