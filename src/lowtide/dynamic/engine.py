@@ -553,8 +553,8 @@ class Engine:
         What waiting operators read may go in between as well, and becomes a target then.
         """
         waiting = () if self.plans else (node for frame in self.frames[self.running :] for node in frame)
-        locks = {node: node.locks for node in waiting if node.resident and node.record is not None and not node.pinned}
-        targets += locks
+        locks = {node: node.locks for node in waiting if node.record is not None and not node.pinned}
+        targets += [node for node in locks if node.resident]
         for node in locks:
             node.locks = 0
         try:
