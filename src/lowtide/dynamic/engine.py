@@ -137,17 +137,15 @@ class Engine:
         reads: dict[Node, None] = {}
         record = self._record(operator, args, kwargs, reads, left_out)
         superseded: list[Node] = []
+        running = self.running
         needs = self._open((*reads, *self._nodes_at(left_out, args)))
         try:
             self._complete(needs)
             if operator.random:
                 record.generator = random_state.save(args, kwargs)
             version = self._write(record, needs, _at(writes, args, kwargs), superseded) if writes else None
-            running, self.running = self.running, len(self.frames)
-            try:
-                result, cost_ns = self.execute(operator, args, kwargs)
-            finally:
-                self.running = running
+            self.running = len(self.frames)
+            result, cost_ns = self.execute(operator, args, kwargs)
             self.tally.operators += 1
             self.tally.operator_ns += cost_ns
             pool = self.pool
@@ -160,6 +158,7 @@ class Engine:
             if self.recorder is not None:
                 self._note(self.recorder, operator, reads, made, self._nodes_in(_at(writes, args, kwargs)), cost_ns)
         finally:
+            self.running = running
             self._close(needs)
             for node in superseded:
                 self._release(node)
@@ -550,7 +549,7 @@ class Engine:
     def _rebuild_in_less(self, targets: list[Node]) -> bool:
         """From what cannot be computed again onwards, and some results more than once.
 
-        What waiting operators read may go in between as well, and becomes a target then.
+        ``targets`` grows: what waiting operators read may go in between as well.
         """
         waiting = () if self.plans else (node for frame in self.frames[self.running :] for node in frame)
         locks = {node: node.locks for node in waiting if node.record is not None and not node.pinned}
@@ -565,18 +564,15 @@ class Engine:
                 node.locks += count
 
     def _plan_for(self, targets: list[Node], room_bytes: int) -> Plan:
-        missing_bytes = sum(node.size_bytes for node in targets) - room_bytes
-        if missing_bytes <= 0:
-            ancestry = Ancestry(targets, self._scratch_of, deep=True)
-            calls = ancestry.in_program_order()
-            plan = with_what_is_there(calls, targets, ancestry.there, room_bytes)
-            if plan.peak_bytes > room_bytes:
-                order = self.orders.within(room_bytes, calls, targets)
-                plan = with_what_is_there(order, targets, ancestry.there, room_bytes)
-            if plan.peak_bytes <= room_bytes:
-                return plan
-            missing_bytes = plan.peak_bytes - room_bytes
-        raise RebuildError(missing_bytes)
+        ancestry = Ancestry(targets, self._scratch_of, deep=True)
+        calls = ancestry.in_program_order()
+        plan = with_what_is_there(calls, targets, ancestry.there, room_bytes)
+        if plan.peak_bytes > room_bytes >= sum(node.size_bytes for node in targets):
+            order = self.orders.within(room_bytes, calls, targets)
+            plan = with_what_is_there(order, targets, ancestry.there, room_bytes)
+        if plan.peak_bytes > room_bytes:
+            raise RebuildError(plan.peak_bytes - room_bytes)
+        return plan
 
     def _follow(self, plan: Plan, room_bytes: int) -> bool:
         """Make the calls of the plan; false where one took more scratch than was known, which is known now."""

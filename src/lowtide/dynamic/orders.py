@@ -23,6 +23,9 @@ class Orders:
     def __init__(self) -> None:
         self._known: OrderedDict[_Structure, _Known] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def within(self, room_bytes: int, calls: Sequence[Call], targets: Sequence[Node]) -> list[Call]:
         """A sequence of ``calls``, which come in program order, some of them several times.
 
@@ -38,10 +41,14 @@ class Orders:
         if searched < _NEAR * room_bytes and room_bytes > known.failed_bytes:
             found = _search(structure, [call.cost_ns for call in calls], room_bytes)
             known.found.append(found)
-            fitting.append(found)
-            if found.peak_bytes > room_bytes:
+            if found.peak_bytes <= room_bytes:
+                fitting.append(found)
+            else:
                 known.failed_bytes = room_bytes
-        chosen = min(fitting or known.found, key=lambda found: (found.peak_bytes > room_bytes, len(found.sequence)))
+        if fitting:
+            chosen = min(fitting, key=lambda found: len(found.sequence))
+        else:
+            chosen = min(known.found, key=lambda found: found.peak_bytes)
         return [calls[index] for index in chosen.sequence]
 
 

@@ -7,7 +7,7 @@ first call would make, and is held until the last read.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from lowtide.dynamic.ancestry import Call
@@ -35,14 +35,17 @@ class Plan:
     peak_bytes: int
 
 
-def make_plan(sequence: Sequence[Call], targets: Iterable[Node], given: Container[Node] = ()) -> Plan:
+def make_plan(sequence: Sequence[Call], targets: Iterable[Node], given: Collection[Node] = ()) -> Plan:
     """What is left of ``sequence`` if ``given`` is there; of that, what is not read is not held."""
-    first = {node: index for index in range(len(sequence) - 1, -1, -1) for node in sequence[index].makes}
+    first: dict[Node, int] = {}
+    if given:
+        for index in range(len(sequence) - 1, -1, -1):
+            first.update((node, index) for node in sequence[index].makes if node in given)
     needed = dict.fromkeys(targets)
     found: list[tuple[Call, tuple[Node, ...], tuple[Node, ...]]] = []
     for index in range(len(sequence) - 1, -1, -1):
         call = sequence[index]
-        makes = tuple(n for n in call.makes if n in needed and not (first[n] == index and n in given))
+        makes = tuple(n for n in call.makes if n in needed and first.get(n) != index)
         if not makes:
             continue
         for node in makes:
