@@ -147,6 +147,6 @@ def test_a_rebuild_that_cannot_fit_is_refused_with_what_it_takes() -> None:
         del fixed
         assert torch.equal(small + 1, torch.arange(256.0) * 10 + 1)
     with lowtide.online(caught.value.needed_bytes) as session:
-        small, fixed = _small_behind_large()
+        small, _fixed = _small_behind_large()
         assert torch.equal(small + 1, torch.arange(256.0) * 10 + 1)
         assert session.statistics.peak_bytes <= caught.value.needed_bytes
