@@ -119,11 +119,11 @@ def test_operands_far_apart_in_little_room(policy: str) -> None:
     """Sums over a long recurrence, first with last, where hardly more than operands and result fit."""
     _, expected = _deep_pyramid(60)
     sums = [(expected[index] + expected[-1 - index]).sum().item() for index in range(30)]
-    session = lowtide.online(8 * KIB + 512, policy=policy, warn_above=float("inf"))
+    session = lowtide.online(4 * KIB + 512, policy=policy, warn_above=float("inf"))
     with session:
         _, tensors = _deep_pyramid(60)
         assert [(tensors[index] + tensors[-1 - index]).sum().item() for index in range(30)] == sums
-        assert session.statistics.peak_bytes <= 8 * KIB + 512
+        assert session.statistics.peak_bytes <= 4 * KIB + 512
     assert all(map(torch.equal, tensors, expected))
 
 
