@@ -150,3 +150,24 @@ def test_a_rebuild_that_cannot_fit_is_refused_with_what_it_takes() -> None:
         small, _fixed = _small_behind_large()
         assert torch.equal(small + 1, torch.arange(256.0) * 10 + 1)
         assert session.statistics.peak_bytes <= caught.value.needed_bytes
+
+
+def test_scratch_that_no_plan_knew_of_is_planned_for() -> None:
+    """The call takes more than its result: the rebuild fails at first, and is planned again with what it takes."""
+
+    def small() -> torch.Tensor:
+        return torch.logsumexp(torch.arange(1024.0).view(4, 256), 0)
+
+    expected = small() + 1
+    with lowtide.online(12 * KIB + 512):
+        result = small()
+        fixed = [torch.full((256,), float(index)) for index in range(6)]
+        filling = [torch.full((256,), float(index)) for index in range(6)]
+        for tensor in (*fixed, *filling):
+            tensor.numpy()
+        del filling, tensor
+        with pytest.raises(lowtide.OnlineBudgetError, match="evicted") as caught:
+            result + 1
+        assert 14 * KIB <= caught.value.needed_bytes <= 16 * KIB
+        del fixed
+        assert torch.equal(result + 1, expected)
