@@ -13,6 +13,7 @@ from lowtide.dynamic.ancestry import Ancestry
 from lowtide.dynamic.node import Node, Record
 from lowtide.dynamic.orders import Orders
 from lowtide.dynamic.plan import Plan, make_plan, with_what_is_there
+from tests.online.scenarios import interrupted_inside
 
 KIB = 1024
 SEEDS = range(40)
@@ -125,6 +126,25 @@ def test_operands_far_apart_in_little_room(policy: str) -> None:
         assert [(tensors[index] + tensors[-1 - index]).sum().item() for index in range(30)] == sums
         assert session.statistics.peak_bytes <= 4 * KIB + 512
     assert all(map(torch.equal, tensors, expected))
+
+
+@pytest.mark.parametrize("start", range(0, 100_000, 20_000))
+def test_interrupt_anywhere_in_a_rebuild(start: int) -> None:
+    """Whatever was half done, all that the program holds is as it was."""
+    _, expected = _deep_pyramid(60)
+    for events in range(start + 1, start + 20_000, 4_999):
+        with lowtide.online(4 * KIB + 512, warn_above=float("inf")) as session:
+            _, tensors = _deep_pyramid(60)
+            try:
+                with interrupted_inside("lowtide.dynamic", events):
+                    for index in range(30):
+                        (tensors[index] + tensors[-1 - index]).sum().item()
+            except KeyboardInterrupt:
+                pass
+            except RuntimeError as error:  # it struck where C++ had asked for room and cannot carry it
+                assert "can't allocate memory" in str(error)
+            assert session.statistics.peak_bytes <= 4 * KIB + 512
+        assert all(map(torch.equal, tensors, expected))
 
 
 def _small_behind_large() -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -67,7 +67,7 @@ def make_plan(sequence: Sequence[Call], targets: Iterable[Node], given: Collecti
 def with_what_is_there(sequence: Sequence[Call], targets: Sequence[Node], there: Iterable[Node], room: int) -> Plan:
     """The plan that holds as much of what is there as fits into ``room`` bytes, late results before early ones.
 
-    It may exceed the room all the same: then by less than if it held nothing.
+    It may exceed the room all the same: then by no more than if it held nothing.
     """
     latest_first = sorted(there, key=lambda node: -node.serial)
     plan = make_plan(sequence, targets, set(latest_first))
