@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -131,3 +133,27 @@ class Training:
         """Parameters, buffers and gradients by name."""
         gradients = {f"{name}.grad": parameter.grad for name, parameter in self.model.named_parameters()}
         return {**self.model.state_dict(), **gradients}
+
+
+@contextlib.contextmanager
+def interrupted_inside(package: str, events: int) -> Iterator[None]:
+    """``KeyboardInterrupt`` at the ``events``-th line that runs in ``package``: anywhere a signal could strike."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if not frame.f_globals.get("__name__", "").startswith(package):
+            return None
+        count += event == "line"
+        if count == events:
+            count += 1
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(previous)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
-import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -24,6 +22,7 @@ from tests.online.scenarios import (
     assert_same_values,
     chain,
     compare,
+    interrupted_inside,
     perform,
 )
 
@@ -218,30 +217,6 @@ def test_interrupt_by_a_signal(milliseconds: int) -> None:
     compare(_starting_over(interrupted), share=100, evicts=False)  # what was interrupted may stay where it is
 
 
-@contextlib.contextmanager
-def _interrupted_inside(package: str, events: int) -> Iterator[None]:
-    """``KeyboardInterrupt`` at the ``events``-th line that runs in ``package``: anywhere a signal could strike."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal count
-        if not frame.f_globals.get("__name__", "").startswith(package):
-            return None
-        count += event == "line"
-        if count == events:
-            count += 1
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return trace
-
-    previous = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(previous)
-
-
 @pytest.mark.parametrize("start", range(0, 20_000, 2_000))
 def test_interrupt_anywhere_in_the_engine(start: int) -> None:
     def setup() -> Scenario:
@@ -250,7 +225,7 @@ def test_interrupt_anywhere_in_the_engine(start: int) -> None:
         def scenario() -> Any:
             for events in range(start + 1, start + 2_000, 97):
                 training = Training(2)
-                with contextlib.suppress(KeyboardInterrupt), _interrupted_inside("lowtide.dynamic", events):
+                with contextlib.suppress(KeyboardInterrupt), interrupted_inside("lowtide.dynamic", events):
                     training.steps(2)
                 del training
             return inner()

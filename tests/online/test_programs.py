@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import random
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import pytest
 
 import lowtide
 from examples.dynamic import NAMES, load
+from lowtide.dynamic import engine
 from tests.online.programs_support import assert_same, eager, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:the online mode has spent")  # budgets are tight here
@@ -26,10 +29,8 @@ def test_training_is_reproducible(name: str) -> None:
     assert (again.peak_bytes, again.final_bytes) == (eager(name).peak_bytes, eager(name).final_bytes)
 
 
-# Double backward holds most of what it made: single operators do not fit, or rebuilding goes round in circles. MAML at 50 %
-# is at the edge: whether it goes through depends on the costs measured.
-REFUSED = [("maml", 30), ("unrolled_gan", 30)]
-CELLS = [(name, share) for name in NAMES for share in (70, 50, 30) if (name, share) not in (*REFUSED, ("maml", 50))]
+CELLS = [(name, share) for name in NAMES for share in (70, 50, 30)]
+UNSTEADY = [("maml", 50), ("maml", 30), ("unrolled_gan", 40)]  # double backward, where memory is short
 
 
 @pytest.mark.parametrize(("name", "share"), CELLS)
@@ -44,13 +45,14 @@ def test_within_budget_and_equal(name: str, share: int) -> None:
     assert session.statistics.evictions > 0
 
 
-@pytest.mark.parametrize(("name", "share"), REFUSED)
-def test_what_cannot_go_on_is_refused(name: str, share: int) -> None:
-    """With an end, and an error that says how much would be needed."""
-    budget = eager(name).peak_bytes * share // 100
-    with pytest.raises(lowtide.OnlineBudgetError) as caught:
-        train(load(name)(1), lowtide.online(budget, warn_above=_NEVER))
-    assert caught.value.needed_bytes > caught.value.budget_bytes == budget
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("name", "share"), UNSTEADY)
+def test_whatever_operators_cost(name: str, share: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is evicted depends on the times that are measured; that it can be rebuilt does not."""
+    draw = random.Random(seed)
+    times = itertools.accumulate(int(10 ** draw.uniform(3.0, 5.5)) for _ in itertools.count())
+    monkeypatch.setattr(engine, "_now", times.__next__)
+    test_within_budget_and_equal(name, share)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture.source import user_source
 from lowtide.dynamic import threads, touch
-from lowtide.dynamic.engine import Engine, Tally, ThrashError
+from lowtide.dynamic.engine import Engine, RebuildError, Tally
 from lowtide.dynamic.operators import Operator
 from lowtide.dynamic.room import Refusal, Room, device_of_budget, room_of
 from lowtide.errors import ExecutionError, OnlineBudgetError, PlanError
@@ -95,8 +95,8 @@ class online:
     ------
     OnlineBudgetError
         Where what one operator reads, returns and uses inside, with what can not be evicted, exceeds the budget, or where
-        rebuilding that goes round in circles, evicting what it has just rebuilt. The program can go on, with a smaller
-        batch, say, in the same context.
+        no way is found to rebuild within it what the operator reads. The program can go on, with a smaller batch, say, in
+        the same context.
     PlanError
         If an argument makes no sense.
     """
@@ -231,19 +231,19 @@ class _Run:
         interruption, refusal = self.room.failure()
         if interruption is not None:
             raise interruption from None
-        if isinstance(error, ThrashError):
-            raise self.thrash_error(error, operator) from error
+        if isinstance(error, RebuildError):
+            raise self.rebuild_error(error, operator) from error
         if refusal is not None:
             raise self.budget_error(refusal, operator) from error
 
-    def thrash_error(self, error: ThrashError, operator: str) -> OnlineBudgetError:
+    def rebuild_error(self, error: RebuildError, operator: str) -> OnlineBudgetError:
         session = self.tightest()
         budget, location = session.budget_bytes, user_source()
         needed = budget + error.missing_bytes
         return OnlineBudgetError(
-            f"what {operator} reads was evicted, and rebuilding it evicts over and over what was just rebuilt: the budget is "
-            f"{format_bytes(budget)}{f' ({location})' if location else ''}. Take a smaller batch, or a budget of {needed} "
-            "bytes or more, in which this one rebuild would run through.",
+            f"what {operator} reads was evicted, and no way was found to rebuild it within the budget of "
+            f"{format_bytes(budget)}{f' ({location})' if location else ''}: the best takes {format_bytes(needed)}. Take "
+            f"a smaller batch, or a budget of {needed} bytes or more.",
             operator=operator, needed_bytes=needed, budget_bytes=budget, location=location,
         )  # fmt: skip
 

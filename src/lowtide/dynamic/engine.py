@@ -14,15 +14,18 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from lowtide.dynamic import random_state
+from lowtide.dynamic.ancestry import Ancestry
 from lowtide.dynamic.node import WRITTEN, Geometry, Handle, Node, Piece, Record, storage_of, tensors_of
 from lowtide.dynamic.operators import Operator
+from lowtide.dynamic.orders import Orders
+from lowtide.dynamic.plan import Plan, Step, make_plan, with_what_is_there
 from lowtide.dynamic.storages import empty, fill, is_empty
 from lowtide.dynamic.touch import Access
 from lowtide.errors import ExecutionError
@@ -37,7 +40,7 @@ _CLONE = Operator(torch.ops.aten.clone.default)
 _SWEEP_EVERY = 256  # operators
 # What takes more operators than this to have back goes last: gradients above all, behind which the whole backward pass lies.
 _FEW = 32
-_PATIENCE = 100  # calls that a rebuild may make for each of its plan, before it counts as going nowhere
+_ATTEMPTS = 30  # at a rebuild, each of which finds out what scratch one more operator takes
 
 
 class Tally:
@@ -59,56 +62,12 @@ class Tally:
         return copy
 
 
-class ThrashError(RuntimeError):
-    """A rebuild evicts over and over what it has rebuilt; with ``missing_bytes`` more it would run through."""
+class RebuildError(RuntimeError):
+    """What was evicted can not be rebuilt within the budget; no plan was found that would do with less than that."""
 
     def __init__(self, missing_bytes: int) -> None:
-        super().__init__(f"a rebuild goes round in circles for want of {missing_bytes} bytes")
+        super().__init__(f"no plan was found for a rebuild without {missing_bytes} bytes more")
         self.missing_bytes = missing_bytes
-
-
-class Plan:
-    """How evicted nodes are rebuilt: what is gone of their ancestry, each just before it is first read.
-
-    ``last_use``: the position in ``order`` at which a node is read last; targets are read at the end. ``uses``: the same for
-    those that still are to be read.
-    """
-
-    def __init__(self, targets: list[Node]) -> None:
-        self.order: list[Node] = []
-        seen: set[Node] = set()
-        stack: list[tuple[Node | None, Iterator[Node]]] = [(None, iter(_latest_first(targets)))]
-        while stack:
-            node, parents = stack[-1]
-            missing = next((parent for parent in parents if not parent.resident and parent not in seen), None)
-            if missing is not None:
-                seen.add(missing)
-                stack.append((missing, iter(_latest_first(missing.parents))))
-                continue
-            stack.pop()
-            if node is not None:
-                self.order.append(node)
-        self.last_use = {parent: position for position, node in enumerate(self.order) for parent in node.parents}
-        self.last_use |= dict.fromkeys(targets, len(self.order))
-        self.uses = dict(self.last_use)
-
-    def peak_bytes(self) -> int:
-        """What the rebuilt ones take up at once, at most, if none of them is evicted again before its last use."""
-        level = peak = 0
-        made = set()
-        for position, node in enumerate(self.order):
-            made.add(node)
-            level += node.size_bytes
-            peak = max(peak, level)
-            level -= sum(read.size_bytes for read in node.parents if read in made and self.last_use[read] == position)
-        return peak
-
-    def finish(self, position: int) -> list[Node]:
-        """A step is done: the nodes that were read for the last time."""
-        done = [node for node in self.order[position].parents if self.uses[node] == position]
-        for node in done:
-            del self.uses[node]
-        return done
 
 
 def _near(entry: Entry) -> bool:
@@ -123,10 +82,6 @@ def _near(entry: Entry) -> bool:
         if len(gone) > _FEW:
             return False
     return True
-
-
-def _latest_first(nodes: Sequence[Node]) -> list[Node]:
-    return sorted(nodes, key=lambda node: -node.serial)
 
 
 class Engine:
@@ -160,7 +115,10 @@ class Engine:
         self.noted: set[int] = set()  # the numbers that the recorder knows
         self.spare: dict[Node, None] = {}  # rebuilt for others though the program released them, the oldest first
         self.held: dict[Node, None] = {}  # without a record, and records read them
-        self.calls_left = 0  # of the rebuild under way
+        self.running = 0  # of the frames, those whose operators were started
+        self.orders = Orders()
+        self.scratch_bytes: dict[Hashable, int] = {}  # what kinds of calls were found to take beyond their results
+        self.refused_bytes: Callable[[], int] = lambda: 0  # by which the last allocation exceeded the limit; asked once
         self.free_bytes: Callable[[], int] = lambda: sys.maxsize  # below the limit
         self.execute: Execute = self._execute
         self.sweep_at = _SWEEP_EVERY
@@ -180,12 +138,14 @@ class Engine:
         reads: dict[Node, None] = {}
         record = self._record(operator, args, kwargs, reads, left_out)
         superseded: list[Node] = []
+        running = self.running
         needs = self._open((*reads, *self._nodes_at(left_out, args)))
         try:
             self._complete(needs)
             if operator.random:
                 record.generator = random_state.save(args, kwargs)
             version = self._write(record, needs, _at(writes, args, kwargs), superseded) if writes else None
+            self.running = len(self.frames)
             result, cost_ns = self.execute(operator, args, kwargs)
             self.tally.operators += 1
             self.tally.operator_ns += cost_ns
@@ -199,6 +159,7 @@ class Engine:
             if self.recorder is not None:
                 self._note(self.recorder, operator, reads, made, self._nodes_in(_at(writes, args, kwargs)), cost_ns)
         finally:
+            self.running = running
             self._close(needs)
             for node in superseded:
                 self._release(node)
@@ -420,6 +381,7 @@ class Engine:
         except RuntimeError as error:
             if not _out_of_memory(error):
                 raise
+            self.refused_bytes()
             self._copy_aside(node)
             return
         finally:
@@ -496,28 +458,11 @@ class Engine:
         chosen = self.pool.victim(_near) or self.pool.victim()
         if chosen is None and self._sweep(thorough=True):
             chosen = self.pool.victim()
-        if chosen is None:
-            return self._yielded()
-        assert isinstance(chosen, Node)
-        return chosen
+        return cast("Node | None", chosen)
 
     def room_bytes(self) -> int:
         """What is free, and what could be evicted."""
         return self.free_bytes() + self.pool.evictable_bytes()
-
-    def _yielded(self) -> Node | None:
-        """What a plan needs later and is cheap to rebuild once more when its turn comes."""
-        needed = {node for frame in self.frames for node in frame}
-        waiting = [
-            node
-            for plan in self.plans
-            for node in plan.uses
-            if node.resident and node.record is not None and not node.pinned and node not in needed
-        ]
-        return min(waiting, key=self._cost_per_byte, default=None)
-
-    def _cost_per_byte(self, node: Node) -> float:
-        return (node.cost_ns + self.pool.around_ns(node)) / node.bytes
 
     def _sweep(self, *, thorough: bool = False) -> bool:
         """Let go of what only records hold, where nothing evicted would have to be computed from it.
@@ -577,51 +522,113 @@ class Engine:
             self.rebuild(missing)
 
     def rebuild(self, targets: list[Node]) -> None:
-        """Compute evicted nodes again and, before them, whatever that reads and is gone.
+        """Compute evicted nodes again and, before them, whatever that reads and is gone, in room that is planned for.
 
-        Each once, and kept for as long as the rest of the plan reads it. (Rebuilding argument by argument, recursively,
-        would hold the arguments of every level, and run what several of them need several times.)
+        The scratch of operators is not known beforehand: where it was too much, the plan is made again with what was learnt.
         """
         began = _now()
-        plan = Plan(targets)
-        if not self.plans:
-            self.calls_left = _PATIENCE * len(plan.order)
-        for node in plan.uses:
-            node.locks += 1
-        self.plans.append(plan)
         try:
-            for position, node in enumerate(plan.order):
-                if not node.resident:
-                    self._rebuild_one(node)
-                for done in plan.finish(position):
-                    done.locks -= 1
+            for _ in range(_ATTEMPTS):
+                targets = [node for node in targets if not node.resident]
+                plan = self._plan(targets)
+                if self._rebuild_in_less(targets) if plan is None else self._follow(plan, self.room_bytes()):
+                    return
+            raise RebuildError(1)
         finally:
-            self.plans.pop()
-            for node in plan.uses:
-                node.locks -= 1
             if not self.plans:
                 self.tally.rematerialize_ns += _now() - began
 
-    def _rebuild_one(self, node: Node) -> None:
-        frame = self._open((node, *node.parents))
+    def _plan(self, targets: list[Node]) -> Plan | None:
+        """Everything that is gone once, and all that is there and read kept until then; ``None`` where there is no room."""
+        ancestry = Ancestry(targets, self._scratch_of)
+        plan = make_plan(ancestry.calls, targets, ancestry.there)
+        if plan.peak_bytes <= self.free_bytes() or plan.peak_bytes <= self.room_bytes():
+            return plan
+        plan = make_plan(ancestry.in_program_order(), targets, ancestry.there)
+        return plan if plan.peak_bytes <= self.room_bytes() else None
+
+    def _rebuild_in_less(self, targets: list[Node]) -> bool:
+        """From what cannot be computed again onwards, and some results more than once.
+
+        ``targets`` grows: what waiting operators read may go in between as well.
+        """
+        waiting = () if self.plans else (node for frame in self.frames[self.running :] for node in frame)
+        locks = {node: node.locks for node in waiting if node.record is not None and not node.pinned}
+        targets += [node for node in locks if node.resident]
+        for node in locks:
+            node.locks = 0
         try:
-            self._complete(node.parents)
-            if not node.resident:
-                self._compute(node)
+            room_bytes = self.room_bytes()
+            return self._follow(self._plan_for(targets, room_bytes), room_bytes)
+        finally:
+            for node, count in locks.items():
+                node.locks += count
+
+    def _plan_for(self, targets: list[Node], room_bytes: int) -> Plan:
+        ancestry = Ancestry(targets, self._scratch_of, deep=True)
+        calls = ancestry.in_program_order()
+        plan = with_what_is_there(calls, targets, ancestry.there, room_bytes)
+        if plan.peak_bytes > room_bytes >= sum(node.size_bytes for node in targets):
+            order = self.orders.within(room_bytes, calls, targets)
+            plan = with_what_is_there(order, targets, ancestry.there, room_bytes)
+        if plan.peak_bytes > room_bytes:
+            raise RebuildError(plan.peak_bytes - room_bytes)
+        return plan
+
+    def _follow(self, plan: Plan, room_bytes: int) -> bool:
+        """Make the calls of the plan; false where one took more scratch than was known, which is known now."""
+        live = dict.fromkeys(plan.given)
+        for node in live:
+            node.locks += 1
+        self.plans.append(plan)
+        step = None
+        try:
+            for step in plan.steps:
+                self._take(step, live)
+        except RuntimeError as error:
+            if step is None or not _out_of_memory(error):
+                raise
+            refused_bytes = self.refused_bytes()
+            if refused_bytes <= 0:
+                raise
+            self._learn(step.call.record, room_bytes - step.peak_bytes + refused_bytes)
+            return False
+        finally:
+            self.plans.pop()
+            for node in live:
+                node.locks -= 1
+            if self.banish and not self.plans:
+                for step in plan.steps:
+                    for node in step.makes:
+                        self._release(node)
+        return True
+
+    def _take(self, step: Step, live: dict[Node, None]) -> None:
+        frame = self._open((*step.makes, *step.makes[0].parents))
+        for node in step.done:
+            del live[node]
+            node.locks -= 1
+        try:
+            self._complete(step.makes[0].parents)  # the program may have released one in the meantime
+            if not all(node.resident for node in step.makes):
+                self._compute(step.call.record, step.makes)
+            for node in step.makes:
+                live[node] = None
+                node.locks += 1
         finally:
             self._close(frame)
 
-    def _compute(self, node: Node) -> None:
+    def _scratch_of(self, record: Record) -> int:
+        return self.scratch_bytes.get(_kind(record), 0) if self.scratch_bytes else 0
+
+    def _learn(self, record: Record, more_bytes: int) -> None:
+        kind = _kind(record)
+        self.scratch_bytes[kind] = self.scratch_bytes.get(kind, 0) + max(more_bytes, 1)
+
+    def _compute(self, record: Record, wanted: Sequence[Node]) -> None:
         """Make the recorded call again; its results go where they were."""
-        record = node.record
-        if record is None:
-            raise ExecutionError("a storage was evicted that can not be computed again")
-        if not self.calls_left:
-            raise ThrashError(max(1, self.plans[0].peak_bytes() - self.room_bytes()))
-        self.calls_left -= 1
-        own: dict[Node, UntypedStorage] = {}
-        if node.place == WRITTEN:
-            own = self._own_copies(node, record)
+        version = record.results.get(WRITTEN)
+        own = {} if version is None else self._own_copies(record)
         args = [_thaw(value, own) for value in record.args]
         kwargs = {name: _thaw(value, own) for name, value in record.kwargs.items()}
         if record.operator.geometry_only and kwargs.get("device") is None:
@@ -630,16 +637,16 @@ class Engine:
             result, cost_ns = self.execute(record.operator, args, kwargs)
         self.pool.tick(cost_ns)
         self.tally.rematerializations += 1
-        if node.place == WRITTEN:
+        if version is not None:
             (storage,) = own.values()
-            self._place(node, storage)
+            self._place(version, storage)
             return
         tensors = list(tensors_of(result))
         for place, sibling in list(record.results.items()):
-            if not sibling.resident and (sibling is node or sibling.alive()):
+            if not sibling.resident and (sibling in wanted or sibling.alive()):
                 self._place(sibling, storage_of(tensors[place]))
 
-    def _own_copies(self, node: Node, record: Record) -> dict[Node, UntypedStorage]:
+    def _own_copies(self, record: Record) -> dict[Node, UntypedStorage]:
         """For a call that writes: the old version, in a storage of its own that the call may change."""
         (old,) = {piece.node for piece in _pieces(_at(record.operator.writes, record.args, record.kwargs))}
         storage = old.storage()
@@ -704,7 +711,7 @@ class Engine:
 
     def _banished(self, node: Node) -> bool:
         """Nothing evicted needs the node: whoever was computed from it stays from now on."""
-        if any(not child.resident for child in node.children):
+        if self.plans or any(not child.resident for child in node.children):
             return False
         for child in list(node.children):
             self.keep(child)
@@ -743,6 +750,7 @@ class Engine:
         """No operator is under way any more: the last one failed or was interrupted, between any two steps of it."""
         self.frames.clear()
         self.plans.clear()
+        self.running = 0
         known = self._known()
         for node in known:
             node.locks = 0
@@ -843,6 +851,11 @@ def _thaw(value: Any, own: dict[Node, UntypedStorage]) -> Any:
     return value
 
 
+def _kind(record: Record) -> Hashable:
+    """Calls that take the same scratch."""
+    return record.operator, *((piece.size, piece.dtype) for piece in _pieces([*record.args, *record.kwargs.values()]))
+
+
 def _replace(record: Record, old: Node, new: Node) -> None:
     for piece in _pieces([*record.args, *record.kwargs.values()]):
         if piece.node is old:
@@ -863,4 +876,4 @@ def _dependents(node: Node) -> list[Node]:
 
 
 def _out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, ThrashError)) or "can't allocate memory" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, RebuildError)) or "can't allocate memory" in str(error)

@@ -29,11 +29,12 @@ _ROUNDED_TO = 512  # bytes: what CUDA's caching allocator hands out is a multipl
 
 
 class Refusal:
-    """An allocation that could not be granted: what was asked for, and what was in use, in bytes above the base."""
+    """An allocation that could not be granted: what was asked for, what was in use, and by how much both are too much."""
 
-    def __init__(self, wanted_bytes: int, used_bytes: int) -> None:
+    def __init__(self, wanted_bytes: int, used_bytes: int, limit_bytes: int) -> None:
         self.wanted_bytes = wanted_bytes
         self.used_bytes = used_bytes
+        self.missing_bytes = used_bytes + wanted_bytes - limit_bytes
 
 
 class Meter(Protocol):
@@ -61,6 +62,7 @@ class Room:
         self.interruption: BaseException | None = None
         self.thread = 0
         engine.free_bytes = self.free_bytes
+        engine.refused_bytes = self.refused_bytes
 
     def free_bytes(self) -> int:
         """How far the level is below the limit."""
@@ -79,7 +81,7 @@ class Room:
         limit, meter = self.limit_bytes, self.meter
         while limit is not None and meter.level_bytes + wanted_bytes > limit:
             if not self.engine.evict_one():
-                self.refusal = Refusal(wanted_bytes, meter.level_bytes)
+                self.refusal = Refusal(wanted_bytes, meter.level_bytes, limit)
                 return False
         return True
 
@@ -88,6 +90,13 @@ class Room:
         seen = self.interruption, self.refusal
         self.interruption = self.refusal = None
         return seen
+
+    def refused_bytes(self) -> int:
+        """By how much the last allocation that was refused exceeded the limit, 0 without one; raises what interrupted it."""
+        interruption, refusal = self.failure()
+        if interruption is not None:
+            raise interruption from None
+        return 0 if refusal is None else refusal.missing_bytes
 
 
 class AllocatorRoom(Room):
