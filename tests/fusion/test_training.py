@@ -34,6 +34,22 @@ class _Convolutions(nn.Module):
         return x
 
 
+class _Attended(nn.Module):
+    """Normalised images looked at as rows of pixels: what is normalised apart is viewed, not only read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norms = nn.ModuleList([nn.GroupNorm(2, 8), nn.BatchNorm1d(8), nn.BatchNorm2d(8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            images = x.flatten(2) if isinstance(norm, nn.BatchNorm1d) else x
+            rows = norm(images).view(*x.shape[:2], -1).transpose(1, 2)
+            x = x + layer(rows).transpose(1, 2).reshape(x.shape)
+        return x
+
+
 class _SpelledOut(nn.Module):
     """An activation of five operators, as model code has them."""
 
@@ -48,6 +64,10 @@ class _SpelledOut(nn.Module):
         return x
 
 
+def _wide_images(iteration: int) -> Any:
+    return (torch.randn(4, 8, 12, 12, generator=torch.Generator().manual_seed(iteration)),), {}
+
+
 def _images(iteration: int) -> Any:
     return (torch.randn(4, 4, 12, 12, generator=torch.Generator().manual_seed(iteration)),), {}
 
@@ -59,6 +79,17 @@ def test_dropout_draws_eagers_masks() -> None:
 def test_batch_norm_counts_once() -> None:
     compare_training(
         lambda: WithLoss(_Convolutions()), _images, budgets=("70%",), tolerance=TOLERANCE, compiler="inductor"
+    )
+
+
+def test_views_of_what_is_normalised() -> None:
+    compare_training(
+        lambda: WithLoss(_Attended()),
+        _wide_images,
+        budgets=("100%", "60%"),
+        iterations=2,
+        tolerance=TOLERANCE,
+        compiler="inductor",
     )
 
 

@@ -24,11 +24,23 @@ def split_norms(module: fx.GraphModule) -> None:
         if apply is None or not _is_whole(node):
             continue
         results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        if 0 not in results:
+        if 0 not in results or results[0].meta["val"].stride() != node.args[0].meta["val"].stride():
             continue
-        builder = _Inserter(module.graph, node, results)
-        results[0].replace_all_uses_with(apply(builder, node))
-        module.graph.erase_node(results[0])
+        normal = results[0]
+        applied = apply(_Inserter(module.graph, node, results), node)
+        _take_place(normal, applied)
+        normal.replace_all_uses_with(applied)
+        module.graph.erase_node(normal)
+
+
+def _take_place(normal: fx.Node, applied: fx.Node) -> None:
+    """What views the normalised tensor views what is computed apart; what the operator still returns is another tensor."""
+    seen, node = normal.meta["val"], normal.args[0]
+    assert isinstance(node, fx.Node)
+    with seen.fake_mode:
+        own = torch.empty_strided(seen.shape, seen.stride(), dtype=seen.dtype, device=seen.device)
+    node.meta["val"] = (own, *node.meta["val"][1:])
+    applied.meta["val"] = seen
 
 
 def _is_whole(node: fx.Node) -> bool:
