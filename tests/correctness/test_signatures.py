@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -109,6 +110,27 @@ def test_masks_are_questions() -> None:
 
     (outcome,) = compare_training(Masked, inputs, iterations=4, budgets=("60%",))
     assert len(lowtide.plans(outcome.model)) == 2
+
+
+def test_answers_that_never_repeat_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A number from a tensor that is another in every call takes a plan per call: right, but slow, and said once."""
+
+    class Warmed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = perceptron(2)
+
+        def forward(self, x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+            return self.body(x).mean() / (1 + step.item())
+
+    def inputs(iteration: int) -> Any:
+        return (*rows()(iteration)[0], torch.tensor(iteration)), {}
+
+    with caplog.at_level(logging.WARNING, logger="lowtide.runtime.model"):
+        compare_training(Warmed, inputs, iterations=12, budgets=("80%",))
+    (record,) = caplog.records
+    assert "planned 8 times" in record.message
+    assert "test_signatures.py" in record.message
 
 
 def test_no_sample_given() -> None:

@@ -27,6 +27,8 @@ from lowtide.runtime.step import run
 from lowtide.stages import itemised, stage, stage_seconds
 
 _LOG = logging.getLogger(__name__)
+_MANY_PROGRAMS = 8  # for the same shapes: said in the log
+_MOST_PROGRAMS = 32  # kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +57,7 @@ class Rematerialized:
         self.spare: dict[Signature, list[Entry]] = {}
         self.had_instance_forward = "forward" in model.__dict__
         self.original_forward = model.forward
-        self._warned = False
+        self._warned = self._warned_of_answers = False
         self._online: online | None = None
         self.latest: Entry | None = None  # what the last planned call ran
         functools.update_wrapper(self, self.original_forward, updated=())
@@ -143,12 +145,29 @@ class Rematerialized:
         autocast = _autocast(program)
         remake = functools.partial(self._remake, key, program, _without_storage(args, kwargs), autocast)
         entry = Entry(program, plan, lowered, remake)
-        self.entries.setdefault(key, []).append(entry)
+        entries = self.entries.setdefault(key, [])
+        entries.append(entry)
+        self._notice_changing_answers(entries)
         _LOG.info(
             "planned %s: peak %d bytes of %d (%s)",
             type(self.model).__name__, plan.peak_bytes, plan.budget_bytes, itemised(taken),
         )  # fmt: skip
         return entry
+
+    def _notice_changing_answers(self, entries: list[Entry]) -> None:
+        """Say once that the model asks something whose answer is another in every call; keep the latest programs."""
+        del entries[:-_MOST_PROGRAMS]
+        if len(entries) != _MANY_PROGRAMS or self._warned_of_answers:
+            return
+        self._warned_of_answers = True
+        latest, before = (entry.program.questions for entry in (entries[-1], entries[-2]))
+        changed = next((new for new, old in zip(latest, before, strict=False) if new.answer != old.answer), None)
+        place = f" ({changed.source}: {before[latest.index(changed)].answer}, then {changed.answer})" if changed else ""
+        _LOG.warning(
+            "%s has been planned %d times for the same shapes: its program depends on a number that changes from call to "
+            "call%s, and every new one takes a plan of its own. Make it constant, or run the model under lowtide.online.",
+            type(self.model).__name__, len(entries), place,
+        )  # fmt: skip
 
     def make_plan(self, program: Program, granted_bytes: int) -> Plan:
         return make_program_plan(program, self.settings, self.model, granted_bytes=granted_bytes)
@@ -192,7 +211,7 @@ class Rematerialized:
         self.entries = {}
         self.spare = {}
         self.had_instance_forward = other.had_instance_forward
-        self._warned = False
+        self._warned = self._warned_of_answers = False
         self._online = None
         self.latest = None
         forward = other.original_forward
