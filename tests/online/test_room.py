@@ -119,6 +119,20 @@ def test_observed_costs_are_believed(counter: AllocationCounter) -> None:
     assert statistics.operator_ns == statistics.operators * 10_000
 
 
+def test_a_call_that_failed_is_not_believed(counter: AllocationCounter) -> None:
+    """The first call of the signature raises; what it costs is learnt from those that do not."""
+    tensor = torch.randn(ROWS)
+    outside, inside = torch.tensor([ROWS]), torch.tensor([0])
+    with lowtide.online("1GiB") as session:
+        with pytest.raises(IndexError):
+            torch.ops.aten.index.Tensor(tensor, [outside])
+        for _ in range(5):
+            torch.ops.aten.index.Tensor(tensor, [inside])
+        statistics = session.statistics
+    assert statistics.operators == 5
+    assert statistics.operator_ns == statistics.operators * 10_000
+
+
 def test_refusal(counter: AllocationCounter) -> None:
     """An operator whose results cannot fit is not run, and the program goes on."""
     with lowtide.online(4 * TENSOR_BYTES):

@@ -755,11 +755,9 @@ class Engine:
         for node in known:
             node.locks = 0
             storage = node.storage()
-            if node.handle is None:
-                pass
-            elif self.nodes.get(node.address) is not node:
+            if node.handle is not None and self.nodes.get(node.address) is not node:
                 node.handle = None  # a newer version has the storage
-            elif node.handle() is None:
+            if node.handle is not None and node.handle() is None:
                 self.dead.append(node.handle)
             if node.record is not None and storage is not None and not is_empty(storage):
                 if node.evicted:

@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lowtide.cost.columns import round_up
 from lowtide.dynamic.engine import Engine
-from lowtide.dynamic.node import storage_of, tensors_of
+from lowtide.dynamic.node import Geometry, storage_of, tensors_of
 from lowtide.dynamic.operators import Operator
 from lowtide.errors import ExecutionError, PlanError
 from lowtide.runtime import cpu_allocator
@@ -25,7 +26,6 @@ from lowtide.runtime.cpu_allocator import AllocationCounter
 
 _OBSERVED = 3  # first calls of a signature that are observed, and then
 _AGAIN_EVERY = 100  # one in so many
-_ROUNDED_TO = 512  # bytes: what CUDA's caching allocator hands out is a multiple of this
 
 
 class Refusal:
@@ -143,14 +143,16 @@ class SignatureRoom(Room):
         signature = (operator, _key(args), _key(kwargs))
         seen = self.seen.get(signature)
         if seen is None:
-            seen = self.seen[signature] = _Seen(_result_bytes(operator, args, kwargs))
+            seen = self.seen[signature] = _Seen(_result_bytes(operator, args, kwargs, self.engine.device))
             self._try_to_make(seen.bytes + self.scratch_bytes.get(operator, 0))
         if not self.make(seen.bytes):
             raise torch.OutOfMemoryError(f"{operator.name}: can't allocate memory within the budget")
+        if seen.calls < _OBSERVED or seen.calls % _AGAIN_EVERY == 0:
+            result = self._observed(seen, operator, args, kwargs)
+        else:
+            result = operator.run(*args, **kwargs)
         seen.calls += 1
-        if seen.calls > _OBSERVED and seen.calls % _AGAIN_EVERY:
-            return operator.run(*args, **kwargs), seen.cost_ns
-        return self._observed(seen, operator, args, kwargs), seen.cost_ns
+        return result, seen.cost_ns
 
     def _observed(self, seen: _Seen, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         meter = self.meter
@@ -161,8 +163,8 @@ class SignatureRoom(Room):
             taken_bytes = meter.peak_bytes - level_bytes
         finally:
             meter.raise_peak(before)
-        seen.bytes = taken_bytes if seen.calls == 1 else max(seen.bytes, taken_bytes)
-        seen.cost_ns = cost_ns if seen.calls == 1 else min(seen.cost_ns, cost_ns)
+        seen.bytes = taken_bytes if seen.calls == 0 else max(seen.bytes, taken_bytes)
+        seen.cost_ns = cost_ns if seen.calls == 0 else min(seen.cost_ns, cost_ns)
         scratch_bytes = self.scratch_bytes.get(operator, 0)
         self.scratch_bytes[operator] = max(scratch_bytes, taken_bytes - seen.results_bytes)
         self._try_to_make(0)
@@ -272,7 +274,7 @@ def _key(value: Any) -> Any:
     return type(value), value if isinstance(value, Hashable) else repr(value)
 
 
-def _result_bytes(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+def _result_bytes(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> int:
     """The storages that the operator will return, from a run on tensors without memory; 0 where that cannot be."""
     try:
         blank_args, blank_kwargs = _blank(args), _blank(kwargs)
@@ -283,12 +285,12 @@ def _result_bytes(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any
         return 0
     given = {storage_of(tensor)._cdata for tensor in tensors_of([blank_args, *blank_kwargs.values()])}
     made = {storage_of(tensor)._cdata: storage_of(tensor).nbytes() for tensor in tensors_of(result)}
-    return sum(-(-nbytes // _ROUNDED_TO) * _ROUNDED_TO for address, nbytes in made.items() if address not in given)
+    return sum(round_up(nbytes, device) for address, nbytes in made.items() if address not in given)
 
 
 def _blank(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+        return Geometry(value).blank()
     if isinstance(value, torch.Generator):
         return None
     if isinstance(value, (list, tuple)):

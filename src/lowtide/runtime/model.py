@@ -160,13 +160,14 @@ class Rematerialized:
         if len(entries) != _MANY_PROGRAMS or self._warned_of_answers:
             return
         self._warned_of_answers = True
-        latest, before = (entry.program.questions for entry in (entries[-1], entries[-2]))
-        changed = next((new for new, old in zip(latest, before, strict=False) if new.answer != old.answer), None)
-        place = f" ({changed.source}: {before[latest.index(changed)].answer}, then {changed.answer})" if changed else ""
+        pairs = zip(entries[-2].program.questions, entries[-1].program.questions, strict=False)
+        changed = (
+            f" ({new.source}: {old.answer}, then {new.answer})" for old, new in pairs if old.answer != new.answer
+        )
         _LOG.warning(
             "%s has been planned %d times for the same shapes: its program depends on a number that changes from call to "
             "call%s, and every new one takes a plan of its own. Make it constant, or run the model under lowtide.online.",
-            type(self.model).__name__, len(entries), place,
+            type(self.model).__name__, len(entries), next(changed, ""),
         )  # fmt: skip
 
     def make_plan(self, program: Program, granted_bytes: int) -> Plan:
