@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.pipeline import Settings, captured_program
 from tests.support.networks import WithLoss, residual_blocks, rows
 from tests.support.training import compare_training, prepared
 
@@ -39,8 +40,9 @@ class _Attended(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.norms = nn.ModuleList([nn.GroupNorm(2, 8), nn.BatchNorm1d(8), nn.BatchNorm2d(8)])
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        bare = nn.GroupNorm(2, 8, affine=False)
+        self.norms = nn.ModuleList([nn.GroupNorm(2, 8), nn.BatchNorm1d(8), nn.BatchNorm2d(8), bare])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer, norm in zip(self.layers, self.norms, strict=True):
@@ -91,6 +93,16 @@ def test_views_of_what_is_normalised() -> None:
         tolerance=TOLERANCE,
         compiler="inductor",
     )
+
+
+def test_views_are_of_what_they_read() -> None:
+    args, kwargs = _wide_images(0)
+    program = captured_program(WithLoss(_Attended()), args, kwargs, Settings(budget="100%", compiler="inductor"))
+    values = program.graph.values
+    views = [op for op in program.graph.ops if op.target in ("aten.view.default", "aten.transpose.int")]
+    assert len(views) > 8
+    for op in views:
+        assert {values[value].storage for value in op.outputs} == {values[value].storage for value in op.inputs}
 
 
 def test_budgets_agree_to_the_bit() -> None:

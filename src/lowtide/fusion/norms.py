@@ -39,6 +39,9 @@ def _take_place(normal: fx.Node, applied: fx.Node) -> None:
     assert isinstance(node, fx.Node)
     with seen.fake_mode:
         own = torch.empty_strided(seen.shape, seen.stride(), dtype=seen.dtype, device=seen.device)
+        if applied.target is _ATEN.view.default:  # without weights: what holds the bytes was formed in another shape
+            formed: Any = applied.args[0]
+            formed.meta["val"] = seen.view(formed.meta["val"].shape)
     node.meta["val"] = (own, *node.meta["val"][1:])
     applied.meta["val"] = seen
 
