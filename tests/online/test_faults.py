@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -174,18 +175,50 @@ def test_intermediates_of_a_failed_step_are_released() -> None:
 
 @contextlib.contextmanager
 def _interrupted_after(seconds: float) -> Iterator[None]:
-    """``KeyboardInterrupt`` in this thread, from a signal."""
+    """``KeyboardInterrupt`` in this thread, from a signal.
+
+    Where nothing can be raised (a callback of the garbage collector, say), Python drops the exception: the signal comes
+    again, as a user would press the keys again.
+    """
+    report = sys.unraisablehook
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
+    def again(dropped: sys.UnraisableHookArgs) -> None:
+        if dropped.exc_type is KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+        else:
+            report(dropped)
+
     previous = signal.signal(signal.SIGALRM, interrupt)
+    sys.unraisablehook = again
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = report
         signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.mark.parametrize("lost", [1, 3])
+def test_an_interrupt_that_python_drops_comes_again(lost: int) -> None:
+    """What the tests below rely on."""
+    left = lost
+
+    class Busy:
+        def __del__(self) -> None:
+            nonlocal left
+            left -= 1
+            while True:  # until interrupted
+                pass
+
+    with pytest.raises(KeyboardInterrupt), _interrupted_after(0.01):
+        while True:
+            if left:
+                Busy()
+    assert left == 0
 
 
 def _starting_over(interrupted: Callable[[Callable[[], Any]], Any]) -> Callable[[], Scenario]:
