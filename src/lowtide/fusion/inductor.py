@@ -2,13 +2,17 @@
 
 The operators are traced with Inductor's decompositions and handed to ``compile_fx_inner``, below AOTAutograd: nothing
 but code generation happens there. Results come in the strides that the program was captured with.
+
+Most of the time goes to the C++ compiler, or Triton's, which Inductor runs in processes of their own and then waits for.
+Here it does not wait before all kernels have been handed over, so that they are compiled side by side.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,12 +28,18 @@ from lowtide.fusion.kernel import Body, Code
 _SETTINGS = {"size_asserts": False, "nan_asserts": False, "alignment_asserts": False, "fallback_random": True}
 
 
-def compile_body(body: Body) -> Code:
-    """A function that takes the inputs in a list (which it empties) and returns the results. Raises what Inductor
-    raises."""
+Wait = Callable[[], None]
+
+
+def start_body(body: Body) -> Callable[[], Code]:
+    """Generate the code of ``body`` and hand it to the compiler, which goes on in the background.
+
+    What is returned waits for it: a function that takes the inputs in a list (which it empties) and returns the results.
+    Both raise what Inductor raises.
+    """
     mode = FakeTensorMode()
     fakes = [_fake(mode, meta) for meta in body.inputs]
-    with _settings(), torch.no_grad():
+    with _settings(), _not_waiting() as waits, torch.no_grad():
         with mode:
             module = _traced(body, fakes)
         from torch._inductor import compile_fx
@@ -37,7 +47,14 @@ def compile_body(body: Body) -> Code:
         with tracing(TracingContext(mode)):
             compiled: Any = compile_fx.compile_fx_inner(module, fakes)
     code: Code = getattr(compiled, "current_callable", None) or compiled
-    return code
+
+    def finish() -> Code:
+        for wait in waits:
+            wait()
+        waits.clear()
+        return code
+
+    return finish
 
 
 def _traced(body: Body, fakes: list[torch.Tensor]) -> fx.GraphModule:
@@ -76,3 +93,32 @@ def _settings() -> Iterator[None]:
     with config.patch(known), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own about its own, while it loads its parts
         yield
+
+
+@contextlib.contextmanager
+def _not_waiting() -> Iterator[list[Wait]]:
+    """Inside, generated modules of this thread are loaded without waiting for their kernels; the waits are what is given.
+
+    A module's last step of loading puts compiled kernels in the place of those to come, in its own namespace, where it
+    looks them up when it is called. A version of Inductor that does it in another way waits at once.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    wait, thread = getattr(AsyncCompile, "wait", None), threading.get_ident()
+    waits: list[Wait] = []
+    if wait is None:
+        yield waits
+        return
+
+    def later(compiler: Any, scope: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            waits.append(lambda: wait(compiler, scope))
+        else:
+            wait(compiler, scope)
+
+    replaced: Any = AsyncCompile
+    replaced.wait = later
+    try:
+        yield waits
+    finally:
+        replaced.wait = wait

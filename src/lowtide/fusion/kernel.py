@@ -106,32 +106,35 @@ class Kernel:
         """Names of the operators, each once."""
         return tuple(dict.fromkeys(target_name(line.call.target) for line in self.body.lines))
 
-    def compile(self) -> bool:
-        """Whether the kernel compiles and computes what its operators do; said in the log where it does not."""
-        key = (self.digest, torch.get_num_threads())
-        if key not in _COMPILED:
-            _COMPILED[key] = _checked(self)
-        self.code = _COMPILED[key]
-        return self.code is not None
+    @property
+    def key(self) -> tuple[str, int]:
+        """What its code depends on."""
+        return self.digest, torch.get_num_threads()
 
 
 def compile_kernels(program: Program, on_progress: Callable[[str, float], None] | None = None) -> frozenset[str]:
-    """Compile every kernel of ``program``; the digests of those that cannot be used."""
+    """Compile every kernel of ``program``; the digests of those that cannot be used, which the log names."""
+    report = on_progress or (lambda text, fraction: None)
     kernels = [call.target for call in program.calls if isinstance(call.target, Kernel)]
-    refused = set()
-    for count, kernel in enumerate(kernels):
-        if on_progress is not None:
-            on_progress("compiling kernels", count / len(kernels))
-        if not kernel.compile():
-            refused.add(kernel.digest)
-    return frozenset(refused)
+    missing = {kernel.key: kernel for kernel in kernels if kernel.key not in _COMPILED}
+    compilations = [_compilation(kernel) for kernel in missing.values()]
+    for text in ("writing kernels", "compiling kernels"):
+        for count, compilation in enumerate(compilations):
+            report(text, count / len(compilations))
+            next(compilation, None)
+    for kernel in kernels:
+        kernel.code = _COMPILED[kernel.key]
+    return frozenset(kernel.digest for kernel in kernels if kernel.code is None)
 
 
-def _checked(kernel: Kernel) -> Code | None:
-    from lowtide.fusion.inductor import compile_body
+def _compilation(kernel: Kernel) -> Iterator[None]:
+    """Starts the compiler, and when it goes on waits for it: the code, where it does what the operators do, is kept."""
+    from lowtide.fusion.inductor import start_body
 
     try:
-        code = compile_body(kernel.body)
+        finish = start_body(kernel.body)
+        yield
+        code = finish()
     except Exception as error:
         if type(getattr(error, "inner_exception", error)).__name__ == "InvalidCxxCompiler":
             raise PlanError(
@@ -141,10 +144,9 @@ def _checked(kernel: Kernel) -> Code | None:
         complaint = f"cannot be compiled: {type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
     else:
         complaint = _difference(kernel.body, code)
-        if not complaint:
-            return code
-    _LOG.warning("a kernel of %s %s; these operators run one by one", ", ".join(kernel.operators), complaint)
-    return None
+    if complaint:
+        _LOG.warning("a kernel of %s %s; these operators run one by one", ", ".join(kernel.operators), complaint)
+    _COMPILED[kernel.key] = None if complaint else code
 
 
 def _difference(body: Body, code: Code) -> str:
