@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.cost import CostCache, measure_costs
+from lowtide.cost import CostCache, measure_costs, measured, timing
 from lowtide.cost.signature import signature
 from lowtide.runtime.meter import allocation_peak
 from tests.cost.programs import program_of
@@ -83,6 +83,38 @@ def test_equal_signatures_are_measured_once() -> None:
     costs = measure_costs(program, cache=CostCache(None), on_progress=lambda text, fraction: texts.append(fraction))
     assert len(set(costs.time_ns.tolist())) == 1
     assert texts == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ([(100, 10)], 100),  # steady: once
+        ([(100, 90), (40, 1)], 40),  # disturbed, then not
+        ([(100, 90), (400, 300), (60, 50), (80, 2)], 60),  # the least, though it scattered too
+        ([(100, 90), (90, 80), (80, 70), (70, 60)], 70),  # never steady: not for ever
+    ],
+)
+def test_scattered_times_are_taken_again(
+    monkeypatch: pytest.MonkeyPatch, runs: list[tuple[int, int]], expected: int
+) -> None:
+    """``runs``: (time, spread) of every round of repetitions, by the clock of a busy machine."""
+    left = list(runs)
+
+    def time_call(call: Callable[[], Any], device: torch.device, budget_ns: int) -> timing.Timing:
+        peak, _ = allocation_peak(call)
+        return timing.Timing(*left.pop(0), peak)
+
+    monkeypatch.setattr(measured, "time_call", time_call)
+    costs = _costs(("y", aten.relu.default, ("x",)), x=torch.empty(50))
+    assert costs.time_ns.tolist() == [expected]
+    assert not left
+
+
+@pytest.mark.parametrize("disturbed", [1, 7, 14])
+def test_repetitions_that_others_slow_down_do_not_count(disturbed: int) -> None:
+    """Up to two thirds of them."""
+    samples = [100 + 1000 * (index < disturbed) + index % 3 for index in range(21)]
+    assert timing._summary(samples, 0).time_ns in range(100, 103)
 
 
 def test_generators_and_modes_are_untouched() -> None:
