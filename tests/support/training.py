@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 import lowtide
+from lowtide.integrations.passes import latest_plans
 from tests.support.records import (
     SEED,
     Inputs,
@@ -138,8 +139,8 @@ def assert_within_plan(model: nn.Module, inputs: Inputs, loss: Loss, step: Step)
     """
     args, kwargs = copy_inputs(inputs)
     model.zero_grad(set_to_none=True)
-    plan = lowtide.plans(model)[0]
     measured = lowtide.measure(step, model, args, kwargs).peak_bytes
+    (plan,) = latest_plans(model)  # planners that end by the clock may plan each signature in another way
     allowance = _caller_bytes(model, inputs, loss)
     predicted = plan.peak_bytes
     assert predicted <= plan.budget_bytes
