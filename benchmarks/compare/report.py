@@ -17,7 +17,8 @@ def document(rows: Sequence[Row], setting: Mapping[str, object]) -> str:
         "# Comparison",
         "",
         f"Made by `python -m benchmarks.compare`; {facts} (load: of the machine, average of a minute, at the end).",
-        "Peak and time are ratios to plain eager in the same process. See `docs/performance.md` for the method.",
+        "Peak and time are ratios to plain eager in the same process; predicted time and its proven lower bound are ratios to the",
+        "same operators without recomputation. See `docs/performance.md` for the method.",
     ]
     for model in dict.fromkeys(row.model for row in rows):
         lines += ["", *_table(model, [row for row in rows if row.model == model])]
@@ -30,8 +31,8 @@ def _table(model: str, rows: Sequence[Row]) -> Iterator[str]:
     plain = f": plain eager peaks at {measured[0].plain_peak_bytes / 2**20:.1f} MiB" if measured else ""
     yield f"## {model}{plain}"
     yield ""
-    yield "| mechanism | setting | peak | time | predicted peak | predicted time | prepared in | gradients |"
-    yield "|---|---|---:|---:|---:|---:|---:|---|"
+    yield "| mechanism | setting | peak | time | predicted peak | predicted time | bound | prepared in | gradients |"
+    yield "|---|---|---:|---:|---:|---:|---:|---:|---|"
     for row in sorted(rows, key=lambda row: (list(MECHANISMS).index(row.mechanism), -row.peak_bytes)):
         yield _line(row)
 
@@ -39,10 +40,11 @@ def _table(model: str, rows: Sequence[Row]) -> Iterator[str]:
 def _line(row: Row) -> str:
     setting = row.setting if not row.setting.isdigit() else f"{int(row.setting) / 2**20:.1f} MiB"
     if row.message:
-        return f"| {row.mechanism} | {setting} | {row.message.replace('|', '/')} | | | | | |"
+        return f"| {row.mechanism} | {setting} | {row.message.replace('|', '/')} | | | | | | |"
     predicted = row.predicted_peak_bytes / row.plain_peak_bytes
     cells = [row.mechanism, setting, f"{row.peak_ratio:.3f}", f"{row.time_ratio:.2f}"]
-    cells += [f"{predicted:.3f}", f"{1 + row.predicted_overhead:.2f}"] if row.predicted_peak_bytes else ["", ""]
+    planned = [f"{predicted:.3f}", f"{1 + row.predicted_overhead:.3f}", f"{1 + row.lower_bound:.3f}"]
+    cells += planned if row.predicted_peak_bytes else ["", "", ""]
     return f"| {' | '.join([*cells, f'{row.prepare_seconds:.1f} s', _gradients(row)])} |"
 
 

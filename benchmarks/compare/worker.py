@@ -1,7 +1,7 @@
 """One model under one mechanism, in a process of its own: every setting beside plain eager, taken in turn.
 
-Prints one JSON list of rows. Memory is the exact allocator peak of a forward and backward pass above the level at its start,
-``.grad`` absent; on CUDA ``torch.cuda.max_memory_allocated``, and ``max_memory_reserved`` beside it. Times are wall clock,
+Prints one JSON list of rows. A step is a forward and a backward pass, what the model returned held until its end, as training
+loops do. Memory is its exact allocator peak above the level at its start, ``.grad`` absent; on CUDA ``torch.cuda.max_memory_allocated``, and ``max_memory_reserved`` beside it. Times are wall clock,
 on CUDA those of events. The CUDA part has not been run on a GPU yet.
 """
 
@@ -38,6 +38,7 @@ class Row:
 
     ``gradient_error`` is the largest difference from plain eager's gradients relative to the largest gradient of the same
     parameter (or a thousandth of the largest of all: a key's bias has none but rounding), 0 where all are equal to the bit.
+    ``lower_bound`` is proven for the predicted overhead: no schedule of the same operators within the budget has less.
     ``message`` is set where the mechanism failed, and nothing else is then.
     """
 
@@ -54,6 +55,7 @@ class Row:
     step_ns: int = 0
     time_ratio: float = 0.0
     predicted_overhead: float = 0.0
+    lower_bound: float = 0.0
     prepare_seconds: float = 0.0
     gradient_error: float = 0.0
 
@@ -75,7 +77,8 @@ class _Ready:
     def step(self) -> None:
         model, args, kwargs = self.sample
         with self.context:
-            loss_of(model(*args, **kwargs)).backward()
+            outputs = model(*args, **kwargs)
+            loss_of(outputs).backward()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,6 +155,7 @@ class _Comparison:
                 ours / theirs for ours, theirs in zip(ready.times, self.plain.times, strict=True)
             ),
             predicted_overhead=predicted.overhead if predicted else 0.0,
+            lower_bound=_lower_bound(predicted) if predicted else 0.0,
             prepare_seconds=ready.prepare_seconds,
             gradient_error=_error(self._gradients(ready), self.expected),
         )
@@ -181,6 +185,12 @@ class _Comparison:
         start = time.perf_counter_ns()
         ready.step()
         return time.perf_counter_ns() - start
+
+
+def _lower_bound(plan: lowtide.Plan) -> float:
+    """Of the overhead."""
+    total = plan.costs.total_time_ns
+    return max(plan.lower_bound_ns / total - 1, 0.0) if plan.lower_bound_ns and total else 0.0
 
 
 def _is_planned(ready: _Ready) -> bool:
