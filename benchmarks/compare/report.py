@@ -17,8 +17,8 @@ def document(rows: Sequence[Row], setting: Mapping[str, object]) -> str:
         "# Comparison",
         "",
         f"Made by `python -m benchmarks.compare`; {facts} (load: of the machine, average of a minute, at the end).",
-        "Peak and time are ratios to plain eager in the same process; predicted time and its proven lower bound are ratios to the",
-        "same operators without recomputation. See `docs/performance.md` for the method.",
+        "Peak and time are ratios to plain eager in the same process; predicted time and its proven lower bound are ratios to",
+        "the same operators without recomputation. See `docs/performance.md` for the method.",
     ]
     for model in dict.fromkeys(row.model for row in rows):
         lines += ["", *_table(model, [row for row in rows if row.model == model])]

@@ -1,8 +1,9 @@
 """One model under one mechanism, in a process of its own: every setting beside plain eager, taken in turn.
 
 Prints one JSON list of rows. A step is a forward and a backward pass, what the model returned held until its end, as training
-loops do. Memory is its exact allocator peak above the level at its start, ``.grad`` absent; on CUDA ``torch.cuda.max_memory_allocated``, and ``max_memory_reserved`` beside it. Times are wall clock,
-on CUDA those of events. The CUDA part has not been run on a GPU yet.
+loops do. Memory is its exact allocator peak above the level at its start, ``.grad`` absent; on CUDA
+``torch.cuda.max_memory_allocated``, and ``max_memory_reserved`` beside it. Times are wall clock, on CUDA those of events.
+The CUDA part has not been run on a GPU yet.
 """
 
 from __future__ import annotations
