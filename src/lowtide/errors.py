@@ -46,7 +46,8 @@ class ExecutionError(LowtideError):
 
 
 class CompiledMismatchError(ExecutionError):
-    """A compiled kernel and the operators that it stands for disagree. ``operators`` are their names."""
+    """A compiled kernel and the operators that it stands for disagree, whose names are ``operators``; or a program with its
+    kernels computes something else than the captured one."""
 
     def __init__(self, message: str, *, operators: tuple[str, ...] = ()) -> None:
         super().__init__(message)

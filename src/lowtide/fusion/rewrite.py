@@ -10,6 +10,7 @@ from typing import Any
 from lowtide.capture.program import Call, Program, Ref, TensorMeta
 from lowtide.fusion.kernel import Body, Kernel, Line, compile_kernels
 from lowtide.fusion.kinds import Kind
+from lowtide.fusion.proof import check_same
 from lowtide.fusion.regions import Reading, Region, find_regions, read_program
 from lowtide.ir import Graph, Op, Phase, Storage, Value
 
@@ -27,6 +28,7 @@ def fuse(program: Program, on_progress: Callable[[str, float], None] | None = No
         fused = _Rewrite(reading, regions).run()
         refused = compile_kernels(fused, on_progress)
         if not refused:
+            check_same(program, fused)
             return fused
         apart |= _members(fused, regions, refused)
 
