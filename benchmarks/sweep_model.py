@@ -75,15 +75,15 @@ class _Sweep:
         self.name, self.planner = name, planner
         self.iterations, self.timings = iterations, timings
         self.eager = MODELS[name]()
-        self.expected = _train(self.eager, iterations)
-        self.eager_peak_bytes = _measured_peak(self.eager)
+        self.expected = train(self.eager, iterations)
+        self.eager_peak_bytes = measured_peak(self.eager)
 
     def run(self, budgets: Sequence[str]) -> list[Row]:
         try:
             self.program, _ = self._prepared("100%", planner="keep-all")
         except lowtide.CaptureError as error:
             return [Row(self.name, "100%", "capture", message=str(error))]
-        self.program_result = _train(self.program, self.iterations)
+        self.program_result = train(self.program, self.iterations)
         return [row for budget in budgets for row in self._rows(budget)]
 
     def _prepared(self, budget: int | str, planner: str) -> tuple[Sample, float]:
@@ -114,9 +114,9 @@ class _Sweep:
 
     def _row(self, asked: str, sample: Sample, planning_seconds: float) -> Row:
         plan = lowtide.plans(sample[0])[0]
-        found = _train(sample, self.iterations)
+        found = train(sample, self.iterations)
         eager_ns, program_ns, step_ns = _interleaved([self.eager, self.program, sample], self.timings)
-        difference = _difference(found, self.expected)
+        difference = difference_of(found, self.expected)
         return Row(
             model=self.name,
             asked=asked,
@@ -127,7 +127,7 @@ class _Sweep:
             unconstrained_peak_bytes=plan.unconstrained_peak_bytes,
             budget_bytes=plan.budget_bytes,
             predicted_peak_bytes=plan.peak_bytes,
-            measured_peak_bytes=max(_measured_peak(sample) for _ in range(2)),
+            measured_peak_bytes=max(measured_peak(sample) for _ in range(2)),
             overhead_predicted=plan.overhead,
             overhead_measured=step_ns / program_ns - 1,
             eager_step_ns=eager_ns,
@@ -136,7 +136,7 @@ class _Sweep:
             solve_seconds=plan.solve_seconds,
             equal=difference == 0.0,
             difference=difference,
-            difference_from_program=_difference(found, self.program_result),
+            difference_from_program=difference_of(found, self.program_result),
         )
 
 
@@ -148,7 +148,7 @@ def _step(sample: Sample) -> torch.Tensor:
     return loss_of(result).detach()
 
 
-def _train(sample: Sample, iterations: int) -> State:
+def train(sample: Sample, iterations: int) -> State:
     """SGD from a fixed generator state; copies of everything after each iteration."""
     model = sample[0]
     torch.manual_seed(SEED)
@@ -171,7 +171,7 @@ def _snapshot(model: nn.Module, loss: torch.Tensor) -> dict[str, Any]:
     return {"loss": loss.clone(), **gradients, **state, "generator": torch.get_rng_state()}
 
 
-def _difference(found: State, expected: State) -> float:
+def difference_of(found: State, expected: State) -> float:
     """0.0 where everything is equal to the bit, else the largest relative difference; infinite where kinds differ."""
     largest = 0.0
     for ours, theirs in zip(found, expected, strict=True):
@@ -191,7 +191,7 @@ def _relative(found: torch.Tensor | None, expected: torch.Tensor | None) -> floa
     return (found.double() - expected.double()).abs().max().item() / scale if scale > 0 else float("inf")
 
 
-def _measured_peak(sample: Sample) -> int:
+def measured_peak(sample: Sample) -> int:
     sample[0].zero_grad(set_to_none=True)
     peak = lowtide.measure(_step, sample).peak_bytes
     sample[0].zero_grad(set_to_none=True)

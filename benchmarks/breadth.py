@@ -1,0 +1,270 @@
+"""Every architecture of ``transformers`` that can be made small: ``python -m benchmarks.breadth``.
+
+Each is trained for two steps plainly, twice, and for two steps under lowtide at ``--budget`` of its peak, with every
+compiler asked for: losses, gradients, parameters, buffers and the generator must be equal to the bit (compiled: gradients
+close), the measured peak within the prediction and the budget. Models that plain PyTorch does not run, or not twice alike,
+are counted apart. ``breadth.json`` under the results folder gets a row per model and compiler, ``breadth.md`` what is to be
+told of them. The exit code is 1 where a row is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import select
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+
+import lowtide
+from benchmarks.breadth_models import TooLargeError, architectures, build
+from benchmarks.sweep_model import State, difference_of, measured_peak, train
+from benchmarks.zoo import Sample
+from lowtide.integrations.passes import latest_plans
+
+RESULTS = Path(__file__).parent / "results"
+OUTCOMES = ("good", "broken", "refused", "not repeatable", "not built")
+ITERATIONS = 2
+CLOSE = 1e-3  # of a compiled gradient, to the largest of the same parameter
+_LEAST = 1e-3  # of the largest gradient of all: smaller ones are compared with this
+_SILENT_SECONDS = 600
+_MESSAGE = 240
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One model with one compiler. ``outcome``: see ``OUTCOMES``; ``message`` says why it is not good. Bytes.
+
+    ``difference``: 0 where everything is equal to the bit, else the largest relative one. ``seconds``: planning and running.
+    """
+
+    model: str
+    compiler: str
+    outcome: str
+    message: str = ""
+    ops: int = 0
+    eager_peak_bytes: int = 0
+    budget_bytes: int = 0
+    predicted_peak_bytes: int = 0
+    measured_peak_bytes: int = 0
+    overhead: float = 0.0
+    difference: float = 0.0
+    seconds: float = 0.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    if options.inside:
+        _work(options.models.split(","), options.compilers.split(","), options)
+        return 0
+    path = options.results / "breadth.json"
+    known = [Row(**row) for row in json.loads(path.read_text())["rows"]] if path.exists() else []
+    broken = 0
+    for row in _rows(_chosen(options), options):
+        print(f"{row.outcome:>14}  {row.model} {row.compiler}  {row.message}", flush=True)
+        broken += row.outcome == "broken"
+        known = [other for other in known if (other.model, other.compiler) != (row.model, row.compiler)] + [row]
+        _write(path, known, options)
+    return 1 if broken else 0
+
+
+def _chosen(options: argparse.Namespace) -> list[str]:
+    names = architectures()
+    if options.models:
+        return [name for name in names if name in options.models.split(",")]
+    tasks = options.tasks.split(",") if options.tasks else []
+    return [name for name in names if not tasks or name.partition("/")[0] in tasks]
+
+
+def _rows(names: list[str], options: argparse.Namespace) -> Iterator[Row]:
+    """Rows as they come, from a process that is started anew where it dies or falls silent."""
+    left = list(names)
+    while left:
+        process = _started(left, options)
+        assert process.stdout is not None
+        for line in _lines(process.stdout):
+            if line.startswith("{"):
+                row = Row(**json.loads(line))
+                yield row
+                left = left[left.index(row.model) :]
+            elif line.startswith("done "):
+                left = left[left.index(line[5:]) + 1 :]
+        silent = process.poll() is None and bool(left)
+        process.kill()
+        code = process.wait()
+        if left:
+            why = f"nothing for {_SILENT_SECONDS} s" if silent else f"the process ended with exit code {code}"
+            yield Row(left.pop(0), options.compilers, "broken", why)
+
+
+def _started(names: Sequence[str], options: argparse.Namespace) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.breadth", "--inside", "--models", ",".join(names)]
+    for option in ("compilers", "budget", "planner"):
+        command += [f"--{option}", getattr(options, option)]
+    environment = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        bufsize=1,
+    )
+
+
+def _lines(stream: IO[str]) -> Iterator[str]:
+    """Until the stream ends or is silent for too long."""
+    while select.select([stream], [], [], _SILENT_SECONDS)[0]:
+        line = stream.readline()
+        if not line:
+            return
+        yield line.rstrip("\n")
+
+
+def _work(names: Sequence[str], compilers: Sequence[str], options: argparse.Namespace) -> None:
+    warnings.simplefilter("ignore")
+    for name in names:
+        for row in _rows_of(name, compilers, options):
+            print(json.dumps(dataclasses.asdict(row)), flush=True)
+        print(f"done {name}", flush=True)
+
+
+def _rows_of(name: str, compilers: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
+    try:
+        plain = build(name)
+        expected, again = train(plain, ITERATIONS), train(build(name), ITERATIONS)
+        peak = measured_peak(plain)
+    except TooLargeError as error:
+        yield Row(name, "", "not built", str(error))
+        return
+    except Exception as error:  # noqa: BLE001 (whatever the library says of this configuration)
+        yield Row(name, "", "not built", _text(error))
+        return
+    if difference_of(again, expected):
+        yield Row(name, "", "not repeatable", "two plain runs from the same state differ")
+        return
+    for compiler in compilers:
+        began = time.perf_counter()
+        try:
+            row = _row(name, compiler, peak, expected, options)
+        except lowtide.CaptureError as error:
+            row = Row(name, compiler, "refused", _text(error))
+        except Exception as error:  # noqa: BLE001 (a failure of lowtide is a result)
+            row = Row(name, compiler, "broken", _text(error))
+        yield dataclasses.replace(row, seconds=time.perf_counter() - began)
+
+
+def _row(name: str, compiler: str, peak: int, expected: State, options: argparse.Namespace) -> Row:
+    sample = _planned(name, options.budget, compiler, options)
+    found = train(sample, ITERATIONS)
+    measured = measured_peak(sample)
+    (plan,) = latest_plans(sample[0])
+    if compiler == "eager":
+        difference, most = difference_of(found, expected), 0.0
+    else:
+        difference, most = _distance(found[0], expected[0]), CLOSE
+    complaints = [
+        f"differs from eager by {difference:.1e}" * (not difference <= most),
+        f"measured peak {measured:,} above the predicted {plan.peak_bytes:,}" * (measured > plan.peak_bytes),
+        f"predicted peak {plan.peak_bytes:,} above the budget {plan.budget_bytes:,}"
+        * (plan.peak_bytes > plan.budget_bytes),
+    ]
+    message = "; ".join(filter(None, complaints))
+    return Row(
+        name, compiler, "broken" if message else "good", message, len(plan.graph.ops), peak, plan.budget_bytes,
+        plan.peak_bytes, measured, plan.overhead, difference,
+    )  # fmt: skip
+
+
+def _planned(name: str, budget: int | str, compiler: str, options: argparse.Namespace) -> Sample:
+    """Within the budget, or else the smallest that the error names."""
+    model, args, kwargs = build(name)
+    try:
+        lowtide.rematerialize(model, args, kwargs, budget=budget, planner=options.planner, compiler=compiler)
+    except lowtide.InfeasibleBudgetError as error:
+        return _planned(name, error.minimum_bytes, compiler, options)
+    return model, args, kwargs
+
+
+def _distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Of the gradients of a step, each relative to the largest of its parameter."""
+    gradients = {
+        name: tensor for name, tensor in expected.items() if name.startswith("gradient") and tensor is not None
+    }
+    scales = {name: tensor.abs().max().item() for name, tensor in gradients.items()}
+    least = max(_LEAST * max(scales.values(), default=0.0), 1e-30)
+    if any(found[name] is None for name in gradients):
+        return float("inf")
+    return max(
+        ((found[name] - tensor).abs().max().item() / max(scales[name], least) for name, tensor in gradients.items()),
+        default=0.0,
+    )
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0][:_MESSAGE]
+
+
+def _write(path: Path, rows: Sequence[Row], options: argparse.Namespace) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    setting = {
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "budget": options.budget,
+        "planner": options.planner,
+    }
+    ordered = sorted(rows, key=lambda row: (architectures().index(row.model), row.compiler))
+    data = {"setting": setting, "rows": [dataclasses.asdict(row) for row in ordered]}
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    path.with_suffix(".md").write_text(document(ordered, setting))
+
+
+def document(rows: Sequence[Row], setting: dict[str, str]) -> str:
+    """Counts by task, and every row that is not good."""
+    facts = ", ".join(f"{key} {value}" for key, value in setting.items())
+    lines = ["# Breadth", "", f"Made by `python -m benchmarks.breadth`; {facts}.", ""]
+    lines += [
+        "Every model type of `transformers` that has a class for the task, made small. *good*: equal to plain PyTorch to the",
+        f"bit (compiled: every gradient within {CLOSE:g}), measured peak within prediction and budget. *refused*: a `CaptureError`",
+        "says why. *not built*: plain PyTorch does not run the shrunk configuration. *not repeatable*: two plain runs differ.",
+        "",
+        "| task | compiler | " + " | ".join(OUTCOMES) + " |",
+        "|---|---|" + "---:|" * len(OUTCOMES),
+    ]
+    groups = dict.fromkeys((row.model.partition("/")[0], row.compiler) for row in rows)
+    for task, compiler in groups:
+        counts = [
+            sum((row.model.partition("/")[0], row.compiler, row.outcome) == (task, compiler, outcome) for row in rows)
+            for outcome in OUTCOMES
+        ]
+        lines.append(f"| {task} | {compiler} | {' | '.join(str(count or '') for count in counts)} |")
+    lines += ["", "| model | compiler | outcome | why |", "|---|---|---|---|"]
+    told = [row for row in rows if row.outcome in ("broken", "refused", "not repeatable")]
+    lines += [f"| {row.model} | {row.compiler} | {row.outcome} | {row.message.replace('|', '/')} |" for row in told]
+    return "\n".join([*lines, ""])
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.breadth", description=__doc__)
+    parser.add_argument("--tasks", default="", help="some of causal, masked, seq2seq, .. (default: all)")
+    parser.add_argument("--models", default="", help="names like causal/llama, with commas between them")
+    parser.add_argument("--compilers", default="eager", help='"eager", "inductor" or "eager,inductor"')
+    parser.add_argument("--budget", default="50%", help="of the peak without recomputation (default: 50%%)")
+    parser.add_argument("--planner", default="auto{effort=1}")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
