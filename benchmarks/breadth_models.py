@@ -59,6 +59,8 @@ def _sample(task: str, kind: str) -> Sample:
 
     cls = getattr(transformers, _classes(task)[kind])
     config = cls.config_class(**_small(cls.config_class()))
+    if task == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 1
     model = cls(config)
     if sum(parameter.numel() for parameter in model.parameters()) > MOST_PARAMETERS:
         raise TooLargeError(f"more than {MOST_PARAMETERS:,} parameters")
@@ -88,6 +90,8 @@ def _small(config: Any, part: bool = False) -> dict[str, Any]:
             chosen[name] = _PIXELS
     if hasattr(config, "use_cache"):
         chosen["use_cache"] = False
+    if isinstance(getattr(config, "num_heads", None), (list, tuple)):  # per stage, as the width is
+        chosen.pop("embed_dim", None)
     chosen.update(_lists(config, chosen))
     return chosen if part else {**chosen, "num_labels": 10}
 
