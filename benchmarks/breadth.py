@@ -236,7 +236,8 @@ def document(rows: Sequence[Row], setting: dict[str, str]) -> str:
     lines += [
         "Every model type of `transformers` that has a class for the task, made small. *good*: equal to plain PyTorch to the",
         f"bit (compiled: every gradient within {CLOSE:g}), measured peak within prediction and budget. *refused*: a",
-        "`CaptureError` says why. *not built*: plain PyTorch does not run the shrunk configuration. *not repeatable*: two plain runs differ.",
+        "`CaptureError` says why. *not built*: plain PyTorch does not run the shrunk configuration. *not repeatable*: two",
+        "plain runs differ.",
         "",
         "| task | compiler | " + " | ".join(OUTCOMES) + " |",
         "|---|---|" + "---:|" * len(OUTCOMES),
