@@ -107,7 +107,7 @@ def _rows(names: list[str], options: argparse.Namespace) -> Iterator[Row]:
             yield Row(left.pop(0), options.compilers, "broken", why)
 
 
-def _started(names: Sequence[str], options: argparse.Namespace) -> subprocess.Popen[str]:
+def _started(names: Sequence[str], options: argparse.Namespace) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "benchmarks.breadth", "--inside", "--models", ",".join(names)]
     for option in ("compilers", "budget", "planner"):
         command += [f"--{option}", getattr(options, option)]
@@ -122,13 +122,15 @@ def _started(names: Sequence[str], options: argparse.Namespace) -> subprocess.Po
     )
 
 
-def _lines(stream: IO[str]) -> Iterator[str]:
+def _lines(stream: IO[bytes]) -> Iterator[str]:
     """Until the stream ends or is silent for too long."""
+    rest = b""
     while select.select([stream], [], [], _SILENT_SECONDS)[0]:
-        line = stream.readline()
-        if not line:
+        chunk = os.read(stream.fileno(), 1 << 16)
+        if not chunk:
             return
-        yield line.rstrip("\n")
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from map(bytes.decode, whole)
 
 
 def _work(names: Sequence[str], compilers: Sequence[str], options: argparse.Namespace) -> None:
