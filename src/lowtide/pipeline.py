@@ -15,6 +15,7 @@ from torch import nn
 from lowtide import __version__, plan_cache
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Program, capture
+from lowtide.capture.attributes import Place
 from lowtide.capture.module import GradientMask
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.cache import cache_folder
@@ -73,15 +74,19 @@ def captured_program(
     settings: Settings,
     mask: GradientMask | None = None,
     on_progress: Progress | None = None,
+    assigned: tuple[Place, ...] | None = None,
 ) -> Program:
-    """The program as it will run: with ``compiler="inductor"`` its chains of cheap operators are compiled kernels."""
+    """The program as it will run: with ``compiler="inductor"`` its chains of cheap operators are compiled kernels.
+
+    ``mask`` and ``assigned`` are those of another program of the same call, where there is one.
+    """
     if settings.compiler == "eager":
         with stage("capture"):
-            return capture(model, args, kwargs, mask=mask)
+            return capture(model, args, kwargs, mask=mask, assigned=assigned)
     from lowtide.fusion import fuse, split_norms
 
     with stage("capture"):
-        program = capture(model, args, kwargs, mask=mask, rewrite=split_norms)
+        program = capture(model, args, kwargs, mask=mask, rewrite=split_norms, assigned=assigned)
     with stage("kernels"):
         return fuse(program, on_progress)
 

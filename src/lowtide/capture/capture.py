@@ -15,10 +15,11 @@ from torch._functorch._aot_autograd import descriptors as d
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lowtide.capture import structure
+from lowtide.capture import attributes, structure
+from lowtide.capture.caches import clear_caches_of_fakes
 from lowtide.capture.convert import Converted, convert
 from lowtide.capture.fake import AnsweringFakeMode
-from lowtide.capture.joint import export_joint
+from lowtide.capture.joint import as_traced, export_joint
 from lowtide.capture.module import GradientMask, State, TracedModel, announce_origins, copy_without_data, model_state
 from lowtide.capture.program import Program, Result
 from lowtide.capture.sharded import refuse_sharded_parts
@@ -48,12 +49,13 @@ def capture(
     mask: GradientMask | None = None,
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None,
     watch: Callable[[nn.Module], None] | None = None,
+    assigned: tuple[attributes.Place, ...] | None = None,
 ) -> Program:
     """The training program of ``model(*args, **kwargs)``.
 
     ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is
     guessed, see ``capture.module.guess_mask``. ``watch`` is shown every copy of the model before it is traced; ``rewrite``
-    may change the joint graph before it is converted.
+    may change the joint graph before it is converted. ``assigned`` are the attributes that are results, where that is known.
 
     Raises ``CaptureError`` where the program depends on data in a way that cannot be answered before it runs, or uses
     something unsupported.
@@ -62,8 +64,7 @@ def capture(
     tensors, arguments = flat_arguments(args, kwargs)
     _check(model, state, tensors)
     mode = AnsweringFakeMode()
-    reals = [*state.tensors, *tensors]
-    fakes = [_fake(mode, tensor, position) for position, tensor in enumerate(reals)]
+    fakes = _fakes(mode, state, tensors)
 
     def make_model() -> nn.Module:
         clone = copy_without_data(model, state, fakes[: len(state.tensors)])
@@ -72,9 +73,13 @@ def capture(
             watch(clone)
         return clone
 
-    traced = TracedModel(make_model, state.names, arguments, mask)
+    traced = TracedModel(make_model, state.names, arguments, mask, assigned or ())
     try:
         module, metadata = export_joint(traced, fakes)
+        if assigned is None and traced.changes:
+            assigned = _rehearse(model, state, tensors, arguments)
+            if assigned:
+                return capture(model, args, kwargs, mask=mask, rewrite=rewrite, watch=watch, assigned=assigned)
     except LowtideError:
         raise
     except Exception as error:
@@ -87,6 +92,32 @@ def capture(
     if rewrite is not None:
         rewrite(module)
     return _assemble(convert(module), metadata, traced, mode, state, type(model).__name__)
+
+
+def _rehearse(
+    model: nn.Module, state: State, tensors: Sequence[torch.Tensor], arguments: Any
+) -> tuple[attributes.Place, ...]:
+    """The attributes that every call assigns; two calls of one copy of the model find out."""
+    mode = AnsweringFakeMode()
+    count = len(state.tensors)
+    fakes = _fakes(mode, state, tensors)
+    clone = copy_without_data(model, state, fakes[:count])
+    calls = []
+    for _ in range(2):
+        with mode:  # of their own in each call
+            inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in fakes[count:]]
+        call, before = attributes.Call(fakes[:count], inputs), attributes.snapshot(clone)
+        args, kwargs = structure.unflatten(arguments, inputs)
+        with as_traced(), mode, call:
+            clone.forward(*args, **kwargs)
+        clear_caches_of_fakes()
+        call.ended(clone, before)
+        calls.append(call)
+    return attributes.rehearsed(calls)
+
+
+def _fakes(mode: AnsweringFakeMode, state: State, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [_fake(mode, tensor, position) for position, tensor in enumerate((*state.tensors, *tensors))]
 
 
 def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int) -> torch.Tensor:
@@ -199,6 +230,7 @@ def _assemble(
         state_names=state.names,
         parameters=state.parameters,
         kept=tuple(converted.kept),
+        assigned=traced.assigned,
     )
 
 

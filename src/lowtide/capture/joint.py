@@ -56,6 +56,13 @@ def _eager_dispatch() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def as_traced() -> Iterator[None]:
+    """Inside, operators are eager's, and random ones leave the caller's generator as it is."""
+    with _eager_dispatch(), torch.random.fork_rng(devices=[]):
+        yield
+
+
 def export_joint(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> tuple[torch.fx.GraphModule, Any]:
     """The joint forward and backward graph of ``function`` at ATen level, functional, without decompositions, and
     AOTAutograd's metadata about inputs and outputs."""
@@ -64,7 +71,7 @@ def export_joint(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) ->
             f"torch {torch.__version__} lacks aot_export_joint_with_descriptors; lowtide supports torch 2.11 and later."
         )
     module = _Function(function)
-    with contextlib.ExitStack() as stack, _eager_dispatch(), torch.random.fork_rng(devices=[]):
+    with contextlib.ExitStack() as stack, as_traced():
         stack.enter_context(fx_traceback.preserve_node_meta())
         joint = aot_autograd.aot_export_joint_with_descriptors(stack, module, tuple(fakes), decompositions={})
         return joint.graph_module, joint._aot_state.fw_metadata

@@ -17,7 +17,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
 
-from lowtide.capture import structure
+from lowtide.capture import attributes, structure
 from lowtide.capture.caches import clear_caches_of_fakes
 from lowtide.capture.sharded import copy_module
 from lowtide.capture.source import user_source
@@ -54,10 +54,8 @@ def model_state(model: nn.Module) -> State:
 def copy_without_data(model: nn.Module, state: State, fakes: Sequence[torch.Tensor]) -> nn.Module:
     """A deep copy of the module tree that holds ``fakes`` instead of the state's tensors and shares all other tensors."""
     memo: dict[int, Any] = {id(real): fake for real, fake in zip(state.tensors, fakes, strict=True)}
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, torch.Tensor):
-                memo.setdefault(id(value), value)
+    for tensor in attributes.held_tensors(model):
+        memo.setdefault(id(tensor), tensor)
     planned = planned_forward(model)
     if planned is None:
         return copy_module(model, memo)
@@ -81,7 +79,8 @@ def planned_forward(model: nn.Module) -> Any:
 class TracedModel:
     """Callable as ``(*tensors) -> tuple of tensors``; remembers the structure of the last result.
 
-    Every call runs a model of its own, since a forward pass may leave (fake) tensors in attributes.
+    Every call runs a model of its own, since a forward pass may leave (fake) tensors in attributes: what it ``changes``. The
+    structure is of a pair: what the model returned, and the attributes that are results too, ``assigned``.
 
     ``mask`` says which results a gradient is expected for; the others are detached, so that none is asked for them.
     """
@@ -90,6 +89,8 @@ class TracedModel:
     names: tuple[tuple[str, ...], ...]
     arguments: Any
     mask: GradientMask | None
+    assigned: tuple[attributes.Place, ...] = ()
+    changes: attributes.Changes = field(default_factory=attributes.Changes)
     result: Any = None
     requires_grad: tuple[bool, ...] = ()
     used_mask: GradientMask = ()
@@ -99,6 +100,7 @@ class TracedModel:
         count = len(self.names)
         model = self.make_model()
         places = self._swap(model, tensors[:count])
+        before = attributes.snapshot(model)
         args, kwargs = structure.unflatten(self.arguments, tensors[count:])
         try:
             # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
@@ -108,7 +110,8 @@ class TracedModel:
             clear_caches_of_fakes()
         # Buffers that the forward pass replaced by new tensors (``self.buffer = ...``).
         extra = [(name, registry[leaf]) for name, registry, leaf, tensor in places if registry[leaf] is not tensor]
-        flat, self.result = structure.flatten_distinct(result)
+        self.changes = attributes.changes(model, before)
+        flat, self.result = structure.flatten_distinct((result, attributes.values(model, self.assigned)))
         self.requires_grad = tuple(tensor.requires_grad for tensor in flat)
         self.used_mask = self.mask if self.mask is not None else guess_mask(flat, self.result)
         self.reassigned = {name: len(flat) + index for index, (name, _) in enumerate(extra)}
@@ -136,17 +139,20 @@ def _expecting(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Ten
     return result
 
 
-def guess_mask(results: Sequence[torch.Tensor], result: Any) -> GradientMask:
-    """Which results a gradient will come back for: the scalars where there are some, else all that can have one.
+def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested) -> GradientMask:
+    """Which results a gradient will come back for: the scalars where there are some, else all that can have one. What the
+    model only left in attributes counts where it returned nothing of the kind.
 
     Only a guess. A backward pass that disagrees makes a program for what it really got.
     """
-    scalars = [t.requires_grad and t.numel() == 1 for t in results]
-    if any(scalars):
-        return tuple(scalars)
-    carried = structure.held_slots(result)
-    guess = tuple(t.requires_grad and index not in carried for index, t in enumerate(results))
-    return guess if any(guess) else tuple(t.requires_grad for t in results)
+    returned = frozenset(structure.slots(result.leaves[0]))
+    able = [index for index, tensor in enumerate(results) if tensor.requires_grad]
+    inner = [index for index in able if index in returned]
+    chosen = [index for index in inner if results[index].numel() == 1]
+    if not chosen:
+        carried = structure.held_slots(result)
+        chosen = [index for index in inner if index not in carried] or inner or able
+    return tuple(index in chosen for index in range(len(results)))
 
 
 def announce_origins(model: nn.Module) -> None:

@@ -75,6 +75,8 @@ class Program:
     ``gradients`` pairs a flat input with the value of its gradient. ``mask`` tells for which results a gradient is
     expected, and in which layout (``capture.module.GradientMask``). ``questions`` are what the program's shape depends
     on, see ``capture.fake``.
+    ``result_structure`` is of a pair: what the model returned, and what it left in the attributes ``assigned`` (module path and
+    name), see ``capture.attributes``.
     ``kept`` are the flat inputs whose first values, overwritten by the forward pass, are its last forward outputs.
     """
 
@@ -93,6 +95,7 @@ class Program:
     state_names: tuple[tuple[str, ...], ...]
     parameters: int
     kept: tuple[int, ...]
+    assigned: tuple[tuple[str, str], ...] = ()
 
     @property
     def answers(self) -> tuple[Any, ...]:

@@ -59,7 +59,7 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[int, ...]) -> Any
         return Nested(spec, tuple(_visit(leaf, tensors, within) for leaf in leaves))
     # A class that pytree does not know is looked into only where it holds tensors.
     attributes = {name: _visit(getattr(node, name), tensors, within) for name in _attribute_names(node)}
-    if not any(_slots(child) for child in attributes.values()):
+    if not any(slots(child) for child in attributes.values()):
         return node
     return Held(_emptied(node, attributes), attributes)
 
@@ -123,19 +123,20 @@ def held_slots(structure: Any) -> frozenset[int]:
     if isinstance(structure, Nested):
         return frozenset().union(*(held_slots(leaf) for leaf in structure.leaves)) if structure.leaves else frozenset()
     if isinstance(structure, Held) and not dataclasses.is_dataclass(structure.prototype):
-        return frozenset(_slots(structure))
+        return frozenset(slots(structure))
     if isinstance(structure, Held):
         return frozenset().union(*(held_slots(child) for child in structure.attributes.values()))
     return frozenset()
 
 
-def _slots(structure: Any) -> list[int]:
+def slots(structure: Any) -> list[int]:
+    """The slots in it, in order."""
     if isinstance(structure, Slot):
         return [structure.index]
     children = structure.leaves if isinstance(structure, Nested) else ()
     if isinstance(structure, Held):
         children = tuple(structure.attributes.values())
-    return [slot for child in children for slot in _slots(child)]
+    return [slot for child in children for slot in slots(child)]
 
 
 def _is_pytree_leaf(node: Any) -> bool:
@@ -165,7 +166,7 @@ def _emptied(node: Any, attributes: dict[str, Any]) -> Any:
     """A shallow copy that keeps no tensor of ``node`` alive."""
     prototype = copy.copy(node)
     for name, child in attributes.items():
-        if _slots(child):
+        if slots(child):
             object.__setattr__(prototype, name, None)
     return prototype
 

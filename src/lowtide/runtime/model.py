@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture import Program, structure
+from lowtide.capture import Program, attributes, structure
 from lowtide.capture.capture import flat_arguments
 from lowtide.capture.module import GradientMask, model_state
 from lowtide.dynamic.context import online
@@ -134,10 +134,17 @@ class Rematerialized:
             context, self._online = self._online, None
             context.__exit__(None, None, None)
 
-    def _make(self, key: Signature, args: Sequence[Any], kwargs: Mapping[str, Any], mask: GradientMask | None) -> Entry:
+    def _make(
+        self,
+        key: Signature,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        mask: GradientMask | None,
+        assigned: tuple[attributes.Place, ...] | None = None,
+    ) -> Entry:
         granted = max((e.plan.budget_bytes for entries in self.entries.values() for e in entries), default=0)
         with stage_seconds() as taken:
-            program = captured_program(self.model, args, kwargs, self.settings, mask)
+            program = captured_program(self.model, args, kwargs, self.settings, mask, assigned=assigned)
             plan = self.make_plan(program, granted)
             with stage("lowering"):
                 lowered = lower(program, plan.schedule)
@@ -183,7 +190,7 @@ class Rematerialized:
         entry = next((e for e in spare if (e.program.mask, e.program.answers) == wanted), None)
         if entry is None:
             with torch.enable_grad(), autocast:
-                entry = self._make(key, *sample, mask)
+                entry = self._make(key, *sample, mask, old.assigned)
         spare.extend(e for e in known if e.program is old)
         spare[:] = [e for e in spare if e is not entry]
         known[:] = [entry, *(e for e in known if e is not entry and e.program is not old)]
@@ -234,7 +241,7 @@ def _restore_pickled(model: nn.Module, settings: Settings, original: Callable[..
 
 
 def _rebuild(program: Program, outputs: list[torch.Tensor], inputs: list[torch.Tensor], model: nn.Module) -> Any:
-    """The model's result, of the type that eager returns."""
+    """The model's result, of the type that eager returns; what eager leaves in attributes is there too."""
     tensors = []
     for result in program.results:
         source = (
@@ -246,7 +253,9 @@ def _rebuild(program: Program, outputs: list[torch.Tensor], inputs: list[torch.T
     for name, index in program.reassigned.items():
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path)._buffers[leaf] = tensors[index].detach()
-    return structure.unflatten(program.result_structure, tensors)
+    result, left = structure.unflatten(program.result_structure, tensors)
+    attributes.assign(model, program.assigned, left)
+    return result
 
 
 def _autocast(program: Program) -> torch.autocast:

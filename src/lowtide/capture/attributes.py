@@ -1,0 +1,214 @@
+"""Plain attributes of modules that a forward pass writes.
+
+A planned call does not run the model's Python, so what that leaves in attributes must be known. Ordinary models leave
+nothing. For the others the forward pass is rehearsed, on fake tensors, twice in a row on one copy of the model:
+
+=====================================================  ==========================================================
+an attribute                                           is
+=====================================================  ==========================================================
+that gets tensors in every call (an auxiliary loss)    a result of the program, assigned after every planned call
+that gets tensors in the first call (a cached mask)    made in every call instead, where it depends on nothing
+that gets other values in every call (a counter)       left as it is, said in the log, where no operator depends on it
+that gets other values in the first call               left as it is
+=====================================================  ==========================================================
+
+A program that is another one in the second call, because of what the first one left behind, is refused: its state belongs
+into buffers, which are followed, or its first call before the plan.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.capture import structure
+from lowtide.errors import CaptureError
+
+_LOG = logging.getLogger(__name__)
+_OWN = frozenset(vars(nn.Module())) | {"forward"}  # what every module has
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_SHOWN = 3
+
+Place = tuple[str, str]  # the path of a module, and the name of its attribute
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The attributes of all modules of a model, as they were; ``kept`` keeps what they were, so that no id comes again."""
+
+    attributes: dict[Place, Any]
+    modules: dict[str, nn.Module]
+    kept: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What differs from a snapshot: places with tensors in them now, and all others."""
+
+    tensors: tuple[Place, ...] = ()
+    plain: tuple[Place, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors or self.plain)
+
+
+def snapshot(model: nn.Module) -> Snapshot:
+    kept: list[Any] = []
+    return Snapshot({place: _identity(value, kept) for place, value in _attributes(model)}, _modules(model), kept)
+
+
+def changes(model: nn.Module, before: Snapshot) -> Changes:
+    """Raises ``CaptureError`` where modules are others than they were."""
+    now = _modules(model)
+    replaced = [name for name in {**before.modules, **now} if before.modules.get(name) is not now.get(name)]
+    if replaced:
+        raise CaptureError(
+            f"the forward pass replaces submodules of the model ({_named(replaced)}), which a plan cannot follow. Where it "
+            "does so in its first call only, call the model once before it is rematerialized."
+        )
+    kept: list[Any] = []
+    found = {place: (value, _identity(value, kept)) for place, value in _attributes(model)}
+    changed = [place for place, (_, key) in found.items() if before.attributes.get(place) != key]
+    holding = [place for place in changed if _tensors(found[place][0])]
+    return Changes(tuple(holding), tuple(place for place in changed if place not in holding))
+
+
+def values(model: nn.Module, places: Sequence[Place]) -> list[Any]:
+    """What the attributes are now; ``None`` for those that are not there."""
+    return [vars(model.get_submodule(path)).get(name) for path, name in places]
+
+
+def assign(model: nn.Module, places: Sequence[Place], found: Sequence[Any]) -> None:
+    for (path, name), value in zip(places, found, strict=True):
+        setattr(model.get_submodule(path), name, value)
+
+
+def held_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """All tensors in plain attributes, those in containers and objects included."""
+    distinct = {id(value): value for _, value in _attributes(model) if not isinstance(value, _PLAIN)}
+    return [tensor for value in distinct.values() for tensor in _tensors(value)]
+
+
+def rehearsed(calls: Sequence[Call]) -> tuple[Place, ...]:
+    """The attributes that are results, from two calls in a row. Raises ``CaptureError``, see the module."""
+    first, second = calls
+    again = set(second.changes.tensors)
+    results = tuple(place for place in first.changes.tensors if place in again)
+    late = [place for place in second.changes.tensors if place not in first.changes.tensors]
+    carried = [place for place in first.changes.tensors if first.left(place) & second.read - first.state]
+    cached = [place for place in carried if place not in again]
+    stale = [place for place in cached if first.left(place) & first.depending]
+    if late or stale or len(cached) < len(carried) or second.draws != first.draws:
+        culprits = (
+            late or stale or [p for p in carried if p not in cached] or [*first.changes.tensors, *first.changes.plain]
+        )
+        raise CaptureError(
+            f"a later call of the model computes with what an earlier one left in plain attributes ({_texts(culprits)}), so "
+            "no program holds for all calls. Keep such state in buffers (register_buffer), which are followed; where it is "
+            "only prepared in the first call, call the model once before it is rematerialized; or use lowtide.online."
+        )
+    if not cached and first.operators != second.operators:
+        raise CaptureError(
+            f"the program depends on attributes that its own forward pass changes ({_texts(first.changes.plain)}), so it is "
+            "another one from call to call. Where that is so in the first call only, call the model once before it is "
+            "rematerialized; otherwise use lowtide.online."
+        )
+    counted = [place for place in second.changes.plain if place in first.changes.plain]
+    if counted:
+        _LOG.warning(
+            "the forward pass changes plain attributes (%s) in every call, which planned calls leave as they are; no operator "
+            "depends on them now",
+            _texts(counted),
+        )
+    return results
+
+
+class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, one forward pass: what it reads, what depends on its inputs, which operators run, and what it leaves behind.
+
+    ``state``: parameters and buffers; ``inputs``: the tensors of the call. Tensors are told apart by identity.
+    """
+
+    def __init__(self, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.state = set(map(id, state))
+        self.depending = {*self.state, *map(id, inputs)}
+        self.operators: list[Any] = []
+        self.read: set[int] = set()
+        self.draws = 0
+        self.changes = Changes()
+        self.found: dict[Place, set[int]] = {}
+        self.kept: list[Any] = [state, inputs]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.namespace == "prim":  # asks for a device or a layout, and reads nothing
+            return result
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        random = torch.Tag.nondeterministic_seeded in function.tags
+        self.draws += random
+        self.read |= tensors
+        self.operators.append((str(function), tuple(map(_text, leaves))))
+        if random or tensors & self.depending:
+            self.depending |= {id(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        self.kept += [leaves, result]  # no id comes again
+        return result
+
+    def ended(self, model: nn.Module, before: Snapshot) -> None:
+        """The call is over: note what it left in ``model``."""
+        self.changes = changes(model, before)
+        found = values(model, self.changes.tensors)
+        self.found = {p: set(map(id, _tensors(v))) for p, v in zip(self.changes.tensors, found, strict=True)}
+
+    def left(self, place: Place) -> set[int]:
+        """The tensors that the call left there, by identity."""
+        return self.found.get(place, set())
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[Place, Any]]:
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _OWN:
+                yield (path, name), value
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    return dict(model.named_modules(remove_duplicate=False))
+
+
+def _identity(value: Any, kept: list[Any]) -> Any:
+    """Equal for what is the same: values of plain types, the very same objects, and containers of such."""
+    if isinstance(value, _PLAIN):
+        return type(value), repr(value)
+    if isinstance(value, (list, tuple, set, deque)):
+        return type(value), tuple(_identity(item, kept) for item in value)
+    if isinstance(value, dict):
+        return type(value), tuple((repr(key), _identity(item, kept)) for key, item in value.items())
+    kept.append(value)
+    return id(value)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return structure.flatten(value)[0]
+
+
+def _text(leaf: Any) -> str:
+    return f"{leaf.dtype}{tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+
+
+def _texts(places: Sequence[Place]) -> str:
+    return _named([f"{path}.{name}" if path else name for path, name in places])
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
