@@ -9,12 +9,13 @@ import pytest
 
 from lowtide.errors import ScheduleError
 from lowtide.ir import Costs, keep_all_schedule, schedule_from_sequence, simulate
-from lowtide.solve import Problem, Solution, Status, minimum_peak, solve, working_set_bound
+from lowtide.solve import Problem, Solution, Status, minimum_peak, planner_names, solve, working_set_bound
 from lowtide.solve.model.compiled import kernel
 from tests.solve.small_graphs import chain, small_graph
 from tests.support.random_graphs import random_graph
 
 QUICK = "auto{effort=1}"
+_BRIEF = {"auto": QUICK, "checkmate": "checkmate{time-limit=1}", "checkmate-approx": "checkmate-approx{time-limit=1}"}
 
 
 def budget_of(graph: object, costs: object, fraction: float) -> int:
@@ -123,3 +124,15 @@ def test_kernels_work_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(numba, "njit", refuse)
     assert kernel(lambda x: x + 1)(2) == 3
+
+
+@pytest.mark.parametrize("name", planner_names())
+def test_no_planner_needs_more_than_keeping_everything(name: str) -> None:
+    """However small the budget, the smallest that a planner names is not above the peak without recomputation."""
+    if name.startswith("checkmate"):
+        pytest.importorskip("highspy")
+    for seed in range(8):
+        graph, costs = random_graph(seed, 24)
+        solution = solve(Problem(graph, costs, 1), _BRIEF.get(name, name))
+        assert not solution.status.solved
+        assert solution.minimum_bytes is None or solution.minimum_bytes <= budget_of(graph, costs, 1.0), seed

@@ -22,7 +22,7 @@ import numpy as np
 
 from lowtide.errors import LowtideError, PlanError
 from lowtide.eviction import Entry, Pool, score_of
-from lowtide.ir import schedule_from_sequence
+from lowtide.ir import keep_all_schedule, schedule_from_sequence
 from lowtide.solve.model.compact import Compact, Indices, compact
 from lowtide.solve.model.tables import decode
 from lowtide.solve.outcome import answer, reachable
@@ -53,8 +53,8 @@ class Dtr:
         def attempt(budget_bytes: int, limits: tuple[float, ...] = _LIMITS[:1]) -> Solution:
             asked = replace(problem, budget_bytes=budget_bytes)
             sequences = self._sequences(model, asked, limits)
-            schedules = (schedule_from_sequence(problem.graph, decode(model, codes)) for codes in sequences)
-            return answer("dtr", asked, schedules, began)
+            evicting = (schedule_from_sequence(problem.graph, decode(model, codes)) for codes in sequences)
+            return answer("dtr", asked, [keep_all_schedule(problem.graph), *evicting], began)
 
         solution = attempt(problem.budget_bytes, _LIMITS)
         if solution.status.solved:

@@ -5,7 +5,8 @@ next use), the score of dynamic tensor rematerialization (Kirisame et al., ICLR 
 next use in place of staleness. Evicted inputs are rebuilt recursively where they are next read.
 
 No guarantee of any kind: pinned inputs of a recursive rebuild can exceed the budget. It is therefore run against
-several smaller limits as well, and the quickest result that fits is the answer. O(operators x storages) per run.
+several smaller limits as well, and the quickest result that fits is the answer, keeping everything included.
+O(operators x storages) per run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lowtide.ir import Schedule, schedule_from_sequence
+from lowtide.ir import Schedule, keep_all_schedule, schedule_from_sequence
 from lowtide.solve.model.compact import Compact, Indices, compact
 from lowtide.solve.model.tables import Tables, decode, make_tables
 from lowtide.solve.outcome import answer, reachable
@@ -38,7 +39,8 @@ class Greedy:
         def attempt(budget_bytes: int) -> Solution:
             asked = replace(problem, budget_bytes=budget_bytes)
             sequences = greedy_sequences(model, tables, budget_bytes, self.limits)
-            return answer("greedy", asked, [_schedule(asked, model, codes) for codes in sequences], began)
+            evicting = [_schedule(asked, model, codes) for codes in sequences]
+            return answer("greedy", asked, [keep_all_schedule(problem.graph), *evicting], began)
 
         solution = attempt(problem.budget_bytes)
         if solution.status.solved:
