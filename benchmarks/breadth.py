@@ -38,6 +38,7 @@ ITERATIONS = 2
 CLOSE = 1e-3  # of a compiled gradient, to the largest of the same parameter
 _LEAST = 1e-3  # of the largest gradient of all: smaller ones are compared with this
 _SILENT_SECONDS = 600
+_END_SECONDS = 60  # for a process that has said its last word
 _MESSAGE = 240
 
 
@@ -90,20 +91,21 @@ def _rows(names: list[str], options: argparse.Namespace) -> Iterator[Row]:
     """Rows as they come, from a process that is started anew where it dies or falls silent."""
     left = list(names)
     while left:
-        process = _started(left, options)
-        assert process.stdout is not None
-        for line in _lines(process.stdout):
-            if line.startswith("{"):
-                row = Row(**json.loads(line))
-                yield row
-                left = left[left.index(row.model) :]
-            elif line.startswith("done "):
-                left = left[left.index(line[5:]) + 1 :]
-        silent = process.poll() is None and bool(left)
-        process.kill()
-        code = process.wait()
+        with _started(left, options) as process:
+            assert process.stdout is not None
+            for line in _lines(process.stdout):
+                if line.startswith("{"):
+                    row = Row(**json.loads(line))
+                    yield row
+                    left = left[left.index(row.model) :]
+                elif line.startswith("done "):
+                    left = left[left.index(line[5:]) + 1 :]
+            try:
+                why = f"the process ended with exit code {process.wait(_END_SECONDS)}"
+            except subprocess.TimeoutExpired:
+                process.kill()
+                why = f"nothing for {_SILENT_SECONDS} s"
         if left:
-            why = f"nothing for {_SILENT_SECONDS} s" if silent else f"the process ended with exit code {code}"
             yield Row(left.pop(0), options.compilers, "broken", why)
 
 
