@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +88,20 @@ def _latest(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> None:
     model.last, model.row = x, h[0]
 
 
+def _appended(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> None:
+    model.losses.append(h.mean())
+
+
+def _updated(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> None:
+    model.found["first" if block is model.blocks[0] else "last"] = h.mean()
+
+
+def _emptied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    found = list(tensors)
+    tensors.clear()
+    return found
+
+
 READS: dict[Callable[..., Any], Read] = {
     _auxiliary: lambda model: [block.auxiliary for block in model.blocks],
     _maps: lambda model: [block.map for block in model.blocks],
@@ -101,6 +116,31 @@ READS: dict[Callable[..., Any], Read] = {
 def test_what_every_call_leaves_is_there(note: Callable[..., Any], weight: float) -> None:
     """As eager has it, to the bit, also where the caller trains on it."""
     _assert_trains_as_eager(lambda: _Noting(note), "80%", read=READS[note], weight=weight)
+
+
+@pytest.mark.parametrize(
+    ("note", "attributes", "read", "weight"),
+    [
+        (_appended, lambda: {"losses": []}, lambda model: _emptied(model.losses), 0.5),
+        (_appended, lambda: {"losses": []}, lambda model: list(model.losses), 0.0),
+        (_appended, lambda: {"losses": deque(maxlen=6)}, lambda model: list(model.losses), 0.0),
+        (_updated, lambda: {"found": {"other": 1}}, lambda model: [model.found["first"], model.found["last"]], 0.5),
+    ],
+    ids=["emptied list", "growing list", "deque", "dictionary"],
+)
+def test_containers_are_written_in_place(
+    note: Callable[..., Any], attributes: Callable[[], dict[str, Any]], read: Read, weight: float
+) -> None:
+    """By the caller's own reference, too."""
+    held: list[Any] = []
+
+    def factory() -> nn.Module:
+        given = attributes()
+        held.extend(given.values())
+        return _Noting(note, **given)
+
+    _assert_trains_as_eager(factory, "100%", read=read, weight=weight)
+    assert len(held[-1]) == len(held[-2])
 
 
 def test_other_shapes_after_attributes_were_assigned() -> None:

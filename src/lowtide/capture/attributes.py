@@ -6,7 +6,7 @@ nothing. For the others the forward pass is rehearsed, on fake tensors, twice in
 =====================================================  ==========================================================
 an attribute                                           is
 =====================================================  ==========================================================
-that gets tensors in every call (an auxiliary loss)    a result of the program, assigned after every planned call
+that gets tensors in every call (an auxiliary loss)    a result of the program, written after every planned call
 that gets tensors in the first call (a cached mask)    made in every call instead, where it depends on nothing
 that gets other values in every call (a counter)       left as it is, said in the log, where no operator depends on it
 that gets other values in the first call               left as it is
@@ -18,7 +18,9 @@ into buffers, which are followed, or its first call before the plan.
 
 from __future__ import annotations
 
+import copy
 import logging
+import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,10 +44,12 @@ Place = tuple[str, str]  # the path of a module, and the name of its attribute
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The attributes of all modules of a model, as they were; ``kept`` keeps what they were, so that no id comes again."""
+    """The attributes of all modules of a model, as they were; ``kept`` keeps what they were, so that no id comes again.
+    ``containers``: those that can be written in place, and copies of them."""
 
     attributes: dict[Place, Any]
     modules: dict[str, nn.Module]
+    containers: dict[Place, tuple[Any, Any]]
     kept: list[Any]
 
 
@@ -62,7 +66,10 @@ class Changes:
 
 def snapshot(model: nn.Module) -> Snapshot:
     kept: list[Any] = []
-    return Snapshot({place: _identity(value, kept) for place, value in _attributes(model)}, _modules(model), kept)
+    found = dict(_attributes(model))
+    attributes = {place: _identity(value, kept) for place, value in found.items()}
+    containers = {p: (v, copy.copy(v)) for p, v in found.items() if isinstance(v, (list, deque, dict))}
+    return Snapshot(attributes, _modules(model), containers, kept)
 
 
 def changes(model: nn.Module, before: Snapshot) -> Changes:
@@ -81,14 +88,31 @@ def changes(model: nn.Module, before: Snapshot) -> Changes:
     return Changes(tuple(holding), tuple(place for place in changed if place not in holding))
 
 
-def values(model: nn.Module, places: Sequence[Place]) -> list[Any]:
-    """What the attributes are now; ``None`` for those that are not there."""
-    return [vars(model.get_submodule(path)).get(name) for path, name in places]
+def written(model: nn.Module, before: Snapshot, places: Sequence[Place]) -> list[Any]:
+    """How to bring the attributes from what they were to what they are: a verb and its object, see ``write``."""
+    return [_written(vars(model.get_submodule(path)).get(name), before, (path, name)) for path, name in places]
 
 
-def assign(model: nn.Module, places: Sequence[Place], found: Sequence[Any]) -> None:
-    for (path, name), value in zip(places, found, strict=True):
-        setattr(model.get_submodule(path), name, value)
+def _written(value: Any, before: Snapshot, place: Place) -> tuple[str, Any]:
+    container, items = before.containers.get(place, (None, None))
+    if container is None or container is not value:
+        return "set", value
+    if isinstance(value, dict):
+        same = all(key in value for key in items)
+        return ("update", {k: v for k, v in value.items() if items.get(k) is not v}) if same else ("set", value)
+    start = list(value)[: len(items)]
+    same = len(start) == len(items) and all(map(operator.is_, start, items))
+    return ("extend", list(value)[len(items) :]) if same else ("set", value)
+
+
+def write(model: nn.Module, places: Sequence[Place], changes: Sequence[tuple[str, Any]]) -> None:
+    """Do to the attributes what the traced forward pass did: set them anew, or extend or update what is there."""
+    for (path, name), (verb, value) in zip(places, changes, strict=True):
+        module = model.get_submodule(path)
+        if verb == "set":
+            setattr(module, name, value)
+        else:
+            getattr(getattr(module, name), verb)(value)
 
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
@@ -100,22 +124,20 @@ def held_tensors(model: nn.Module) -> list[torch.Tensor]:
 def rehearsed(calls: Sequence[Call]) -> tuple[Place, ...]:
     """The attributes that are results, from two calls in a row. Raises ``CaptureError``, see the module."""
     first, second = calls
-    again = set(second.changes.tensors)
-    results = tuple(place for place in first.changes.tensors if place in again)
-    late = [place for place in second.changes.tensors if place not in first.changes.tensors]
-    carried = [place for place in first.changes.tensors if first.left(place) & second.read - first.state]
-    cached = [place for place in carried if place not in again]
-    stale = [place for place in cached if first.left(place) & first.depending]
-    if late or stale or len(cached) < len(carried) or second.draws != first.draws:
-        culprits = (
-            late or stale or [p for p in carried if p not in cached] or [*first.changes.tensors, *first.changes.plain]
-        )
+    every = [place for place in first.changes.tensors if place in second.changes.tensors]
+    once = [place for place in first.changes.tensors if place not in every]
+    late = [place for place in second.changes.tensors if place not in every]
+    read = {place for place in first.changes.tensors if first.left(place) & second.read - first.state}
+    stale = [place for place in once if place in read and first.left(place) & first.depending]
+    culprits = [place for place in every if place in read] + stale + late
+    if culprits or second.draws != first.draws:
         raise CaptureError(
-            f"a later call of the model computes with what an earlier one left in plain attributes ({_texts(culprits)}), so "
+            "a later call of the model computes with what an earlier one left in plain attributes "
+            f"({_texts(culprits or [*first.changes.tensors, *first.changes.plain])}), so "
             "no program holds for all calls. Keep such state in buffers (register_buffer), which are followed; where it is "
             "only prepared in the first call, call the model once before it is rematerialized; or use lowtide.online."
         )
-    if not cached and first.operators != second.operators:
+    if not once and first.operators != second.operators:
         raise CaptureError(
             f"the program depends on attributes that its own forward pass changes ({_texts(first.changes.plain)}), so it is "
             "another one from call to call. Where that is so in the first call only, call the model once before it is "
@@ -128,7 +150,7 @@ def rehearsed(calls: Sequence[Call]) -> tuple[Place, ...]:
             "depends on them now",
             _texts(counted),
         )
-    return results
+    return tuple(every)
 
 
 class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -166,8 +188,8 @@ class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ended(self, model: nn.Module, before: Snapshot) -> None:
         """The call is over: note what it left in ``model``."""
         self.changes = changes(model, before)
-        found = values(model, self.changes.tensors)
-        self.found = {p: set(map(id, _tensors(v))) for p, v in zip(self.changes.tensors, found, strict=True)}
+        found = dict(_attributes(model))
+        self.found = {place: set(map(id, _tensors(found[place]))) for place in self.changes.tensors}
 
     def left(self, place: Place) -> set[int]:
         """The tensors that the call left there, by identity."""

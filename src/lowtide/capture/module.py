@@ -111,7 +111,7 @@ class TracedModel:
         # Buffers that the forward pass replaced by new tensors (``self.buffer = ...``).
         extra = [(name, registry[leaf]) for name, registry, leaf, tensor in places if registry[leaf] is not tensor]
         self.changes = attributes.changes(model, before)
-        flat, self.result = structure.flatten_distinct((result, attributes.values(model, self.assigned)))
+        flat, self.result = structure.flatten_distinct((result, attributes.written(model, before, self.assigned)))
         self.requires_grad = tuple(tensor.requires_grad for tensor in flat)
         self.used_mask = self.mask if self.mask is not None else guess_mask(flat, self.result)
         self.reassigned = {name: len(flat) + index for index, (name, _) in enumerate(extra)}

@@ -254,7 +254,7 @@ def _rebuild(program: Program, outputs: list[torch.Tensor], inputs: list[torch.T
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path)._buffers[leaf] = tensors[index].detach()
     result, left = structure.unflatten(program.result_structure, tensors)
-    attributes.assign(model, program.assigned, left)
+    attributes.write(model, program.assigned, left)
     return result
 
 
