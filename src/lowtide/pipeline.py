@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from lowtide.planning import Plan, make_plan
 from lowtide.stages import stage
 
 Progress = Callable[[str, float], None]
+_LOG = logging.getLogger(__name__)
+_COSTLY = 0.15  # overhead of a plan of kernels, from which operators one by one are planned as well
 _RNG_STATE_BYTES = 5056  # what torch allocates for a moment to read a CPU generator's state
 
 
@@ -89,6 +92,50 @@ def captured_program(
         program = capture(model, args, kwargs, mask=mask, rewrite=split_norms, assigned=assigned)
     with stage("kernels"):
         return fuse(program, on_progress)
+
+
+def planned_program(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    settings: Settings,
+    mask: GradientMask | None = None,
+    assigned: tuple[Place, ...] | None = None,
+    granted_bytes: int = 0,
+) -> tuple[Program, Plan]:
+    """What is to run, and its plan. Raises ``CaptureError`` and ``InfeasibleBudgetError``.
+
+    Kernels are fixed before a plan is made, and need at once what their operators need one after the other. So where they
+    cannot meet the budget, or only by much recomputation, the program is planned operator by operator too, and the quicker
+    of the two is taken.
+    """
+    program = captured_program(model, args, kwargs, settings, mask, assigned=assigned)
+    plan, refused = None, None
+    try:
+        plan = make_program_plan(program, settings, model, granted_bytes=granted_bytes)
+    except InfeasibleBudgetError as error:
+        if settings.compiler == "eager":
+            raise
+        refused = error
+    if plan is not None and (settings.compiler == "eager" or plan.overhead <= _COSTLY):
+        return program, plan
+    budget_bytes = plan.budget_bytes if plan is not None else refused.budget_bytes if refused is not None else 0
+    apart = dataclasses.replace(settings, compiler="eager", budget=budget_bytes, total_budget=None, reserve=0)
+    operators = captured_program(model, args, kwargs, apart, mask, assigned=program.assigned)
+    try:
+        other = make_program_plan(operators, apart, model)
+    except InfeasibleBudgetError:
+        if plan is None:
+            assert refused is not None
+            raise refused from None
+        return program, plan
+    if plan is not None and plan.time_ns <= other.time_ns:
+        return program, plan
+    _LOG.info(
+        "within %d bytes %s runs operator by operator, in %d ns instead of %s: its kernels need more at once",
+        budget_bytes, type(model).__name__, other.time_ns, "not at all" if plan is None else f"{plan.time_ns} ns",
+    )  # fmt: skip
+    return operators, other
 
 
 def program_costs(program: Program, on_progress: Progress | None = None) -> Costs:
@@ -176,6 +223,7 @@ def _make_program_plan(
             minimum_bytes=error.minimum_bytes + aside,
             operator=error.operator,
             source=error.source,
+            budget_bytes=error.budget_bytes,
         ) from None
 
 

@@ -198,4 +198,5 @@ def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner
         minimum_bytes=minimum or 0,
         operator=op.name,
         source=op.source,
+        budget_bytes=problem.budget_bytes,
     )

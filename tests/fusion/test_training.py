@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide import pipeline
+from lowtide.fusion import Kernel
 from lowtide.pipeline import Settings, captured_program
 from tests.support.networks import WithLoss, residual_blocks, rows
 from tests.support.training import compare_training, prepared
@@ -105,8 +108,9 @@ def test_views_are_of_what_they_read() -> None:
         assert {values[value].storage for value in op.outputs} == {values[value].storage for value in op.inputs}
 
 
-def test_budgets_agree_to_the_bit() -> None:
-    """The same kernels run at every budget, so recomputing changes nothing."""
+def test_budgets_agree_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kernels run at every budget that they meet, so recomputing changes nothing."""
+    monkeypatch.setattr(pipeline, "_COSTLY", float("inf"))
 
     def gradients(budget: str) -> list[torch.Tensor]:
         model = prepared(_dropout_network, rows(), budget, planner="greedy", compiler="inductor")
@@ -116,6 +120,58 @@ def test_budgets_agree_to_the_bit() -> None:
 
     for one, other in zip(gradients("100%"), gradients("60%"), strict=True):
         assert torch.equal(one, other)
+
+
+class _Attending(nn.Module):
+    """Attention spelled out: the kernels around its softmax read and write several large tensors at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.bias = nn.Parameter(torch.zeros(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for projection in self.projections:
+            h = projection(x)
+            scores = (h @ h.transpose(-1, -2)) / 8 + self.bias
+            x = x + torch.softmax(scores, -1) @ h
+        return x
+
+
+def _sequences(iteration: int) -> Any:
+    return (torch.randn(8, 64, 32, generator=torch.Generator().manual_seed(iteration)),), {}
+
+
+@pytest.mark.parametrize("budget", ["60%", "45%", "40%", "36%"])
+def test_the_quicker_of_kernels_and_operators(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the same bytes; where kernels cannot meet the budget, operators do. The model trains by what was chosen."""
+    monkeypatch.setattr(pipeline, "_COSTLY", 0.0)
+    model, (args, kwargs) = WithLoss(_Attending()), _sequences(0)
+    unconstrained = _planned(model, Settings("100%", planner="keep-all", compiler="inductor")).unconstrained_peak_bytes
+    limit = unconstrained * int(budget.rstrip("%")) // 100
+    plans = {}
+    for compiler in ("inductor", "eager"):
+        with contextlib.suppress(lowtide.InfeasibleBudgetError):
+            plans[compiler] = _planned(model, Settings(limit, planner="greedy", compiler=compiler))
+    settings = Settings(limit, planner="greedy", compiler="inductor")
+    if not plans:
+        with pytest.raises(lowtide.InfeasibleBudgetError) as refused:
+            pipeline.planned_program(model, args, kwargs, settings)
+        assert refused.value.minimum_bytes > refused.value.budget_bytes == limit
+        return
+    program, plan = pipeline.planned_program(model, args, kwargs, settings)
+    assert plan.time_ns == min(other.time_ns for other in plans.values())
+    compiled = any(isinstance(call.target, Kernel) for call in program.calls)
+    assert compiled == (plan.time_ns == plans["inductor"].time_ns if "inductor" in plans else False)
+    compare_training(
+        lambda: WithLoss(_Attending()), _sequences, budgets=(limit,), tolerance=TOLERANCE if compiled else 0.0,
+        planner="greedy", compiler="inductor",
+    )  # fmt: skip
+
+
+def _planned(model: nn.Module, settings: Settings) -> lowtide.Plan:
+    program = captured_program(model, *_sequences(0), settings)
+    return pipeline.make_program_plan(program, settings, model)
 
 
 def test_fewer_bytes_than_eager() -> None:

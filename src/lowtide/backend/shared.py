@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,12 @@ import torch
 
 from lowtide.budget import parse_budget
 from lowtide.capture import Program
+from lowtide.capture.module import GradientMask
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Compute, Costs, Free, Schedule, keep_all_schedule, simulate
 from lowtide.ir.simulator import owned_storages
 from lowtide.lower import lower
-from lowtide.pipeline import Settings, program_costs
+from lowtide.pipeline import Settings, captured_program, program_costs
 from lowtide.planning import Plan, make_plan
 from lowtide.runtime.model import Entry, Rematerialized
 from lowtide.runtime.step import ModelCall
@@ -198,9 +199,12 @@ class SharingGraph(Rematerialized):
         self.shared.ran(self, call)
         return outputs
 
-    def make_plan(self, program: Program, granted_bytes: int) -> Plan:
+    def planned(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], mask: GradientMask | None, assigned: Any
+    ) -> tuple[Program, Plan]:
+        program = captured_program(self.model, args, kwargs, self.settings, mask, assigned=assigned)
         ran = self.shared.graphs
-        return self.shared.plan(program, ran[: ran.index(self)] if self._remaking and self in ran else ran)
+        return program, self.shared.plan(program, ran[: ran.index(self)] if self._remaking and self in ran else ran)
 
     def _remake(self, *args: Any) -> Entry:
         """In the backward pass, in the place of what ran in the forward pass."""

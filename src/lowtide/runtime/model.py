@@ -20,7 +20,7 @@ from lowtide.capture.module import GradientMask, model_state
 from lowtide.dynamic.context import online
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.lower import Lowered, lower
-from lowtide.pipeline import Settings, captured_program, make_program_plan
+from lowtide.pipeline import Settings, planned_program
 from lowtide.planning import Plan
 from lowtide.runtime.signature import Signature, describe, signature
 from lowtide.runtime.step import run
@@ -142,10 +142,8 @@ class Rematerialized:
         mask: GradientMask | None,
         assigned: tuple[attributes.Place, ...] | None = None,
     ) -> Entry:
-        granted = max((e.plan.budget_bytes for entries in self.entries.values() for e in entries), default=0)
         with stage_seconds() as taken:
-            program = captured_program(self.model, args, kwargs, self.settings, mask, assigned=assigned)
-            plan = self.make_plan(program, granted)
+            program, plan = self.planned(args, kwargs, mask, assigned)
             with stage("lowering"):
                 lowered = lower(program, plan.schedule)
         # Shapes suffice to capture again for other gradients, but values answer the questions: keep the small ones.
@@ -177,8 +175,16 @@ class Rematerialized:
             type(self.model).__name__, len(entries), next(changed, ""),
         )  # fmt: skip
 
-    def make_plan(self, program: Program, granted_bytes: int) -> Plan:
-        return make_program_plan(program, self.settings, self.model, granted_bytes=granted_bytes)
+    def planned(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        mask: GradientMask | None,
+        assigned: tuple[attributes.Place, ...] | None,
+    ) -> tuple[Program, Plan]:
+        """The program of a call, and its plan."""
+        granted = max((e.plan.budget_bytes for entries in self.entries.values() for e in entries), default=0)
+        return planned_program(self.model, args, kwargs, self.settings, mask, assigned, granted)
 
     def _remake(
         self, key: Signature, old: Program, sample: tuple[Any, Any], autocast: torch.autocast, mask: GradientMask
