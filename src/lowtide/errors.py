@@ -27,17 +27,26 @@ class InfeasibleBudgetError(PlanError):
     """No schedule that the planner knows fits the budget.
 
     ``minimum_bytes`` is the smallest budget for which a schedule is known, ``operator`` the op at the bottleneck and
-    ``source`` the user's ``file:line`` of that op. ``budget_bytes`` is what the planner was given, 0 where that is not known.
+    ``source`` the user's ``file:line`` of that op. ``budget_bytes`` is what the planner was given, 0 where that is not known;
+    ``aside_bytes`` what is reserved or resident beside it, and part of ``minimum_bytes``.
     """
 
     def __init__(
-        self, message: str, *, minimum_bytes: int, operator: str = "", source: str = "", budget_bytes: int = 0
+        self,
+        message: str,
+        *,
+        minimum_bytes: int,
+        operator: str = "",
+        source: str = "",
+        budget_bytes: int = 0,
+        aside_bytes: int = 0,
     ) -> None:
         super().__init__(message)
         self.minimum_bytes = minimum_bytes
         self.operator = operator
         self.source = source
         self.budget_bytes = budget_bytes
+        self.aside_bytes = aside_bytes
 
 
 class ScheduleError(LowtideError):

@@ -124,11 +124,11 @@ def planned_program(
     operators = captured_program(model, args, kwargs, apart, mask, assigned=program.assigned)
     try:
         other = make_program_plan(operators, apart, model)
-    except InfeasibleBudgetError:
-        if plan is None:
-            assert refused is not None
-            raise refused from None
-        return program, plan
+    except InfeasibleBudgetError as error:
+        if refused is None:
+            assert plan is not None
+            return program, plan
+        raise min(refused, _with_aside(error, refused.aside_bytes), key=lambda e: e.minimum_bytes) from None
     if plan is not None and plan.time_ns <= other.time_ns:
         return program, plan
     _LOG.info(
@@ -215,16 +215,22 @@ def _make_program_plan(
             plan = _kept_or_made(program, costs, max(budget, 1), settings, on_progress)
         return _with_memory_reused(program, plan) if settings.compiler == "eager" else plan
     except InfeasibleBudgetError as error:
-        if not aside:
-            raise
-        raise InfeasibleBudgetError(
-            f"{error} This is the pass alone; {aside} bytes are reserved or resident outside of it, so the budget must be "
-            f"at least {error.minimum_bytes + aside} bytes.",
-            minimum_bytes=error.minimum_bytes + aside,
-            operator=error.operator,
-            source=error.source,
-            budget_bytes=error.budget_bytes,
-        ) from None
+        raise _with_aside(error, aside) from None
+
+
+def _with_aside(error: InfeasibleBudgetError, aside: int) -> InfeasibleBudgetError:
+    """The error for a budget of which ``aside`` bytes are not the pass's."""
+    if not aside:
+        return error
+    return InfeasibleBudgetError(
+        f"{error} This is the pass alone; {aside} bytes are reserved or resident outside of it, so the budget must be "
+        f"at least {error.minimum_bytes + aside} bytes.",
+        minimum_bytes=error.minimum_bytes + aside,
+        operator=error.operator,
+        source=error.source,
+        budget_bytes=error.budget_bytes,
+        aside_bytes=aside,
+    )
 
 
 def _with_memory_reused(program: Program, plan: Plan) -> Plan:

@@ -142,6 +142,26 @@ def _sequences(iteration: int) -> Any:
     return (torch.randn(8, 64, 32, generator=torch.Generator().manual_seed(iteration)),), {}
 
 
+def test_the_smallest_budget_is_that_of_operators_or_kernels() -> None:
+    """What the error names is met; also where bytes are set aside."""
+    model, (args, kwargs) = WithLoss(_Attending()), _sequences(0)
+    for options in ({"budget": 1000}, {"budget": 5000, "reserve": 4000}, {"total_budget": 300_000}):
+        with pytest.raises(lowtide.InfeasibleBudgetError) as refused:
+            pipeline.planned_program(model, args, kwargs, Settings(planner="greedy", compiler="inductor", **options))
+        name = next(iter(options))
+        met = {**options, name: refused.value.minimum_bytes}
+        _, plan = pipeline.planned_program(model, args, kwargs, Settings(planner="greedy", compiler="inductor", **met))
+        assert plan.peak_bytes <= plan.budget_bytes == refused.value.minimum_bytes - refused.value.aside_bytes
+        apart = [_minimum(model, options, compiler) for compiler in ("eager", "inductor")]
+        assert refused.value.minimum_bytes == min(apart)
+
+
+def _minimum(model: nn.Module, options: dict[str, int], compiler: str) -> int:
+    with pytest.raises(lowtide.InfeasibleBudgetError) as refused:
+        _planned(model, Settings(planner="greedy", compiler=compiler, **options))
+    return refused.value.minimum_bytes
+
+
 @pytest.mark.parametrize("budget", ["60%", "45%", "40%", "36%"])
 def test_the_quicker_of_kernels_and_operators(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the same bytes; where kernels cannot meet the budget, operators do. The model trains by what was chosen."""
