@@ -39,7 +39,9 @@ class Row:
 
     ``gradient_error`` is the largest difference from plain eager's gradients relative to the largest gradient of the same
     parameter (or a thousandth of the largest of all: a key's bias has none but rounding), 0 where all are equal to the bit.
-    ``lower_bound`` is proven for the predicted overhead: no schedule of the same operators within the budget has less.
+    ``rounding`` is that of plain eager's gradients to those in double precision: where activations have a kink, rounding
+    decides on which side an element is. ``lower_bound`` is proven for the predicted overhead: no schedule of the same
+    operators within the budget has less.
     ``message`` is set where the mechanism failed, and nothing else is then.
     """
 
@@ -59,6 +61,7 @@ class Row:
     lower_bound: float = 0.0
     prepare_seconds: float = 0.0
     gradient_error: float = 0.0
+    rounding: float = 0.0
 
     @property
     def peak_ratio(self) -> float:
@@ -106,6 +109,7 @@ class _Comparison:
         self.plain = _Ready("", self._sample(), contextlib.nullcontext(), 0.0)
         self.expected = self._gradients(self.plain)
         self.plain_peak_bytes, _ = self._peak(self.plain)
+        self.rounding = _error(self.expected, self._in_double())
 
     def run(self, settings: Sequence[str]) -> list[Row]:
         prepared = [self._prepared(setting) for setting in settings]
@@ -123,6 +127,13 @@ class _Comparison:
             return model, args, kwargs
         moved = pytree.tree_map(lambda x: x.to(self.device) if isinstance(x, torch.Tensor) else x, (args, kwargs))
         return model.to(self.device), *moved
+
+    def _in_double(self) -> dict[str, torch.Tensor]:
+        """The gradients in double precision."""
+        model, args, kwargs = self._sample()
+        args, kwargs = pytree.tree_map(_doubled, (args, kwargs))
+        found = self._gradients(_Ready("", (model.double(), args, kwargs), contextlib.nullcontext(), 0.0))
+        return {name: gradient.float() for name, gradient in found.items()}
 
     def _prepared(self, setting: str) -> _Ready | Row:
         """The model under the mechanism, its first step taken; a row with a message where that fails."""
@@ -159,6 +170,7 @@ class _Comparison:
             lower_bound=_lower_bound(predicted) if predicted else 0.0,
             prepare_seconds=ready.prepare_seconds,
             gradient_error=_error(self._gradients(ready), self.expected),
+            rounding=self.rounding,
         )
 
     def _gradients(self, ready: _Ready) -> dict[str, torch.Tensor]:
@@ -186,6 +198,10 @@ class _Comparison:
         start = time.perf_counter_ns()
         ready.step()
         return time.perf_counter_ns() - start
+
+
+def _doubled(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _lower_bound(plan: lowtide.Plan) -> float:
