@@ -1,7 +1,8 @@
 """Every architecture of ``transformers`` for common tasks, made small by its configuration's own fields.
 
 ``architectures()`` names them as ``task/type``; ``build(name)`` returns ``(model, args, kwargs)`` with random weights. Sizes
-are shrunk by the names of the fields (``hidden_size``, ``num_hidden_layers`` ..), everything else is the library's default.
+are shrunk by the names of the fields (``hidden_size``, ``num_hidden_layers`` ..); random layer drop and time masking are off,
+because they change the program from call to call; everything else is the library's default.
 Some configurations do not survive that: ``build`` raises whatever they raise, or ``TooLargeError``.
 """
 
@@ -36,6 +37,7 @@ _SIZES: dict[int, tuple[str, ...]] = {
           "ffn_size", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_source_positions",
           "max_target_positions", "shared_intermediate_size", "dense_intermediate_size", "vocab_size_per_layer_input"),
 }  # fmt: skip
+_OFF = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "mask_time_prob", "mask_feature_prob")
 _FIELDS = {name: size for size, names in _SIZES.items() for name in names}
 
 
@@ -84,6 +86,8 @@ def _small(config: Any, part: bool = False) -> dict[str, Any]:
             chosen[name] = _small(value, part=True)
         elif name in _FIELDS and isinstance(value, int) and not isinstance(value, bool):
             chosen[name] = min(value, _FIELDS[name])
+        elif name in _OFF:
+            chosen[name] = 0.0
         elif name.endswith("token_id") and isinstance(value, int):
             chosen[name] = min(value, 2)
         elif name in ("image_size", "input_size") and isinstance(value, int):
