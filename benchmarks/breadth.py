@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import select
 import subprocess
 import sys
@@ -40,6 +41,7 @@ _LEAST = 1e-3  # of the largest gradient of all: smaller ones are compared with 
 _SILENT_SECONDS = 600
 _END_SECONDS = 60  # for a process that has said its last word
 _MESSAGE = 240
+_PLACE = re.compile(r"/\S*/site-packages/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in _rows(_chosen(options), options):
         print(f"{row.outcome:>14}  {row.model} {row.compiler}  {row.message}", flush=True)
         broken += row.outcome == "broken"
-        known = [other for other in known if (other.model, other.compiler) != (row.model, row.compiler)] + [row]
+        known = [other for other in known if not _replaced(other, row)] + [row]
         _write(path, known, options)
     return 1 if broken else 0
+
+
+def _replaced(old: Row, new: Row) -> bool:
+    """A model that did not come to be compiled has one row for all compilers."""
+    return old.model == new.model and (old.compiler == new.compiler or not (old.compiler and new.compiler))
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:
@@ -216,7 +223,7 @@ def _distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0][:_MESSAGE]
+    return _PLACE.sub("", f"{type(error).__name__}: {error}".split("\n")[0])[:_MESSAGE]
 
 
 def _write(path: Path, rows: Sequence[Row], options: argparse.Namespace) -> None:

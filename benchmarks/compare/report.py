@@ -53,7 +53,8 @@ def _line(row: Row, most_error: float) -> str:
         return f"| {row.mechanism} | {setting} | {row.message.replace('|', '/')} | | | | | | |"
     predicted = row.predicted_peak_bytes / row.plain_peak_bytes
     cells = [row.mechanism, setting, f"{row.peak_ratio:.3f}", f"{row.time_ratio:.2f}"]
-    planned = [f"{predicted:.3f}", f"{1 + row.predicted_overhead:.3f}", f"{1 + row.lower_bound:.3f}"]
+    planned = [f"{predicted:.3f}", f"{1 + row.predicted_overhead:.3f}"]
+    planned.append(f"{1 + row.lower_bound:.3f}" if row.lower_bound else "")
     cells += planned if row.predicted_peak_bytes else ["", "", ""]
     return f"| {' | '.join([*cells, f'{row.prepare_seconds:.1f} s', _gradients(row, most_error)])} |"
 
