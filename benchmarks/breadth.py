@@ -14,7 +14,6 @@ import dataclasses
 import json
 import os
 import platform
-import re
 import select
 import subprocess
 import sys
@@ -28,7 +27,8 @@ from typing import IO
 import torch
 
 import lowtide
-from benchmarks.breadth_models import TooLargeError, architectures, build
+from benchmarks.breadth_models import architectures, build
+from benchmarks.outcomes import error_text, gradient_error
 from benchmarks.sweep_model import State, difference_of, measured_peak, train
 from benchmarks.zoo import Sample
 from lowtide.integrations.passes import latest_plans
@@ -37,11 +37,9 @@ RESULTS = Path(__file__).parent / "results"
 OUTCOMES = ("good", "broken", "refused", "not repeatable", "not built")
 ITERATIONS = 2
 CLOSE = 1e-3  # of a compiled gradient, to the largest of the same parameter
-_LEAST = 1e-3  # of the largest gradient of all: smaller ones are compared with this
 _SILENT_SECONDS = 600
 _END_SECONDS = 60  # for a process that has said its last word
 _MESSAGE = 240
-_PLACE = re.compile(r"/\S*/site-packages/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +120,7 @@ def _started(names: Sequence[str], options: argparse.Namespace) -> subprocess.Po
         command += [f"--{option}", getattr(options, option)]
     environment = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        bufsize=1,
+        command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
 
 
@@ -155,11 +148,8 @@ def _rows_of(name: str, compilers: Sequence[str], options: argparse.Namespace) -
         plain = build(name)
         expected, again = train(plain, ITERATIONS), train(build(name), ITERATIONS)
         peak = measured_peak(plain)
-    except TooLargeError as error:
-        yield Row(name, "", "not built", str(error))
-        return
     except Exception as error:  # noqa: BLE001 (whatever the library says of this configuration)
-        yield Row(name, "", "not built", _text(error))
+        yield Row(name, "", "not built", error_text(error, _MESSAGE))
         return
     if difference_of(again, expected):
         yield Row(name, "", "not repeatable", "two plain runs from the same state differ")
@@ -169,9 +159,9 @@ def _rows_of(name: str, compilers: Sequence[str], options: argparse.Namespace) -
         try:
             row = _row(name, compiler, peak, expected, options)
         except lowtide.CaptureError as error:
-            row = Row(name, compiler, "refused", _text(error))
+            row = Row(name, compiler, "refused", error_text(error, _MESSAGE))
         except Exception as error:  # noqa: BLE001 (a failure of lowtide is a result)
-            row = Row(name, compiler, "broken", _text(error))
+            row = Row(name, compiler, "broken", error_text(error, _MESSAGE))
         yield dataclasses.replace(row, seconds=time.perf_counter() - began)
 
 
@@ -183,7 +173,7 @@ def _row(name: str, compiler: str, peak: int, expected: State, options: argparse
     if compiler == "eager":
         difference, most = difference_of(found, expected), 0.0
     else:
-        difference, most = _distance(found[0], expected[0]), CLOSE
+        difference, most = gradient_error(_gradients(found[0]), _gradients(expected[0])), CLOSE
     complaints = [
         f"differs from eager by {difference:.1e}" * (not difference <= most),
         f"measured peak {measured:,} above the predicted {plan.peak_bytes:,}" * (measured > plan.peak_bytes),
@@ -207,23 +197,8 @@ def _planned(name: str, budget: int | str, compiler: str, options: argparse.Name
     return model, args, kwargs
 
 
-def _distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Of the gradients of a step, each relative to the largest of its parameter."""
-    gradients = {
-        name: tensor for name, tensor in expected.items() if name.startswith("gradient") and tensor is not None
-    }
-    scales = {name: tensor.abs().max().item() for name, tensor in gradients.items()}
-    least = max(_LEAST * max(scales.values(), default=0.0), 1e-30)
-    if any(found[name] is None for name in gradients):
-        return float("inf")
-    return max(
-        ((found[name] - tensor).abs().max().item() / max(scales[name], least) for name, tensor in gradients.items()),
-        default=0.0,
-    )
-
-
-def _text(error: Exception) -> str:
-    return _PLACE.sub("", f"{type(error).__name__}: {error}".split("\n")[0])[:_MESSAGE]
+def _gradients(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in state.items() if name.startswith("gradient") and tensor is not None}
 
 
 def _write(path: Path, rows: Sequence[Row], options: argparse.Namespace) -> None:

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import re
 import statistics
 import sys
 import time
@@ -26,11 +25,10 @@ import torch.utils._pytree as pytree
 import lowtide
 from benchmarks.compare.mechanisms import MECHANISMS, Job
 from benchmarks.compare.models import COMPARED
+from benchmarks.outcomes import error_text, gradient_error
 from benchmarks.zoo import Sample, loss_of
 
 _MESSAGE = 300
-_PLACE = re.compile(r"/\S*/site-packages/")
-_LEAST_SCALE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +37,9 @@ class Row:
 
     ``gradient_error`` is the largest difference from plain eager's gradients relative to the largest gradient of the same
     parameter (or a thousandth of the largest of all: a key's bias has none but rounding), 0 where all are equal to the bit.
-    ``rounding`` is that of plain eager's gradients to those in double precision: where activations have a kink, rounding
-    decides on which side an element is. ``lower_bound`` is proven for the predicted overhead: no schedule of the same
-    operators within the budget has less.
+    ``rounding``, of the mechanism ``plain`` alone, is that of plain eager's gradients to those in double precision: where
+    activations have a kink, rounding decides on which side an element is. ``lower_bound`` is proven for the predicted
+    overhead: no schedule of the same operators within the budget has less.
     ``message`` is set where the mechanism failed, and nothing else is then.
     """
 
@@ -109,7 +107,8 @@ class _Comparison:
         self.plain = _Ready("", self._sample(), contextlib.nullcontext(), 0.0)
         self.expected = self._gradients(self.plain)
         self.plain_peak_bytes, _ = self._peak(self.plain)
-        self.rounding = _error(self.expected, self._in_double())
+        plain_is_all = options.mechanism == "plain"  # once for a model
+        self.rounding = gradient_error(self.expected, self._in_double()) if plain_is_all else 0.0
 
     def run(self, settings: Sequence[str]) -> list[Row]:
         prepared = [self._prepared(setting) for setting in settings]
@@ -144,8 +143,7 @@ class _Comparison:
             ready = _Ready(setting, job.sample, context, time.perf_counter() - start)
             self._timed(ready)
         except Exception as error:  # noqa: BLE001 (whatever a mechanism raises is its result)
-            text = _PLACE.sub("", f"{type(error).__name__}: {error}".split("\n")[0])[:_MESSAGE]
-            return Row(self.options.model, self.options.mechanism, setting, message=text)
+            return Row(self.options.model, self.options.mechanism, setting, message=error_text(error, _MESSAGE))
         return ready
 
     def _row(self, ready: _Ready) -> Row:
@@ -169,7 +167,7 @@ class _Comparison:
             predicted_overhead=predicted.overhead if predicted else 0.0,
             lower_bound=_lower_bound(predicted) if predicted else 0.0,
             prepare_seconds=ready.prepare_seconds,
-            gradient_error=_error(self._gradients(ready), self.expected),
+            gradient_error=gradient_error(self._gradients(ready), self.expected),
             rounding=self.rounding,
         )
 
@@ -231,15 +229,6 @@ def _cuda_time(ready: _Ready) -> int:
     end.record()
     end.synchronize()
     return round(1e6 * start.elapsed_time(end))
-
-
-def _error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    if found.keys() != expected.keys():
-        return float("inf")
-    scales = {name: gradient.abs().max().item() for name, gradient in expected.items()}
-    least = max(_LEAST_SCALE * max(scales.values()), 1e-30)
-    differences = ((name, (found[name] - gradient).abs().max().item()) for name, gradient in expected.items())
-    return max(difference / max(scales[name], least) for name, difference in differences)
 
 
 if __name__ == "__main__":

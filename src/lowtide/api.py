@@ -52,7 +52,8 @@ def rematerialize(
         Name and options of a planner, see ``lowtide planners``.
     compiler:
         ``"eager"``: operators run one by one, as in plain PyTorch, with the same results to the bit. ``"inductor"``: chains
-        of pointwise operators and reductions are compiled into fused kernels before planning; results are close.
+        of pointwise operators and reductions are compiled into fused kernels before planning; results are close. Where
+        kernels cannot meet the budget, or only by much recomputation, operators run where they are quicker.
     on_new_signature:
         What a call with other shapes, types, flags or autocast state does: ``"plan"`` anew, run ``"eager"`` without a
         plan (warned once), or raise an ``"error"``.

@@ -110,31 +110,30 @@ def planned_program(
     of the two is taken.
     """
     program = captured_program(model, args, kwargs, settings, mask, assigned=assigned)
-    plan, refused = None, None
+    answer: Plan | InfeasibleBudgetError
     try:
-        plan = make_program_plan(program, settings, model, granted_bytes=granted_bytes)
+        answer = make_program_plan(program, settings, model, granted_bytes=granted_bytes)
     except InfeasibleBudgetError as error:
         if settings.compiler == "eager":
             raise
-        refused = error
-    if plan is not None and (settings.compiler == "eager" or plan.overhead <= _COSTLY):
-        return program, plan
-    budget_bytes = plan.budget_bytes if plan is not None else refused.budget_bytes if refused is not None else 0
-    apart = dataclasses.replace(settings, compiler="eager", budget=budget_bytes, total_budget=None, reserve=0)
+        answer = error
+    if isinstance(answer, Plan) and (settings.compiler == "eager" or answer.overhead <= _COSTLY):
+        return program, answer
+    apart = dataclasses.replace(settings, compiler="eager", budget=answer.budget_bytes, total_budget=None, reserve=0)
     operators = captured_program(model, args, kwargs, apart, mask, assigned=program.assigned)
     try:
         other = make_program_plan(operators, apart, model)
     except InfeasibleBudgetError as error:
-        if refused is None:
-            assert plan is not None
-            return program, plan
-        raise min(refused, _with_aside(error, refused.aside_bytes), key=lambda e: e.minimum_bytes) from None
-    if plan is not None and plan.time_ns <= other.time_ns:
-        return program, plan
+        if isinstance(answer, Plan):
+            return program, answer
+        raise min(answer, _with_aside(error, answer.aside_bytes), key=lambda e: e.minimum_bytes) from None
+    if isinstance(answer, Plan) and answer.time_ns <= other.time_ns:
+        return program, answer
     _LOG.info(
-        "within %d bytes %s runs operator by operator, in %d ns instead of %s: its kernels need more at once",
-        budget_bytes, type(model).__name__, other.time_ns, "not at all" if plan is None else f"{plan.time_ns} ns",
-    )  # fmt: skip
+        "within %d bytes %s runs operator by operator: its kernels need more at once",
+        other.budget_bytes,
+        type(model).__name__,
+    )
     return operators, other
 
 

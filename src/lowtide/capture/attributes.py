@@ -36,7 +36,6 @@ from lowtide.errors import CaptureError
 
 _LOG = logging.getLogger(__name__)
 _OWN = frozenset(vars(nn.Module())) | {"forward"}  # what every module has
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _SHOWN = 3
 
 Place = tuple[str, str]  # the path of a module, and the name of its attribute
@@ -117,7 +116,7 @@ def write(model: nn.Module, places: Sequence[Place], changes: Sequence[tuple[str
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
     """All tensors in plain attributes, those in containers and objects included."""
-    distinct = {id(value): value for _, value in _attributes(model) if not isinstance(value, _PLAIN)}
+    distinct = {id(value): value for _, value in _attributes(model) if not isinstance(value, structure.PLAIN)}
     return [tensor for value in distinct.values() for tensor in _tensors(value)]
 
 
@@ -209,7 +208,7 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def _identity(value: Any, kept: list[Any]) -> Any:
     """Equal for what is the same: values of plain types, the very same objects, and containers of such."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, structure.PLAIN):
         return type(value), repr(value)
     if isinstance(value, (list, tuple, set, deque)):
         return type(value), tuple(_identity(item, kept) for item in value)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[int, ...]) -> Any
     if isinstance(node, torch.Tensor):
         tensors.append(node)
         return Slot(len(tensors) - 1)
-    if isinstance(node, (*_PLAIN, type, torch.nn.Module)) or id(node) in seen:
+    if isinstance(node, (*PLAIN, type, torch.nn.Module)) or id(node) in seen:
         return node
     within = (*seen, id(node))
     if not _is_pytree_leaf(node):

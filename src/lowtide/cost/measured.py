@@ -11,7 +11,7 @@ Everything that the caller could notice is put back: generator states, gradient 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,7 +58,8 @@ def measure_costs(
                 failed.add(key)
             else:
                 cache.put(key, record, keep=signatures[op][1])
-        _settle_times(program, cache, signatures, set(missing) - failed, device)
+        measured = {key: (op, signatures[op][1]) for key, op in missing.items() if key not in failed}
+        _settle_times(program, cache, measured, device)
     cache.save()
     report("measuring operators", 1.0)
     return _columns(
@@ -67,23 +68,22 @@ def measure_costs(
 
 
 def _settle_times(
-    program: Program,
-    cache: CostCache,
-    signatures: Mapping[int, tuple[str, bool]],
-    keys: Iterable[str],
-    device: torch.device,
+    program: Program, cache: CostCache, measured: Mapping[str, tuple[int, bool]], device: torch.device
 ) -> None:
-    """Time those of ``keys`` again whose repetitions scattered, until they do not; the least time is kept."""
-    ops = {key: op for op, (key, _) in signatures.items()}
-    scattered = sorted(key for key in keys if _scatters(cache.records[key]))
+    """Time operators again whose repetitions scattered, until they do not; the least time is kept.
+
+    ``measured``: by signature, an op and whether its record goes to disk.
+    """
+    scattered = sorted(key for key in measured if _scatters(cache.records[key]))
     for _ in range(_AGAIN):
         left = []
         for key in scattered:
-            best, again = cache.records[key], _try_measure(program, ops[key], device)
+            op, keep = measured[key]
+            again = _try_measure(program, op, device)
             if again is None:
                 continue
-            if again.time_ns < best.time_ns:
-                cache.put(key, again, keep=signatures[ops[key]][1])
+            if again.time_ns < cache.records[key].time_ns:
+                cache.put(key, again, keep=keep)
             if _scatters(again):
                 left.append(key)
         scattered = left

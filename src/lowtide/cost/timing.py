@@ -7,8 +7,7 @@ step: 1.0 of the time in place for every frequent operator, against 0.3 to 0.8 w
 
 Not included is what the system takes to hand out zeroed pages, which happens when the process grows, not when an
 operator runs: memory freed and used again costs nothing. The lower quartile is reported: other programs on the machine
-only ever add time, and on a busy one they add it to more than half of the repetitions (a multiplication of 0.13 ms whose
-median was 13 ms has been seen).
+only ever add time, and on a busy one they add it to more than half of the repetitions.
 """
 
 from __future__ import annotations

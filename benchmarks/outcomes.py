@@ -1,0 +1,27 @@
+"""What benchmarks say of a run: how far its gradients are from others, and why it failed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+_PLACE = re.compile(r"/\S*/site-packages/")
+_LEAST_SCALE = 1e-3
+
+
+def gradient_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """The largest difference, relative to the largest gradient of the same parameter, or to a thousandth of the largest of
+    all where that is more (a key's bias has none but rounding); infinite where other parameters have gradients."""
+    if found.keys() != expected.keys():
+        return float("inf")
+    scales = {name: gradient.abs().max().item() for name, gradient in expected.items()}
+    least = max(_LEAST_SCALE * max(scales.values(), default=0.0), 1e-30)
+    differences = ((name, (found[name] - gradient).abs().max().item()) for name, gradient in expected.items())
+    return max((difference / max(scales[name], least) for name, difference in differences), default=0.0)
+
+
+def error_text(error: Exception, length: int) -> str:
+    """The first line of the error, without the folder that packages are installed in."""
+    return _PLACE.sub("", f"{type(error).__name__}: {error}".split("\n")[0])[:length]
