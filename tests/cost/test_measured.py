@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +84,28 @@ def test_equal_signatures_are_measured_once() -> None:
     costs = measure_costs(program, cache=CostCache(None), on_progress=lambda text, fraction: texts.append(fraction))
     assert len(set(costs.time_ns.tolist())) == 1
     assert texts == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("exponents", "distinct"),
+    [((0.1, 0.3, 1e-5, -0.7), 1), ((2.0, 3.0, 0.5, -0.5, 0.3), 5), ((math.inf, -math.inf, 0.3), 3)],
+)
+def test_numbers_that_no_kernel_treats_apart_share_a_measurement(exponents: tuple[float, ...], distinct: int) -> None:
+    """A probability or a running average's weight that changes from step to step is not measured at every step."""
+    program = program_of(
+        *((f"y{i}", aten.pow.Tensor_Scalar, ("x", exponent)) for i, exponent in enumerate(exponents)),
+        x=torch.empty(50),
+    )
+    assert len({signature(program, op.id)[0] for op in program.graph.ops}) == distinct
+
+
+def test_a_number_that_sizes_the_result_has_a_measurement_of_its_own() -> None:
+    program = program_of(
+        ("a", aten.arange.start_step, (0, 10, 0.3), {"device": "cpu"}),
+        ("b", aten.arange.start_step, (0, 10, 0.1), {"device": "cpu"}),
+        x=torch.empty(50),
+    )
+    assert len({signature(program, op.id)[0] for op in program.graph.ops}) == 2
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 Grammar of the key, a string that is stable across processes::
 
-    key       ::= target "(" argument* ")" "->" positions "|" settings
+    key       ::= target "(" argument* ")" "->" positions tensor* "|" settings
     argument  ::= tensor | number | text | "[" argument* "]"
+    number    ::= as Python writes it; "float" where it is neither whole nor a half: kernels have no path of their own for it
     tensor    ::= "%" n dtype shape stride offset device     n counts distinct tensors; storage offset modulo 64 bytes
                   ["of" bytes "at" offset]                   where the whole storage is copied
     settings  ::= threads, determinism, matmul precision     whatever else chooses a kernel
@@ -11,6 +12,7 @@ Grammar of the key, a string that is stable across processes::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,7 +37,8 @@ def signature(program: Program, op: int) -> tuple[str, bool]:
     call = program.calls[op]
     describer = _Describer(program, whole=copies_storage(call.target))
     arguments = describer.text((call.args, dict(sorted(call.kwargs.items()))))
-    key = f"{target_name(call.target)}{arguments}->{call.positions}|{settings()}"
+    results = ",".join(_layout(program.metas[value]) for value in program.graph.ops[op].outputs)
+    key = f"{target_name(call.target)}{arguments}->{call.positions}[{results}]|{settings()}"
     return key, describer.stable
 
 
@@ -102,6 +105,8 @@ class _Describer:
             return "{" + ",".join(f"{key}={self.text(item)}" for key, item in argument.items()) + "}"
         if isinstance(argument, (list, tuple)):
             return "[" + ",".join(self.text(item) for item in argument) + "]"
+        if isinstance(argument, float) and math.isfinite(argument) and not (2 * argument).is_integer():
+            return "float"
         if argument is None or isinstance(argument, (bool, int, float, complex, str)):
             return repr(argument)
         if isinstance(argument, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
