@@ -33,16 +33,18 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Tests that count every byte that is left run in a process without what the others leave behind.
+# Tests that count every byte that is left run in a process without what the others leave behind. What fails is run once
+# more, in a fresh process, and fails the target if it fails again.
 EXACT := tests/online tests/runtime
+RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(1) || OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(1) --last-failed
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" $(EXACT)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" $(EXACT:%=--ignore=%)
+	$(call RUN_TESTS,-m "not slow" $(EXACT))
+	$(call RUN_TESTS,-m "not slow" $(EXACT:%=--ignore=%))
 
 test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(EXACT)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(EXACT:%=--ignore=%)
+	$(call RUN_TESTS,$(EXACT))
+	$(call RUN_TESTS,$(EXACT:%=--ignore=%))
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(DOCS_TOOLS)

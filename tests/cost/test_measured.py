@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -138,6 +139,34 @@ def test_repetitions_that_others_slow_down_do_not_count(disturbed: int) -> None:
     """Up to two thirds of them."""
     samples = [100 + 1000 * (index < disturbed) + index % 3 for index in range(21)]
     assert timing._summary(samples, 0).time_ns in range(100, 103)
+
+
+def test_the_peak_is_that_of_one_repetition() -> None:
+    """Neither what repetitions leave behind is in it, nor is what was freed meanwhile missing."""
+    left: list[torch.Tensor] = []
+    freed = [torch.empty(10_000, dtype=torch.uint8) for _ in range(2)]
+
+    def call() -> torch.Tensor:
+        del freed[-1:]
+        left.append(torch.empty(300, dtype=torch.uint8))
+        return torch.empty(1000, dtype=torch.uint8)
+
+    assert timing.time_call(call, torch.device("cpu"), 1).peak_bytes == 1300
+
+
+def test_garbage_is_not_collected_while_operators_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def measure_operator(*args: Any) -> Any:
+        seen.append(gc.isenabled())
+        return original(*args)
+
+    original = measured.measure_operator
+    monkeypatch.setattr(measured, "measure_operator", measure_operator)
+    _costs(("y", aten.relu.default, ("x",)), x=torch.empty(50))
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()
 
 
 def test_generators_and_modes_are_untouched() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -165,3 +166,27 @@ def test_cuda_peak() -> None:
     measurement = measure(lambda: torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
     assert measurement.peak_bytes == 1 << 20
     assert measurement.device.startswith("cuda")
+
+
+class _Cycle:
+    """Garbage whose finalizer makes garbage in turn: one collection does not free it."""
+
+    def __init__(self) -> None:
+        self.block = torch.empty(1000, dtype=torch.uint8)
+        self.itself = self
+
+    def __del__(self) -> None:
+        cycle: list[object] = [self.block]
+        cycle.append(cycle)
+
+
+def test_garbage_of_before_is_no_part_of_a_measurement() -> None:
+    _Cycle()
+
+    def call() -> torch.Tensor:
+        for _ in range(3):
+            gc.collect()
+        return torch.empty(10, dtype=torch.uint8)
+
+    measured = measure(call)
+    assert (measured.peak_bytes, measured.final_bytes) == (10, 10)

@@ -5,11 +5,12 @@ during them gives the workspace: the peak less the storages that the op returns.
 compared with the captured ones, and the larger bytes count. Only one operator's tensors exist at a time. Operators whose
 times scatter are timed again once all others are done, when what disturbed them may be over; their least time counts.
 
-Everything that the caller could notice is put back: generator states, gradient mode, autocast.
+Everything that the caller could notice is put back: generator states, gradient mode, autocast, garbage collection.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -215,5 +216,11 @@ def _settle(program: Program, op: Op, record: Record, real: list[int]) -> int:
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
     cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
+    collecting = gc.isenabled()
+    gc.disable()  # what it frees in the middle of an operator would be missing from that operator's peak
+    try:
+        with torch.random.fork_rng(devices=cuda), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        if collecting:
+            gc.enable()

@@ -29,6 +29,7 @@ from lowtide.report.measured import measurement_to_json
 from lowtide.runtime import cpu_allocator
 
 _LOG_EVENTS = 1 << 20
+_COLLECTIONS = 5  # at most, before a measurement
 _Level = tuple[int, int]  # (ns since the start, bytes above the level at the start)
 
 
@@ -59,7 +60,7 @@ def measure(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Measurement
     The bytes are those of the current CUDA device where the call used it, else those of the CPU. What an earlier
     measurement in another thread allocates meanwhile is counted too: the allocator is one.
     """
-    gc.collect()
+    collect_garbage()
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return _measure_cpu(lambda: fn(*args, **kwargs))
     start = _reset_cuda_peak()
@@ -69,6 +70,17 @@ def measure(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Measurement
         return on_cpu
     final = torch.cuda.memory_allocated() - start
     return Measurement(peak, on_cpu.time_ns, f"cuda:{torch.cuda.current_device()}", (), final)
+
+
+def collect_garbage() -> None:
+    """Free what the caller's earlier work left in cycles; again while that frees memory, as finalizers may leave garbage."""
+    counter = cpu_allocator.install()
+    level: int | None = None
+    for _ in range(_COLLECTIONS):
+        gc.collect()
+        previous, level = level, counter.level_bytes if counter is not None else 0
+        if level == previous:
+            break
 
 
 def allocation_peak(fn: Callable[[], Any]) -> tuple[int, int]:
