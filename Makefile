@@ -33,18 +33,15 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Tests that count every byte that is left run in a process without what the others leave behind. What fails is run once
-# more, in a fresh process, and fails the target if it fails again.
-EXACT := tests/online tests/runtime
+# What fails is run once more, in a fresh process (a busy machine may have kept it from its end), and fails the target if it
+# fails again.
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(1) || OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(1) --last-failed
 
 test: lint
-	$(call RUN_TESTS,-m "not slow" $(EXACT))
-	$(call RUN_TESTS,-m "not slow" $(EXACT:%=--ignore=%))
+	$(call RUN_TESTS,-m "not slow")
 
 test-all: lint
-	$(call RUN_TESTS,$(EXACT))
-	$(call RUN_TESTS,$(EXACT:%=--ignore=%))
+	$(call RUN_TESTS)
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(DOCS_TOOLS)

@@ -16,7 +16,8 @@ It can also hold a limit: an allocation of one chosen thread that would exceed i
 room, and is refused with the original allocator's own out-of-memory exception where that fails.
 
 It stays installed for the life of the process, because blocks outlive a measurement; so do code and table. Blocks that
-were allocated before it was installed are unknown: their frees are not seen, and a measurement is then too high.
+were allocated before it was installed are unknown: their frees are not seen, and a measurement is then too high. Blocks of no
+bytes have no address; oneDNN releases such, and an empty place in the table has that address too, so they are passed over.
 """
 
 from __future__ import annotations
@@ -151,10 +152,13 @@ done:
 
 define void @release(ptr %data) uwtable {{
   %key = ptrtoint ptr %data to i64
+  %absent = icmp eq ptr %data, null
+  br i1 %absent, label %done, label %search
+search:
   %first = call i64 @first_slot(ptr %data)
   br label %loop
 loop:
-  %probe = phi i64 [ 0, %0 ], [ %next, %other ]
+  %probe = phi i64 [ 0, %search ], [ %next, %other ]
   %slot = call ptr @slot_address(i64 %first, i64 %probe)
   %found = load atomic i64, ptr %slot seq_cst, align 8
   %mine = icmp eq i64 %found, %key
