@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lowtide.dynamic import engine
+from lowtide.dynamic import tally
 from tests.support.fixtures import one_thread
 
 __all__ = ["one_thread"]
@@ -20,7 +20,7 @@ __all__ = ["one_thread"]
 @pytest.fixture(autouse=True)
 def _steady_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operator seems to take equally long, so that what is evicted does not depend on how busy the machine is."""
-    monkeypatch.setattr(engine, "_now", itertools.count(0, 10_000).__next__)
+    monkeypatch.setattr(tally, "now_ns", itertools.count(0, 10_000).__next__)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -18,9 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture.source import user_source
 from lowtide.dynamic import threads, touch
-from lowtide.dynamic.engine import Engine, RebuildError, Tally
+from lowtide.dynamic.engine import Engine
 from lowtide.dynamic.operators import Operator
+from lowtide.dynamic.rebuild import RebuildError
 from lowtide.dynamic.room import Refusal, Room, device_of_budget, room_of
+from lowtide.dynamic.tally import Tally
 from lowtide.errors import ExecutionError, OnlineBudgetError, PlanError
 from lowtide.eviction import HEURISTICS, Pool
 from lowtide.report.units import format_bytes
@@ -183,7 +185,7 @@ class _Run:
                 return operator.run(*args, **kwargs)
             if room.thread != threading.get_ident():
                 room.enter_thread()
-            outermost = not self.engine.frames
+            outermost = self.engine.idle
             try:
                 result = self.engine.run(operator, args, kwargs)
                 if self.engine.tally.rematerialize_ns > self.warn_at_ns:
@@ -212,7 +214,7 @@ class _Run:
         """From outside the dispatcher."""
         with self.engine.lock, _disable_current_modes(), torch.no_grad():
             self.room.enter_thread()
-            outermost = not self.engine.frames
+            outermost = self.engine.idle
             try:
                 return self.engine.touch(tensor, access)
             except BaseException as error:
@@ -222,7 +224,7 @@ class _Run:
     def failed(self, error: BaseException, operator: str, *, outermost: bool) -> None:
         """What an operator raised, or an interruption anywhere on the way."""
         if outermost:
-            self.engine.recover()
+            self.engine.memory.recover()
         if isinstance(error, RuntimeError):
             self.explain(error, operator)
 
@@ -294,7 +296,7 @@ class _Run:
                 engine.restore_all()
             finally:
                 room.hold(None)
-                engine.close()
+                engine.memory.forget()
                 if engine.recorder is not None:
                     engine.recorder.close()
 

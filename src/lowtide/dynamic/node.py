@@ -147,3 +147,25 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_of(item)
+
+
+def pieces_in(value: Any) -> Iterator[Piece]:
+    """The pieces among recorded arguments."""
+    if isinstance(value, Piece):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from pieces_in(item)
+
+
+def dependents_of(node: Node) -> list[Node]:
+    """What was computed from the node's contents: through what the program released, up to what it holds."""
+    seen: dict[Node, None] = {}
+    waiting = [node]
+    while waiting:
+        for child in waiting.pop().children:
+            if child not in seen:
+                seen[child] = None
+                if not child.alive():
+                    waiting.append(child)
+    return list(seen)

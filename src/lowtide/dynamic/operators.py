@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,3 +72,8 @@ class Operator:
         self.geometry_only = name in _GEOMETRY_ONLY
         self.once = overload.namespace not in _FUNCTIONS
         self.statistics = _UPDATES_STATISTICS.get(name)
+
+
+def values_at(positions: tuple[Position, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments at these positions; ``None`` where one was left out."""
+    return [kwargs.get(at) if isinstance(at, str) else args[at] if at < len(args) else None for at in positions]

@@ -61,8 +61,8 @@ class Room:
         self.refusal: Refusal | None = None
         self.interruption: BaseException | None = None
         self.thread = 0
-        engine.free_bytes = self.free_bytes
-        engine.refused_bytes = self.refused_bytes
+        engine.memory.free_bytes = self.free_bytes
+        engine.memory.refused_bytes = self.refused_bytes
 
     def free_bytes(self) -> int:
         """How far the level is below the limit."""
@@ -80,7 +80,7 @@ class Room:
         """Evict until so many bytes can be allocated; false where that cannot be."""
         limit, meter = self.limit_bytes, self.meter
         while limit is not None and meter.level_bytes + wanted_bytes > limit:
-            if not self.engine.evict_one():
+            if not self.engine.memory.evict_one():
                 self.refusal = Refusal(wanted_bytes, meter.level_bytes, limit)
                 return False
         return True
