@@ -280,6 +280,29 @@ def test_leaving_in_another_order() -> None:
     assert [tensor.sum().item() for tensor in chain()] == expected
 
 
+def test_what_does_not_fit_is_restored_with_little_more() -> None:
+    """Evicted gradients that cannot all be rebuilt within the budget come back at the end, but not all activations with them."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            *(module for _ in range(12) for module in (nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64)))
+        )
+
+    inputs = torch.randn(256, 64)
+    plain, model = make(), make()
+
+    def step() -> None:
+        with lowtide.online(260_000):
+            model(inputs).square().sum().backward()
+
+    eager_peak = lowtide.measure(lambda: plain(inputs).square().sum().backward()).peak_bytes
+    measured = lowtide.measure(step)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    assert measured.final_bytes == sum(parameter.nbytes for parameter in model.parameters())
+    assert 260_000 < measured.peak_bytes < eager_peak / 4
+
+
 @pytest.mark.parametrize("kind", ["sparse gradient", "complex", "half", "double", "empty", "lstm", "transformer"])
 def test_other_kinds_of_tensors(kind: str) -> None:
     def setup() -> Scenario:

@@ -30,6 +30,7 @@ from lowtide.trace import TraceWriter
 
 POLICIES = ("eager", "ignore", "banish")
 _WARN_FROM_NS = 1_000_000_000  # a second of recomputation
+_EXTENSIONS = 30  # of the limit at the end, at most, each by what was found to be missing
 _TINY = 1_000_000  # results of less than a millionth of the budget are kept
 
 
@@ -289,16 +290,28 @@ class _Run:
         with engine.lock, _disable_current_modes(), torch.no_grad():
             room.enter_thread()
             try:
-                engine.restore_all()
-            except RuntimeError:
-                room.failure()
-                room.hold(None)  # what is held does not fit the budget; it is the program's all the same
-                engine.restore_all()
+                self._restore()
             finally:
                 room.hold(None)
                 engine.memory.forget()
                 if engine.recorder is not None:
                     engine.recorder.close()
+
+    def _restore(self) -> None:
+        """Rebuild what the program still holds: it is the program's, so where it does not fit the budget, beyond that by what
+        is missing."""
+        room = self.room
+        for _ in range(_EXTENSIONS):
+            try:
+                return self.engine.restore_all()
+            except RuntimeError as error:
+                _, refusal = room.failure()
+                missing_bytes = getattr(error if refusal is None else refusal, "missing_bytes", 0)
+                if room.limit_bytes is None or missing_bytes <= 0:
+                    break
+                room.hold(room.limit_bytes + missing_bytes)
+        room.hold(None)
+        self.engine.restore_all()
 
 
 class _Session:
