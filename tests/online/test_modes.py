@@ -281,7 +281,7 @@ def test_leaving_in_another_order() -> None:
 
 
 def test_what_does_not_fit_is_restored_with_little_more() -> None:
-    """Evicted gradients that cannot all be rebuilt within the budget come back at the end, but not all activations with them."""
+    """Evicted gradients that cannot all be rebuilt within the budget come back at the end, without all activations."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
