@@ -33,15 +33,11 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What fails is run once more, in a fresh process (a busy machine may have kept it from its end), and fails the target if it
-# fails again.
-RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(1) || OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(1) --last-failed
-
 test: lint
-	$(call RUN_TESTS,-m "not slow")
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
 
 test-all: lint
-	$(call RUN_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(DOCS_TOOLS)

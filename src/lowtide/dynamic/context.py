@@ -306,10 +306,10 @@ class _Run:
                 return self.engine.restore_all()
             except RuntimeError as error:
                 _, refusal = room.failure()
-                missing_bytes = getattr(error if refusal is None else refusal, "missing_bytes", 0)
-                if room.limit_bytes is None or missing_bytes <= 0:
+                found = error if refusal is None else refusal
+                if room.limit_bytes is None or not isinstance(found, (Refusal, RebuildError)):
                     break
-                room.hold(room.limit_bytes + missing_bytes)
+                room.hold(room.limit_bytes + found.missing_bytes)
         room.hold(None)
         self.engine.restore_all()
 

@@ -67,7 +67,7 @@ class Engine:
         self.lock = threading.RLock()
         self.noted: set[int] = set()  # the numbers that the recorder knows
         self.execute: Execute = self._execute
-        self.rebuilder = Rebuilder(self.memory, lambda *call: self.execute(*call))
+        self.rebuilder = Rebuilder(self.memory, lambda *call: self.execute(*call))  # a room may replace it
         self.sweep_at = _SWEEP_EVERY
         self.recorder: TraceWriter | None = None
 
@@ -225,6 +225,9 @@ class Engine:
     def _nodes_in(self, values: list[Any]) -> list[Node]:
         return list(dict.fromkeys(self.memory.node_of(tensor) for tensor in tensors_of(values)))
 
+    def _nodes_at(self, positions: tuple[int, ...], args: tuple[Any, ...]) -> list[Node]:
+        return [self.memory.node_of(args[at]) for at in positions if isinstance(args[at], Tensor)]
+
     def _can_run_again(self, record: Record, tensor: Tensor, storage: UntypedStorage) -> bool:
         if storage.nbytes() <= self.tiny_bytes or tensor.is_quantized or storage.device != self.device:
             return False
@@ -330,9 +333,6 @@ class Engine:
             if child.record is not None:
                 _replace(child.record, node, copy)
                 child.record.holds = [copy.kept if s is storage else s for s in child.record.holds]
-
-    def _nodes_at(self, positions: tuple[int, ...], args: tuple[Any, ...]) -> list[Node]:
-        return [self.memory.node_of(args[at]) for at in positions if isinstance(args[at], Tensor)]
 
     # --- from outside ----------------------------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ class Memory:
     # --- what there is ---------------------------------------------------------------------------------------------
 
     def node_of(self, tensor: Tensor) -> Node:
+        """The node of the tensor's storage, a new one where it was not seen before."""
         try:
             storage = storage_of(tensor)
         except (NotImplementedError, RuntimeError):  # sparse and other tensors without one
@@ -86,6 +87,7 @@ class Memory:
         return node
 
     def own(self, node: Node, storage: UntypedStorage) -> None:
+        """The program holds the node's bytes in this storage."""
         handle = Handle(storage, self.dead.append)
         handle.node = node
         node.handle = handle
@@ -111,6 +113,7 @@ class Memory:
         return frame
 
     def close(self, frame: tuple[Node, ...]) -> None:
+        """The operator of the innermost frame has ended."""
         self.frames.pop()
         for node in frame:
             node.locks -= 1
@@ -141,6 +144,7 @@ class Memory:
         return cast("Node | None", chosen)
 
     def evict(self, node: Node) -> None:
+        """Give the bytes back; what holds the storage keeps it, empty."""
         storage = node.handle() if node.handle is not None else None
         self.pool.evict(node)
         self.spare.pop(node, None)

@@ -88,7 +88,7 @@ class Rebuilder:
         for node in locks:
             node.locks = 0
         try:
-            room_bytes = self.memory.room_bytes()
+            room_bytes = memory.room_bytes()
             return self._follow(self._plan_for(targets, room_bytes), room_bytes)
         finally:
             for node, count in locks.items():
@@ -228,4 +228,5 @@ def _kind(record: Record) -> Hashable:
 
 
 def out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation was refused, or a rebuild found no room."""
     return isinstance(error, (torch.OutOfMemoryError, RebuildError)) or "can't allocate memory" in str(error)
