@@ -21,9 +21,8 @@ from lowtide.capture.module import GradientMask
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.cache import cache_folder
 from lowtide.errors import InfeasibleBudgetError, PlanError
-from lowtide.ir import Costs, check, keep_all_schedule, simulate
+from lowtide.ir import Costs, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
-from lowtide.lower.inplace import reuse_memory
 from lowtide.planning import Plan, make_plan
 from lowtide.stages import stage
 
@@ -211,8 +210,7 @@ def _make_program_plan(
         budget = max(budget, granted_bytes)
     try:
         with stage("search"):
-            plan = _kept_or_made(program, costs, max(budget, 1), settings, on_progress)
-        return _with_memory_reused(program, plan) if settings.compiler == "eager" else plan
+            return _kept_or_made(program, costs, max(budget, 1), settings, on_progress)
     except InfeasibleBudgetError as error:
         raise _with_aside(error, aside) from None
 
@@ -230,15 +228,6 @@ def _with_aside(error: InfeasibleBudgetError, aside: int) -> InfeasibleBudgetErr
         budget_bytes=error.budget_bytes,
         aside_bytes=aside,
     )
-
-
-def _with_memory_reused(program: Program, plan: Plan) -> Plan:
-    """The same plan with pointwise operators in place where that is safe, and the peak that this leaves."""
-    with stage("lowering"):
-        schedule = reuse_memory(program, plan.costs, plan.schedule)
-        check(plan.graph, schedule)
-        peak_bytes = simulate(plan.graph, plan.costs, schedule).peak_bytes
-    return dataclasses.replace(plan, schedule=schedule, peak_bytes=peak_bytes)
 
 
 def _kept_or_made(

@@ -129,7 +129,7 @@ def test_graphs_share_the_budget() -> None:
 
 def test_budget_too_small_for_the_graphs_together() -> None:
     plain, model, x = _pair(breaks=True)
-    compiled = _compile(model, _budget(plain, x, 0.45))
+    compiled = _compile(model, _budget(plain, x, 0.35))
     _step(compiled, x)
     with pytest.raises(lowtide.InfeasibleBudgetError, match="3 graphs of the step need"):
         _step(compiled, x)

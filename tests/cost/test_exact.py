@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +13,12 @@ import torch
 from torch import nn
 
 from lowtide.capture import Program, capture
+from lowtide.capture.overwrites import written_form
+from lowtide.capture.program import Ref
 from lowtide.cost import CostCache, measure_costs
 from lowtide.cost.signature import map_refs, target_name
 from lowtide.cost.synthetic import synthetic_tensor
-from lowtide.ir import Compute, Costs, Free, Op, keep_all_schedule, simulate
+from lowtide.ir import Compute, Costs, Free, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.runtime import cpu_allocator
 from lowtide.runtime.meter import collect_garbage
@@ -125,7 +128,7 @@ def _run(program: Program, costs: Costs) -> list[tuple[int, str]]:
     for index, step in enumerate(schedule.steps):
         counter.reset_peak()
         if isinstance(step, Compute):
-            _compute(program, program.graph.ops[step.op], values)
+            _compute(program, step, values)
             measured = counter.peak_bytes - start
             if measured != predicted[index]:
                 differences.append((measured - int(predicted[index]), program.graph.ops[step.op].name))
@@ -135,12 +138,19 @@ def _run(program: Program, costs: Costs) -> list[tuple[int, str]]:
     return differences
 
 
-def _compute(program: Program, op: Op, values: dict[int, Any]) -> None:
+def _compute(program: Program, step: Compute, values: dict[int, Any]) -> None:
+    op = program.graph.ops[step.op]
     if op.target == TANGENT_TARGET:
         meta = program.metas[op.outputs[0]]
         values[op.outputs[0]] = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
         return
     call = program.calls[op.id]
+    if step.into is not None:
+        value = next(v for v in op.inputs if program.graph.values[v].storage == step.into)
+        form = written_form(program, op.id, value)
+        assert form is not None
+        into = {form.keyword: Ref(value)} if form.keyword else {}
+        call = dataclasses.replace(call, target=form.target, kwargs={**call.kwargs, **into})
     args, kwargs = map_refs(call, lambda ref: values[ref.value])
     with torch.set_grad_enabled("mkldnn_rnn" in target_name(call.target)):
         result = call.target(*args, **kwargs)

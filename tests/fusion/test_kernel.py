@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
@@ -10,8 +11,10 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.capture import capture
+from lowtide.capture import Program, capture
 from lowtide.fusion import Kernel, checked, fuse, kernel, rewrite
+from lowtide.ir import Compute, Op, Schedule, keep_all_schedule, simulate
+from lowtide.lower import lower
 
 
 class _Gate(nn.Module):
@@ -138,3 +141,89 @@ def test_checked_compares_on_the_programs_own_tensors(monkeypatch: pytest.Monkey
         with pytest.raises(lowtide.CompiledMismatchError, match=r"relative error of 1.0e\+00") as raised:
             model(1e4 * x)
     assert "aten._softmax.default" in raised.value.operators
+
+
+class _Feed(nn.Module):
+    """What arrives at the activation from behind dies in its kernel."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(torch.tanh(x) * x)
+        return x.square().mean()
+
+
+def _overwriting(program: Program) -> list[Op]:
+    return [op for op in program.graph.ops if op.overwrites and isinstance(program.calls[op.id].target, Kernel)]
+
+
+def test_kernels_write_over_what_dies() -> None:
+    program = fuse(capture(_Feed(), (torch.randn(32, 64),)))
+    ops = _overwriting(program)
+    assert len(ops) >= 3
+    for op in ops:
+        target = program.calls[op.id].target
+        assert isinstance(target, Kernel)
+        tensors = [torch.randn(m.shape).as_strided(m.shape, m.stride) for m in target.body.inputs]
+        kept = [tensor.clone() for tensor in tensors]
+        result = target.keeping(*tensors)
+        assert all(map(torch.equal, tensors, kept))
+        assert result.data_ptr() != tensors[0].data_ptr()
+        assert target(*tensors).data_ptr() == tensors[0].data_ptr()
+        torch.testing.assert_close(tensors[0], result, rtol=1e-6, atol=1e-6)
+        assert all(map(torch.equal, tensors[1:], kept[1:]))
+
+
+@pytest.mark.parametrize("budget", ["100%", "60%"])
+def test_steps_with_overwriting_kernels(budget: str) -> None:
+    """The peak is the predicted one, with fewer bytes than new memory for every result takes; gradients are eager's."""
+    model, x = _Feed(256), torch.randn(512, 256)
+    model(x).backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    lowtide.rematerialize(model, (x,), budget=budget, planner="auto{effort=1}", compiler="inductor")
+    (plan,) = lowtide.plans(model)
+    into = [step for step in plan.schedule.steps if isinstance(step, Compute) and step.into is not None]
+    assert any(plan.graph.ops[step.op].target.startswith("lowtide.fused") for step in into)
+    plain = Schedule(
+        tuple(Compute(s.op) if isinstance(s, Compute) else s for s in plan.schedule.steps), plan.schedule.boundary
+    )
+    with_reuse, without = (simulate(plan.graph, plan.costs, each).timeline for each in (plan.schedule, plain))
+    assert (with_reuse <= without).all() and (with_reuse < without).any()
+    for checks in (contextlib.nullcontext(), checked()):
+        model.zero_grad()
+        with checks:
+            model(x).backward()
+        for want, have in zip(expected, (p.grad for p in model.parameters()), strict=True):
+            torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-7)
+    model.zero_grad()
+    assert lowtide.measure(lambda: model(x).backward()).peak_bytes == plan.peak_bytes
+
+
+def test_a_schedule_without_overwriting_keeps_the_arguments() -> None:
+    """A kernel that overwrites has another form for a schedule in which its argument lives on."""
+    program = fuse(capture(_Feed(), (torch.randn(32, 64),)))
+    schedule = keep_all_schedule(program.graph)
+    plain = Schedule(tuple(Compute(s.op) if isinstance(s, Compute) else s for s in schedule.steps), schedule.boundary)
+    names = {f"{call.target.__name__}_" for call in program.calls if getattr(call.target, "overwrites", None) == 0}
+    written, kept = (lower(program, each).source for each in (schedule, plain))
+    assert all(name in written for name in names)
+    assert not any(name in kept for name in names)
+
+
+def test_kernels_that_read_elsewhere_take_new_memory() -> None:
+    """Inductor decides: an element is read again after its place would have been written."""
+
+    class Turned(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x @ x
+            return (y + 2 * y.t()) @ x
+
+    program = fuse(capture(Turned(), (torch.randn(32, 32, requires_grad=True),)))
+    turned = [
+        call.target for call in program.calls if isinstance(call.target, Kernel) and "aten.t." in str(call.target.body)
+    ]
+    assert any(target.body.donated for target in turned)
+    assert all(target.overwrites is None for target in turned)

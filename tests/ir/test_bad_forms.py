@@ -23,6 +23,7 @@ from lowtide.ir import (
     simulate,
 )
 from tests.support.chains import chain_dag
+from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
 
 _JUNK = [None, True, -1, 10**6, 10**30, 1.5, float("nan"), float("inf"), "x", "", [], [[]], {}, [0], [-1], "absent"]
@@ -47,7 +48,9 @@ def _replaced(data: dict[str, Any], path: tuple[Any, ...], junk: Any) -> dict[st
     return data
 
 
-@pytest.mark.parametrize("data", [chain_dag(2), graph_to_json(*random_graph(3, 8))], ids=["dag", "graph"])
+@pytest.mark.parametrize(
+    "data", [chain_dag(2), graph_to_json(*overwriting(*random_graph(10, 8), 10))], ids=["dag", "graph"]
+)
 def test_junk_anywhere_is_refused_or_harmless(tmp_path: Path, data: dict[str, Any]) -> None:
     path = tmp_path / "junk.json"
     refused = 0

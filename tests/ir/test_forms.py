@@ -28,6 +28,7 @@ from lowtide.ir import (
     simulate,
 )
 from lowtide.ir.dag import dag_from_json
+from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
 from tests.support.sequences import random_sequence
 
@@ -53,7 +54,7 @@ def _same(left: tuple[Graph, Costs], right: tuple[Graph, Costs]) -> bool:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_round_trips(seed: int) -> None:
-    graph, costs = random_graph(seed, 4 + seed)
+    graph, costs = overwriting(*random_graph(seed, 4 + seed), seed)
     schedule = schedule_from_sequence(graph, random_sequence(graph, seed))
     assert _same(graph_from_json(json.loads(json.dumps(graph_to_json(graph, costs)))), (graph, costs))
     assert schedule_from_json(json.loads(json.dumps(schedule_to_json(schedule)))) == schedule

@@ -22,6 +22,7 @@ from lowtide.ir import (
     simulate,
 )
 from tests.support.interpreter import Machine
+from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
 from tests.support.sequences import random_sequence
 
@@ -30,6 +31,8 @@ _SEEDS = range(150)
 
 def _cases(seed: int) -> list[tuple[Graph, Costs, Schedule]]:
     graph, costs = random_graph(seed, 4 + seed % 25)
+    if seed % 2:
+        graph, costs = overwriting(graph, costs, seed)
     costs = dataclasses.replace(costs, rng_state_bytes=seed % 3 * 7)
     sequences = [random_sequence(graph, seed, drop) for drop in (0.1, 0.5)]
     schedules = [keep_all_schedule(graph), *(schedule_from_sequence(graph, s) for s in sequences)]
@@ -65,6 +68,11 @@ def test_recomputation_happens_in_these_cases() -> None:
     assert sum(counts) > 50
 
 
+def test_overwriting_happens_in_these_cases() -> None:
+    steps = [step for seed in _SEEDS for *_, schedule in _cases(seed) for step in schedule.steps]
+    assert sum(isinstance(step, Compute) and step.into is not None for step in steps) > 100
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_broken_schedules_are_rejected(seed: int) -> None:
     rng = random.Random(seed)
@@ -86,7 +94,8 @@ def _mutations(graph: Graph, schedule: Schedule, rng: random.Random) -> list[Sch
         broken.append(_with(schedule, [*steps[: index + 1], steps[index], *steps[index + 1 :]], index))
         storage = steps[index]
         assert isinstance(storage, Free)
-        first = next(i for i, step in enumerate(steps) if step == Compute(graph.storages[storage.storage].base or 0))
+        base = graph.storages[storage.storage].base
+        first = next(i for i, step in enumerate(steps) if isinstance(step, Compute) and step.op == base)
         broken.append(_with(schedule, [*steps[:first], storage, *steps[first:]], first))
     for index in restores[:1] + saves[:1]:
         broken.append(_with(schedule, steps[:index] + steps[index + 1 :], index, -1))

@@ -97,3 +97,10 @@ def _compute(graph: Graph, costs: Costs, state: State, op_id: int) -> Iterator[t
             handed=state.handed,
         )
         yield after, int(costs.time_ns[op_id]), during
+        held = {graph.values[value].storage for value in graph.forward_outputs}
+        for storage in (
+            {graph.values[value].storage for value in op.overwrites} - held if not own & state.storages else ()
+        ):
+            dead = frozenset(graph.storages[storage].values)
+            over = after._replace(storages=after.storages - {storage}, values=after.values - dead)
+            yield over, int(costs.time_ns[op_id]), during - int(costs.storage_bytes[storage])

@@ -12,6 +12,7 @@ from lowtide.ir import Costs, keep_all_schedule, schedule_from_sequence, simulat
 from lowtide.solve import Problem, Solution, Status, minimum_peak, planner_names, solve, working_set_bound
 from lowtide.solve.model.compiled import kernel
 from tests.solve.small_graphs import chain, small_graph
+from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
 
 QUICK = "auto{effort=1}"
@@ -124,6 +125,19 @@ def test_kernels_work_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(numba, "njit", refuse)
     assert kernel(lambda x: x + 1)(2) == 3
+
+
+@pytest.mark.parametrize("name", planner_names())
+def test_planners_on_graphs_that_overwrite(name: str) -> None:
+    """Whatever is answered holds in the simulator, and the smallest budget that is named is met."""
+    if name.startswith("checkmate"):
+        pytest.importorskip("highspy")
+    for seed in range(4):
+        graph, costs = overwriting(*random_graph(seed, 24), seed)
+        for fraction in (0.9, 0.75, 0.6):
+            solution = solve(Problem(graph, costs, budget_of(graph, costs, fraction)), _BRIEF.get(name, name))
+            if not solution.status.solved and solution.minimum_bytes is not None:
+                assert solve(Problem(graph, costs, solution.minimum_bytes), _BRIEF.get(name, name)).status.solved, seed
 
 
 @pytest.mark.parametrize("name", planner_names())

@@ -15,6 +15,7 @@ from lowtide.solve.search.portfolio import make_portfolio
 from lowtide.solve.search.profile import BLOCK, add_range, excess_of, make_profile, peak_of
 from lowtide.solve.search.timeline import RECOMPUTE_NS, codes_of, load, make_timeline
 from tests.solve.small_graphs import chain, small_graph
+from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
 
 
@@ -42,6 +43,13 @@ def assert_every_move_is_exact(graph: Graph, costs: Costs, seed: int, moves: int
 @pytest.mark.parametrize("seed", range(60))
 def test_moves_on_small_graphs(seed: int) -> None:
     assert_every_move_is_exact(*small_graph(seed, 8), seed, 120)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_moves_on_graphs_that_overwrite(seed: int) -> None:
+    """Often, and several storages at once: an operator may end the lives of all that it reads."""
+    assert_every_move_is_exact(*overwriting(*small_graph(seed, 8), seed, often=1.0), seed, 120)
+    assert_every_move_is_exact(*overwriting(*random_graph(seed, 40), seed, often=1.0), seed, 200)
 
 
 @pytest.mark.parametrize("seed", range(30))

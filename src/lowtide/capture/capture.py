@@ -21,6 +21,7 @@ from lowtide.capture.convert import Converted, convert
 from lowtide.capture.fake import AnsweringFakeMode
 from lowtide.capture.joint import as_traced, export_joint
 from lowtide.capture.module import GradientMask, State, TracedModel, announce_origins, copy_without_data, model_state
+from lowtide.capture.overwrites import with_overwrites
 from lowtide.capture.program import Program, Result
 from lowtide.capture.sharded import refuse_sharded_parts
 from lowtide.errors import CaptureError, LowtideError, PlanError
@@ -214,7 +215,7 @@ def _assemble(
         outputs=tuple(dict.fromkeys((*arriving, *(value for _, value in gradients)))),
         forward_ops=converted.forward_ops,
     )
-    return Program(
+    program = Program(
         graph=graph,
         calls=tuple(builder.calls),
         metas=tuple(builder.metas),
@@ -232,6 +233,7 @@ def _assemble(
         kept=tuple(converted.kept),
         assigned=traced.assigned,
     )
+    return with_overwrites(program)
 
 
 def _results(converted: Converted, metadata: Any, traced: TracedModel) -> tuple[list[int], list[Result]]:

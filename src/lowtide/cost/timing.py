@@ -41,12 +41,17 @@ class Timing:
     peak_bytes: int
 
 
-def time_call(call: Callable[[], Any], device: torch.device, budget_ns: int) -> Timing:
-    """Repeat ``call`` for about ``budget_ns`` (at least five times); its results are dropped. The caller warms up."""
-    return _time_cuda(call, device, budget_ns) if device.type == "cuda" else _time_cpu(call, budget_ns)
+def time_call(
+    call: Callable[[], Any], device: torch.device, budget_ns: int, before: Callable[[], Any] = lambda: None
+) -> Timing:
+    """Repeat ``call`` for about ``budget_ns`` (at least five times); its results are dropped. The caller warms up.
+
+    ``before`` each repetition, not timed.
+    """
+    return _time_cuda(call, device, budget_ns, before) if device.type == "cuda" else _time_cpu(call, budget_ns, before)
 
 
-def _time_cpu(call: Callable[[], Any], budget_ns: int) -> Timing:
+def _time_cpu(call: Callable[[], Any], budget_ns: int, before: Callable[[], Any]) -> Timing:
     """Each repetition's peak is above its own start: what earlier ones left behind, or what goes meanwhile, is not in it."""
     samples: list[int] = []
     sweep = _sweep_buffer()
@@ -60,6 +65,7 @@ def _time_cpu(call: Callable[[], Any], budget_ns: int) -> Timing:
     peak = 0
     deadline = clock() + budget_ns
     while len(samples) < _FEWEST or (len(samples) < _MOST and clock() < deadline):
+        before()
         sweep.max()
         peak = max(peak, allocation_peak(once)[0])
     return _summary(samples, peak)
@@ -76,7 +82,7 @@ def _sweep_buffer() -> npt.NDArray[np.int64]:
     return np.zeros(min(sizes[0], _LARGEST_SWEEP_BYTES) // 8, dtype=np.int64)
 
 
-def _time_cuda(call: Callable[[], Any], device: torch.device, budget_ns: int) -> Timing:
+def _time_cuda(call: Callable[[], Any], device: torch.device, budget_ns: int, before: Callable[[], Any]) -> Timing:
     """On the device's own clock, so that launch latency hidden behind other work is not counted."""
     samples: list[int] = []
     torch.cuda.synchronize(device)
@@ -84,6 +90,7 @@ def _time_cuda(call: Callable[[], Any], device: torch.device, budget_ns: int) ->
     level = torch.cuda.memory_allocated(device)
     deadline = time.perf_counter_ns() + budget_ns
     while len(samples) < _FEWEST or (len(samples) < _MOST and time.perf_counter_ns() < deadline):
+        before()
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         start.record()

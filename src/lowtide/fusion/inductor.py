@@ -1,7 +1,9 @@
 """The one place that calls Inductor: from a kernel's operators to compiled code.
 
 The operators are traced with Inductor's decompositions and handed to ``compile_fx_inner``, below AOTAutograd: nothing
-but code generation happens there. Results come in the strides that the program was captured with.
+but code generation happens there. Results come in the strides that the program was captured with. A result is written
+over the first input where that is donated and Inductor finds it safe: it decides so for tensors that a backward graph
+alone holds, so a kernel with such an input is compiled as one.
 
 Most of the time goes to the C++ compiler, or Triton's, which Inductor runs in processes of their own and then waits for.
 Here it does not wait before all kernels have been handed over, so that they are compiled side by side.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,8 +47,12 @@ def start_body(body: Body) -> Callable[[], Code]:
             module = _traced(body, fakes)
         from torch._inductor import compile_fx
 
-        with tracing(TracingContext(mode)):
-            compiled: Any = compile_fx.compile_fx_inner(module, fakes)
+        context = TracingContext(mode)
+        if body.donated:
+            facts: Any = types.SimpleNamespace(bw_donated_idxs=[0], static_input_indices=[])
+            context.fw_metadata = facts
+        with tracing(context):
+            compiled: Any = compile_fx.compile_fx_inner(module, fakes, is_backward=body.donated)
     code: Code = getattr(compiled, "current_callable", None) or compiled
 
     def finish() -> Code:

@@ -8,6 +8,8 @@ refused, and the log says so.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +26,6 @@ from lowtide.errors import CompiledMismatchError, PlanError
 _LOG = logging.getLogger(__name__)
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 Code = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-_COMPILED: dict[tuple[str, int], Code | None] = {}  # by digest and number of threads
-
-
 _CHECKS: list[None] = []  # one per open ``checked()``, of all threads: a backward pass may run in another
 
 
@@ -42,6 +41,17 @@ def checked() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
+class Compiled:
+    """``overwrites``: the result takes the memory of the first input."""
+
+    code: Code
+    overwrites: bool
+
+
+_COMPILED: dict[tuple[str, int], Compiled | None] = {}  # by digest and number of threads
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     """One operator of a kernel: ``Ref`` numbers are local, ``outputs`` the numbers that it defines."""
 
@@ -51,12 +61,16 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What a kernel computes: inputs are numbered from 0, then each line's outputs; ``results`` are returned."""
+    """What a kernel computes: inputs are numbered from 0, then each line's outputs; ``results`` are returned.
+
+    ``donated``: nothing reads the first input afterwards, and the one result may take its memory.
+    """
 
     inputs: tuple[TensorMeta, ...]
     lines: tuple[Line, ...]
     results: tuple[int, ...]
     metas: tuple[TensorMeta, ...]  # of the results
+    donated: bool = False
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Operator by operator, as plain PyTorch would."""
@@ -72,11 +86,14 @@ class Body:
         heads = [_layout(i, meta) for i, meta in enumerate(self.inputs)]
         lines = [f"{line.outputs} = {target_name(line.call.target)}{_text(line.call)}" for line in self.lines]
         results = [_layout(number, meta) for number, meta in zip(self.results, self.metas, strict=True)]
-        return "\n".join([*heads, *lines, "return", *results])
+        return "\n".join([*heads, *lines, "return over %0" if self.donated else "return", *results])
 
 
 class Kernel:
-    """Callable as ``kernel(*tensors)``: one tensor, or a tuple where the body has several results."""
+    """Callable as ``kernel(*tensors)``: one tensor, or a tuple where the body has several results.
+
+    ``overwrites`` is the position of the argument that the result is written over, ``None`` where it is new memory.
+    """
 
     def __init__(self, body: Body) -> None:
         self.body = body
@@ -84,16 +101,30 @@ class Kernel:
         self.__name__ = f"fused_{self.digest[:6]}"
         self.__qualname__ = f"fused_{self.digest}"  # what costs are kept under
         self.code: Code | None = None
+        self.overwrites: int | None = None
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         assert self.code is not None, "compile_kernels comes first"
+        expected = self.body(*tensors) if _CHECKS else None
         results = self.code(list(tensors))
-        if _CHECKS:
-            self._compare(tensors, results)
+        if expected is not None:
+            self._compare(expected, results)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _compare(self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-        complaint = compare(self.body(*tensors), results, self.body.metas)
+    @functools.cached_property
+    def keeping(self) -> Callable[..., Any]:
+        """The same results in new memory. Compiles a kernel of its own where this one overwrites an argument."""
+        if self.overwrites is None:
+            return self
+        other = Kernel(dataclasses.replace(self.body, donated=False))
+        return self._operator_by_operator if _compile([other]) else other
+
+    def _operator_by_operator(self, *tensors: torch.Tensor) -> torch.Tensor:
+        (result,) = self.body(*tensors)
+        return result
+
+    def _compare(self, expected: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        complaint = compare(expected, results, self.body.metas)
         if complaint:
             raise CompiledMismatchError(
                 f"a kernel of {', '.join(self.operators)} {complaint}: its operators, run on the same tensors, give "
@@ -114,8 +145,11 @@ class Kernel:
 
 def compile_kernels(program: Program, on_progress: Callable[[str, float], None] | None = None) -> frozenset[str]:
     """Compile every kernel of ``program``; the digests of those that cannot be used, which the log names."""
+    return _compile([call.target for call in program.calls if isinstance(call.target, Kernel)], on_progress)
+
+
+def _compile(kernels: Sequence[Kernel], on_progress: Callable[[str, float], None] | None = None) -> frozenset[str]:
     report = on_progress or (lambda text, fraction: None)
-    kernels = [call.target for call in program.calls if isinstance(call.target, Kernel)]
     missing = {kernel.key: kernel for kernel in kernels if kernel.key not in _COMPILED}
     compilations = [_compilation(kernel) for kernel in missing.values()]
     for text in ("writing kernels", "compiling kernels"):
@@ -123,7 +157,9 @@ def compile_kernels(program: Program, on_progress: Callable[[str, float], None] 
             report(text, count / len(compilations))
             next(compilation, None)
     for kernel in kernels:
-        kernel.code = _COMPILED[kernel.key]
+        compiled = _COMPILED[kernel.key]
+        if compiled is not None:
+            kernel.code, kernel.overwrites = compiled.code, 0 if compiled.overwrites else None
     return frozenset(kernel.digest for kernel in kernels if kernel.code is None)
 
 
@@ -141,25 +177,29 @@ def _compilation(kernel: Kernel) -> Iterator[None]:
                 'compiler="inductor" needs a C++ compiler for kernels on the CPU, and none was found: install g++ or '
                 'clang++, point CXX at one, or use compiler="eager".'
             ) from error
-        complaint = f"cannot be compiled: {type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
+        complaint, compiled = (
+            f"cannot be compiled: {type(error).__name__}: {str(error).strip().split(chr(10))[0]}",
+            None,
+        )
     else:
-        complaint = _difference(kernel.body, code)
+        complaint, compiled = _tried(kernel.body, code)
     if complaint:
         _LOG.warning("a kernel of %s %s; these operators run one by one", ", ".join(kernel.operators), complaint)
-    _COMPILED[kernel.key] = None if complaint else code
+    _COMPILED[kernel.key] = None if complaint else compiled
 
 
-def _difference(body: Body, code: Code) -> str:
-    """How compiled results differ from the operators' on random inputs; empty where they agree."""
+def _tried(body: Body, code: Code) -> tuple[str, Compiled]:
+    """How compiled results differ from the operators' on random inputs, empty where they agree; and what else was seen."""
     tensors = [synthetic_tensor(meta) for meta in body.inputs]
     with torch.no_grad():
         expected = body(*tensors)
         found = code(list(tensors))
-    inputs = {tensor.untyped_storage()._cdata for tensor in tensors}
+    inputs = [tensor.untyped_storage()._cdata for tensor in tensors]
     storages = [result.untyped_storage()._cdata for result in found]
-    if len(set(storages)) < len(storages) or inputs.intersection(storages):
-        return "returns results that share memory"
-    return compare(expected, found, body.metas)
+    overwrites = body.donated and storages == inputs[:1]
+    shared = len(set(storages)) < len(storages) or (not overwrites and set(inputs).intersection(storages))
+    complaint = "returns results that share memory" if shared else compare(expected, found, body.metas)
+    return complaint, Compiled(code, overwrites)
 
 
 def compare(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor], metas: Sequence[TensorMeta]) -> str:

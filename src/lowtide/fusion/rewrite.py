@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from lowtide.capture.overwrites import fills_its_storage, with_overwrites
 from lowtide.capture.program import Call, Program, Ref, TensorMeta
 from lowtide.fusion.kernel import Body, Kernel, Line, compile_kernels
 from lowtide.fusion.kinds import Kind
@@ -29,14 +31,14 @@ def fuse(program: Program, on_progress: Callable[[str, float], None] | None = No
         refused = compile_kernels(fused, on_progress)
         if not refused:
             check_same(program, fused)
-            return fused
+            return with_overwrites(fused)
         apart |= _members(fused, regions, refused)
 
 
 def rewrite(program: Program) -> Program:
     """As ``fuse``, before anything is compiled."""
     reading = read_program(program)
-    return _Rewrite(reading, find_regions(reading)).run()
+    return with_overwrites(_Rewrite(reading, find_regions(reading)).run())
 
 
 def _members(fused: Program, regions: Sequence[Region], refused: frozenset[str]) -> frozenset[int]:
@@ -54,6 +56,7 @@ class _Rewrite:
         self.kinds = reading.kinds
         self.region_at = {region.anchors[-1]: region for region in regions}
         self.inside = {op for region in regions for op in region.members if self.kinds[op] is not Kind.VIEW}
+        self.readers = self._readers(regions)
         self.ops: list[Op] = []
         self.calls: list[Call] = []
         self.values: list[Value] = []
@@ -76,6 +79,12 @@ class _Rewrite:
             self._emit(op)
         self._need(graph.outputs)
         return self._program(forward_ops)
+
+    def _readers(self, regions: list[Region]) -> Counter[int]:
+        """By storage, how often the fused program reads it: once for each value and kernel or call."""
+        calls = (op for op in self.graph.ops if self.kinds[op.id] is not Kind.VIEW and op.id not in self.inside)
+        read = itertools.chain(*(region.roots for region in regions), *(op.inputs for op in calls))
+        return Counter(self.graph.values[value].storage for value in read)
 
     def _emit(self, op: Op) -> None:
         region = self.region_at.get(op.id)
@@ -103,12 +112,28 @@ class _Rewrite:
         self._need(region.roots)
         results = [value for anchor in region.anchors for value in self.graph.ops[anchor].outputs]
         outputs = [value for value in results if self._is_read(value)] or results[:1]
-        kernel = Kernel(make_body(self.program, region, outputs))
+        dying = self._dying(region, outputs)
+        if dying is not None:  # it comes first, see ``Body.donated``
+            others = (root for root in region.roots if root != dying)
+            region = dataclasses.replace(region, roots=(dying, *others))
+        kernel = Kernel(make_body(self.program, region, outputs, donated=dying is not None))
         inputs = tuple(self.new[value] for value in region.roots)
         positions = None if len(outputs) == 1 else tuple(range(len(outputs)))
         call = Call(kernel, tuple(map(Ref, inputs)), {}, positions)
         last = self.graph.ops[region.anchors[-1]]
         self._append(last, f"lowtide.{kernel.__qualname__}", inputs, outputs, call)
+
+    def _dying(self, region: Region, outputs: Sequence[int]) -> int | None:
+        """The root whose memory the kernel's one result could take: nothing else reads it, and it is laid out alike."""
+        metas, values = self.program.metas, self.graph.values
+        if len(outputs) != 1 or not fills_its_storage(metas[outputs[0]]):
+            return None
+        for root in region.roots:
+            storage = values[root].storage
+            inside = not self.graph.storages[storage].external and storage not in self.reading.handed
+            if inside and self.readers[storage] == 1 and metas[root] == metas[outputs[0]]:
+                return root
+        return None
 
     def _is_read(self, value: int) -> bool:
         storage = self.graph.values[value].storage
@@ -166,7 +191,7 @@ class _Rewrite:
         )
 
 
-def make_body(program: Program, region: Region, outputs: Iterable[int]) -> Body:
+def make_body(program: Program, region: Region, outputs: Iterable[int], donated: bool = False) -> Body:
     """The region's operators with numbers of their own, for kernels to be told apart by."""
     local = {value: number for number, value in enumerate(region.roots)}
     lines = []
@@ -181,6 +206,7 @@ def make_body(program: Program, region: Region, outputs: Iterable[int]) -> Body:
         lines=tuple(lines),
         results=tuple(local[value] for value in results),
         metas=tuple(program.metas[value] for value in results),
+        donated=donated,
     )
 
 

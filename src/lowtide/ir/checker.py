@@ -83,12 +83,12 @@ class _Checker:
         self._allocate(op_id)
 
     def _check_into(self, op_id: int, into: int) -> None:
-        """The op reads ``into``, has one new storage, and ``into`` is freed before anything else runs."""
+        """The op may overwrite ``into``, has one new storage, and ``into`` is freed before anything else runs."""
         op = self._op(op_id)
         name = f"{op.name} is to write into storage {into}"
-        if into not in {self.graph.values[value].storage for value in op.inputs}:
-            self._fail(f"{name}, which it does not read")
-        own = {storage.id for storage in self.graph.storages if storage.base == op_id}
+        if into not in {self.graph.values[value].storage for value in op.overwrites}:
+            self._fail(f"{name}, which it must not")
+        own = self._allocated_by(op_id)
         if len(own) != 1 or own & self.storages:
             self._fail(f"{name}, but has not just one new storage")
         following = self.schedule.steps[self.index + 1 :]
@@ -101,12 +101,12 @@ class _Checker:
         own = [v for v in op.outputs if self.graph.storages[self.graph.values[v].storage].base == op_id]
         return bool(op.outputs) and not own and op.recomputable and not op.random
 
+    def _allocated_by(self, op_id: int) -> set[int]:
+        storages = {self.graph.values[value].storage for value in self.graph.ops[op_id].outputs}
+        return {storage for storage in storages if self.graph.storages[storage].base == op_id}
+
     def _allocate(self, op_id: int) -> None:
-        own = {
-            s
-            for v in self.graph.ops[op_id].outputs
-            if self.graph.storages[s := self.graph.values[v].storage].base == op_id
-        }
+        own = self._allocated_by(op_id)
         kept = own & self.storages
         self.storages |= own
         for value in self.graph.ops[op_id].outputs:

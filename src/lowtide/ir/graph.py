@@ -35,7 +35,9 @@ class Op:
 
     ``inputs`` and ``outputs`` are value ids; an operator with several results is one op with several values. ``random``
     ops are replayed from the generator state of their first execution; ``effect`` ops run exactly once, in order;
-    ``collective`` ops are never recomputed. ``module`` is the module path, ``source`` the user's ``file:line``.
+    ``collective`` ops are never recomputed. ``overwrites``: inputs whose storage the op's one storage may take over, where
+    nothing reads it afterwards (the two are of the same size). ``module`` is the module path, ``source`` the user's
+    ``file:line``.
     """
 
     id: int
@@ -47,6 +49,7 @@ class Op:
     random: bool = False
     effect: bool = False
     collective: bool = False
+    overwrites: tuple[int, ...] = ()
     module: str = ""
     source: str = ""
 

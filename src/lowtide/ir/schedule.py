@@ -6,7 +6,7 @@ Grammar::
     step     ::= Compute(op [, into storage]) | Free(storage) | SaveRng(op) | RestoreRng(op)
 
 A second ``Compute`` of an op is a rematerialization. ``Compute(op, into)`` writes the op's one new storage over the storage
-``into``, which the op reads and which is freed before anything else runs; that ``Free`` then releases nothing.
+``into``, which the op may overwrite and which is freed before anything else runs; that ``Free`` then releases nothing.
 ``SaveRng(op)`` keeps the generator state just before the op's first ``Compute``; ``RestoreRng(op)`` makes the op's next
 ``Compute`` run under that state, after which the generator goes on as if nothing had been recomputed.
 """

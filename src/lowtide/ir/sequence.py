@@ -4,7 +4,7 @@ A sequence of op ids says everything that a planner decides: liveness, and so ev
 convention: a compute renews every storage of the op, and a storage lives from a compute to its last use before the next
 one. Two kinds of storages are never renewed: those handed to the caller, and those into which another op that allocates
 puts a value, which a renewal would lose. View ops are not part of the decision; they are computed where their values
-are first used in each life of the storage.
+are first used in each life of the storage. An op writes over an input that it may overwrite wherever that dies there.
 """
 
 from __future__ import annotations
@@ -170,6 +170,7 @@ class _Builder:
         for op in computes:
             counts[op] = counts.get(op, 0) + 1
         seen: set[int] = set()
+        live: set[int] = set()
         steps: list[Step] = []
         position = 0
         last_forward = boundary - 1
@@ -177,11 +178,19 @@ class _Builder:
             if graph.ops[op].random and counts[op] > 1:
                 steps.append(RestoreRng(op) if op in seen else SaveRng(op))
             seen.add(op)
-            steps.append(Compute(op))
-            steps.extend(Free(storage) for storage in ends.get(index, ()))
+            freed = ends.get(index, ())
+            steps.append(Compute(op, None if live.intersection(self.owned[op]) else self._into(op, freed)))
+            steps.extend(Free(storage) for storage in freed)
+            live.update(self.owned[op])
+            live.difference_update(freed)
             if index == last_forward:
                 position = len(steps)
         return Schedule(tuple(steps), position)
+
+    def _into(self, op: int, freed: Sequence[int]) -> int | None:
+        """The storage that the op's result takes over, of those that die with it."""
+        storages = (self.storage_of[value] for value in self.graph.ops[op].overwrites)
+        return next((storage for storage in storages if storage in freed), None)
 
     def _ends(self, computes: Sequence[int]) -> dict[int, list[int]]:
         """Storages to free after each compute: their last use before the next compute of their base."""

@@ -12,6 +12,7 @@ from lowtide.ir.dag import dag_from_json
 from lowtide.ir.fields import DAG_FORMAT, GRAPH_FORMAT, SCHEDULE_FORMAT, column, count, expect_format, index, text
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
 from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule, Step
+from lowtide.ir.simulator import owned_storages
 
 _STEPS: dict[str, type[Compute] | type[Free] | type[SaveRng] | type[RestoreRng]] = {
     "compute": Compute,
@@ -21,7 +22,7 @@ _STEPS: dict[str, type[Compute] | type[Free] | type[SaveRng] | type[RestoreRng]]
 }
 _FLAGS = ("random", "effect", "collective")
 # What an op or a value may leave out.
-_OP_DEFAULTS: dict[str, Any] = {"workspace_bytes": 0, "flags": [], "module": "", "source": ""}
+_OP_DEFAULTS: dict[str, Any] = {"workspace_bytes": 0, "flags": [], "overwrites": [], "module": "", "source": ""}
 _VALUE_DEFAULTS: dict[str, Any] = {"dtype": "", "shape": []}
 
 
@@ -69,6 +70,7 @@ def _op_to_json(op: Op, costs: Costs) -> dict[str, Any]:
         "time_ns": int(costs.time_ns[op.id]),
         "workspace_bytes": int(costs.workspace_bytes[op.id]),
         "flags": [flag for flag in _FLAGS if getattr(op, flag)],
+        "overwrites": list(op.overwrites),
         "module": op.module,
         "source": op.source,
     }
@@ -96,6 +98,7 @@ def graph_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
     except (TypeError, AttributeError, ValueError) as error:
         raise PlanError(f"the graph is malformed: {error}.") from error
     _validate(graph)
+    _validate_overwrites(graph, costs)
     return graph, costs
 
 
@@ -141,6 +144,7 @@ def _op(op: dict[str, Any], position: int, forward_ops: int) -> Op:
         tuple(op["outputs"]),
         Phase.FORWARD if position < forward_ops else Phase.BACKWARD,
         **{flag: flag in op["flags"] for flag in _FLAGS},
+        overwrites=tuple(op["overwrites"]),
         module=text(op["module"], f"module of {name}"),
         source=text(op["source"], f"source of {name}"),
     )
@@ -176,6 +180,16 @@ def _validate_storage(graph: Graph, storage: Storage) -> None:
         raise PlanError(f"op {base.name} allocates storage {storage.id}, but returns no value in it.")
     if any(producer is None or producer < base.id for producer in producers):
         raise PlanError(f"storage {storage.id} has values that are older than {base.name}, which allocates it.")
+
+
+def _validate_overwrites(graph: Graph, costs: Costs) -> None:
+    for op, own in zip(graph.ops, owned_storages(graph), strict=True):
+        for value in op.overwrites:
+            if value not in op.inputs:
+                raise PlanError(f"op {op.name} is to overwrite value {value}, which it does not read.")
+            size = costs.storage_bytes[graph.values[value].storage]
+            if len(own) != 1 or costs.storage_bytes[own[0]] != size:
+                raise PlanError(f"op {op.name} may overwrite an input only with one storage of the same size.")
 
 
 def schedule_to_json(schedule: Schedule) -> dict[str, Any]:

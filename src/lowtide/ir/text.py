@@ -11,8 +11,8 @@ Grammar, one item per line::
     op       ::= [value ("," value)*] "=" string "(" [ref ("," ref)*] ")" attribute*     its id is its position
     value    ::= ref ":s"int string type
     type     ::= word? "[" [int ("," int)*] "]"
-    attribute::= "name=" string | "random" | "effect" | "collective" | "module=" string | "source=" string
-                 | "time_ns=" int | "workspace_bytes=" int
+    attribute::= "name=" string | "random" | "effect" | "collective" | "overwrites=" ref ("," ref)*
+                 | "module=" string | "source=" string | "time_ns=" int | "workspace_bytes=" int
     ref      ::= "%"int
     string   ::= word | a JSON string
 
@@ -68,6 +68,7 @@ def _format_op(graph: Graph, op: Op, costs: Costs | None) -> str:
     inputs = ", ".join(f"%{value}" for value in op.inputs)
     parts = [f"{outputs} = {_quoted(op.target)}({inputs})".lstrip(), f"name={_quoted(op.name)}"]
     parts += [flag for flag in _FLAGS if getattr(op, flag)]
+    parts += [f"overwrites={','.join(f'%{value}' for value in op.overwrites)}"] if op.overwrites else []
     parts += [f"{key}={_quoted(text)}" for key in ("module", "source") if (text := getattr(op, key))]
     if costs is not None:
         parts += [f"time_ns={costs.time_ns[op.id]}", f"workspace_bytes={costs.workspace_bytes[op.id]}"]
@@ -168,7 +169,8 @@ class _GraphParser:
         op["inputs"] = list(cursor.refs(","))
         cursor.token(")")
         numbers = dict.fromkeys(_NUMBERS, cursor.integer) if self.priced else {}
-        found = cursor.attributes(dict.fromkeys(_TEXTS, cursor.string) | numbers, _FLAGS)
+        overwrites = {"overwrites": lambda: list(cursor.refs(","))}
+        found = cursor.attributes(dict.fromkeys(_TEXTS, cursor.string) | numbers | overwrites, _FLAGS)
         op |= dict.fromkeys(_NUMBERS, 0) | found
         op["flags"] = [flag for flag in _FLAGS if op.pop(flag, False)]
         self.ops.append(op)

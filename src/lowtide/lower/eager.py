@@ -16,6 +16,7 @@ has its own, and each is released where the schedule says.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import linecache
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -25,12 +26,12 @@ from typing import Any
 import torch
 
 from lowtide.capture import targets
+from lowtide.capture.overwrites import keeping, written_form
 from lowtide.capture.program import Call, Program, Ref
 from lowtide.cost.columns import storage_bytes
 from lowtide.ir import Compute, Costs, Free, Op, RestoreRng, SaveRng, Schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET, UPDATE_TARGET
 from lowtide.lower import random
-from lowtide.lower.inplace import written_form
 from lowtide.lower.stages import Stage, stages
 
 Step = Generator[list[torch.Tensor], None, None]
@@ -132,10 +133,14 @@ class _Generator:
                 self._emit("tangents.clear()")
             self.live.add(op.outputs[0])
             return
-        expression = self._expression(op_id, call) if into is None else self._writing(op_id, call, into)
+        expression = self._new(op_id, call) if into is None else self._writing(op_id, call, into)
         if call.target is targets.update:
             expression = f"if write_back: {expression}"
         self._assign(op, call.positions, expression)
+
+    def _new(self, op_id: int, call: Call) -> str:
+        """The call with its results in new memory: a kernel that overwrites an argument has another form for it."""
+        return self._expression(op_id, dataclasses.replace(call, target=keeping(call.target)))
 
     def _expression(self, op_id: int, call: Call) -> str:
         arguments = [self._argument(a) for a in call.args]

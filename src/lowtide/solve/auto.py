@@ -79,15 +79,16 @@ def _solve_exactly(problem: Problem, portfolio: Portfolio, began: float) -> Solu
     optimum = shortest(model, problem.budget_bytes) if affordable(model) else None
     if optimum is None:
         return None
+    exact = portfolio.floor.bounding
     if optimum.feasible:
-        found = Status.OPTIMAL if model.faithful else Status.FEASIBLE
+        found = Status.OPTIMAL if exact else Status.FEASIBLE
         return answer("auto", problem, [portfolio.schedule_of(optimum.nodes)], began, found=found)
     lowest = smallest_exactly(portfolio)
     if lowest is None:
         return None
     solution = answer("auto", problem, [lowest], began)
-    unsolved = solution.status is Status.UNSOLVED and model.faithful
-    return dataclasses.replace(solution, status=Status.INFEASIBLE) if unsolved else solution
+    proven = exact and solution.status is Status.UNSOLVED
+    return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
 
 
 def _search(problem: Problem, portfolio: Portfolio, effort: int, began: float) -> Solution:
@@ -107,7 +108,7 @@ def _search(problem: Problem, portfolio: Portfolio, effort: int, began: float) -
     found = _anneal(problem, portfolio, fitting, int(_EFFORT[effort] * portfolio.iterations), bound_ns)
     problem.progress("done", 1.0)
     solution = answer("auto", problem, [portfolio.schedule(point) for point in _quickest(found, 6)], began)
-    proven = portfolio.model.faithful and solution.time_ns <= bound_ns
+    proven = solution.time_ns <= bound_ns
     status = Status.OPTIMAL if proven else solution.status
     return dataclasses.replace(solution, status=status, lower_bound_ns=min(bound_ns, solution.time_ns))
 
@@ -119,7 +120,7 @@ def _bound(problem: Problem, portfolio: Portfolio, known: list[Candidate], effor
     limit = next((limit for nodes, limit in _BOUND_LIMITS if portfolio.model.nodes <= nodes), 1)
     known_ns = portfolio.time_ns(_quickest(known, 1)[0])
     return time_bound(
-        portfolio.model, problem.budget_bytes, effort=min(_BOUND_EFFORT[effort], limit), known_ns=known_ns
+        portfolio.floor, problem.budget_bytes, effort=min(_BOUND_EFFORT[effort], limit), known_ns=known_ns
     )
 
 
@@ -187,7 +188,7 @@ def _unsolved(problem: Problem, portfolio: Portfolio, solution: Solution) -> Sol
     if solution.status.solved:
         return solution
     proven = working_set_bound(problem.graph, problem.costs) > problem.budget_bytes
-    proven = proven or proven_infeasible(portfolio.model, problem.budget_bytes)
+    proven = proven or proven_infeasible(portfolio.floor, problem.budget_bytes)
     return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
 
 

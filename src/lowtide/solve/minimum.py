@@ -72,19 +72,20 @@ def peak_lower_bound(graph: Graph, costs: Costs) -> int:
     from lowtide.solve.bounds import peak_bound
     from lowtide.solve.model.compact import compact
 
-    return max(working_set_bound(graph, costs), peak_bound(compact(graph, costs)))
+    return max(working_set_bound(graph, costs), peak_bound(compact(graph, costs, floor=True)))
 
 
 def working_set_bound(graph: Graph, costs: Costs) -> int:
     """No schedule peaks below this: the largest sum, over the ops that must run, of the bytes that one op reads and
-    writes, its workspace, what was handed to the caller before it, and ``fixed_bytes``."""
+    writes elsewhere, its workspace, what was handed to the caller before it, and ``fixed_bytes``."""
     from lowtide.solve.model.compact import needed_ops
 
     sizes = costs.storage_bytes
     held = {graph.values[value].storage for value in graph.forward_outputs}
     largest = sum(int(sizes[s]) for s in {graph.values[value].storage for value in graph.outputs} | held)
     for op in sorted(needed_ops(graph)):
-        there = {graph.values[value].storage for value in (*graph.ops[op].inputs, *graph.ops[op].outputs)}
+        written = () if graph.ops[op].overwrites else graph.ops[op].outputs
+        there = {graph.values[value].storage for value in (*graph.ops[op].inputs, *written)}
         there |= held if op >= graph.forward_ops else set()
         largest = max(largest, int(costs.workspace_bytes[op]) + sum(int(sizes[s]) for s in there))
     return largest + graph.fixed_bytes

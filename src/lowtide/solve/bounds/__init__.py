@@ -6,10 +6,10 @@ anywhere, the forward pass included, any number of times; not tight in general. 
 multipliers (``dual``), so that no exact solver is needed, and is tightened by branching (``branch``).
 What must be resident for certain (``liveness``) tightens it and bounds the peak.
 
-Assumes a faithful model (``Compact.faithful``); the bounds of others are trivial but valid. Views cost their time once,
-saved generator states nothing. Complexity: O(n^2) for liveness, then a fixed number of iterations on programs of a few
-entries per node and pair of cuts. Source: the rows are those of Checkmate (Jain et al. 2020, arXiv 1910.02653,
-equations 1b to 1e of section 4.2) between a few stages rather than all of them, with windows of stages added.
+Assumes a model that counts no byte too many (``Compact.bounding``); the bounds of others are trivial but valid. Views
+cost their time once, saved generator states nothing. Complexity: O(n^2) for liveness, then a fixed number of iterations
+on programs of a few entries per node and pair of cuts. Source: the rows are those of Checkmate (Jain et al. 2020, arXiv
+1910.02653, equations 1b to 1e of section 4.2) between a few stages rather than all of them, with windows of stages added.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def least_time(model: Compact) -> int:
 
 
 def _tractable(model: Compact) -> bool:
-    return model.faithful and (model.nodes + 2) * max(len(model.storage_node), model.nodes) <= _MAX_CELLS
+    return model.bounding and (model.nodes + 2) * max(len(model.storage_node), model.nodes) <= _MAX_CELLS
 
 
 def _kept_bytes(model: Compact) -> Numbers:

@@ -5,6 +5,10 @@ their op ids; node ``nodes`` stands for the end of the program and reads the out
 allocates nothing: whoever uses its result reads the storage (and whatever else the view reads) and *needs* the view,
 which is run again for every renewal of the storage in which it is needed. Dead operators are dropped.
 
+An operator that writes over an input which nobody else reads (``Op.overwrites``) always does so: its workspace is its own
+bytes less, and may be negative. Where the input has other readers, it depends on the schedule (``at_times``): searches over
+sequences see that, for others it is new memory, or never (``floor``).
+
 Ragged tables are stored as ``x_start`` and ``x``: the entries of row ``i`` are ``x[x_start[i]:x_start[i + 1]]``.
 
 A sequence of op ids found on this model becomes a schedule through ``lowtide.ir.schedule_from_sequence``. The model
@@ -13,6 +17,7 @@ errs only upwards: what the simulator reports for the schedule is never more tha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -36,7 +41,7 @@ class Compact:
     nodes: int
     op_of_node: Indices
     time_ns: Numbers
-    workspace_bytes: Numbers  # a view's workspace is charged to those who need it
+    workspace_bytes: Numbers  # beyond owns and reads; a view's is charged to those who need it
     reads_start: Indices  # node -> storages
     reads: Indices
     owns_start: Indices  # node -> storages it allocates
@@ -55,24 +60,41 @@ class Compact:
     fixed_bytes: int
     rng_state_bytes: int
     constant_ns: int  # time of views of external storages
-    faithful: bool  # bytes are exact, not an upper bound: views need neither workspace nor other storages
+    faithful: bool  # bytes are exact
+    bounding: bool  # bytes are exact or a lower bound
+    replaced: dict[int, tuple[int, ...]]  # node -> the nodes of what it always overwrites
+    at_times: dict[int, tuple[int, ...]]  # node -> storages that it overwrites where they die
 
     def sequence(self, nodes: Iterable[int]) -> list[int]:
-        """Op ids of a sequence of nodes."""
-        return [int(self.op_of_node[node]) for node in nodes]
+        """Op ids of a sequence of nodes.
+
+        A recompute of a node without one of what it always overwrites is left out: what it made before takes the memory
+        that its input would have to be kept in, and is there already.
+        """
+        last: dict[int, int] = {}
+        kept: list[int] = []
+        for position, node in enumerate(nodes):
+            sources = self.replaced.get(node, ())
+            if sources and node in last and all(last.get(source, -1) < last[node] for source in sources):
+                continue
+            last[node] = position
+            kept.append(int(self.op_of_node[node]))
+        return kept
 
 
-def compact(graph: Graph, costs: Costs) -> Compact:
-    """The graph as flat arrays."""
-    return _Compaction(graph, costs).build()
+def compact(graph: Graph, costs: Costs, *, floor: bool = False) -> Compact:
+    """The graph as flat arrays. ``floor``: bytes that depend on the schedule are not counted, so that what no schedule of
+    the model fits, or is quicker than, holds for the graph."""
+    return _Compaction(graph, costs, floor).build()
 
 
 class _Compaction:
     """Tables that are filled in the order of the ops."""
 
-    def __init__(self, graph: Graph, costs: Costs) -> None:
+    def __init__(self, graph: Graph, costs: Costs, floor: bool) -> None:
         self.graph = graph
         self.costs = costs
+        self.floor = floor
         self.views = {op.id for op in graph.ops if is_view(graph, op)}
         self.needed = needed_ops(graph)
         self.node_of_op = {op: node for node, op in enumerate(sorted(self.needed - self.views))}
@@ -108,11 +130,13 @@ class _Compaction:
         kept = list(self.storage_index)
         held = {graph.values[value].storage for value in graph.forward_outputs}
         pinned = self._pinned_bases()
+        replaced, at_times = self._overwrites(ops, uses)
+        exact_views = not any(costs.workspace_bytes[op] or self._reads_elsewhere(op) for op in view_ops)
         return Compact(
             nodes=len(ops),
             op_of_node=np.array(ops, np.int32),
             time_ns=np.array([*costs.time_ns[ops], 0], np.int64),
-            workspace_bytes=self._workspace(ops, uses),
+            workspace_bytes=self._workspace(ops, uses, owns, replaced),
             reads_start=reads_start,
             reads=reads,
             owns_start=owns_start,
@@ -131,7 +155,10 @@ class _Compaction:
             fixed_bytes=graph.fixed_bytes,
             rng_state_bytes=costs.rng_state_bytes,
             constant_ns=sum(int(costs.time_ns[op]) for op in external),
-            faithful=not any(costs.workspace_bytes[op] or self._reads_elsewhere(op) for op in view_ops),
+            faithful=exact_views and not (at_times or self.floor),
+            bounding=exact_views and not at_times,
+            replaced=replaced,
+            at_times=at_times,
         )
 
     def _uses(self, values: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
@@ -167,10 +194,39 @@ class _Compaction:
         """Whether the view op reads an internal storage other than the one that it looks at."""
         return bool(self._uses(self.graph.ops[view].inputs)[0] - {self._view_storage(view)})
 
-    def _workspace(self, ops: list[int], uses: Sequence[tuple[frozenset[int], frozenset[int]]]) -> Numbers:
-        own = [*self.costs.workspace_bytes[ops], 0]
-        view = [max((int(self.costs.workspace_bytes[v]) for v in views), default=0) for _, views in uses]
-        return np.maximum(np.array(own, np.int64), np.array(view, np.int64))
+    def _workspace(
+        self,
+        ops: list[int],
+        uses: Sequence[tuple[frozenset[int], frozenset[int]]],
+        owns: Sequence[Sequence[int]],
+        replaced: dict[int, tuple[int, ...]],
+    ) -> Numbers:
+        """Per node; that of the views it needs is taken before its own storages are there."""
+        workspace = [*map(int, self.costs.workspace_bytes[ops]), 0]
+        for node, (_, views) in enumerate(uses):
+            own = sum(int(self.costs.storage_bytes[storage]) for storage in owns[node])
+            workspace[node] -= own if node in replaced else 0
+            workspace[node] = max([workspace[node], *(int(self.costs.workspace_bytes[view]) - own for view in views)])
+        return np.array(workspace, np.int64)
+
+    def _overwrites(
+        self, ops: list[int], uses: Sequence[tuple[frozenset[int], frozenset[int]]]
+    ) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
+        """``replaced`` and ``at_times``; with ``floor``, what is overwritten at times stands in the first, without nodes."""
+        readers = Counter(storage for storages, _ in uses for storage in storages)
+        replaced: dict[int, tuple[int, ...]] = {}
+        at_times: dict[int, tuple[int, ...]] = {}
+        held = {self.graph.values[value].storage for value in self.graph.forward_outputs}
+        free = self.storage_index.keys() - held
+        for node, op in enumerate(ops):
+            read = [self.graph.values[value].storage for value in self.graph.ops[op].overwrites]
+            storages = [storage for storage in read if storage in free]
+            always = [storage for storage in storages if readers[storage] == 1]
+            if always or (storages and self.floor):
+                replaced[node] = tuple(self.node_of_op[_base(self.graph, storage)] for storage in always)
+            elif storages:
+                at_times[node] = tuple(self.storage_index[storage] for storage in storages)
+        return replaced, at_times
 
     def _pinned_bases(self) -> set[int]:
         """Ops that are computed once because others cannot follow: bases of storages into which a node that is not

@@ -181,4 +181,7 @@ def _merged(model: Compact, groups: list[list[int]], swallowed: set[int]) -> Com
         random=np.array([*(model.random[group].any() for group in groups), False], np.bool_),
         boundary=sum(group[0] < model.boundary for group in groups),
         faithful=False,
+        bounding=False,
+        replaced={},
+        at_times={},
     )

@@ -2,7 +2,7 @@
 
 A sequence says everything: a storage is live from each compute of its base to the last use before the next compute of
 that base. Walking backwards, a read makes a storage live, a compute of its base ends that; a recompute that finds none
-of its storages live is used by nobody and drops out.
+of its storages live is used by nobody and drops out. What a node reads last it may write over.
 
 Sequences are encoded (first computes as the node, recomputes as its complement) and closed by the end node.
 """
@@ -55,12 +55,18 @@ def sweep(t: Tables, source: Indices) -> Swept:
         target[out] = code
         for i in range(t.needs_start[node], t.needs_start[node + 1]):
             need[t.needs[i]] = 1
+        over = False
+        for i in range(t.overs_start[node], t.overs_start[node + 1]):
+            if live[t.overs[i]] == 0 and not (again and t.held[t.owns[t.owns_start[node]]]):
+                over = True
         for i in range(t.reads_start[node], t.reads_start[node + 1]):
             storage = t.reads[i]
             if live[storage] == 0:
                 live[storage] = 1
                 resident += t.storage_bytes[storage]
         step = resident + t.workspace_bytes[node]
+        if over:
+            step -= t.storage_bytes[t.owns[t.owns_start[node]]]
         for i in range(t.owns_start[node], t.owns_start[node + 1]):
             storage = t.owns[i]
             if live[storage] == 0 or (again and t.held[storage]):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lowtide.solve.model.compact import Compact, Flags, Indices, Numbers
-from lowtide.solve.model.ragged import inverse
+from lowtide.solve.model.ragged import inverse, ragged
 
 
 class Tables(NamedTuple):
@@ -24,6 +24,8 @@ class Tables(NamedTuple):
     owns: Indices
     needs_start: Indices
     needs: Indices
+    overs_start: Indices  # node -> storages that it overwrites where they die there
+    overs: Indices
     views_start: Indices
     views: Indices
     view_time_ns: Numbers
@@ -37,6 +39,7 @@ class Tables(NamedTuple):
     gaps: Indices  # indices in reads, each as often as bytes x wait since the previous use ask for
     read_node: Indices  # index in reads -> node
     held: Flags
+    overwritten: Flags  # storage -> whether a node writes over it where it dies
     recomputable: Flags
     random: Flags
 
@@ -44,6 +47,7 @@ class Tables(NamedTuple):
 def make_tables(model: Compact) -> Tables:
     uses_start, uses = inverse(model.reads_start, model.reads, len(model.storage_node))
     needers_start, needers = inverse(model.needs_start, model.needs, len(model.view_time_ns))
+    overs_start, overs = ragged([model.at_times.get(node, ()) for node in range(model.nodes + 1)])
     return Tables(
         nodes=model.nodes,
         boundary=model.boundary,
@@ -56,6 +60,8 @@ def make_tables(model: Compact) -> Tables:
         owns=model.owns,
         needs_start=model.needs_start,
         needs=model.needs,
+        overs_start=overs_start,
+        overs=overs,
         views_start=model.views_start,
         views=model.views,
         view_time_ns=model.view_time_ns,
@@ -69,6 +75,7 @@ def make_tables(model: Compact) -> Tables:
         gaps=_gaps(model),
         read_node=np.repeat(np.arange(model.nodes + 1, dtype=np.int32), np.diff(model.reads_start)),
         held=model.held,
+        overwritten=np.isin(np.arange(len(model.storage_node)), overs),
         recomputable=model.recomputable,
         random=model.random,
     )

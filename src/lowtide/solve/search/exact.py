@@ -2,7 +2,8 @@
 ``auto`` uses where it is affordable.
 
 A state is (nodes computed for the first time, live storages, live views, saved generator states); an edge computes a
-node whose inputs are live (time, and a peak that has to fit), forms a view, frees a storage or forgets a saved state.
+node whose inputs are live (time, and a peak that has to fit), perhaps over one of them, forms a view, frees a storage or
+forgets a saved state.
 Dijkstra's algorithm gives the least time within a budget, or the least peak. Exact for order-preserving schedules with
 recomputation anywhere, on the compact model. The number of states is exponential in the number of storages: for at
 most about ten nodes; ``None`` where the limit is passed.
@@ -118,4 +119,8 @@ class _Space:
             step = model.fixed_bytes + int(model.workspace_bytes[node]) + kept.bit_count() * model.rng_state_bytes
             step += sum(int(model.storage_bytes[s]) for s in members(live))
             step += sum(int(model.storage_bytes[s]) for s in members(self.owns[node]))
-            yield (first + (node == first), live | self.owns[node], formed, kept), node, time, step
+            later = first + (node == first)
+            yield (later, live | self.owns[node], formed, kept), node, time, step
+            for storage in model.at_times.get(node, ()) if not live & self.owns[node] else ():
+                after = live & ~(1 << storage) | self.owns[node], formed & ~self.views[storage]
+                yield (later, *after, kept), node, time, step - int(model.storage_bytes[storage])

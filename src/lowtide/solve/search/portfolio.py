@@ -52,6 +52,7 @@ class Portfolio:
 
     graph: Graph
     model: Compact
+    floor: Compact  # for bounds
     tables: Tables
     classes: Classes
     book: Book
@@ -159,5 +160,6 @@ class Portfolio:
 
 def make_portfolio(graph: Graph, costs: Costs, seed: int) -> Portfolio:
     model = compact(graph, costs)
+    floor = model if model.bounding else compact(graph, costs, floor=True)
     tables = make_tables(model)
-    return Portfolio(graph, model, tables, group(node_classes(model)), Book(model, tables), seed)
+    return Portfolio(graph, model, floor, tables, group(node_classes(model)), Book(model, tables), seed)

@@ -7,7 +7,8 @@ edit costs time in proportion to the operator's neighbours and the square root o
 
 - what it reads lives on to the new step, where its life ended before;
 - what it allocates is renewed: the life that covers the step is cut at the last use before it;
-- a recompute whose results nobody uses any more is removed as well, and so on.
+- a recompute whose results nobody uses any more is removed as well, and so on;
+- what ends elsewhere now, or not any more, is written over there, or not any more.
 
 ``change`` with sign -1 undoes exactly what it did with sign 1: a rejected move is undone from the journal of its edits.
 The same semantics as ``lowtide.solve.model.sweep``, which checks it in the tests.
@@ -130,6 +131,52 @@ def view_needed(t: Tables, line: Timeline, view: int, low: int, high: int) -> bo
 
 
 @inner
+def reads(t: Tables, node: int, storage: int) -> bool:
+    found = False
+    for i in range(t.reads_start[node], t.reads_start[node + 1]):
+        found = found or t.reads[i] == storage
+    return found
+
+
+@inner
+def end_with(t: Tables, line: Timeline, storage: int, slot: int, node: int, at: int) -> int:
+    """The end of the storage's life around the slot were the node computed at ``at`` too (node -1: as things are)."""
+    base = t.storage_node[storage]
+    index = before(line, base, slot)
+    low, high = line.slots[base, index], compute_after(line, base, index)
+    around = node >= 0 and low < at < high
+    if around and base == node and slot < at:
+        high = at
+    end = last_use(t, line, storage, low, high)
+    return max(end, at) if around and reads(t, node, storage) else end
+
+
+@inner
+def overwrites(t: Tables, line: Timeline, reader: int, slot: int, node: int, at: int) -> bool:
+    """Whether the reader's compute at the slot writes over what ends there, see ``end_with``."""
+    for i in range(t.overs_start[reader], t.overs_start[reader + 1]):
+        if end_with(t, line, t.overs[i], slot, node, at) == slot:
+            return slot == line.slots[reader, 0] or not t.held[t.owns[t.owns_start[reader]]]
+    return False
+
+
+@inner
+def overwrite(t: Tables, line: Timeline, storage: int, end: int, node: int, slot: int, sign: int) -> None:
+    """Bytes at the end of a life of the storage, which a compute of the node at the slot moves to there or away."""
+    reader = line.node_at[end]
+    for i in range(t.overs_start[reader], t.overs_start[reader + 1]):
+        other = t.overs[i]
+        ends = end_with(t, line, other, end, -1, -1) == end
+        if ends == (end_with(t, line, other, end, node, slot) == end):
+            continue
+        was = overwrites(t, line, reader, end, -1, -1)
+        if other == storage and was != overwrites(t, line, reader, end, node, slot):
+            own = t.storage_bytes[t.owns[t.owns_start[reader]]]
+            add_range(line.profile, end, end, sign * own if was else -sign * own)
+        return  # of several whose ends move, the first stands for all
+
+
+@inner
 def change(t: Tables, line: Timeline, node: int, slot: int, sign: int) -> None:
     """Add (or take back) what a recompute at the slot does to bytes and time, while it does not stand there."""
     profile, size = line.profile, len(line.node_at)
@@ -143,6 +190,8 @@ def change(t: Tables, line: Timeline, node: int, slot: int, sign: int) -> None:
         index = before(line, base, slot)
         end = last_use(t, line, storage, line.slots[base, index], compute_after(line, base, index))
         add_range(profile, end + 1, slot, sign * t.storage_bytes[storage])
+        if end < slot and t.overwritten[storage]:
+            overwrite(t, line, storage, end, node, slot, sign)
     for i in range(t.needs_start[node], t.needs_start[node + 1]):
         view = t.needs[i]
         storage = t.view_storage[view]
@@ -160,6 +209,8 @@ def change(t: Tables, line: Timeline, node: int, slot: int, sign: int) -> None:
             continue
         end = last_use(t, line, storage, low, slot)
         add_range(profile, end + 1, slot - 1, -sign * t.storage_bytes[storage])
+        if t.overwritten[storage]:
+            overwrite(t, line, storage, end, node, slot, sign)
         for j in range(t.views_start[storage], t.views_start[storage + 1]):
             view = t.views[j]
             if view_needed(t, line, view, low, slot) and view_needed(t, line, view, slot, high):
@@ -167,6 +218,8 @@ def change(t: Tables, line: Timeline, node: int, slot: int, sign: int) -> None:
     if t.random[node] and t.rng_state_bytes > 0:
         last = line.slots[node, line.computes[node] - 1]
         add_range(profile, last if line.computes[node] == 1 else last + 1, slot, sign * t.rng_state_bytes)
+    if t.overs_start[node] < t.overs_start[node + 1] and overwrites(t, line, node, slot, node, slot):
+        here -= t.storage_bytes[t.owns[t.owns_start[node]]]
     add_range(profile, slot, slot, sign * here)
     line.totals[RECOMPUTE_NS] += sign * time
 
@@ -269,7 +322,10 @@ def measure(t: Tables, line: Timeline) -> None:
             rises[last + 1] -= t.storage_bytes[storage]
     for node in range(t.nodes + 1):
         for index in range(line.computes[node]):
-            bytes_at[line.slots[node, index]] += t.workspace_bytes[node]
+            slot = line.slots[node, index]
+            bytes_at[slot] += t.workspace_bytes[node]
+            if overwrites(t, line, node, slot, -1, -1):
+                bytes_at[slot] -= t.storage_bytes[t.owns[t.owns_start[node]]]
         if t.random[node] and line.computes[node] > 1:
             rises[line.slots[node, 0]] += t.rng_state_bytes
             rises[line.slots[node, line.computes[node] - 1] + 1] -= t.rng_state_bytes

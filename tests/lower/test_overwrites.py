@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.capture import capture, overwrites
 from lowtide.errors import ScheduleError
 from lowtide.ir import Compute, Free, Schedule, check, format_schedule, parse_schedule, simulate
 from lowtide.ir.serial import schedule_from_json, schedule_to_json
-from lowtide.lower import inplace
 from tests.support.interpreter import Machine
 from tests.support.training import compare_training
 
@@ -113,7 +113,7 @@ def _kept(steps: list[Any], index: int, step: Compute) -> None:
     steps.remove(Free(step.into if step.into is not None else -1))
 
 
-@pytest.mark.parametrize(("spoil", "reason"), [(_unread, "does not read"), (_kept, "not freed next")])
+@pytest.mark.parametrize(("spoil", "reason"), [(_unread, "must not"), (_kept, "not freed next")])
 def test_the_checker_refuses(spoil: Callable[[list[Any], int, Compute], None], reason: str) -> None:
     _, plan = _program()
     index, step = _first(plan.schedule)
@@ -121,6 +121,36 @@ def test_the_checker_refuses(spoil: Callable[[list[Any], int, Compute], None], r
     spoil(steps, index, step)
     with pytest.raises(ScheduleError, match=reason):
         check(plan.graph, Schedule(tuple(steps), plan.schedule.boundary))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1,), (7, 33), (128, 512), (3, 5, 17), (2, 8, 64, 64), (4, 1000), (5, 70000)])
+def test_softmax_over_its_argument_gives_the_same_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, gradient = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    for name in ("_softmax", "_log_softmax"):
+        target, backward = (getattr(torch.ops.aten, f"{name}{end}").default for end in ("", "_backward_data"))
+        for dim in range(len(shape)):
+            result = target(x, dim, False)
+            for operator, args in ((target, (x, dim, False)), (backward, (gradient, result, dim, dtype))):
+                (form,) = overwrites._forms(operator)
+                first = args[0].clone()
+                form.target(first, *args[1:], **{form.keyword: first})
+                assert torch.equal(first, operator(*args))
+
+
+def test_softmax_is_written_over_its_first_argument_only() -> None:
+    class Attending(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (torch.softmax(x @ x, -1) @ x).log_softmax(-1)
+
+    program = capture(Attending(), (torch.randn(16, 16, requires_grad=True),))
+    found = {op.target: op.overwrites == op.inputs[:1] for op in program.graph.ops if "softmax" in op.target}
+    assert found == {
+        "aten._softmax.default": True,
+        "aten._log_softmax.default": True,
+        "aten._log_softmax_backward_data.default": False,  # of the gradient that the caller hands in
+        "aten._softmax_backward_data.default": True,
+    }
 
 
 _BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "atan2", "pow")
@@ -141,7 +171,7 @@ def test_writing_forms_give_the_same_bits(dtype: torch.dtype, shape: tuple[int, 
         target = getattr(packet, overload)
         args = (x,) if name in _UNARY else (x, y)
         expected = target(*args)
-        for form in inplace._forms(target):
+        for form in overwrites._forms(target):
             for position in range(len(args)) if form.keyword else (0,):
                 given = [argument.clone() for argument in args]
                 form.target(*given, **({form.keyword: given[position]} if form.keyword else {}))

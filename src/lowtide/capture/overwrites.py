@@ -1,0 +1,126 @@
+"""Pointwise operators whose input dies write into its memory, as eager's own in-place operators do.
+
+A functional program returns every sum of gradients and every mask of a gradient in new memory. Where a pointwise operator
+(``torch.Tag.pointwise``) reads a tensor for the last time, nothing else looks at that storage, and the result has the same
+layout and type, the operator can write its result there: the same kernel over the same elements, each read before it is
+written, so the results are equal to the bit. Softmax and its gradient can, too: they pass over a row of their first
+argument, and then write where they read. Which inputs these are is a property of the operator (``Op.overwrites``), known to
+planners, simulator and checker; a schedule decides where one is overwritten (``Compute.into``). Complex tensors are left
+out: their division rounds differently in place.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from lowtide.capture.program import Program, Ref, TensorMeta
+
+_ROW_BY_ROW = {"_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Written:
+    """An operator that writes into one of its inputs: the keyword to pass that as, or ``""`` for its first argument."""
+
+    target: Callable[..., Any]
+    keyword: str
+
+
+def with_overwrites(program: Program) -> Program:
+    """``program`` with ``Op.overwrites`` of every operator."""
+    graph = program.graph
+    owned = collections.Counter(storage.base for storage in graph.storages)
+    kept = {graph.values[value].storage for value in (*graph.outputs, *graph.forward_outputs)}
+    free = {storage.id for storage in graph.storages if not storage.external and storage.id not in kept}
+    found = [tuple(_overwritten(program, op.id, free)) if owned[op.id] == 1 else () for op in graph.ops]
+    ops = tuple(dataclasses.replace(op, overwrites=values) for op, values in zip(graph.ops, found, strict=True))
+    return dataclasses.replace(program, graph=dataclasses.replace(graph, ops=ops))
+
+
+def _overwritten(program: Program, op_id: int, free: set[int]) -> Iterator[int]:
+    """Inputs of ``op_id`` in storages among ``free`` that its result may be written into."""
+    op, call, values = program.graph.ops[op_id], program.calls[op_id], program.graph.values
+    if len(op.outputs) != 1 or op.random or op.effect or call.positions is not None:
+        return
+    meta = program.metas[op.outputs[0]]
+    if meta.dtype.is_complex:
+        return
+    if not fills_its_storage(meta):
+        return
+    for value in op.inputs:
+        storage = values[value].storage
+        alone = {other for other in op.inputs if values[other].storage == storage} == {value}
+        if (
+            storage in free
+            and alone
+            and program.metas[value] == meta
+            and written_form(program, op_id, value) is not None
+        ):
+            yield value
+
+
+def fills_its_storage(meta: TensorMeta) -> bool:
+    """Whether the elements are the storage, each at a place of its own."""
+    elements = 1
+    for size, step in sorted(zip(meta.shape, meta.stride, strict=True), key=lambda pair: pair[1]):
+        if size != 1 and step != elements:
+            return False
+        elements *= size
+    return meta.storage_offset == 0 and elements * meta.dtype.itemsize == meta.storage_bytes
+
+
+def overwritten_argument(target: Callable[..., Any]) -> int | None:
+    """The position of the argument that a compiled kernel always writes its result over, ``None`` for all else."""
+    return None if isinstance(target, torch._ops.OpOverload) else getattr(target, "overwrites", None)
+
+
+def keeping(target: Callable[..., Any]) -> Callable[..., Any]:
+    """The form of a call's target that leaves its arguments as they are."""
+    kept: Callable[..., Any] = target if overwritten_argument(target) is None else target.keeping  # type: ignore[attr-defined]
+    return kept
+
+
+def written_form(program: Program, op_id: int, value: int) -> Written | None:
+    """The form of ``op_id`` that writes into its input ``value``; ``None`` where there is none."""
+    call = program.calls[op_id]
+    position = overwritten_argument(call.target)
+    if position is not None:
+        return Written(call.target, "") if call.args[position] == Ref(value) else None
+    forms = _forms(call.target)
+    first = call.args[:1] == (Ref(value),)
+    return next((form for form in forms if first or (form.keyword and not _reads_rows(call.target))), None)
+
+
+def _reads_rows(target: Callable[..., Any]) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target.overloadpacket.__name__ in _ROW_BY_ROW
+
+
+@functools.cache
+def _forms(target: Callable[..., Any]) -> tuple[Written, ...]:
+    """The forms of an operator that write: into a given tensor, or into the first argument.
+
+    Generated forms are left out: they compute into new memory and copy.
+    """
+    if not isinstance(target, torch._ops.OpOverload):
+        return ()
+    if torch.Tag.pointwise not in target.tags and not _reads_rows(target):
+        return ()
+    wanted = [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+    packets = [target.overloadpacket, getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)]
+    found = []
+    for packet in packets:
+        for name in packet.overloads() if packet is not None else ():
+            overload = getattr(packet, name)
+            arguments = overload._schema.arguments
+            plain = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
+            out = [argument.name for argument in arguments if argument.is_out]
+            writes = len(out) == 1 or (not out and overload._schema.is_mutable)
+            if plain == wanted and writes and torch.Tag.generated not in overload.tags:
+                found.append(Written(overload, out[0] if out else ""))
+    return tuple(found)
