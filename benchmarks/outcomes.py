@@ -16,10 +16,15 @@ def gradient_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, tor
     all where that is more (a key's bias has none but rounding); infinite where other parameters have gradients."""
     if found.keys() != expected.keys():
         return float("inf")
-    scales = {name: gradient.abs().max().item() for name, gradient in expected.items()}
+    scales = {name: _largest(gradient) for name, gradient in expected.items()}
     least = max(_LEAST_SCALE * max(scales.values(), default=0.0), 1e-30)
-    differences = ((name, (found[name] - gradient).abs().max().item()) for name, gradient in expected.items())
+    differences = ((name, _largest(found[name] - gradient)) for name, gradient in expected.items())
     return max((difference / max(scales[name], least) for name, difference in differences), default=0.0)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """In magnitude; 0 where there are no elements."""
+    return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
 def error_text(error: Exception, length: int) -> str:
