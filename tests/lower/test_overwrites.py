@@ -123,10 +123,20 @@ def test_the_checker_refuses(spoil: Callable[[list[Any], int, Compute], None], r
         check(plan.graph, Schedule(tuple(steps), plan.schedule.boundary))
 
 
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1,), (7, 33), (128, 512), (3, 5, 17), (2, 8, 64, 64), (4, 1000), (5, 70000)])
-def test_softmax_over_its_argument_gives_the_same_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    x, gradient = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+def test_softmax_over_its_argument_gives_the_same_bits(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, gradient = (torch.randn(shape).to(device, dtype) for _ in range(2))
     for name in ("_softmax", "_log_softmax"):
         target, backward = (getattr(torch.ops.aten, f"{name}{end}").default for end in ("", "_backward_data"))
         for dim in range(len(shape)):
@@ -159,11 +169,12 @@ _UNARY = ("abs", "cos", "erf", "exp", "gelu", "log", "neg", "reciprocal", "relu"
 _GRADIENTS = ("gelu_backward", "sigmoid_backward", "silu_backward", "tanh_backward")
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(7, 33), (128, 64), (3, 5, 17), (1,)])
-def test_writing_forms_give_the_same_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_writing_forms_give_the_same_bits(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     aten = torch.ops.aten
-    x, y = torch.rand(shape).to(dtype), torch.rand(shape).to(dtype)
+    x, y = (torch.rand(shape).to(device, dtype) for _ in range(2))
     tried = 0
     for name in (*_BINARY, *_UNARY, *_GRADIENTS):
         packet = getattr(aten, name)
