@@ -76,7 +76,7 @@ def test_output_gradient_that_becomes_a_parameter_gradient(name: str) -> None:
         assert torch.equal(given, before), "the parameter's gradient shares memory with the caller's"
         return y
 
-    compare_training(_Linear, rows(requires_grad=True), step=step, check_peak=False, budgets=("60%",))
+    compare_training(_Linear, rows(requires_grad=True), step=step, check_peak=False, budgets=("75%",))
 
 
 def test_autograd_grad() -> None:
