@@ -13,8 +13,9 @@ from torch import nn
 import lowtide
 from lowtide.capture import Program, capture
 from lowtide.fusion import Kernel, checked, fuse, kernel, rewrite
-from lowtide.ir import Compute, Op, Schedule, keep_all_schedule, simulate
+from lowtide.ir import Compute, Op, keep_all_schedule, simulate
 from lowtide.lower import lower
+from tests.support.overwriting import without_overwriting
 
 
 class _Gate(nn.Module):
@@ -187,9 +188,7 @@ def test_steps_with_overwriting_kernels(budget: str) -> None:
     (plan,) = lowtide.plans(model)
     into = [step for step in plan.schedule.steps if isinstance(step, Compute) and step.into is not None]
     assert any(plan.graph.ops[step.op].target.startswith("lowtide.fused") for step in into)
-    plain = Schedule(
-        tuple(Compute(s.op) if isinstance(s, Compute) else s for s in plan.schedule.steps), plan.schedule.boundary
-    )
+    plain = without_overwriting(plan.schedule)
     with_reuse, without = (simulate(plan.graph, plan.costs, each).timeline for each in (plan.schedule, plain))
     assert (with_reuse <= without).all() and (with_reuse < without).any()
     for checks in (contextlib.nullcontext(), checked()):
@@ -206,7 +205,7 @@ def test_a_schedule_without_overwriting_keeps_the_arguments() -> None:
     """A kernel that overwrites has another form for a schedule in which its argument lives on."""
     program = fuse(capture(_Feed(), (torch.randn(32, 64),)))
     schedule = keep_all_schedule(program.graph)
-    plain = Schedule(tuple(Compute(s.op) if isinstance(s, Compute) else s for s in schedule.steps), schedule.boundary)
+    plain = without_overwriting(schedule)
     names = {f"{call.target.__name__}_" for call in program.calls if getattr(call.target, "overwrites", None) == 0}
     written, kept = (lower(program, each).source for each in (schedule, plain))
     assert all(name in written for name in names)

@@ -16,6 +16,7 @@ from lowtide.errors import ScheduleError
 from lowtide.ir import Compute, Free, Schedule, check, format_schedule, parse_schedule, simulate
 from lowtide.ir.serial import schedule_from_json, schedule_to_json
 from tests.support.interpreter import Machine
+from tests.support.overwriting import without_overwriting
 from tests.support.training import compare_training
 
 
@@ -73,13 +74,9 @@ def test_many_operators_write_into_what_dies() -> None:
     assert "out=v" in entry.lowered.source
 
 
-def _without_reuse(schedule: Schedule) -> Schedule:
-    return Schedule(tuple(Compute(s.op) if isinstance(s, Compute) else s for s in schedule.steps), schedule.boundary)
-
-
 def test_simulator_checker_and_interpreter_agree() -> None:
     _, plan = _program()
-    plain = _without_reuse(plan.schedule)
+    plain = without_overwriting(plan.schedule)
     check(plan.graph, plan.schedule)
     reused, before = (simulate(plan.graph, plan.costs, schedule) for schedule in (plan.schedule, plain))
     assert reused.final_bytes == before.final_bytes and reused.time_ns == before.time_ns

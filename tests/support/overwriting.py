@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 
-from lowtide.ir import Costs, Graph, Op, is_view
+from lowtide.ir import Compute, Costs, Graph, Schedule, is_view, owned_storages
 
 
 def overwriting(graph: Graph, costs: Costs, seed: int, often: float = 0.7) -> tuple[Graph, Costs]:
@@ -17,8 +17,7 @@ def overwriting(graph: Graph, costs: Costs, seed: int, often: float = 0.7) -> tu
     sizes = np.array(costs.storage_bytes)
     kept = {graph.values[value].storage for value in (*graph.outputs, *graph.forward_outputs)}
     ops = []
-    for op in graph.ops:
-        own = [storage.id for storage in graph.storages if storage.base == op.id]
+    for op, own in zip(graph.ops, owned_storages(graph), strict=True):
         read = [graph.values[value].storage for value in op.inputs]
         candidates = [
             value
@@ -38,6 +37,7 @@ def _of_size(graph: Graph, sizes: np.ndarray, values: list[int], size: int) -> t
     return tuple(value for value in values if sizes[graph.values[value].storage] == size)
 
 
-def overwritten(ops: tuple[Op, ...]) -> int:
-    """How many may overwrite something."""
-    return sum(bool(op.overwrites) for op in ops)
+def without_overwriting(schedule: Schedule) -> Schedule:
+    """The same steps, every result in new memory."""
+    steps = (Compute(step.op) if isinstance(step, Compute) else step for step in schedule.steps)
+    return Schedule(tuple(steps), schedule.boundary)

@@ -177,19 +177,17 @@ def _compilation(kernel: Kernel) -> Iterator[None]:
                 'compiler="inductor" needs a C++ compiler for kernels on the CPU, and none was found: install g++ or '
                 'clang++, point CXX at one, or use compiler="eager".'
             ) from error
-        complaint, compiled = (
-            f"cannot be compiled: {type(error).__name__}: {str(error).strip().split(chr(10))[0]}",
-            None,
-        )
+        complaint = f"cannot be compiled: {type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
+        compiled = None
     else:
         complaint, compiled = _tried(kernel.body, code)
     if complaint:
         _LOG.warning("a kernel of %s %s; these operators run one by one", ", ".join(kernel.operators), complaint)
-    _COMPILED[kernel.key] = None if complaint else compiled
+    _COMPILED[kernel.key] = compiled
 
 
-def _tried(body: Body, code: Code) -> tuple[str, Compiled]:
-    """How compiled results differ from the operators' on random inputs, empty where they agree; and what else was seen."""
+def _tried(body: Body, code: Code) -> tuple[str, Compiled | None]:
+    """How compiled results differ from the operators' on random inputs; or nothing, and the code with what it overwrites."""
     tensors = [synthetic_tensor(meta) for meta in body.inputs]
     with torch.no_grad():
         expected = body(*tensors)
@@ -199,7 +197,7 @@ def _tried(body: Body, code: Code) -> tuple[str, Compiled]:
     overwrites = body.donated and storages == inputs[:1]
     shared = len(set(storages)) < len(storages) or (not overwrites and set(inputs).intersection(storages))
     complaint = "returns results that share memory" if shared else compare(expected, found, body.metas)
-    return complaint, Compiled(code, overwrites)
+    return complaint, None if complaint else Compiled(code, overwrites)
 
 
 def compare(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor], metas: Sequence[TensorMeta]) -> str:

@@ -98,8 +98,7 @@ class _Checker:
     def _only_views(self, op_id: int) -> bool:
         """View ops are pure and free, so they may first run anywhere."""
         op = self.graph.ops[op_id]
-        own = [v for v in op.outputs if self.graph.storages[self.graph.values[v].storage].base == op_id]
-        return bool(op.outputs) and not own and op.recomputable and not op.random
+        return bool(op.outputs) and not self._allocated_by(op_id) and op.recomputable and not op.random
 
     def _allocated_by(self, op_id: int) -> set[int]:
         storages = {self.graph.values[value].storage for value in self.graph.ops[op_id].outputs}

@@ -37,8 +37,9 @@ from dataclasses import dataclass
 from lowtide.ir import Schedule, keep_all_schedule, simulate
 from lowtide.solve.bounds import time_bound
 from lowtide.solve.keep_all import KeepAll
-from lowtide.solve.milp.search import NEVER, Limits, Search, programs, run
+from lowtide.solve.milp.search import NEVER, Limits, Search, programs, run, writes_elsewhere
 from lowtide.solve.minimum import minimum_peak, working_set_bound
+from lowtide.solve.model.compact import compact
 from lowtide.solve.options import require, require_one_of
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
@@ -91,9 +92,10 @@ def _least_time(limits: Limits, problem: Problem, warm_start: bool) -> Solution:
     if working_set_bound(problem.graph, problem.costs) > problem.budget_bytes:
         search.bound = NEVER
     run(search)
-    if not search.settled and search.exact:  # graphs on which the programs do not come to an end
+    if not search.settled and not writes_elsewhere(problem):  # graphs on which the programs do not come to an end
+        floor = compact(problem.graph, problem.costs, floor=True)
         known_ns = None if search.best is None else int(search.value)
-        search.bound = max(search.bound, time_bound(search.model, problem.budget_bytes, effort=2, known_ns=known_ns))
+        search.bound = max(search.bound, time_bound(floor, problem.budget_bytes, effort=2, known_ns=known_ns))
     candidates = known if search.best is None else [search.best]
     if search.best is None:  # what else this planner could reach
         candidates = [*known, _lowest(limits, problem, known, began).schedule]
