@@ -67,6 +67,16 @@ def choose_victim(
 
 
 @kernel
+def overwritten(t: Tables, pins: Indices, node: int, at: int) -> int:
+    """The storage that the node writes over because nothing reads it from ``at`` on, -1 without one."""
+    for i in range(t.overs_start[node], t.overs_start[node + 1]):
+        storage: int = t.overs[i]
+        if pins[storage] == 1 and next_use(t, storage, at) < 0 and t.recomputable[t.storage_node[storage]]:
+            return storage
+    return -1
+
+
+@kernel
 def greedy_sequence(t: Tables, budget: int, capacity: int) -> Indices:
     """An encoded sequence that evicts whenever the next compute would exceed the budget; it may still exceed it.
 
@@ -105,6 +115,9 @@ def greedy_sequence(t: Tables, budget: int, capacity: int) -> Indices:
             for i in range(t.owns_start[top], t.owns_start[top + 1]):
                 if live[t.owns[i]] == 0:
                     need += t.storage_bytes[t.owns[i]]
+            over = overwritten(t, pins, top, node)
+            if over >= 0:
+                need -= t.storage_bytes[over]
             while resident + need > budget:
                 victim = choose_victim(t, live, pins, node, elapsed, seen, stamps, walk)
                 if victim < 0:
@@ -119,6 +132,9 @@ def greedy_sequence(t: Tables, budget: int, capacity: int) -> Indices:
                 if live[t.owns[i]] == 0:
                     live[t.owns[i]] = 1
                     resident += t.storage_bytes[t.owns[i]]
+            if over >= 0:
+                live[over] = 0
+                resident -= t.storage_bytes[over]
             for i in range(t.reads_start[top], t.reads_start[top + 1]):
                 pins[t.reads[i]] -= 1
             depth -= 1
