@@ -125,3 +125,49 @@ def test_normalised_tensors_are_not_saved(norm: type[nn.Module]) -> None:
     statistics = next(kernel for kernel, found in zip(kernels, names, strict=True) if len(found) == 1)
     assert all(len(meta.shape) < 4 for meta in statistics.body.metas), "the kernel of the norm returns statistics only"
     assert _saved_bytes(program) < _saved_bytes(capture(_Norms(norm), (x,)))
+
+
+class _SharedBias(nn.Module):
+    """A bias added to batches in several places, ``between`` matrix products apart: its gradient is a sum of sums."""
+
+    def __init__(self, between: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(16, 8))
+        self.layers = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(between))) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x + self.bias)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("between", "apart"), [(1, False), (6, True)])
+def test_kernels_do_not_wait_for_what_comes_much_later(between: int, apart: bool) -> None:
+    """Each layer's share of the bias' gradient is summed where it arises, unless the next one is near."""
+    program = rewrite(capture(_SharedBias(between), (torch.randn(32, 16, 8),)))
+    kernels = [call.target for call in program.calls if isinstance(call.target, Kernel)]
+    sums = [kernel for kernel in kernels if "aten.sum.dim_IntList" in kernel.operators]
+    large = [sum(meta.shape == (512, 8) for meta in kernel.body.inputs) for kernel in sums]
+    assert sum(large) >= 3
+    assert (max(large) == 1) == apart
+
+
+class _Bias(nn.Module):
+    """Attention's probabilities with a bias from a table whose last dimension is the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(16, 16, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.table.permute(2, 0, 1).clone(memory_format=torch.contiguous_format)
+        result: torch.Tensor = torch.softmax(x @ x.transpose(1, 2) + bias, -1) @ x
+        return result.square().mean()
+
+
+def test_passes_over_rows_read_them_in_order() -> None:
+    names = _names(rewrite(capture(_Bias(), (torch.randn(4, 16, 8, requires_grad=True),))))
+    (softmax,) = (name for name in names if "_softmax" in name)
+    assert "add" in softmax and "clone" not in softmax

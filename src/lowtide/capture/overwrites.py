@@ -59,7 +59,7 @@ def _overwritten(program: Program, op_id: int, free: set[int]) -> Iterator[int]:
         if (
             storage in free
             and alone
-            and program.metas[value] == meta
+            and (program.metas[value] == meta or overwritten_argument(call.target) is not None)
             and written_form(program, op_id, value) is not None
         ):
             yield value

@@ -1,9 +1,10 @@
 """Which operators are computed together.
 
 A storage is *kept* (written to memory) where something other than a fusible operator reads it, where the caller gets it,
-or where computing it again in each of its readers would read more than it holds. All other fusible operators vanish
-into the kernels of their readers. So every kept storage has one kernel that computes it from kept storages, and planners
-decide about kept storages only.
+where computing it again in each of its readers would read more than it holds, or where its reader comes so much later that
+what it is computed from would wait in its place, and is more. All other fusible operators vanish into the kernels of their
+readers. So every kept storage has one kernel that computes it from kept storages, and planners decide about kept storages
+only.
 
 Two steps. ``_Sources``, forward: what an operator's result could be computed from, looking through pointwise operators.
 ``_Anchors``, backward: the kept operators whose kernels an operator belongs to.
@@ -11,12 +12,16 @@ Two steps. ``_Sources``, forward: what an operator's result could be computed fr
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lowtide.capture.program import Program
 from lowtide.fusion.kinds import ALONE, Kind, kinds, operator_name
+from lowtide.ir import Op
 
 _LONGEST = 48  # operators that may be computed again in a reader
+_NEAR = 8  # calls by which a kernel may keep what it reads for longer than its operators would
 _FUSIBLE = (Kind.POINTWISE, Kind.GATHER, Kind.REDUCTION)
 
 
@@ -89,7 +94,7 @@ def _transparent(reading: Reading) -> set[int]:
     found = set()
     for op in reading.program.graph.ops:
         owned = reading.owned(op.id)
-        if reading.kinds[op.id] is not Kind.POINTWISE or not owned:
+        if reading.kinds[op.id] is not Kind.POINTWISE or not owned or _rearranges(reading, op):
             continue
         inputs = {reading.storage(value) for value in op.inputs}
         reads = frozenset().union(*(sources.get(s, frozenset((s,))) for s in inputs)) if inputs else frozenset()
@@ -104,6 +109,15 @@ def _transparent(reading: Reading) -> set[int]:
     return found
 
 
+def _rearranges(reading: Reading, op: Op) -> bool:
+    """Whether the op copies a tensor into another order of its dimensions: slow to read, so done once for all readers."""
+    if operator_name(reading.program.calls[op.id].target) not in ("clone", "_to_copy", "copy"):
+        return False
+    source, result = (reading.program.metas[value] for value in (op.inputs[-1], op.outputs[0]))
+    dims = [dim for dim, size in enumerate(source.shape) if size > 1 and source.stride[dim] != 0]
+    return sorted(dims, key=source.stride.__getitem__) != sorted(dims, key=result.stride.__getitem__)
+
+
 def _must_keep(reading: Reading, storage: int) -> bool:
     return storage in reading.handed or not all(map(reading.fusible, reading.readers[storage]))
 
@@ -111,6 +125,7 @@ def _must_keep(reading: Reading, storage: int) -> bool:
 def _anchors(reading: Reading, transparent: set[int]) -> dict[int, frozenset[int]]:
     """For each fusible op the kept ops whose kernels it is part of; itself where its result is kept."""
     graph = reading.program.graph
+    calls = list(itertools.accumulate(kind is Kind.CALL for kind in reading.kinds))
     found: dict[int, frozenset[int]] = {}
     for op in reversed(graph.ops):
         if not reading.fusible(op.id):
@@ -123,9 +138,25 @@ def _anchors(reading: Reading, transparent: set[int]) -> dict[int, frozenset[int
             continue
         belongs = frozenset().union(*(found[reader] for reader in readers))
         same_phase = all(graph.ops[anchor].phase is op.phase for anchor in belongs)
-        alone = len(belongs) == 1 and same_phase and reading.kinds[op.id] is not Kind.GATHER
-        found[op.id] = belongs if alone or op.id in transparent else itself
+        alone = len(belongs) == 1 and same_phase and not _apart(reading, op, belongs)
+        absorbed = op.id in transparent or (alone and not _waits(reading, calls, op.id, min(belongs)))
+        found[op.id] = belongs if absorbed else itself
     return found
+
+
+def _apart(reading: Reading, op: Op, anchors: Iterable[int]) -> bool:
+    """Whether a kernel of ``anchors`` is better off reading the result, since it would jump about in what ``op`` reads."""
+    passes = any(reading.kinds[anchor] is Kind.REDUCTION for anchor in anchors)
+    return reading.kinds[op.id] is Kind.GATHER or (passes and _rearranges(reading, op))
+
+
+def _waits(reading: Reading, calls: Sequence[int], op: int, anchor: int) -> bool:
+    """Whether ``op`` in the kernel of ``anchor`` makes more wait for it, and for long, than its result holds."""
+    graph = reading.program.graph
+    read = {reading.storage(value) for value in graph.ops[op].inputs}
+    inside = (s for s in read - reading.handed if not graph.storages[s].external)
+    waiting = [s for s in inside if calls[anchor] - calls[max(reading.readers[s])] > _NEAR]
+    return sum(map(reading.nbytes, waiting)) > sum(map(reading.nbytes, reading.owned(op)))
 
 
 def _region(reading: Reading, anchor: int, kept: set[int]) -> Region:

@@ -56,7 +56,7 @@ class _Rewrite:
         self.kinds = reading.kinds
         self.region_at = {region.anchors[-1]: region for region in regions}
         self.inside = {op for region in regions for op in region.members if self.kinds[op] is not Kind.VIEW}
-        self.readers = self._readers(regions)
+        self.last_reader = self._last_readers(regions)
         self.ops: list[Op] = []
         self.calls: list[Call] = []
         self.values: list[Value] = []
@@ -80,11 +80,13 @@ class _Rewrite:
         self._need(graph.outputs)
         return self._program(forward_ops)
 
-    def _readers(self, regions: list[Region]) -> Counter[int]:
-        """By storage, how often the fused program reads it: once for each value and kernel or call."""
+    def _last_readers(self, regions: list[Region]) -> dict[int, int]:
+        """By storage, the last op or anchor that reads it in the fused program."""
         calls = (op for op in self.graph.ops if self.kinds[op.id] is not Kind.VIEW and op.id not in self.inside)
-        read = itertools.chain(*(region.roots for region in regions), *(op.inputs for op in calls))
-        return Counter(self.graph.values[value].storage for value in read)
+        read = itertools.chain(
+            ((region.anchors[-1], region.roots) for region in regions), ((op.id, op.inputs) for op in calls)
+        )
+        return {self.graph.values[value].storage: at for at, values in sorted(read) for value in values}
 
     def _emit(self, op: Op) -> None:
         region = self.region_at.get(op.id)
@@ -124,14 +126,18 @@ class _Rewrite:
         self._append(last, f"lowtide.{kernel.__qualname__}", inputs, outputs, call)
 
     def _dying(self, region: Region, outputs: Sequence[int]) -> int | None:
-        """The root whose memory the kernel's one result could take: nothing else reads it, and it is laid out alike."""
+        """The root whose memory the kernel's one result could take: read for the last time, alone in its storage, as large."""
         metas, values = self.program.metas, self.graph.values
         if len(outputs) != 1 or not fills_its_storage(metas[outputs[0]]):
             return None
+        size = (metas[outputs[0]].dtype, metas[outputs[0]].storage_bytes)
+        read = Counter(values[root].storage for root in region.roots)
         for root in region.roots:
             storage = values[root].storage
             inside = not self.graph.storages[storage].external and storage not in self.reading.handed
-            if inside and self.readers[storage] == 1 and metas[root] == metas[outputs[0]]:
+            dies = self.last_reader[storage] == region.anchors[-1] and read[storage] == 1
+            alike = (metas[root].dtype, metas[root].storage_bytes) == size and fills_its_storage(metas[root])
+            if inside and dies and alike:
                 return root
         return None
 
