@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -274,3 +275,26 @@ def test_what_the_first_call_prepares(note: Callable[..., Any]) -> None:
         return model
 
     _assert_trains_as_eager(called, "100%")
+
+
+@dataclass
+class _Strict:
+    """A configuration that refuses to answer for a field, as heterogeneous models of ``transformers`` have."""
+
+    width: int = WIDTH
+    heads: int = 4
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "heads":
+            raise RuntimeError("heads differ from layer to layer")
+        return super().__getattribute__(name)
+
+
+def test_configurations_may_refuse_to_answer() -> None:
+    def note(model: Any, block: nn.Module, x: torch.Tensor, h: torch.Tensor) -> None:
+        assert model.config.width == WIDTH
+
+    plain, planned = (make(lambda: _Noting(note, config=_Strict())) for _ in range(2))
+    lowtide.rematerialize(planned, (_input(0),), budget="70%", planner="greedy")
+    for expected, found in zip(_trained(plain), _trained(planned), strict=True):
+        assert all(map(torch.equal, expected, found))

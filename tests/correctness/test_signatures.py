@@ -156,3 +156,30 @@ def test_requires_grad_changes_are_noticed() -> None:
         return rows()(iteration)
 
     compare_training(_network, inputs, step=step, check_peak=False, iterations=4, budgets=("60%",))
+
+
+class _Chosen(nn.Module):
+    """Asks about the mask with constants that are made anew, and die, in every round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for i in range(40):
+            row = mask[torch.tensor([i % 2])]
+            if (row * torch.tensor([0.5, 2.0, 1.0])).sum() > 100 + i:
+                x = x * 2
+        result: torch.Tensor = self.layer(x).square().mean()
+        return result
+
+
+def test_constants_of_a_question_are_its_own() -> None:
+    """Another answer is another program, the same answers the same program, whatever the memory of constants is used for."""
+    masks = [torch.full((2, 3), value) for value in (1, 2, 100, 3, 101, 30)]
+
+    def inputs(iteration: int) -> Any:
+        return (torch.randn(64, 8, generator=generator(iteration)), masks[iteration]), {}
+
+    (outcome,) = compare_training(_Chosen, inputs, iterations=len(masks), budgets=("100%",))
+    assert len(lowtide.plans(outcome.model)) == 3

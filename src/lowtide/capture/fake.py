@@ -97,6 +97,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.questions: list[Question] = []
         self._seen: set[Any] = set()
         self._interned: dict[Any, Known] = {}
+        self._constants: dict[int, tuple[torch.Tensor, Known]] = {}  # by id, which lasts as long as the tensor
 
     def register_input(self, fake: torch.Tensor, real: torch.Tensor, position: int) -> None:
         """Let ``fake`` (an integer or boolean input) answer with the value of ``real``."""
@@ -174,7 +175,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return fakes.ctc_loss(args[0], longest_target)
 
     def _remember(self, known: Known, ask: str, answer: Any) -> None:
-        key = (id(known), ask)
+        key = (known, ask)
         if key not in self._seen:
             self._seen.add(key)
             self.questions.append(Question(known, ask, answer, user_source()))
@@ -197,7 +198,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return None, None
         reals, knowns = [real for real, _ in known_pairs], [known for _, known in known_pairs]
         depends = any(isinstance(known, Known) and known.depends_on_input for known in knowns)
-        keys = [id(known) if isinstance(known, Known) else (type(known), known) for known in knowns]
+        keys = [known if isinstance(known, Known) else (type(known), known) for known in knowns]
         if func._schema.is_mutable:
             return self._known_mutation(func, flat)
         # What a model on the meta device computes from constants alone is known too: on the CPU.
@@ -222,8 +223,9 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if isinstance(tensor, FakeTensor):
             return getattr(tensor, "_lowtide_known", None)
         if type(tensor) is torch.Tensor and tensor.numel() <= _MAXIMUM_ELEMENTS and tensor.device.type != "meta":
-            copy = tensor.detach()
-            return copy, self._intern(("constant", id(tensor)), Known(None, (), {}, None, None, copy, False))
+            value = tensor.detach()
+            constant = Known(None, (), {}, None, None, value, False)
+            return value, self._constants.setdefault(id(tensor), (tensor, constant))[1]
         return None
 
     def _intern(self, key: Any, known: Known) -> Known:
@@ -239,7 +241,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             for index, (fake, value) in enumerate(zip(result, real, strict=False)):
                 if isinstance(fake, FakeTensor) and isinstance(value, torch.Tensor):
                     fresh = Known(known.function, known.args, known.kwargs, index, None, None, known.depends_on_input)
-                    _attach(fake, value, self._intern((id(known), index), fresh))
+                    _attach(fake, value, self._intern((known, index), fresh))
 
 
 def _attach(fake: torch.Tensor, real: torch.Tensor, known: Known) -> None:

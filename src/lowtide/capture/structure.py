@@ -6,6 +6,7 @@ tensors (key-value caches, say) are handled here: a shallow copy is made and its
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[int, ...]) -> Any
         leaves, spec = _one_level(node)
         return Nested(spec, tuple(_visit(leaf, tensors, within) for leaf in leaves))
     # A class that pytree does not know is looked into only where it holds tensors.
-    attributes = {name: _visit(getattr(node, name), tensors, within) for name in _attribute_names(node)}
+    attributes = {name: _visit(value, tensors, within) for name, value in _stored(node).items()}
     if not any(slots(child) for child in attributes.values()):
         return node
     return Held(_emptied(node, attributes), attributes)
@@ -171,7 +172,13 @@ def _emptied(node: Any, attributes: dict[str, Any]) -> Any:
     return prototype
 
 
-def _attribute_names(node: Any) -> list[str]:
-    if dataclasses.is_dataclass(node):
-        return [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
-    return list(getattr(node, "__dict__", ()))
+def _stored(node: Any) -> dict[str, Any]:
+    """The attributes of an object, or the fields of a dataclass, past what its class makes of reading them: a
+    configuration may refuse to answer."""
+    if not dataclasses.is_dataclass(node):
+        return dict(getattr(node, "__dict__", ()))
+    found = {}
+    for field in dataclasses.fields(node):
+        with contextlib.suppress(AttributeError):
+            found[field.name] = object.__getattribute__(node, field.name)
+    return found
