@@ -101,12 +101,13 @@ def test_lowtide_runs_at_the_peaks_of_its_kind() -> None:
         _row("selective", 500, 1.1),
         _row("plain", 1000, 1.0),
         _row("compile", 600, 0.9),
+        _row("compile-budget-dp", 1080, 0.8),  # more than plain eager's
         _row("lowtide-rotor", 400, 1.2),
         _row("compile-checkpoint", 0, 0.0, message="failed"),
         _row("selective", 200, 1.1, model="t5"),
     ]
     assert settings_of("gpt2", "lowtide", ["50%"], rows) == ("50%", "300", "500")
-    assert settings_of("gpt2", "lowtide-inductor", ["50%"], rows) == ("50%", "600")
+    assert settings_of("gpt2", "lowtide-inductor", ["50%"], rows) == ("50%", "600", "1080")
     assert settings_of("gpt2", "lowtide-dtr", ["50%"], rows) == ("50%",)
     assert settings_of("gpt2", "checkpoint", ["50%"], rows) == ("",)
 
@@ -115,9 +116,11 @@ def test_lost_cells() -> None:
     beaten, matched = _row("checkpoint", 300, 1.3), _row("selective", 500, 1.1)
     wrong, compiled = _row("checkpoint-reentrant", 100, 1.0, gradient_error=0.5), _row("compile", 400, 0.9)
     ours = [_row("lowtide", 290, 1.4), _row("lowtide", 480, 1.12)]
-    rows = [beaten, matched, wrong, compiled, *ours]
+    rows = [beaten, matched, wrong, compiled, _row("plain", 1000, 0.9), *ours]
     assert list(lost(rows)) == [(beaten, ours[0])]
     assert list(lost([*rows, _row("lowtide-inductor", 450, 0.9)])) == [(beaten, ours[0]), (compiled, None)]
+    larger = _row("selective", 1010, 0.99)
+    assert list(lost([*rows, larger])) == [(beaten, ours[0]), (larger, ours[1])]
     text = document(rows, {"device": "cpu"})
     assert "| gpt2 | checkpoint |  | 0.300 | 1.30 | 0.290 | 1.40 |" in text
     assert "WRONG" in text
