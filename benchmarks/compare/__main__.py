@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.compare.figure import save_figures
-from benchmarks.compare.mechanisms import MATCHING, MECHANISMS
+from benchmarks.compare.mechanisms import MATCHING, MECHANISMS, RIVALS
 from benchmarks.compare.models import COMPARED
 from benchmarks.compare.report import document
 from benchmarks.compare.worker import Row
@@ -76,8 +76,8 @@ def _peaks(model: str, mechanism: str, rows: Sequence[Row]) -> Iterator[str]:
     peaks = sorted(
         row.peak_bytes
         for row in rows
-        if row.model == model and not row.message and MECHANISMS[row.mechanism].compiled == kind
-        and not row.mechanism.startswith("lowtide") and row.mechanism != "plain"
+        if row.model == model and not row.message
+        and row.mechanism in RIVALS and MECHANISMS[row.mechanism].compiled == kind
     )  # fmt: skip
     last = 0
     for peak in peaks:

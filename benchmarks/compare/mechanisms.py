@@ -158,6 +158,7 @@ MECHANISMS: dict[str, Mechanism] = {
     "lowtide-dtr": _own("dtr"),
     "lowtide-online": Mechanism(_online),
 }
-MATCHING = ("lowtide", "lowtide-inductor")  # these run at the peaks that the others of their kind measured, too
+RIVALS = tuple(name for name in MECHANISMS if name != "plain" and not name.startswith("lowtide"))
+MATCHING = ("lowtide", "lowtide-inductor")  # these run at the peaks that the rivals of their kind measured, too
 EAGER = tuple(name for name, mechanism in MECHANISMS.items() if not mechanism.compiled)
 COMPILED = tuple(name for name, mechanism in MECHANISMS.items() if mechanism.compiled)

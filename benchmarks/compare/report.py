@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.compare.mechanisms import MECHANISMS
+from benchmarks.compare.mechanisms import MECHANISMS, RIVALS
 from benchmarks.compare.worker import Row
 
 _NOISE = 0.05  # of time ratios: a lead smaller than this is none
@@ -72,7 +72,7 @@ def lost(rows: Sequence[Row]) -> Iterator[tuple[Row, Row | None]]:
     gradients, and plain eager's own, which all times are ratios to, do not count.
     """
     for row in rows:
-        if row.mechanism.startswith("lowtide") or row.mechanism == "plain" or row.message:
+        if row.mechanism not in RIVALS or row.message:
             continue
         if row.gradient_error > _most_error([other for other in rows if other.model == row.model]):
             continue

@@ -76,7 +76,8 @@ def test_output_gradient_that_becomes_a_parameter_gradient(name: str) -> None:
         assert torch.equal(given, before), "the parameter's gradient shares memory with the caller's"
         return y
 
-    compare_training(_Linear, rows(requires_grad=True), step=step, check_peak=False, budgets=("75%",))
+    options = {"budgets": ("60%",), "planner": "auto{effort=1}"}  # greedy meets that with some measured times only
+    compare_training(_Linear, rows(requires_grad=True), step=step, check_peak=False, **options)
 
 
 def test_autograd_grad() -> None:

@@ -206,8 +206,10 @@ def test_kernels_write_over_what_dies(make: type[nn.Module]) -> None:
         assert all(map(torch.equal, tensors[1:], kept[1:]))
 
 
-@pytest.mark.parametrize("make", [_Feed, _Gated, _Heads])
-@pytest.mark.parametrize("budget", ["100%", "85%"])
+@pytest.mark.parametrize(
+    ("make", "budget"),
+    [(_Feed, "100%"), (_Feed, "60%"), (_Gated, "100%"), (_Gated, "85%"), (_Heads, "100%"), (_Heads, "85%")],
+)
 def test_steps_with_overwriting_kernels(make: type[nn.Module], budget: str) -> None:
     """The peak is the predicted one, with fewer bytes than new memory for every result takes; gradients are eager's."""
     model, x = make(256), torch.randn(512, 256)

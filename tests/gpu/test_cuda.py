@@ -13,10 +13,7 @@ from torch import nn
 import lowtide
 from lowtide.runtime.meter import measure
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 _ROWS, _WIDTH, _DEPTH = 4096, 256, 12
 

@@ -156,7 +156,6 @@ def test_tensors_outlive_the_interpreter() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_peak() -> None:
     measurement = measure(lambda: torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
     assert measurement.peak_bytes == 1 << 20

@@ -56,12 +56,7 @@ def _overwritten(program: Program, op_id: int, free: set[int]) -> Iterator[int]:
     for value in op.inputs:
         storage = values[value].storage
         alone = {other for other in op.inputs if values[other].storage == storage} == {value}
-        if (
-            storage in free
-            and alone
-            and (program.metas[value] == meta or overwritten_argument(call.target) is not None)
-            and written_form(program, op_id, value) is not None
-        ):
+        if storage in free and alone and written_form(program, op_id, value) is not None:
             yield value
 
 
@@ -87,11 +82,16 @@ def keeping(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def written_form(program: Program, op_id: int, value: int) -> Written | None:
-    """The form of ``op_id`` that writes into its input ``value``; ``None`` where there is none."""
+    """The form of ``op_id`` that writes into its input ``value``; ``None`` where there is none.
+
+    A kernel knows its argument; an operator's must be laid out as the result is.
+    """
     call = program.calls[op_id]
     position = overwritten_argument(call.target)
     if position is not None:
         return Written(call.target, "") if call.args[position] == Ref(value) else None
+    if program.metas[value] != program.metas[program.graph.ops[op_id].outputs[0]]:
+        return None
     forms = _forms(call.target)
     first = call.args[:1] == (Ref(value),)
     return next((form for form in forms if first or (form.keyword and not _reads_rows(call.target))), None)

@@ -6,8 +6,8 @@ what it is computed from would wait in its place, and is more. All other fusible
 readers. So every kept storage has one kernel that computes it from kept storages, and planners decide about kept storages
 only.
 
-Two steps. ``_Sources``, forward: what an operator's result could be computed from, looking through pointwise operators.
-``_Anchors``, backward: the kept operators whose kernels an operator belongs to.
+Two steps. ``_transparent``, forward: what an operator's result could be computed from, looking through pointwise operators.
+``_anchors``, backward: the kept operators whose kernels an operator belongs to.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from lowtide.solve.bounds import time_bound
 from lowtide.solve.keep_all import KeepAll
 from lowtide.solve.milp.search import NEVER, Limits, Search, programs, run, writes_elsewhere
 from lowtide.solve.minimum import minimum_peak, working_set_bound
-from lowtide.solve.model.compact import compact
+from lowtide.solve.model.compact import bounding_model
 from lowtide.solve.options import require, require_one_of
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
@@ -93,7 +93,7 @@ def _least_time(limits: Limits, problem: Problem, warm_start: bool) -> Solution:
         search.bound = NEVER
     run(search)
     if not search.settled and not writes_elsewhere(problem):  # graphs on which the programs do not come to an end
-        floor = compact(problem.graph, problem.costs, floor=True)
+        floor = bounding_model(problem.graph, problem.costs, search.model)
         known_ns = None if search.best is None else int(search.value)
         search.bound = max(search.bound, time_bound(floor, problem.budget_bytes, effort=2, known_ns=known_ns))
     candidates = known if search.best is None else [search.best]

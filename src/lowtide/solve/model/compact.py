@@ -242,6 +242,11 @@ class _Compaction:
         return pinned
 
 
+def bounding_model(graph: Graph, costs: Costs, model: Compact) -> Compact:
+    """``model`` of the graph where bounds on it hold for every schedule, else the ``floor`` model, on which they do."""
+    return model if model.bounding else compact(graph, costs, floor=True)
+
+
 def needed_ops(graph: Graph) -> set[int]:
     """Ops whose results someone needs, or that must run for their effect."""
     producers = [graph.values[v].producer for v in (*graph.outputs, *graph.forward_outputs)]

@@ -17,7 +17,7 @@ from lowtide.solve.blocks.book import Book
 from lowtide.solve.blocks.seeds import block_sequences
 from lowtide.solve.greedy import greedy_sequences
 from lowtide.solve.model.classes import Classes, group, node_classes
-from lowtide.solve.model.compact import Compact, Indices, compact
+from lowtide.solve.model.compact import Compact, Indices, bounding_model, compact
 from lowtide.solve.model.sweep import sweep
 from lowtide.solve.model.tables import Tables, decode, encode_keep_all, make_tables
 from lowtide.solve.rockmate import Rockmate
@@ -160,6 +160,6 @@ class Portfolio:
 
 def make_portfolio(graph: Graph, costs: Costs, seed: int) -> Portfolio:
     model = compact(graph, costs)
-    floor = model if model.bounding else compact(graph, costs, floor=True)
+    floor = bounding_model(graph, costs, model)
     tables = make_tables(model)
     return Portfolio(graph, model, floor, tables, group(node_classes(model)), Book(model, tables), seed)
