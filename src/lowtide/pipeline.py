@@ -106,7 +106,7 @@ def planned_program(
 
     Kernels are fixed before a plan is made, and need at once what their operators need one after the other. So where they
     cannot meet the budget, or only by much recomputation, the program is planned operator by operator too, and the quicker
-    of the two is taken.
+    of the two is taken; not where the operators take longer without any recomputation already.
     """
     program = captured_program(model, args, kwargs, settings, mask, assigned=assigned)
     answer: Plan | InfeasibleBudgetError
@@ -120,6 +120,12 @@ def planned_program(
         return program, answer
     apart = dataclasses.replace(settings, compiler="eager", budget=answer.budget_bytes, total_budget=None, reserve=0)
     operators = captured_program(model, args, kwargs, apart, mask, assigned=program.assigned)
+    if (
+        isinstance(answer, Plan)
+        and not several_processes()  # each measures for itself, and all must go the same way
+        and answer.time_ns <= program_costs(operators).total_time_ns
+    ):
+        return program, answer
     try:
         other = make_program_plan(operators, apart, model)
     except InfeasibleBudgetError as error:

@@ -11,6 +11,7 @@ from torch import nn
 
 import lowtide
 from lowtide import pipeline
+from lowtide.capture import Program
 from lowtide.fusion import Kernel
 from lowtide.pipeline import Settings, captured_program
 from tests.support.networks import WithLoss, residual_blocks, rows
@@ -187,6 +188,34 @@ def test_the_quicker_of_kernels_and_operators(budget: str, monkeypatch: pytest.M
         lambda: WithLoss(_Attending()), _sequences, budgets=(limit,), tolerance=TOLERANCE if compiled else 0.0,
         planner="greedy", compiler="inductor",
     )  # fmt: skip
+
+
+def test_no_search_for_operators_that_take_longer_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without recomputation already: the chain's twelve passes over memory are one in its kernel."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(1 << 20))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(6):
+                x = torch.sigmoid(x) * self.weight
+            return x.sum()
+
+    planned = []
+    made = pipeline.make_program_plan
+
+    def make(program: Program, *args: Any, **kwargs: Any) -> lowtide.Plan:
+        planned.append(program)
+        return made(program, *args, **kwargs)
+
+    monkeypatch.setattr(pipeline, "make_program_plan", make)
+    monkeypatch.setattr(pipeline, "_COSTLY", -1.0)
+    settings = Settings("100%", planner="keep-all", compiler="inductor")
+    program, _ = pipeline.planned_program(Chain(), (torch.randn(1 << 20),), {}, settings)
+    assert planned == [program]
+    assert any(isinstance(call.target, Kernel) for call in program.calls)
 
 
 def _planned(model: nn.Module, settings: Settings) -> lowtide.Plan:
