@@ -2,9 +2,10 @@
 
 Each is trained for two steps plainly, twice, and for two steps under lowtide at ``--budget`` of its peak, with every
 compiler asked for: losses, gradients, parameters, buffers and the generator must be equal to the bit (compiled: gradients
-close), the measured peak within the prediction and the budget. Models that plain PyTorch does not run, or not twice alike,
-are counted apart. ``breadth.json`` under the results folder gets a row per model and compiler, ``breadth.md`` what is to be
-told of them. The exit code is 1 where a row is broken.
+close, or about as close as plain PyTorch's own are to those in double precision), the measured peak within the prediction
+and the budget. Models that plain PyTorch does not run, or not twice alike, are counted apart. ``breadth.json`` under the
+results folder gets a row per model and compiler, ``breadth.md`` what is to be told of them. The exit code is 1 where a row
+is broken.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
 import lowtide
 from benchmarks.breadth_models import architectures, build
 from benchmarks.outcomes import error_text, gradient_error
-from benchmarks.sweep_model import State, difference_of, measured_peak, train
-from benchmarks.zoo import Sample
+from benchmarks.sweep_model import SEED, State, difference_of, measured_peak, train
+from benchmarks.zoo import Sample, in_double
 from lowtide.integrations.passes import latest_plans
 
 RESULTS = Path(__file__).parent / "results"
@@ -174,6 +175,8 @@ def _row(name: str, compiler: str, peak: int, expected: State, options: argparse
         difference, most = difference_of(found, expected), 0.0
     else:
         difference, most = gradient_error(_gradients(found[0]), _gradients(expected[0])), CLOSE
+        if not difference <= most:
+            most = max(most, 2 * _rounding(name, expected[0]))
     complaints = [
         f"differs from eager by {difference:.1e}" * (not difference <= most),
         f"measured peak {measured:,} above the predicted {plan.peak_bytes:,}" * (measured > plan.peak_bytes),
@@ -195,6 +198,21 @@ def _planned(name: str, budget: int | str, compiler: str, options: argparse.Name
     except lowtide.InfeasibleBudgetError as error:
         return _planned(name, error.minimum_bytes, compiler, options)
     return model, args, kwargs
+
+
+def _rounding(name: str, expected: dict[str, Any]) -> float:
+    """How far rounding alone takes plain PyTorch's gradients from those in double precision.
+
+    Far where ReLU and batch norm over few elements decide by a last bit. 0 where the model draws random numbers: double
+    precision draws others.
+    """
+    sample = in_double(build(name))
+    torch.manual_seed(SEED)
+    before = torch.get_rng_state()
+    (state,) = train(sample, 1)
+    if not torch.equal(state["generator"], before):
+        return 0.0
+    return gradient_error({key: tensor.float() for key, tensor in _gradients(state).items()}, _gradients(expected))
 
 
 def _gradients(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -221,9 +239,9 @@ def document(rows: Sequence[Row], setting: dict[str, str]) -> str:
     lines = ["# Breadth", "", f"Made by `python -m benchmarks.breadth`; {facts}.", ""]
     lines += [
         "Every model type of `transformers` that has a class for the task, made small. *good*: equal to plain PyTorch to the",
-        f"bit (compiled: every gradient within {CLOSE:g}), measured peak within prediction and budget. *refused*: a",
-        "`CaptureError` says why. *not built*: plain PyTorch does not run the shrunk configuration. *not repeatable*: two",
-        "plain runs differ.",
+        f"bit (compiled: every gradient within {CLOSE:g}, or within twice what rounding takes plain PyTorch's own from double",
+        "precision), measured peak within prediction and budget. *refused*: a `CaptureError` says why. *not built*: plain",
+        "PyTorch does not run the shrunk configuration. *not repeatable*: two plain runs differ.",
         "",
         "| task | compiler | " + " | ".join(OUTCOMES) + " |",
         "|---|---|" + "---:|" * len(OUTCOMES),

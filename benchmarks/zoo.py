@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 Sample = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -52,6 +53,17 @@ def loss_of(result: Any) -> torch.Tensor:
     if loss.numel() != 1:
         raise ValueError(f"the model returned a tensor of shape {tuple(loss.shape)} instead of a scalar loss")
     return loss
+
+
+def in_double(sample: Sample) -> Sample:
+    """The sample in double precision; its model is converted in place."""
+    model, args, kwargs = sample
+    args, kwargs = pytree.tree_map(_doubled, (args, kwargs))
+    return model.double(), args, kwargs
+
+
+def _doubled(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 class MeanSquare(nn.Module):

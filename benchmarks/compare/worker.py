@@ -26,7 +26,7 @@ import lowtide
 from benchmarks.compare.mechanisms import MECHANISMS, Job
 from benchmarks.compare.models import COMPARED
 from benchmarks.outcomes import error_text, gradient_error
-from benchmarks.zoo import Sample, loss_of
+from benchmarks.zoo import Sample, in_double, loss_of
 
 _MESSAGE = 300
 
@@ -129,9 +129,7 @@ class _Comparison:
 
     def _in_double(self) -> dict[str, torch.Tensor]:
         """The gradients in double precision."""
-        model, args, kwargs = self._sample()
-        args, kwargs = pytree.tree_map(_doubled, (args, kwargs))
-        found = self._gradients(_Ready("", (model.double(), args, kwargs), contextlib.nullcontext(), 0.0))
+        found = self._gradients(_Ready("", in_double(self._sample()), contextlib.nullcontext(), 0.0))
         return {name: gradient.float() for name, gradient in found.items()}
 
     def _prepared(self, setting: str) -> _Ready | Row:
@@ -196,10 +194,6 @@ class _Comparison:
         start = time.perf_counter_ns()
         ready.step()
         return time.perf_counter_ns() - start
-
-
-def _doubled(value: Any) -> Any:
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _lower_bound(plan: lowtide.Plan) -> float:
