@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 
 from tests.support.networks import WithLoss, generator, perceptron
 from tests.support.training import compare_training
@@ -181,7 +182,8 @@ _MATRIX_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "einsum": lambda x: torch.einsum("bij,bkj->bik", x, x),
     "linear algebra": lambda x: torch.linalg.solve(x @ x.mT + 5 * torch.eye(16), x),
     "singular values": lambda x: torch.linalg.svdvals(x[:, :4]),
-    "cumulative": lambda x: x.cumsum(1).logcumsumexp(1) + x.sigmoid().cumprod(2),
+    "cumulative": lambda x: x.cumsum(1).logcumsumexp(1),
+    "cumulative product": lambda x: x.sigmoid().cumprod(2),
     "where and nan": lambda x: torch.where(x > 0, x, x * 2).nan_to_num(),
     "scatter": lambda x: torch.zeros(16, 16, 40).scatter_add(2, (x.abs() * 9).long().clamp(max=39), x),
     "softmax losses": lambda x: functional.kl_div(x.log_softmax(-1), x.softmax(-1), reduction="none"),
@@ -205,7 +207,10 @@ def test_functions(name: str) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return _MATRIX_FUNCTIONS[name](self.body(x))
 
-    compare_training(lambda: WithLoss(Applied()), _sequences, budgets=("55%",))
+    other_formula = name == "cumulative product" and TorchVersion(torch.__version__) < "2.13"  # while it captures
+    compare_training(
+        lambda: WithLoss(Applied()), _sequences, budgets=("55%",), tolerance=1e-5 if other_formula else 0.0
+    )
 
 
 def test_custom_autograd_function() -> None:
