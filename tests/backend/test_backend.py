@@ -127,6 +127,39 @@ def test_graphs_share_the_budget() -> None:
     assert budget / 2 < measured <= budget
 
 
+class _SmallFirst(nn.Module):
+    """The first graph cannot do with less than it takes, the second can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rest = nn.Linear(WIDTH, WIDTH), _Blocks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.rest(x)
+
+
+def test_a_percentage_is_of_all_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    plain = _SmallFirst()
+    model, x = copy.deepcopy(plain), torch.randn(ROWS, WIDTH)
+    compiled = _compile(model, "60%")
+    for seed in range(3):
+        _step(plain, x, seed)
+        _step(compiled, x, seed)
+        _assert_same_gradients(plain, model)
+    assert "graph 1 of the step needs" in caplog.text
+    model.zero_grad()
+    assert lowtide.measure(_step, compiled, x).peak_bytes <= _budget(plain, x, 0.6)
+
+
+def test_a_percentage_that_a_single_graph_cannot_meet() -> None:
+    _, model, x = _pair()
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="the smallest budget it can meet"):
+        _step(_compile(model, "5%"), x)
+
+
 def test_budget_too_small_for_the_graphs_together() -> None:
     plain, model, x = _pair(breaks=True)
     compiled = _compile(model, _budget(plain, x, 0.35))

@@ -9,7 +9,8 @@ every i::
 A graph becomes known when it is first called: it gets what the graphs before it leave. Where that does not suffice, or the
 inequality fails for another graph, the step goes on with the lowest plan there is (said in the log), and all graphs are
 planned together before the next: each at the same share of the way from its lowest peak to its peak without recomputation, the
-largest share with which the step fits.
+largest share with which the step fits. A budget in percent grows with the graphs that are known, so where Dynamo says that
+more will come, the first cannot fail it either.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from lowtide.budget import parse_budget
+from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Program
 from lowtide.capture.module import GradientMask
 from lowtide.errors import InfeasibleBudgetError
@@ -94,8 +95,8 @@ class SharedBudget:
             self._calls.append(weakref.ref(call))
             self.graphs.append(graph)
 
-    def plan(self, program: Program, graphs: Sequence[SharingGraph]) -> Plan:
-        """A plan for what ``graphs``, which ran before, leave of the budget."""
+    def plan(self, program: Program, graphs: Sequence[SharingGraph], more: bool) -> Plan:
+        """A plan for what ``graphs``, which ran before, leave of the budget; ``more`` graphs will run after it."""
         earlier = [graph.current for graph in graphs if graph.current is not None]
         before = [extent(entry.program, entry.plan.costs, entry.plan.schedule) for entry in earlier]
         costs = program_costs(program)
@@ -104,7 +105,7 @@ class SharedBudget:
         try:
             plan = self._make(program, costs, max(left, 1))
         except InfeasibleBudgetError as error:
-            if not before:
+            if not before and not (more and is_percentage(self.settings.budget)):
                 raise
             _LOG.warning(
                 "graph %d of the step needs %d bytes and has %d left: this step may exceed the budget; all are replanned",
@@ -180,6 +181,8 @@ class SharingGraph(Rematerialized):
         super().__init__(module, dataclasses.replace(shared.settings))
         self.module = module  # the base class only refers to it
         self.shared = shared
+        # Why Dynamo ended the graph: at a break another one follows.
+        self.more = bool(getattr(getattr(module, "compile_subgraph_reason", None), "graph_break", False))
         self.current: Entry | None = None
         self._remaking = False
 
@@ -204,7 +207,8 @@ class SharingGraph(Rematerialized):
     ) -> tuple[Program, Plan]:
         program = captured_program(self.model, args, kwargs, self.settings, mask, assigned=assigned)
         ran = self.shared.graphs
-        return program, self.shared.plan(program, ran[: ran.index(self)] if self._remaking and self in ran else ran)
+        earlier = ran[: ran.index(self)] if self._remaking and self in ran else ran
+        return program, self.shared.plan(program, earlier, self.more)
 
     def _remake(self, *args: Any) -> Entry:
         """In the backward pass, in the place of what ran in the forward pass."""
