@@ -114,6 +114,7 @@ def _squared(model: nn.Module) -> Callable[[dict[str, torch.Tensor], torch.Tenso
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
 @pytest.mark.parametrize("transform", ["grad", "grad of grad", "vmap", "vmap of grad", "jacrev", "jvp"])
 def test_function_transforms(transform: str) -> None:
     def setup() -> Scenario:
