@@ -12,6 +12,7 @@ from torch import nn
 import lowtide
 from lowtide import pipeline
 from lowtide.capture import Program
+from lowtide.cost import analytical_costs
 from lowtide.fusion import Kernel
 from lowtide.pipeline import Settings, captured_program
 from tests.support.networks import WithLoss, residual_blocks, rows
@@ -211,6 +212,7 @@ def test_no_search_for_operators_that_take_longer_anyway(monkeypatch: pytest.Mon
         return made(program, *args, **kwargs)
 
     monkeypatch.setattr(pipeline, "make_program_plan", make)
+    monkeypatch.setattr(pipeline, "measure_costs", lambda program, **_: analytical_costs(program))  # no clock
     monkeypatch.setattr(pipeline, "_COSTLY", -1.0)
     settings = Settings("100%", planner="keep-all", compiler="inductor")
     program, _ = pipeline.planned_program(Chain(), (torch.randn(1 << 20),), {}, settings)
