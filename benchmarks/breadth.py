@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import platform
 import select
@@ -29,7 +30,7 @@ import torch
 
 import lowtide
 from benchmarks.breadth_models import architectures, build
-from benchmarks.outcomes import error_text, gradient_error
+from benchmarks.outcomes import CLOSE, error_text, gradient_error
 from benchmarks.sweep_model import SEED, State, difference_of, measured_peak, train
 from benchmarks.zoo import Sample, in_double
 from lowtide.integrations.passes import latest_plans
@@ -37,7 +38,7 @@ from lowtide.integrations.passes import latest_plans
 RESULTS = Path(__file__).parent / "results"
 OUTCOMES = ("good", "broken", "refused", "not repeatable", "not built")
 ITERATIONS = 2
-CLOSE = 1e-3  # of a compiled gradient, to the largest of the same parameter
+_KINKS = 2  # compiled gradients may be so many times further from eager's than eager's own rounding takes them
 _SILENT_SECONDS = 600
 _END_SECONDS = 60  # for a process that has said its last word
 _MESSAGE = 240
@@ -175,8 +176,8 @@ def _row(name: str, compiler: str, peak: int, expected: State, options: argparse
         difference, most = difference_of(found, expected), 0.0
     else:
         difference, most = gradient_error(_gradients(found[0]), _gradients(expected[0])), CLOSE
-        if not difference <= most:
-            most = max(most, 2 * _rounding(name, expected[0]))
+        if CLOSE < difference < math.inf:
+            most = max(CLOSE, _KINKS * _rounding(name, expected[0]))
     complaints = [
         f"differs from eager by {difference:.1e}" * (not difference <= most),
         f"measured peak {measured:,} above the predicted {plan.peak_bytes:,}" * (measured > plan.peak_bytes),
@@ -239,9 +240,9 @@ def document(rows: Sequence[Row], setting: dict[str, str]) -> str:
     lines = ["# Breadth", "", f"Made by `python -m benchmarks.breadth`; {facts}.", ""]
     lines += [
         "Every model type of `transformers` that has a class for the task, made small. *good*: equal to plain PyTorch to the",
-        f"bit (compiled: every gradient within {CLOSE:g}, or within twice what rounding takes plain PyTorch's own from double",
-        "precision), measured peak within prediction and budget. *refused*: a `CaptureError` says why. *not built*: plain",
-        "PyTorch does not run the shrunk configuration. *not repeatable*: two plain runs differ.",
+        f"bit (compiled: every gradient within {CLOSE:g}, or within {_KINKS} times what rounding takes plain PyTorch's own",
+        "from double precision), measured peak within prediction and budget. *refused*: a `CaptureError` says why. *not",
+        "built*: plain PyTorch does not run the shrunk configuration. *not repeatable*: two plain runs differ.",
         "",
         "| task | compiler | " + " | ".join(OUTCOMES) + " |",
         "|---|---|" + "---:|" * len(OUTCOMES),

@@ -9,6 +9,7 @@ import torch
 
 _PLACE = re.compile(r"/\S*/site-packages/")
 _LEAST_SCALE = 1e-3
+CLOSE = 1e-3  # a gradient_error that compiled code may have whatever rounding does
 
 
 def gradient_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:

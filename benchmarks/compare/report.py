@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.compare.mechanisms import MECHANISMS, RIVALS
 from benchmarks.compare.worker import Row
+from benchmarks.outcomes import CLOSE
 
 _NOISE = 0.05  # of time ratios: a lead smaller than this is none
-_WRONG = 1e-3  # gradients further from eager's than this, and than ..
-_KINKS = 5  # .. so many times what eager's own rounding makes of them
+_KINKS = 5  # gradients may be so many times further from eager's than eager's own rounding takes them
 
 
 def document(rows: Sequence[Row], setting: Mapping[str, object]) -> str:
@@ -44,7 +44,7 @@ def _table(model: str, rows: Sequence[Row]) -> Iterator[str]:
 
 def _most_error(rows: Sequence[Row]) -> float:
     """Of gradients that only rounding explains; ``rows`` are of one model."""
-    return max(_WRONG, _KINKS * max((row.rounding for row in rows), default=0.0))
+    return max(CLOSE, _KINKS * max((row.rounding for row in rows), default=0.0))
 
 
 def _line(row: Row, most_error: float) -> str:
