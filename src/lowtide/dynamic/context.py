@@ -211,6 +211,12 @@ class _Run:
         else:
             self.warn_at_ns = self.warn_above * tally.operator_ns
 
+    def detached(self, tensor: torch.Tensor) -> None:
+        """By a view, which passes the engine by."""
+        with self.engine.lock:
+            if self.open:
+                self.engine.detached(tensor)
+
     def touch(self, tensor: torch.Tensor, access: touch.Access) -> Callable[[], None] | None:
         """From outside the dispatcher."""
         with self.engine.lock, _disable_current_modes(), torch.no_grad():
@@ -380,6 +386,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, run: _Run) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.call = run.call
+        self.detached = run.detached
         self.modes = run.modes
         self.known: dict[Any, Operator] = {}
 
@@ -399,6 +406,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operator is None:
             operator = self.known[func] = Operator(func)
         if operator.passes:
+            if operator.detaches:
+                self.detached(args[0])
             return func(*args, **kwargs) if kwargs else func(*args)
         if operator.composite:
             with self:

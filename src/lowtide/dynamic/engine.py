@@ -24,6 +24,7 @@ from lowtide.dynamic.node import (
     WRITTEN,
     Geometry,
     Node,
+    Origin,
     Piece,
     Record,
     dependents_of,
@@ -106,9 +107,13 @@ class Engine:
             pool.clock_ns += cost_ns
             for node in reads:
                 node.accessed_ns = pool.clock_ns
+            origin = _origin()
             if version is not None:
                 self._written(version, record, reads, cost_ns)
+                version.origin = origin
             made = self._remember(result, record, reads, cost_ns, again=not operator.once and not operator.writes)
+            for node in made:
+                node.origin = origin
             if self.recorder is not None:
                 self._note(
                     self.recorder, operator, reads, made, self._nodes_in(values_at(writes, args, kwargs)), cost_ns
@@ -354,6 +359,11 @@ class Engine:
         node.writers += 1
         return node.end_writer
 
+    def detached(self, tensor: Tensor) -> None:
+        """The tensor is detached, perhaps as the gradient that is handed to a leaf."""
+        if _origin() is Origin.GRADIENT:
+            self.memory.node_of(tensor).origin = Origin.GRADIENT
+
     def restore_all(self) -> None:
         """Rebuild whatever the program still holds."""
         self.memory.bury()
@@ -362,6 +372,14 @@ class Engine:
             self.rebuilder.complete(frame)
         finally:
             self.memory.close(frame)
+
+
+def _origin() -> Origin:
+    """Of what is computed now."""
+    node = torch._C._current_autograd_node()
+    if isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
+        return Origin.GRADIENT
+    return Origin.FORWARD if node is None or torch.is_grad_enabled() else Origin.BACKWARD
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:

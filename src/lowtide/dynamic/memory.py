@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lowtide.dynamic import tally
-from lowtide.dynamic.node import WRITTEN, Handle, Node, Record, dependents_of, storage_of
+from lowtide.dynamic.node import WRITTEN, Handle, Node, Origin, Record, dependents_of, storage_of
 from lowtide.dynamic.storages import empty, is_empty
 from lowtide.dynamic.tally import Tally
 from lowtide.eviction import Entry, Pool
 
 _PLAIN_DEVICES = ("cpu", "cuda")
-# What takes more operators than this to have back goes last: gradients above all, behind which the whole backward pass lies.
-_FEW = 32
+_FEW = 32  # operators
 
 
 def _near(entry: Entry) -> bool:
@@ -37,6 +36,21 @@ def _near(entry: Entry) -> bool:
         if len(gone) > _FEW:
             return False
     return True
+
+
+def _origin(entry: Entry) -> Origin:
+    return cast("Node", entry).origin
+
+
+# What goes first, whatever the scores. What a backward pass computes lies behind ever more of the forward pass the longer it
+# waits; gradients, which an optimizer will read, lie behind all of both.
+_PREFERENCES: tuple[Callable[[Entry], bool], ...] = (
+    lambda entry: _origin(entry) is Origin.FORWARD and _near(entry),
+    lambda entry: _origin(entry) is not Origin.GRADIENT and _near(entry),
+    lambda entry: _origin(entry) is Origin.FORWARD,
+    _near,
+    lambda _: True,
+)
 
 
 class Memory:
@@ -138,10 +152,14 @@ class Memory:
         spare = next((node for node in self.spare if not node.locks), None)
         if spare is not None:
             return spare
-        chosen = self.pool.victim(_near) or self.pool.victim()
+        chosen = self._preferred()
         if chosen is None and self.sweep(thorough=True):
-            chosen = self.pool.victim()
-        return cast("Node | None", chosen)
+            chosen = self._preferred()
+        return chosen
+
+    def _preferred(self) -> Node | None:
+        chosen = (self.pool.victim(allowed) for allowed in _PREFERENCES)
+        return cast("Node | None", next((entry for entry in chosen if entry is not None), None))
 
     def evict(self, node: Node) -> None:
         """Give the bytes back; what holds the storage keeps it, empty."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -16,6 +17,15 @@ from lowtide.eviction import Entry
 storage_of = torch._C.TensorBase.untyped_storage  # as it was, whatever ``torch.Tensor`` says while a context is active
 _SERIAL = itertools.count()
 WRITTEN = -1  # the place of a result that an operator wrote into an argument
+
+
+class Origin(IntEnum):
+    """Which part of the program computed something. ``BACKWARD``: a backward pass that is not differentiated itself, so what it
+    computes is soon used and gone; ``GRADIENT``: what such passes leave behind, the gradient of a leaf."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    GRADIENT = 2
 
 
 class Node(Entry):
@@ -33,6 +43,7 @@ class Node(Entry):
         "kept",
         "number",
         "opaque",
+        "origin",
         "place",
         "record",
         "serial",
@@ -54,6 +65,7 @@ class Node(Entry):
         self.address = 0
         self.kept: UntypedStorage | None = None
         self.opaque = False  # what reads it can not be run again: its tensors are more than a strided view of bytes
+        self.origin = Origin.FORWARD
         self.writers = 0  # how many others may write to it unseen
         self.exported = False  # something outside the operators may hold its address
 

@@ -35,19 +35,20 @@ def schema_name(overload: OpOverload) -> str:
 class Operator:
     """One overload.
 
-    ``passes``: a view, which moves no bytes. ``composite``: to be taken apart first. ``writes``: the positions of tensors
-    that it changes. ``random``: reads a generator. ``once``: never run again (collectives, effects, operators from
-    elsewhere, of which nothing is known). ``geometry_only``: reads no contents. ``statistics``: positions written in
-    training and left out when it runs again, and the position of the flag.
+    ``passes``: a view, which moves no bytes; ``detaches``: the one by which a leaf gets its gradient. ``composite``: to be
+    taken apart first. ``writes``: the positions of tensors that it changes. ``random``: reads a generator. ``once``: never
+    run again (collectives, effects, operators from elsewhere, of which nothing is known). ``geometry_only``: reads no
+    contents. ``statistics``: positions written in training and left out when it runs again, and the position of the flag.
     """
 
     __slots__ = (
-        "composite", "geometry_only", "name", "nondeterministic_on_cuda", "once", "passes", "random", "run", "statistics",
-        "writes",
+        "composite", "detaches", "geometry_only", "name", "nondeterministic_on_cuda", "once", "passes", "random", "run",
+        "statistics", "writes",
     )  # fmt: skip
 
     def __init__(self, overload: Any) -> None:
         self.run = overload
+        self.detaches = overload is torch.ops.aten.detach.default
         self.name = str(overload)
         self.passes = self.composite = self.random = self.geometry_only = self.nondeterministic_on_cuda = False
         self.once = True
