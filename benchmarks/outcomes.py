@@ -29,5 +29,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def error_text(error: Exception, length: int) -> str:
-    """The first line of the error, without the folder that packages are installed in."""
-    return _PLACE.sub("", f"{type(error).__name__}: {error}".split("\n")[0])[:length]
+    """The first line of the error, and the next where it only announces that; without the folder of installed packages."""
+    lines = [line.strip() for line in f"{type(error).__name__}: {error}".split("\n")]
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return _PLACE.sub("", text)[:length]

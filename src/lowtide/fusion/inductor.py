@@ -7,6 +7,9 @@ alone holds, so a kernel with such an input is compiled as one.
 
 Most of the time goes to the C++ compiler, or Triton's, which Inductor runs in processes of their own and then waits for.
 Here it does not wait before all kernels have been handed over, so that they are compiled side by side.
+
+Inductor keeps on disk what it generated for a graph. Which inputs may be overwritten and which strides results have is
+not in its key for that, so graphs are marked: nobody else's code is taken for a kernel's, and the other way round.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lowtide.capture.program import TensorMeta
 from lowtide.fusion.kernel import Body, Code
@@ -40,7 +44,7 @@ def start_body(body: Body) -> Callable[[], Code]:
     What is returned waits for it: a function that takes the inputs in a list (which it empties) and returns the results.
     Both raise what Inductor raises.
     """
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(shape_env=ShapeEnv())  # without one, nothing is kept on disk
     fakes = [_fake(mode, meta) for meta in body.inputs]
     with _settings(), _not_waiting() as waits, torch.no_grad():
         with mode:
@@ -74,7 +78,17 @@ def _traced(body: Body, fakes: list[torch.Tensor]) -> fx.GraphModule:
     traced = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
     output = next(node for node in traced.graph.nodes if node.op == "output")
     output.meta["user_visible_output_idxs"] = list(range(len(body.results)))
+    _mark(traced, "lowtide_overwritten" if body.donated else "lowtide_kernel")
     return traced
+
+
+def _mark(module: fx.GraphModule, name: str) -> None:
+    """Have the first node of the graph, and so the code that it is kept under, named like this."""
+    first = next(iter(module.graph.nodes))
+    first.name = name
+    if first.op == "placeholder":
+        first.target = name
+    module.recompile()
 
 
 def _arranged(result: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
@@ -96,7 +110,8 @@ def _fake(mode: FakeTensorMode, meta: TensorMeta) -> torch.Tensor:
 def _settings() -> Iterator[None]:
     from torch._inductor import config
 
-    known = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
+    known: dict[str, Any] = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
+    known["cpp.threads"] = torch.get_num_threads()  # what code is written for: not all versions have it in their key
     with config.patch(known), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own about its own, while it loads its parts
         yield

@@ -1,0 +1,111 @@
+"""Inductor's code is kept on disk: a second start writes none, and nobody else's is taken for a kernel's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
+from torch._inductor.utils import fresh_cache
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from lowtide.capture import capture
+from lowtide.fusion import Kernel, fuse, inductor, kernel
+
+
+class _Waves(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = torch.tanh(x @ x) * 1.5 + 0.25
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _empty_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of the process and on disk."""
+    monkeypatch.setattr(kernel, "_COMPILED", {})
+    with fresh_cache():
+        yield
+
+
+def _kernels() -> list[Kernel]:
+    program = fuse(capture(_Waves(), (torch.randn(48, 48, requires_grad=True),)))
+    found = {call.target.digest: call.target for call in program.calls if isinstance(call.target, Kernel)}
+    return list(found.values())
+
+
+def _inputs(found: Kernel) -> list[torch.Tensor]:
+    return [torch.randn(meta.shape).as_strided(meta.shape, meta.stride) for meta in found.body.inputs]
+
+
+def _counted(compile: Callable[[], Any]) -> tuple[int, int]:
+    """Graphs whose code was on disk while ``compile`` ran, and those whose code was not."""
+    counters.clear()
+    compile()
+    return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
+
+
+def test_a_second_start_writes_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    first: list[Kernel] = []
+    assert _counted(lambda: first.extend(_kernels())) == (0, len(first))
+    monkeypatch.setattr(kernel, "_COMPILED", {})
+    second: list[Kernel] = []
+    assert _counted(lambda: second.extend(_kernels())) == (len(second), 0)
+    assert len(first) > 1
+    for one, other in zip(first, second, strict=True):
+        assert (one.digest, one.overwrites) == (other.digest, other.overwrites)
+        inputs = _inputs(one)
+        assert torch.equal(one(*(x.clone() for x in inputs)), other(*inputs))
+
+
+def test_code_for_another_number_of_threads_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    _kernels()
+    try:
+        torch.set_num_threads(threads + 1)
+        hits, misses = _counted(_kernels)
+    finally:
+        torch.set_num_threads(threads)
+    assert hits == 0
+    assert misses > 0
+
+
+def test_a_kernel_that_overwrites_is_not_taken_for_one_that_keeps() -> None:
+    over = next(found for found in _kernels() if found.overwrites == 0)
+    keeping = over.keeping
+    assert isinstance(keeping, Kernel)
+    assert not keeping.body.donated
+    assert keeping.overwrites is None
+
+
+def test_a_kernel_that_overwrites_is_not_taken_for_a_backward_graph() -> None:
+    """The operators of a kernel, compiled by somebody else, in the same settings, as a backward pass that keeps its inputs."""
+    over = next(found for found in _kernels() if found.overwrites == 0)
+    # Loaded here: torch warns of its own then, unless kernels were compiled before.
+    from torch._inductor import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
+
+    body = dataclasses.replace(over.body, donated=False)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode, torch.no_grad():
+        fakes = [torch.empty_strided(meta.shape, meta.stride) for meta in body.inputs]
+        trace = make_fx(lambda *tensors: list(body(*tensors)), decomposition_table=select_decomp_table())
+        module: fx.GraphModule = trace(*fakes)
+
+    with torch.no_grad(), inductor._settings(), tracing(TracingContext(mode)):
+        counters.clear()
+        compiled: Any = compile_fx.compile_fx_inner(module, fakes, is_backward=True)
+        assert counters["inductor"]["fxgraph_cache_miss"] == 1
+    inputs = _inputs(over)
+    kept = [x.clone() for x in inputs]
+    (result,) = compiled(list(inputs))
+    assert all(map(torch.equal, inputs, kept))
+    assert result.data_ptr() != inputs[0].data_ptr()
+    torch.testing.assert_close(result, over(*inputs))
