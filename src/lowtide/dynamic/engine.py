@@ -41,6 +41,9 @@ from lowtide.trace import TraceWriter
 
 _CPU = torch.device("cpu")
 _SWEEP_EVERY = 256  # operators
+_LENGTHS_BYTES = (
+    1 << 16
+)  # integers up to this size are kept: PyTorch's code in C++ reads lengths where nobody can notice
 
 
 class Engine:
@@ -235,6 +238,8 @@ class Engine:
 
     def _can_run_again(self, record: Record, tensor: Tensor, storage: UntypedStorage) -> bool:
         if storage.nbytes() <= self.tiny_bytes or tensor.is_quantized or storage.device != self.device:
+            return False
+        if storage.nbytes() <= _LENGTHS_BYTES and not (tensor.is_floating_point() or tensor.is_complex()):
             return False
         return not (self.device.type == "cuda" and record.operator.nondeterministic_on_cuda)
 
