@@ -14,7 +14,7 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _PATTERN = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)\s*([a-z]*|%)\s*", re.IGNORECASE)
-_LIMIT = 1 << 70
+_LIMIT = 1 << 62  # sums of it fit into 64 bits
 _EXAMPLES = 'give bytes as an int, a string with a unit such as "8GiB" or "700 MB", or a percentage such as "40%"'
 
 
@@ -41,13 +41,16 @@ def _amount(budget: int | str, unconstrained_peak_bytes: int, what: str) -> int:
     if isinstance(budget, (int, float)):
         if not math.isfinite(budget):
             raise PlanError(f"{budget!r} is not a {what}; {_EXAMPLES}.")
-        return int(budget)
+        return _possible(int(budget), budget, what)
     match = _PATTERN.fullmatch(budget)
     unit = match[2].lower() if match else ""
     if match is None or (unit != "%" and unit not in _UNITS):
         raise PlanError(f"{budget!r} is not a budget; {_EXAMPLES}.")
     scale = Fraction(unconstrained_peak_bytes, 100) if unit == "%" else _UNITS[unit]
-    amount = int(Fraction(match[1]) * scale)  # exact: 100% is the peak to the byte
+    return _possible(int(Fraction(match[1]) * scale), budget, what)  # exact: 100% is the peak to the byte
+
+
+def _possible(amount: int, budget: int | str, what: str) -> int:
     if amount >= _LIMIT:
         raise PlanError(f"a {what} of {budget!r} is more than any device has; {_EXAMPLES}.")
     return amount

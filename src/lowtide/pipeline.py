@@ -64,9 +64,9 @@ class Settings:
             )
         given = self.budget if self.budget is not None else self.total_budget
         assert given is not None
-        parse_budget(given, 1 << 62)  # a malformed budget is an error now, not at the first call
+        parse_budget(given, 1 << 40)  # a malformed budget is an error now, not at the first call
         if self.reserve != 0:
-            parse_budget(self.reserve, 1 << 62, what="reserve")
+            parse_budget(self.reserve, 1 << 40, what="reserve")
 
 
 def captured_program(

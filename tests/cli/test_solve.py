@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from lowtide.cli.main import main
 from lowtide.ir import check, keep_all_schedule, simulate
-from lowtide.ir.serial import load_instance, read_json, schedule_from_json
+from lowtide.ir.serial import graph_to_json, load_instance, read_json, schedule_from_json
 from lowtide.planning import make_plan
 from tests.support.chains import LAYER_BYTES, chain_dag
 
@@ -53,6 +55,42 @@ def test_text_and_schedule_file(instance: str, tmp_path: Path, capsys: pytest.Ca
     check(graph, schedule)
     whole = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
     assert simulate(graph, costs, schedule).peak_bytes <= 70 * whole // 100
+
+
+def test_a_schedule_that_overwrites(instance: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its steps have three parts where one writes over an input; printed, and written to what is no file."""
+    path = tmp_path / "graph.json"
+    graph, costs = load_instance(instance)
+    ops = tuple(dataclasses.replace(op, overwrites=op.inputs[-1:]) for op in graph.ops)
+    path.write_text(json.dumps(graph_to_json(dataclasses.replace(graph, ops=ops), costs)))
+    assert main(["solve", str(path), "--budget", "100%", "--json"]) == 0
+    steps = json.loads(capsys.readouterr().out)["schedule"]
+    assert any(len(step) == 3 for step in steps)
+    assert main(["solve", str(path), "--budget", "100%", "-o", os.devnull]) == 0
+    assert "computes" in capsys.readouterr().out
+    assert not Path(os.devnull).is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--seed", "-1"], "-1 is below 0"),
+        (["--budget", "9e20"], "more than any device has"),
+        (["-o", "{instance}/x"], "cannot write"),
+        (["-o", "{folder}/" + 300 * "x"], "cannot write"),
+    ],
+)
+def test_options_that_cannot_be(
+    instance: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    given = [text.format(instance=instance, folder=tmp_path) for text in arguments]
+    try:
+        code = main(["solve", instance, "--budget", "80%", *given])
+    except SystemExit as error:  # argparse's own
+        code = int(error.code or 0)
+    assert code == 2
+    assert said in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["chain.json"]
 
 
 def test_saved_plan_is_an_instance(instance: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.cli.options import Subparsers
+from lowtide.cli.options import Subparsers, seed
 from lowtide.cli.progress import Progress, progress_bar
 from lowtide.errors import PlanError
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lowtide.ir import Costs, Graph
     from lowtide.report.comparison import Cell, Instance, Question
 
+_LONGEST = 1_000_000  # seconds
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _NEEDED_MODULES = {"checkmate": "highspy", "checkmate-approx": "highspy"}  # by planner, where optional
 
@@ -31,7 +32,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--budgets", required=True, metavar="LIST", help='for instance "70%%,50%%,30%%" or "8GiB,4GiB"')
     parser.add_argument("--planners", metavar="LIST", help='for instance "auto,chen-sqrt" (default: all)')
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="per cell, each then in its own process")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the planners (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of the planners (default: 0)")
     parser.add_argument("--json", metavar="OUT.json", help="write the table as lowtide-comparison/1")
     parser.add_argument("--plot", metavar="DIR_OR_FILE", help="plot overhead against budget, a file per instance")
     parser.set_defaults(run=run)
@@ -43,8 +44,10 @@ def run(options: argparse.Namespace) -> int:
     from lowtide.report.files import write_atomically
 
     planners = _planners(options.planners)
-    if options.time_limit is not None and not options.time_limit > 0:
-        raise PlanError(f"--time-limit is {options.time_limit:g} seconds, but must be above 0; for instance 60")
+    if options.time_limit is not None and not 0 < options.time_limit <= _LONGEST:
+        raise PlanError(
+            f"--time-limit is {options.time_limit:g} seconds, but must be above 0 and at most {_LONGEST}; for instance 60"
+        )
     graphs = {path: load_instance(path) for path in options.files}
     instances = _instances(graphs)
     targets = _plot_targets(options.plot, list(instances.values()))

@@ -15,4 +15,12 @@ def add_budget_option(parser: argparse._ActionsContainer, *, required: bool) -> 
 
 def add_planner_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--planner", default="auto", metavar="SPEC", help='see "lowtide planners" (default: auto)')
-    parser.add_argument("--seed", type=int, default=0, help="seed of the planner (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of the planner (default: 0)")
+
+
+def seed(text: str) -> int:
+    """For ``type=``: a whole number of at least 0."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is below 0")
+    return number

@@ -87,7 +87,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
     bound, gap = summary["lower_bound_percent"], summary["gap_percent"]
     peak, budget, whole = (summary[key] for key in ("peak_bytes", "budget_bytes", "unconstrained_peak_bytes"))
-    again = sum(kind == "compute" for kind, _ in summary["schedule"])
+    again = sum(step[0] == "compute" for step in summary["schedule"])
     print(f"{summary['status']} by {summary['planner']} in {summary['solve_seconds']:.2f} s")
     print(f"  budget    {format_bytes(budget)} ({budget} bytes), unconstrained peak {format_bytes(whole)}")
     print(f"  peak      {format_bytes(peak)} ({peak} bytes)")

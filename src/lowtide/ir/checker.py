@@ -39,7 +39,8 @@ class _Checker:
         if not 0 <= self.schedule.boundary <= len(steps):
             self._fail(f"boundary {self.schedule.boundary} lies outside the {len(steps)} steps")
         for self.index, step in enumerate(steps):
-            if self.due is not None and (step != Compute(self.due) or self.index == self.schedule.boundary):
+            follows = isinstance(step, Compute) and step.op == self.due and self.index != self.schedule.boundary
+            if self.due is not None and not follows:
                 self._fail(f"the generator state of {self._name(self.due)} is not followed by its compute")
             if self.index == self.schedule.boundary:
                 self._hand_over()

@@ -100,7 +100,7 @@ class _Builder:
         return steps, forward_end
 
     def _final_outputs(self, sequence: Sequence[int], boundary: int) -> dict[int, list[int]]:
-        """The graph's outputs by the step of the backward pass after which nothing touches their storage.
+        """The graph's outputs by the step of the backward pass after which nothing touches what they are formed from.
 
         Formed there, and not at the end, a gradient can leave as soon as it is final.
         """
@@ -111,10 +111,21 @@ class _Builder:
                 last[self.storage_of[value]] = index
         final: dict[int, list[int]] = {}
         for value in self.graph.outputs:
-            index = last.get(self.storage_of[value], -1)
+            index = max(last.get(storage, -1) for storage in self._formed_from(value))
             if index >= boundary:
                 final.setdefault(index, []).append(value)
         return final
+
+    def _formed_from(self, value: int) -> set[int]:
+        """The storages of the value and of all that the views before it read."""
+        waiting, found = [value], {self.storage_of[value]}
+        while waiting:
+            producer = self.graph.values[waiting.pop()].producer
+            if producer is not None and self.view[producer]:
+                inputs = self.graph.ops[producer].inputs
+                found.update(self.storage_of[other] for other in inputs)
+                waiting += inputs
+        return found
 
     def _form(self, values: Sequence[int], formed: list[set[int]], steps: list[int]) -> None:
         """Append the view ops that ``values`` still need, in the program's order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -10,13 +11,21 @@ from lowtide.errors import PlanError
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader sees the old or the new content, never a part. Raises ``PlanError``."""
+    """Write a file so that a reader sees the old or the new content, never a part. Raises ``PlanError``.
+
+    Links are followed; what is there and no file, such as a pipe or a device, is written to.
+    """
     data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{secrets.token_hex(8)}")
     try:
+        if target.exists() and not target.is_file():
+            target.write_bytes(data)
+            return
         with open(temporary, "xb") as file:
             file.write(data)
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise PlanError(f"cannot write {path}: {error.strerror or error}.") from error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lowtide.ir import Costs, Graph, Schedule, keep_all_schedule, simulate
 from lowtide.solve.search.threads import in_threads
 
@@ -80,7 +82,7 @@ def working_set_bound(graph: Graph, costs: Costs) -> int:
     writes elsewhere, its workspace, what was handed to the caller before it, and ``fixed_bytes``."""
     from lowtide.solve.model.compact import needed_ops
 
-    sizes = costs.storage_bytes
+    sizes = np.where([storage.external for storage in graph.storages], 0, costs.storage_bytes)
     held = {graph.values[value].storage for value in graph.forward_outputs}
     largest = sum(int(sizes[s]) for s in {graph.values[value].storage for value in graph.outputs} | held)
     for op in sorted(needed_ops(graph)):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from lowtide.errors import PlanError
 from lowtide.ir.costs import Costs
 from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import Schedule
@@ -31,13 +32,17 @@ class Status(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Find the quickest schedule of ``graph`` whose peak is at most ``budget_bytes`` (``graph.fixed_bytes``
-    included)."""
+    included). Raises ``PlanError`` for a seed below 0."""
 
     graph: Graph
     costs: Costs
     budget_bytes: int
     seed: int = 0
     on_progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise PlanError(f"seed is {self.seed}, but must be 0 or more")
 
     def progress(self, stage: str, fraction: float) -> None:
         if self.on_progress is not None:
