@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import logging
 import operator
+import types
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from lowtide.errors import CaptureError
 _LOG = logging.getLogger(__name__)
 _OWN = frozenset(vars(nn.Module())) | {"forward"}  # what every module has
 _SHOWN = 3
+_SETTINGS = frozenset({bool, int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType})
 
 Place = tuple[str, str]  # the path of a module, and the name of its attribute
 
@@ -193,6 +195,40 @@ class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def left(self, place: Place) -> set[int]:
         """The tensors that the call left there, by identity."""
         return self.found.get(place, set())
+
+
+Settings = tuple[tuple[Any, ...], ...]
+
+
+def settings(model: nn.Module) -> Settings:
+    """What a program may depend on that no argument shows: of each module its type, how many hooks run inside the program, and
+    its attributes that are numbers, strings or functions."""
+    return tuple(
+        (
+            type(module),
+            len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks) if index else 0,
+            *(item for item in vars(module).items() if type(item[1]) in _SETTINGS and item[0] != "forward"),
+        )
+        for index, module in enumerate(model.modules())
+    )
+
+
+def changed_settings(model: nn.Module, before: Settings, now: Settings) -> list[str]:
+    """In words, what is not as it was."""
+    if len(before) != len(now):
+        return [f"{len(now)} modules instead of {len(before)}"]
+    names = [name or type(model).__name__ for name, _ in model.named_modules()]
+    found = []
+    for name, (kind, hooks, *old), (new_kind, new_hooks, *new) in zip(names, before, now, strict=True):
+        if kind is not new_kind:
+            found.append(f"{name} is a {new_kind.__name__}")
+        elif hooks != new_hooks:
+            found.append(f"{name} has {new_hooks} hooks instead of {hooks}")
+        else:
+            known = dict(old)
+            found += [f"{name}.{key} is {value!r}" for key, value in new if known.get(key, _OWN) != value]
+            found += [f"{name} has no {key}" for key in known if key not in dict(new)]
+    return found
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[Place, Any]]:

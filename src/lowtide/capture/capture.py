@@ -149,6 +149,11 @@ def _check(model: nn.Module, state: State, tensors: Sequence[torch.Tensor]) -> N
         )
     refuse_sharded_parts(model)
     for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise CaptureError(
+                f"module {name or type(model).__name__!r} has sparse gradients (sparse=True), which a plan cannot hold. Create "
+                "it with sparse=False, or run the model under lowtide.online."
+            )
         if module.__dict__.get("gradient_checkpointing"):
             raise CaptureError(
                 f"activation checkpointing is switched on in module {name or type(model).__name__!r}, and a plan decides "
@@ -201,6 +206,12 @@ def _assemble(
         for desc, value in converted.outputs.items()
         if isinstance(desc, d.GradAOTOutput)
     )
+    if not all(converted.outputs[desc] in returned for desc in converted.tangent_outputs):
+        raise CaptureError(
+            "the forward pass writes in place into an argument or a parameter that requires a gradient (F.relu_, clamp_ or "
+            "Embedding(max_norm=...), say), which a plan cannot follow. Write into a copy, outside the forward pass, or run it "
+            "under lowtide.online."
+        )
     tangents = tuple(returned.index(converted.outputs[desc]) for desc in converted.tangent_outputs)
     arriving = [op.outputs[0] for op in builder.ops if op.target == TANGENT_TARGET]
     read = {value for op in builder.ops for value in op.inputs} | set(returned)

@@ -171,6 +171,12 @@ class _Walk:
         tensor = operator.attrgetter(str(node.target))(self.module)
         if not isinstance(tensor, torch.Tensor):
             raise CaptureError(f"the program holds {node.target}, a {type(tensor).__name__}, which is not supported")
+        if tensor.requires_grad and tensor.is_leaf:
+            raise CaptureError(
+                f"the model computes with a tensor of shape {tuple(tensor.shape)} that requires a gradient and is none of its "
+                "parameters (it is held in a list, a closure or a global, say), so its gradient would be lost. Register it: "
+                "nn.ParameterList, nn.ParameterDict, or self.weight = nn.Parameter(...)."
+            )
         fake = node.meta.get("val")
         value = self.builder.add_value(node.name, fake if fake is not None else tensor, None, external=True)
         self.value_of[node] = value

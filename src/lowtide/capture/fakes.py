@@ -1,14 +1,33 @@
-"""Shapes of operators whose own fake kernel refuses what the real one accepts.
+"""Results of operators whose own fake kernel refuses what the real one accepts, or says something else.
 
 ``_grouped_mm``: the fake kernel takes bfloat16 only; on CPU float32 works (Mixtral). ``_ctc_loss``: the fake kernel gives up
-because a shape depends on the target lengths, which are known where they are an input.
+because a shape depends on the target lengths, which are known where they are an input. Norms: the statistics of a reduced
+input are of the weight's type, which is float32 under autocast.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+_ATEN = torch.ops.aten
+_WEIGHT = {  # the position of the weight
+    _ATEN.native_layer_norm.default: 2,
+    _ATEN.native_group_norm.default: 1,
+    _ATEN._native_batch_norm_legit_functional.default: 1,
+}
+
+
+def norm_statistics(function: Any, args: Sequence[Any], result: Any) -> Any:
+    """``result`` of a norm on the CPU with mean and reciprocal deviation in the type of its weight."""
+    position = _WEIGHT.get(function)
+    weight = None if position is None or len(args) <= position else args[position]
+    if weight is None or weight.device.type != "cpu" or result[1].dtype == weight.dtype:
+        return result
+    normed, mean, deviation, *running = result
+    return (normed, mean.to(weight.dtype), deviation.to(weight.dtype), *running)
 
 
 def grouped_mm(

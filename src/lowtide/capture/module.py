@@ -7,20 +7,29 @@ one input, so that their gradients are summed by the autograd engine itself, in 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import logging
+import operator
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lowtide.capture import attributes, structure
 from lowtide.capture.caches import clear_caches_of_fakes
 from lowtide.capture.sharded import copy_module
 from lowtide.capture.source import user_source
+from lowtide.errors import CaptureError
+
+_LOG = logging.getLogger(__name__)
 
 # Per tensor of the result: no gradient (False), one in the layout of the tensor (True), or one with these strides.
 GradientMask = tuple[bool | tuple[int, ...], ...]
@@ -43,6 +52,10 @@ def model_state(model: nn.Module) -> State:
     """Parameters, then buffers, in registration order, without duplicates."""
     places: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
+        if is_lazy(tensor):
+            raise CaptureError(
+                f"parameter {name!r} has no shape yet: call the model once with a sample before it is rematerialized."
+            )
         places.setdefault(id(tensor), (tensor, []))[1].append(name)
     parameters = len(places)
     for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -102,14 +115,21 @@ class TracedModel:
         places = self._swap(model, tensors[:count])
         before = attributes.snapshot(model)
         args, kwargs = structure.unflatten(self.arguments, tensors[count:])
+        containers = [(found, copy.copy(found)) for found in _containers((*args, *kwargs.values()), set())]
         try:
             # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
-            with _RecordSource(), torch.autograd.graph.disable_saved_tensors_hooks(_NO_SAVED_TENSORS_HOOKS):
+            no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_NO_SAVED_TENSORS_HOOKS)
+            with _other_generators_untouched(), _RecordSource(tensors[:count]), no_hooks:
                 result = model.forward(*args, **kwargs)
         finally:
             clear_caches_of_fakes()
         # Buffers that the forward pass replaced by new tensors (``self.buffer = ...``).
         extra = [(name, registry[leaf]) for name, registry, leaf, tensor in places if registry[leaf] is not tensor]
+        if not all(_same_items(now, then) for now, then in containers):
+            raise CaptureError(
+                "the forward pass changes a list or a dict among its arguments, which planned calls would not do. Return what "
+                "it adds instead, or run the model under lowtide.online."
+            )
         self.changes = attributes.changes(model, before)
         flat, self.result = structure.flatten_distinct((result, attributes.written(model, before, self.assigned)))
         self.requires_grad = tuple(tensor.requires_grad for tensor in flat)
@@ -126,6 +146,40 @@ class TracedModel:
                 registry[leaf] = tensor
                 places.append((name, registry, leaf, tensor))
         return places
+
+
+def _containers(values: Iterable[Any], seen: set[int]) -> Iterator[list[Any] | dict[Any, Any]]:
+    """Lists and dicts among arguments, those inside each other included, each once."""
+    for value in values:
+        if not isinstance(value, (list, tuple, dict)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if not isinstance(value, tuple):
+            yield value
+        yield from _containers(value.values() if isinstance(value, dict) else value, seen)
+
+
+def _same_items(now: list[Any] | dict[Any, Any], before: list[Any] | dict[Any, Any]) -> bool:
+    if isinstance(now, dict) and isinstance(before, dict):
+        return now.keys() == before.keys() and all(now[key] is before[key] for key in before)
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+@contextlib.contextmanager
+def _other_generators_untouched() -> Iterator[None]:
+    """Puts the generators of Python and NumPy back afterwards, and says so where they were used: planned calls draw nothing."""
+    before = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        drawn = random.getstate() != before[0] or not all(map(np.array_equal, np.random.get_state(), before[1]))
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        if drawn:
+            _LOG.warning(
+                "the forward pass draws random numbers from the generator of Python or NumPy; planned calls go on with what "
+                "was drawn when the plan was made. Draw from torch's, or outside the forward pass"
+            )
 
 
 def _expecting(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Tensor:
@@ -187,11 +241,23 @@ def _note(**changes: str) -> None:
     fx_traceback.current_meta["custom"] = {**custom, _KEY: {**custom.get(_KEY, {}), **changes}}
 
 
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class _RecordSource(torch.overrides.TorchFunctionMode):
-    """Notes the user's line at every call of a torch function."""
+    """Notes the user's line at every call of a torch function. ``state``: what must not be given other data."""
+
+    def __init__(self, state: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.state = state
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _note(source=user_source())
+        if func == _SET_DATA and any(args[0] is tensor for tensor in self.state):
+            raise CaptureError(
+                "the forward pass assigns to .data of a parameter or a buffer, which no program can follow. Write into it "
+                "(tensor.data.copy_(...), tensor.mul_(...) under torch.no_grad()), or assign outside the forward pass."
+            )
         return func(*args, **(kwargs or {}))
 
 

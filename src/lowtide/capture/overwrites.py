@@ -21,6 +21,8 @@ import torch
 
 from lowtide.capture.program import Program, Ref, TensorMeta
 
+# Their means and sums are one element at the start of a storage of all of them.
+_WIDE = {"binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"}
 _ROW_BY_ROW = {"_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data"}
 
 
@@ -56,8 +58,20 @@ def _overwritten(program: Program, op_id: int, free: set[int]) -> Iterator[int]:
     for value in op.inputs:
         storage = values[value].storage
         alone = {other for other in op.inputs if values[other].storage == storage} == {value}
-        if storage in free and alone and written_form(program, op_id, value) is not None:
+        if (
+            storage in free
+            and alone
+            and not _wide(program, storage)
+            and written_form(program, op_id, value) is not None
+        ):
             yield value
+
+
+def _wide(program: Program, storage: int) -> bool:
+    """Whether the storage is larger than what was asked for it."""
+    base = program.graph.storages[storage].base
+    target = None if base is None else program.calls[base].target
+    return isinstance(target, torch._ops.OpOverload) and target.overloadpacket.__name__ in _WIDE
 
 
 def fills_its_storage(meta: TensorMeta) -> bool:

@@ -180,7 +180,10 @@ def _compilation(kernel: Kernel) -> Iterator[None]:
         complaint = f"cannot be compiled: {type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
         compiled = None
     else:
-        complaint, compiled = _tried(kernel.body, code)
+        try:
+            complaint, compiled = _tried(kernel.body, code)
+        except RuntimeError as error:
+            complaint, compiled = f"cannot be tried: {str(error).strip().split(chr(10))[0]}", None
     if complaint:
         _LOG.warning("a kernel of %s %s; these operators run one by one", ", ".join(kernel.operators), complaint)
     _COMPILED[kernel.key] = compiled

@@ -33,12 +33,13 @@ _MOST_PROGRAMS = 32  # kept
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A planned program, ready to run."""
+    """A planned program, ready to run; ``settings``: those of the model when it was planned."""
 
     program: Program
     plan: Plan
     lowered: Lowered
     remake: Callable[[GradientMask], Entry]
+    settings: attributes.Settings
 
     def for_mask(self, mask: GradientMask) -> Entry:
         """The same program for a gradient of other results; it serves the following calls too."""
@@ -57,7 +58,7 @@ class Rematerialized:
         self.spare: dict[Signature, list[Entry]] = {}
         self.had_instance_forward = "forward" in model.__dict__
         self.original_forward = model.forward
-        self._warned = self._warned_of_answers = False
+        self._warned = self._warned_of_answers = self._warned_of_settings = False
         self._online: online | None = None
         self.latest: Entry | None = None  # what the last planned call ran
         functools.update_wrapper(self, self.original_forward, updated=())
@@ -105,6 +106,7 @@ class Rematerialized:
         memo: dict[int, Any] = {}
         for entry in self.entries.get(key, ()):
             if all(question.holds(inputs, memo) for question in entry.program.questions):
+                self._notice_changed_settings(entry)
                 return entry
         if self.entries and self.settings.on_new_signature != "plan":
             self._refuse(inputs)
@@ -149,7 +151,7 @@ class Rematerialized:
         # Shapes suffice to capture again for other gradients, but values answer the questions: keep the small ones.
         autocast = _autocast(program)
         remake = functools.partial(self._remake, key, program, _without_storage(args, kwargs), autocast)
-        entry = Entry(program, plan, lowered, remake)
+        entry = Entry(program, plan, lowered, remake, attributes.settings(self.model))
         entries = self.entries.setdefault(key, [])
         entries.append(entry)
         self._notice_changing_answers(entries)
@@ -158,6 +160,18 @@ class Rematerialized:
             type(self.model).__name__, plan.peak_bytes, plan.budget_bytes, itemised(taken),
         )  # fmt: skip
         return entry
+
+    def _notice_changed_settings(self, entry: Entry) -> None:
+        """Say once that the model was changed after it was planned, in a way that planned calls do not follow."""
+        if self._warned_of_settings or (now := attributes.settings(self.model)) == entry.settings:
+            return
+        self._warned_of_settings = True
+        changed = attributes.changed_settings(self.model, entry.settings, now)
+        _LOG.warning(
+            "%s was changed after it was planned (%s): planned calls go on with what was there then. Where the program depends "
+            "on it, call lowtide.restore(model) and rematerialize again, or keep it in a buffer, which is followed.",
+            type(self.model).__name__, "; ".join(changed[:3]) + (" and more" if len(changed) > 3 else ""),
+        )  # fmt: skip
 
     def _notice_changing_answers(self, entries: list[Entry]) -> None:
         """Say once that the model asks something whose answer is another in every call; keep the latest programs."""
@@ -225,7 +239,7 @@ class Rematerialized:
         self.entries = {}
         self.spare = {}
         self.had_instance_forward = other.had_instance_forward
-        self._warned = self._warned_of_answers = False
+        self._warned = self._warned_of_answers = self._warned_of_settings = False
         self._online = None
         self.latest = None
         forward = other.original_forward

@@ -9,7 +9,8 @@ between, as it does in eager.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -53,6 +54,7 @@ class ModelCall:
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     rng_state: bytearray | None = None
     generator: Any = None
+    received: bool = False
     device_type: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,12 +77,17 @@ class ModelCall:
         return outputs[:own]
 
     def receive(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The gradients of the forward outputs have arrived: start the backward program, in its first state."""
+        """The gradients of the forward outputs have arrived: start the backward program, in its first state.
+
+        A backward pass to some of the inputs alone runs some of the stages; whatever comes after it starts over.
+        """
         self._check_unmodified()
         program = self.executable.program
-        if self.generator is None or not _expected(program, gradients):
+        self.gradients.clear()
+        if self.generator is None or self.received or not _expected(program, gradients):
             self._run_again(gradients)
         else:
+            self.received = True
             self.tangents.extend(_prepared(program, gradients))
 
     def stage(self, node: int) -> tuple[torch.Tensor | None, ...]:
@@ -111,7 +118,9 @@ class ModelCall:
 
         The forward pass runs under its own generator state and writes nothing back, so its effects stay as they were.
         """
-        self.generator = None
+        if self.generator is not None:
+            self.generator.close()
+            self.generator = None
         program = self.executable.program
         mask = tuple(_wanted(result, gradients) for result in program.results[: len(program.mask)])
         executable = self.executable if mask == program.mask else self.executable.for_mask(mask)
@@ -189,6 +198,22 @@ def _prepared(program: Program, gradients: Sequence[torch.Tensor | None]) -> lis
     return prepared
 
 
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the backward of a node: it cannot be differentiated, and says so where that is asked for."""
+    run = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise ExecutionError(
+                "a backward pass through a planned model cannot be differentiated again (create_graph=True: gradient penalties "
+                "and the like). Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
+            )
+        return run(ctx, *gradients)
+
+    return checked
+
+
 class OutputNode(torch.autograd.Function):
     """Runs the forward program; its backward takes the gradients of the outputs and leaves the work to the stages."""
 
@@ -203,7 +228,7 @@ class OutputNode(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         _ = ctx.saved_tensors  # the engine's own error on a second backward pass without retain_graph=True
         ctx.call.receive(gradients)
@@ -223,7 +248,7 @@ class StageNode(torch.autograd.Function):
         return torch.empty(0)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
         with without_autocast(ctx.call.device_type):
             gradients = ctx.call.stage(ctx.node)

@@ -1,0 +1,84 @@
+"""More than one backward pass through a call, to all or some of what it read; and none that is differentiated again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.errors import ExecutionError
+
+Gradients = list[torch.Tensor]
+
+
+class _Layers(nn.Module):
+    def __init__(self, scalar: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+        self.scalar = scalar
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(x)
+        return result.square().mean() if self.scalar else result
+
+
+def _some_then_others(model: _Layers, x: torch.Tensor) -> Gradients:
+    """As for the adaptive weight of a VQGAN: the gradient of the last layer alone, twice."""
+    y = model(x)
+    last = model.layers[5].weight
+    loss, other = (y * 0.5).sum(), (y * x).sum()
+    (first,) = torch.autograd.grad(loss, last, retain_graph=True)
+    (second,) = torch.autograd.grad(other, last, retain_graph=True)
+    return [first, second]
+
+
+def _some_then_all(model: _Layers, x: torch.Tensor) -> Gradients:
+    y = model(x).sum()
+    found = list(torch.autograd.grad(y, model.layers[3].weight, retain_graph=True))
+    y.backward()
+    return found + [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def _into_some_then_the_rest(model: _Layers, x: torch.Tensor) -> Gradients:
+    y = model(x).sum()
+    y.backward(inputs=list(model.layers[4:].parameters()), retain_graph=True)
+    y.backward(inputs=list(model.layers[:4].parameters()))
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def _one_after_the_other(model: _Layers, x: torch.Tensor) -> Gradients:
+    y = model(x).sum()
+    found = [torch.autograd.grad(y, layer.weight, retain_graph=True)[0] for layer in model.layers]
+    return [*found, *torch.autograd.grad(y, model.layers[0].bias)]
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+@pytest.mark.parametrize("passes", [_some_then_others, _some_then_all, _into_some_then_the_rest, _one_after_the_other])
+def test_partial_passes_are_eagers(passes: Callable[[_Layers, torch.Tensor], Gradients], scalar: bool) -> None:
+    torch.manual_seed(0)
+    model, x = _Layers(scalar), torch.randn(16, 32)
+    expected = [gradient.clone() for gradient in passes(model, x)]
+    model.zero_grad()
+    lowtide.rematerialize(model, (x,), budget="100%", planner="greedy")
+    for _ in range(2):
+        found = passes(model, x)
+        assert len(found) == len(expected)
+        assert all(map(torch.equal, found, expected))
+        model.zero_grad()
+
+
+def test_a_gradient_penalty_is_refused() -> None:
+    """Also where the arriving gradient requires none itself, as the ones that WGAN-GP starts from."""
+    model, x = _Layers(scalar=False), torch.randn(16, 32, requires_grad=True)
+    lowtide.rematerialize(model, (x,), budget="100%", planner="greedy")
+    y = model(x)
+    with pytest.raises(ExecutionError, match="create_graph=True"):
+        torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+    lowtide.restore(model)
+    y = model(x)
+    (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+    gradient.square().sum().backward()
+    assert model.layers[0].weight.grad is not None

@@ -1,0 +1,264 @@
+"""What a forward pass does beside computing its result: refused where planned calls would leave it out, or said in the log."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowtide
+from lowtide.capture import capture
+
+
+class _Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+
+class _Assigns(_Linear):
+    """As MoCo's encoder is averaged in its official code."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.linear.bias.data = self.linear.bias.data * 0.5
+        return self.linear(x).square().mean()
+
+
+class _Appends(_Linear):
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        seen.append(self.linear(x))
+        return seen[-1].square().mean()
+
+
+class _Adds(_Linear):
+    def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
+        batch["loss"] = self.linear(batch["x"]).square().mean()
+        return batch
+
+
+class _Unregistered(_Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [nn.Parameter(torch.ones(8))]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.scales[0]).square().mean()
+
+
+class _WritesInput(_Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(F.relu_(x)).square().mean()
+
+
+class _Renormalises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8, max_norm=1.0)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.embedding(tokens).square().mean()
+
+
+class _Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8, sparse=True)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.embedding(tokens).square().mean()
+
+
+class _Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.LazyLinear(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean()
+
+
+def _rows() -> torch.Tensor:
+    return torch.randn(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "sample", "said"),
+    [
+        (_Assigns, lambda: (_rows(),), r"assigns to \.data"),
+        (_Appends, lambda: (_rows(), []), "changes a list or a dict"),
+        (_Adds, lambda: ({"x": _rows()},), "changes a list or a dict"),
+        (_Unregistered, lambda: (_rows(),), "none of its parameters"),
+        (_WritesInput, lambda: (_rows().requires_grad_() * 1,), "writes in place"),
+        (_Renormalises, lambda: (torch.arange(6),), "writes in place"),
+        (_Sparse, lambda: (torch.arange(6),), "sparse=False"),
+        (_Lazy, lambda: (_rows(),), "call the model once"),
+    ],
+)
+def test_refused(make: Callable[[], nn.Module], sample: Callable[[], tuple[Any, ...]], said: str) -> None:
+    model = make()
+    with pytest.raises(lowtide.CaptureError, match=said):
+        lowtide.rematerialize(model, sample(), budget="100%", planner="greedy")
+    if make is not _Lazy:
+        assert torch.isfinite(_loss(model(*sample())))
+
+
+def _loss(result: Any) -> torch.Tensor:
+    loss: torch.Tensor = result["loss"] if isinstance(result, dict) else result
+    return loss
+
+
+class _Drops(_Linear):
+    """Stochastic depth by a generator that is not torch's."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * (1.0 if self.draw() < 0.5 else 0.0)).square().mean()
+
+
+@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: np.random.rand()])
+def test_other_generators_are_said_to_be_frozen(draw: Callable[[], float], caplog: pytest.LogCaptureFixture) -> None:
+    """They stay where they are while a plan is made."""
+    before = random.getstate(), np.random.get_state()
+    with caplog.at_level(logging.WARNING, logger="lowtide"):
+        lowtide.rematerialize(_Drops(draw), (_rows(),), budget="100%", planner="greedy")
+    assert "generator of Python or NumPy" in caplog.text
+    assert random.getstate() == before[0]
+    assert all(map(np.array_equal, np.random.get_state(), before[1]))
+
+
+def test_torch_generators_are_not_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    with caplog.at_level(logging.WARNING, logger="lowtide"):
+        lowtide.rematerialize(model, (_rows(),), budget="100%", planner="greedy")
+    assert "generator" not in caplog.text
+
+
+class _Losses(nn.Module):
+    """A reconstruction and a commitment loss, as in a VQ-VAE."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.loss = loss
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        code = torch.sigmoid(self.encode(x))
+        target = torch.tanh(code).abs().detach()
+        return self.loss(torch.sigmoid(self.decode(code)), target) * 0.5 + 0.25 * self.loss(code, target)
+
+
+@pytest.mark.parametrize(
+    "loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss, F.huber_loss, F.l1_loss]
+)
+@pytest.mark.parametrize("budget", ["100%", "90%"])
+def test_losses_that_own_more_than_their_element(loss: Callable[..., torch.Tensor], budget: str) -> None:
+    """The kernels leave a mean at the start of a storage of all elements, which nothing else must take over."""
+    model, x = _Losses(loss), torch.rand(2048, 16)
+    model(x).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    lowtide.rematerialize(model, (x,), budget=budget, planner="auto{effort=1}")
+    (plan,) = lowtide.plans(model)
+    measured = lowtide.measure(lambda: model(x).backward()).peak_bytes
+    assert measured == plan.peak_bytes <= plan.budget_bytes
+    assert all(map(torch.equal, (p.grad for p in model.parameters() if p.grad is not None), expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(16), lambda: nn.GroupNorm(4, 16), lambda: nn.BatchNorm1d(16)])
+def test_statistics_of_norms_under_autocast(norm: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    """Of the weight's type, though PyTorch's own shape functions say the input's."""
+    model, x = nn.Sequential(nn.Linear(16, 16), norm(), nn.Tanh(), nn.Linear(16, 16)), torch.randn(64, 16)
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cpu", dtype):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        return loss.detach()
+
+    loss = step()
+    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    with torch.autocast("cpu", dtype):
+        program = capture(model, (x,))
+    normed = next(op for op in program.graph.ops if "_norm" in op.target and "backward" not in op.target)
+    assert [program.metas[value].dtype for value in normed.outputs[:3]] == [dtype, torch.float32, torch.float32]
+    with torch.autocast("cpu", dtype):
+        lowtide.rematerialize(model, (x,), budget="100%", planner="greedy")
+    assert torch.equal(step(), loss)
+    assert all(map(torch.equal, (p.grad for p in model.parameters() if p.grad is not None), expected))
+
+
+class _Weighted(_Linear):
+    """A loss with a weight that users anneal from outside, and an activation that they exchange."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = 0.1
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
+        self.dropout = nn.Dropout(0.0)
+        self.not_a_number = float("nan")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.activation(self.linear(x)) * self.alpha).square().mean()
+
+
+def _anneal(model: _Weighted) -> None:
+    model.alpha = 0.2
+
+
+def _drop(model: _Weighted) -> None:
+    model.dropout.p = 0.5
+
+
+def _exchange(model: _Weighted) -> None:
+    model.activation = F.relu
+
+
+def _replace(model: _Weighted) -> None:
+    model.dropout = nn.Identity()  # type: ignore[assignment]
+
+
+def _hook(model: _Weighted) -> None:
+    model.linear.register_forward_hook(lambda module, args, result: result * 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_anneal, "_Weighted.alpha is 0.2"),
+        (_drop, "dropout.p is 0.5"),
+        (_exchange, "_Weighted.activation is"),
+        (_replace, "dropout is a Identity"),
+        (_hook, "linear has 1 hooks instead of 0"),
+    ],
+)
+def test_changes_after_planning_are_said_once(
+    change: Callable[[_Weighted], None], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = _Weighted(), _rows()
+    with caplog.at_level(logging.WARNING, logger="lowtide"):
+        lowtide.rematerialize(model, (x,), budget="100%", planner="greedy")
+        for _ in range(2):
+            model(x).backward()
+        assert not caplog.text
+        change(model)
+        for _ in range(2):
+            model(x).backward()
+    assert caplog.text.count(said) == 1
+    lowtide.restore(model)
+    expected = model(x).detach()
+    lowtide.rematerialize(model, (x,), budget="100%", planner="greedy")
+    if change is not _drop:
+        assert torch.equal(model(x), expected)
