@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,7 @@ _ACCESS = {
 }
 
 _originals: dict[str, Any] = {}
+_state = threading.local()
 
 
 def install(touch: Touch) -> None:
@@ -61,7 +63,13 @@ def remove() -> None:
 def _touching(original: Any, touch: Touch, access: Access) -> Any:
     @functools.wraps(original)
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        ended = touch(self, access)
+        if getattr(_state, "touching", False):  # a mode of PyTorch's comes back here, while it compiles
+            return original(self, *args, **kwargs)
+        _state.touching = True
+        try:
+            ended = touch(self, access)
+        finally:
+            _state.touching = False
         result = original(self, *args, **kwargs)
         if ended is not None and isinstance(result, np.ndarray):  # its views hold it
             weakref.finalize(result, ended).atexit = False
