@@ -67,6 +67,23 @@ class _Renormalises(nn.Module):
         return self.embedding(tokens).square().mean()
 
 
+class _SharedBuffers(_Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("whole", torch.zeros(16))
+        self.register_buffer("first", self.whole[:8])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.whole += 1
+        return (self.linear(x) * self.first).square().mean()
+
+
+class _SharedArguments(_Linear):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return (self.linear(x) + y).square().mean()
+
+
 class _Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -98,6 +115,8 @@ def _rows() -> torch.Tensor:
         (_Unregistered, lambda: (_rows(),), "none of its parameters"),
         (_WritesInput, lambda: (_rows().requires_grad_() * 1,), "writes in place"),
         (_Renormalises, lambda: (torch.arange(6),), "writes in place"),
+        (_SharedBuffers, lambda: (_rows(),), "several buffers or arguments share"),
+        (_SharedArguments, lambda: (lambda x: (x, x[:]))(_rows()), "several buffers or arguments share"),
         (_Sparse, lambda: (torch.arange(6),), "sparse=False"),
         (_Lazy, lambda: (_rows(),), "call the model once"),
     ],

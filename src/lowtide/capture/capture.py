@@ -77,6 +77,12 @@ def capture(
     traced = TracedModel(make_model, state.names, arguments, mask, assigned or ())
     try:
         module, metadata = export_joint(traced, fakes)
+        if len(metadata.input_info) != len(fakes):  # merged into one
+            raise CaptureError(
+                "the forward pass writes into memory that several buffers or arguments share (a view of a buffer that is a "
+                "buffer itself, say), which a plan cannot follow. Form the view in the forward pass, pass a copy, or run it "
+                "under lowtide.online."
+            )
         if assigned is None and traced.changes:
             assigned = _rehearse(model, state, tensors, arguments)
             if assigned:
