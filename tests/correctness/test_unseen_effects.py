@@ -110,8 +110,8 @@ def _rows() -> torch.Tensor:
     ("make", "sample", "said"),
     [
         (_Assigns, lambda: (_rows(),), r"assigns to \.data"),
-        (_Appends, lambda: (_rows(), []), "changes a list or a dict"),
-        (_Adds, lambda: ({"x": _rows()},), "changes a list or a dict"),
+        (_Appends, lambda: (_rows(), []), "adds to a list or a dict"),
+        (_Adds, lambda: ({"x": _rows()},), "adds to a list or a dict"),
         (_Unregistered, lambda: (_rows(),), "none of its parameters"),
         (_WritesInput, lambda: (_rows().requires_grad_() * 1,), "writes in place"),
         (_Renormalises, lambda: (torch.arange(6),), "writes in place"),
@@ -132,6 +132,19 @@ def test_refused(make: Callable[[], nn.Module], sample: Callable[[], tuple[Any, 
 def _loss(result: Any) -> torch.Tensor:
     loss: torch.Tensor = result["loss"] if isinstance(result, dict) else result
     return loss
+
+
+class _Takes(_Linear):
+    def forward(self, batch: dict[str, torch.Tensor], more: list[torch.Tensor]) -> torch.Tensor:
+        target = batch.pop("target") + more.pop()
+        return (self.linear(batch["x"]) - target).square().mean()
+
+
+def test_what_is_taken_out_of_arguments_is_of_no_consequence() -> None:
+    model, x, target = _Takes(), _rows(), _rows()
+    expected = model({"x": x, "target": target}, [x, x]).detach()
+    lowtide.rematerialize(model, ({"x": x, "target": target}, [x, x]), budget="100%", planner="greedy")
+    assert torch.equal(model({"x": x, "target": target}, [x, x]), expected)
 
 
 class _Drops(_Linear):

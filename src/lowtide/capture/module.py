@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import logging
-import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -125,9 +124,9 @@ class TracedModel:
             clear_caches_of_fakes()
         # Buffers that the forward pass replaced by new tensors (``self.buffer = ...``).
         extra = [(name, registry[leaf]) for name, registry, leaf, tensor in places if registry[leaf] is not tensor]
-        if not all(_same_items(now, then) for now, then in containers):
+        if not all(_nothing_new(now, then) for now, then in containers):
             raise CaptureError(
-                "the forward pass changes a list or a dict among its arguments, which planned calls would not do. Return what "
+                "the forward pass adds to a list or a dict among its arguments, which planned calls would not do. Return what "
                 "it adds instead, or run the model under lowtide.online."
             )
         self.changes = attributes.changes(model, before)
@@ -159,10 +158,11 @@ def _containers(values: Iterable[Any], seen: set[int]) -> Iterator[list[Any] | d
         yield from _containers(value.values() if isinstance(value, dict) else value, seen)
 
 
-def _same_items(now: list[Any] | dict[Any, Any], before: list[Any] | dict[Any, Any]) -> bool:
+def _nothing_new(now: list[Any] | dict[Any, Any], before: list[Any] | dict[Any, Any]) -> bool:
+    """What was taken out (``batch.pop("labels")``) is of no consequence."""
     if isinstance(now, dict) and isinstance(before, dict):
-        return now.keys() == before.keys() and all(now[key] is before[key] for key in before)
-    return len(now) == len(before) and all(map(operator.is_, now, before))
+        return all(key in before and value is before[key] for key, value in now.items())
+    return len(now) <= len(before) and {*map(id, now)} <= {*map(id, before)}
 
 
 @contextlib.contextmanager

@@ -41,9 +41,7 @@ from lowtide.trace import TraceWriter
 
 _CPU = torch.device("cpu")
 _SWEEP_EVERY = 256  # operators
-_LENGTHS_BYTES = (
-    1 << 16
-)  # integers up to this size are kept: PyTorch's code in C++ reads lengths where nobody can notice
+_LENGTHS_BYTES = 1 << 16  # integers up to this size are kept: PyTorch reads lengths where nobody can notice
 
 
 class Engine:
