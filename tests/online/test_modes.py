@@ -344,17 +344,3 @@ def test_other_kinds_of_tensors(kind: str) -> None:
 
 
 LAYERS = 16
-
-
-@pytest.mark.filterwarnings("ignore")  # Dynamo's own
-def test_a_compiled_submodule() -> None:
-    """Dynamo looks at tensors in ways that are watched here, and from inside the watching."""
-    torch.manual_seed(0)
-    layers, x = [nn.Linear(WIDTH, WIDTH) for _ in range(6)], torch.randn(ROWS, WIDTH)
-    expected = torch.autograd.grad(nn.Sequential(*layers, nn.Tanh())(x).sum(), layers[0].weight)[0]
-    torch._dynamo.reset()
-    model = nn.Sequential(*layers[:3], torch.compile(nn.Sequential(*layers[3:], nn.Tanh()), backend="eager"))
-    with lowtide.online(6 * TENSOR_BYTES) as session:
-        found = torch.autograd.grad(model(x).sum(), layers[0].weight)[0]
-    assert torch.equal(found, expected)
-    assert session.statistics.evictions > 0

@@ -371,12 +371,6 @@ class _Session:
         return OnlineStatistics(self.budget_bytes, peak, **{name: now[name] - before[name] for name in before})
 
 
-def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo must not compile the engine where a compiled part of the program calls it; without Dynamo nothing can."""
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    return function if dynamo is None else dynamo.disable(function)
-
-
 _PLAIN = torch.Tensor.__torch_dispatch__
 
 
@@ -391,8 +385,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, run: _Run) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.call = _untraced(run.call)
-        self.detached = _untraced(run.detached)
+        self.call = run.call
+        self.detached = run.detached
         self.modes = run.modes
         self.known: dict[Any, Operator] = {}
 
@@ -444,7 +438,7 @@ def _engine_for(context: online) -> _Run:
         engine.recorder = TraceWriter(
             context.record, name=Path(context.record).stem, device=engine.device.type, budget_bytes=context.budget_bytes
         )
-    touch.install(_untraced(_run.touch))
+    touch.install(_run.touch)
     threads.install(_run.inside)
     return _run
 

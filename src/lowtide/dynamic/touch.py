@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +34,6 @@ _ACCESS = {
 }
 
 _originals: dict[str, Any] = {}
-_state = threading.local()
 
 
 def install(touch: Touch) -> None:
@@ -63,13 +61,7 @@ def remove() -> None:
 def _touching(original: Any, touch: Touch, access: Access) -> Any:
     @functools.wraps(original)
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if getattr(_state, "touching", False):  # a mode of PyTorch's comes back here, while it compiles
-            return original(self, *args, **kwargs)
-        _state.touching = True
-        try:
-            ended = touch(self, access)
-        finally:
-            _state.touching = False
+        ended = touch(self, access)
         result = original(self, *args, **kwargs)
         if ended is not None and isinstance(result, np.ndarray):  # its views hold it
             weakref.finalize(result, ended).atexit = False
