@@ -76,6 +76,29 @@ def test_load_refuses(tmp_path: Path, text: str, reason: str) -> None:
         Plan.load(tmp_path / "plan.json")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("schedule", None, "lowtide-schedule/1"),
+        ("graph", [1], "lowtide-graph/1"),
+        ("curve", 5, "lowtide-curve/1"),
+        ("curve", "lowtide-curve/1", "found a str"),
+        ("budget_bytes", float("inf"), "not a complete plan"),
+    ],
+)
+def test_load_refuses_damaged_plans(tmp_path: Path, key: str, value: Any, reason: str) -> None:
+    path = tmp_path / "plan.json"
+    _plan().save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(PlanError, match=reason):
+        Plan.load(path)
+
+
+def test_a_seed_below_0() -> None:
+    with pytest.raises(PlanError, match="seed is -1"):
+        _plan(seed=-1)
+
+
 def test_load_checks_the_schedule(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     _plan().save(path)

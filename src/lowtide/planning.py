@@ -141,7 +141,7 @@ class Plan:
                 float(data["solve_seconds"]),
                 known_curve=None if curve is None else Curve.from_json(curve),
             )
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise PlanError(f"{path} is not a complete plan: {type(error).__name__} {error}.") from error
 
     def __str__(self) -> str:

@@ -213,10 +213,8 @@ def settings(model: nn.Module) -> Settings:
     )
 
 
-def changed_settings(model: nn.Module, before: Settings, now: Settings) -> list[str]:
+def changed_settings(model: nn.Module, before: Settings, now: Settings) -> str:
     """In words, what is not as it was."""
-    if len(before) != len(now):
-        return [f"{len(now)} modules instead of {len(before)}"]
     names = [name or type(model).__name__ for name, _ in model.named_modules()]
     found = []
     for name, (kind, hooks, *old), (new_kind, new_hooks, *new) in zip(names, before, now, strict=True):
@@ -228,7 +226,7 @@ def changed_settings(model: nn.Module, before: Settings, now: Settings) -> list[
             known = dict(old)
             found += [f"{name}.{key} is {value!r}" for key, value in new if known.get(key, _OWN) != value]
             found += [f"{name} has no {key}" for key in known if key not in dict(new)]
-    return found
+    return _named(found)
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[Place, Any]]:

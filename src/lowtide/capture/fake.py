@@ -137,8 +137,9 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if known is not None:
             self._attach_results(func, result, real, known)
             return result
-        with self:
-            result = fakes.norm_statistics(func, args, result)
+        if func in fakes.NORMS:
+            with self:
+                result = fakes.norm_statistics(func, args, result)
         strides = real_strides(func, args, kwargs, result)
         if strides is not None:
             result = with_strides(result, strides, self)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 _ATEN = torch.ops.aten
-_WEIGHT = {  # the position of the weight
+NORMS = {  # the position of the weight
     _ATEN.native_layer_norm.default: 2,
     _ATEN.native_group_norm.default: 1,
     _ATEN._native_batch_norm_legit_functional.default: 1,
@@ -22,8 +22,8 @@ _WEIGHT = {  # the position of the weight
 
 def norm_statistics(function: Any, args: Sequence[Any], result: Any) -> Any:
     """``result`` of a norm on the CPU with mean and reciprocal deviation in the type of its weight."""
-    position = _WEIGHT.get(function)
-    weight = None if position is None or len(args) <= position else args[position]
+    position = NORMS[function]
+    weight = args[position] if len(args) > position else None
     if weight is None or weight.device.type != "cpu" or result[1].dtype == weight.dtype:
         return result
     normed, mean, deviation, *running = result

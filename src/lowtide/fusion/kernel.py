@@ -177,13 +177,9 @@ def _compilation(kernel: Kernel) -> Iterator[None]:
                 'compiler="inductor" needs a C++ compiler for kernels on the CPU, and none was found: install g++ or '
                 'clang++, point CXX at one, or use compiler="eager".'
             ) from error
-        complaint = f"cannot be compiled: {type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
-        compiled = None
+        complaint, compiled = f"cannot be compiled: {type(error).__name__}: {_first_line(error)}", None
     else:
-        try:
-            complaint, compiled = _tried(kernel.body, code)
-        except RuntimeError as error:
-            complaint, compiled = f"cannot be tried: {str(error).strip().split(chr(10))[0]}", None
+        complaint, compiled = _tried(kernel.body, code)
     if complaint:
         _LOG.warning("a kernel of %s %s; these operators run one by one", ", ".join(kernel.operators), complaint)
     _COMPILED[kernel.key] = compiled
@@ -192,15 +188,22 @@ def _compilation(kernel: Kernel) -> Iterator[None]:
 def _tried(body: Body, code: Code) -> tuple[str, Compiled | None]:
     """How compiled results differ from the operators' on random inputs; or nothing, and the code with what it overwrites."""
     tensors = [synthetic_tensor(meta) for meta in body.inputs]
-    with torch.no_grad():
-        expected = body(*tensors)
-        found = code(list(tensors))
+    try:
+        with torch.no_grad():
+            expected = body(*tensors)
+            found = code(list(tensors))
+    except RuntimeError as error:
+        return f"cannot be tried: {_first_line(error)}", None
     inputs = [tensor.untyped_storage()._cdata for tensor in tensors]
     storages = [result.untyped_storage()._cdata for result in found]
     overwrites = body.donated and storages == inputs[:1]
     shared = len(set(storages)) < len(storages) or (not overwrites and set(inputs).intersection(storages))
     complaint = "returns results that share memory" if shared else compare(expected, found, body.metas)
     return complaint, None if complaint else Compiled(code, overwrites)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
 
 
 def compare(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor], metas: Sequence[TensorMeta]) -> str:

@@ -16,11 +16,13 @@ DAG_FORMAT = "lowtide-dag/1"
 _LARGEST = 2**50  # a pebibyte, or 13 days in nanoseconds: sums over any graph stay within 64 bits
 
 
-def expect_format(data: dict[str, Any], *wanted: str) -> None:
-    """Refuse an object of another format."""
-    found = data.get("format")
-    if found not in wanted:
-        raise PlanError(f"expected format {' or '.join(map(repr, wanted))}, found {found!r}.")
+def expect_format(data: Any, *wanted: str) -> None:
+    """Refuse an object of another format, and whatever is no object."""
+    formats = " or ".join(map(repr, wanted))
+    if not isinstance(data, dict):
+        raise PlanError(f"expected an object of format {formats}, found a {type(data).__name__}.")
+    if data.get("format") not in wanted:
+        raise PlanError(f"expected format {formats}, found {data.get('format')!r}.")
 
 
 def count(number: Any, what: str) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 from lowtide.errors import PlanError
 from lowtide.ir import Costs, Graph, keep_all_schedule, simulate
+from lowtide.ir.fields import expect_format
 from lowtide.report.files import write_atomically
 from lowtide.report.units import format_bytes, format_percent
 from lowtide.solve import Problem, Progress, minimum_peak, peak_lower_bound, solve
@@ -66,8 +67,7 @@ class Curve:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Curve:
         """Inverse of ``to_json``. Raises ``PlanError`` for anything else."""
-        if data.get("format") != CURVE_FORMAT:
-            raise PlanError(f"expected a curve of format {CURVE_FORMAT!r}, found {data.get('format')!r}.")
+        expect_format(data, CURVE_FORMAT)
         fields = [field.name for field in dataclasses.fields(CurvePoint)]
         try:
             points = tuple(CurvePoint(**{name: row[name] for name in fields}) for row in data["points"])
@@ -75,7 +75,7 @@ class Curve:
                 int(data[key]) for key in ("unconstrained_peak_bytes", "base_ns", "lower_bound_bytes")
             )
             return cls(whole, base, bound, str(data["planner"]), points)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise PlanError(f"the curve is malformed: {type(error).__name__} {error}.") from error
 
     def save(self, path: str | Path) -> None:

@@ -59,5 +59,5 @@ def load_measurement(path: str | Path) -> SavedMeasurement:
         timeline = tuple((int(at), int(level)) for at, level in data["timeline"])
         peak, time_ns, final = (int(data[key]) for key in ("peak_bytes", "time_ns", "final_bytes"))
         return SavedMeasurement(peak, time_ns, str(data["device"]), timeline, final)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise PlanError(f"{path} is not a complete measurement: {type(error).__name__} {error}.") from error

@@ -166,11 +166,10 @@ class Rematerialized:
         if self._warned_of_settings or (now := attributes.settings(self.model)) == entry.settings:
             return
         self._warned_of_settings = True
-        changed = attributes.changed_settings(self.model, entry.settings, now)
         _LOG.warning(
             "%s was changed after it was planned (%s): planned calls go on with what was there then. Where the program depends "
             "on it, call lowtide.restore(model) and rematerialize again, or keep it in a buffer, which is followed.",
-            type(self.model).__name__, "; ".join(changed[:3]) + (" and more" if len(changed) > 3 else ""),
+            type(self.model).__name__, attributes.changed_settings(self.model, entry.settings, now),
         )  # fmt: skip
 
     def _notice_changing_answers(self, entries: list[Entry]) -> None:

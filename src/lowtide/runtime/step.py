@@ -118,9 +118,7 @@ class ModelCall:
 
         The forward pass runs under its own generator state and writes nothing back, so its effects stay as they were.
         """
-        if self.generator is not None:
-            self.generator.close()
-            self.generator = None
+        self.generator = None
         program = self.executable.program
         mask = tuple(_wanted(result, gradients) for result in program.results[: len(program.mask)])
         executable = self.executable if mask == program.mask else self.executable.for_mask(mask)
