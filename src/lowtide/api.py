@@ -55,8 +55,8 @@ def rematerialize(
         of pointwise operators and reductions are compiled into fused kernels before planning; results are close. Where
         kernels cannot meet the budget, or only by much recomputation, operators run where they are quicker.
     on_new_signature:
-        What a call with other shapes, types, flags or autocast state does: ``"plan"`` anew, run ``"eager"`` without a
-        plan (warned once), or raise an ``"error"``.
+        What a call with other shapes, types, flags or autocast state does, or one of a model whose attributes were changed:
+        ``"plan"`` anew, run ``"eager"`` without a plan (warned once), or raise an ``"error"``.
     on_capture_error:
         What to do with a model whose program depends on data: raise the ``"error"``, or go ``"online"``: from then on this
         thread runs inside ``lowtide.online(budget)`` (said once in the log), until ``lowtide.restore(model)``.

@@ -17,6 +17,7 @@ from lowtide import __version__, plan_cache
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Program, capture
 from lowtide.capture.attributes import Place
+from lowtide.capture.draws import Recorder
 from lowtide.capture.module import GradientMask
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.cache import cache_folder
@@ -75,40 +76,42 @@ def captured_program(
     kwargs: Any,
     settings: Settings,
     mask: GradientMask | None = None,
-    on_progress: Progress | None = None,
     assigned: tuple[Place, ...] | None = None,
+    recorder: Recorder | None = None,
 ) -> Program:
-    """The program as it will run: with ``compiler="inductor"`` its chains of cheap operators are compiled kernels.
+    """The program operator by operator; with ``compiler="inductor"`` those that ``fused`` takes.
 
     ``mask`` and ``assigned`` are those of another program of the same call, where there is one.
     """
-    if settings.compiler == "eager":
-        with stage("capture"):
-            return capture(model, args, kwargs, mask=mask, assigned=assigned)
-    from lowtide.fusion import fuse, split_norms
+    rewrite: Callable[[torch.fx.GraphModule], None] | None = None
+    if settings.compiler != "eager":
+        from lowtide.fusion import split_norms
 
+        rewrite = split_norms
     with stage("capture"):
-        program = capture(model, args, kwargs, mask=mask, rewrite=split_norms, assigned=assigned)
+        return capture(model, args, kwargs, mask=mask, rewrite=rewrite, assigned=assigned, recorder=recorder)
+
+
+def fused(program: Program, settings: Settings) -> Program:
+    """The program as it will run: with ``compiler="inductor"`` its chains of cheap operators are compiled kernels."""
+    if settings.compiler == "eager":
+        return program
+    from lowtide.fusion import fuse
+
     with stage("kernels"):
-        return fuse(program, on_progress)
+        return fuse(program)
 
 
 def planned_program(
-    model: nn.Module,
-    args: Any,
-    kwargs: Any,
-    settings: Settings,
-    mask: GradientMask | None = None,
-    assigned: tuple[Place, ...] | None = None,
-    granted_bytes: int = 0,
+    captured: Program, model: nn.Module, args: Any, kwargs: Any, settings: Settings, granted_bytes: int = 0
 ) -> tuple[Program, Plan]:
-    """What is to run, and its plan. Raises ``CaptureError`` and ``InfeasibleBudgetError``.
+    """What is to run for a call that was ``captured``, and its plan. Raises ``CaptureError`` and ``InfeasibleBudgetError``.
 
     Kernels are fixed before a plan is made, and need at once what their operators need one after the other. So where they
     cannot meet the budget, or only by much recomputation, the program is planned operator by operator too, and the quicker
     of the two is taken; not where the operators take longer without any recomputation already.
     """
-    program = captured_program(model, args, kwargs, settings, mask, assigned=assigned)
+    program = fused(captured, settings)
     answer: Plan | InfeasibleBudgetError
     try:
         answer = make_program_plan(program, settings, model, granted_bytes=granted_bytes)
@@ -119,7 +122,9 @@ def planned_program(
     if isinstance(answer, Plan) and (settings.compiler == "eager" or answer.overhead <= _COSTLY):
         return program, answer
     apart = dataclasses.replace(settings, compiler="eager", budget=answer.budget_bytes, total_budget=None, reserve=0)
-    operators = captured_program(model, args, kwargs, apart, mask, assigned=program.assigned)
+    draws = captured.conditions.draws
+    recorder = None if draws is None else Recorder(draws.start)
+    operators = captured_program(model, args, kwargs, apart, captured.mask, captured.assigned, recorder)
     if (
         isinstance(answer, Plan)
         and not several_processes()  # each measures for itself, and all must go the same way

@@ -63,7 +63,7 @@ class Question:
         """Equal for questions that have the same answer, and stable across processes."""
         digest = hashlib.sha256()
         settings = (FORMAT, self.budget_bytes, self.planner, self.seed, self.versions, _planner_sources())
-        for part in (repr(settings), format_graph(_without_places(self.graph)), self.costs.device):
+        for part in (repr(settings), format_graph(self.graph.without_places()), self.costs.device):
             digest.update(part.encode() + b"\0")
         for column in (self.costs.time_ns, self.costs.workspace_bytes, self.costs.storage_bytes):
             digest.update(column.tobytes())
@@ -153,11 +153,6 @@ def _drop_oldest(folder: Path) -> None:
             ages.append((path.stat().st_mtime_ns, path))
     for _, path in sorted(ages, reverse=True)[MOST_ENTRIES:]:
         path.unlink(missing_ok=True)
-
-
-def _without_places(graph: Graph) -> Graph:
-    """No plan depends on the line or the module that an operator comes from."""
-    return dataclasses.replace(graph, ops=tuple(dataclasses.replace(op, source="", module="") for op in graph.ops))
 
 
 @functools.cache

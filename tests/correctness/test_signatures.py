@@ -129,7 +129,7 @@ def test_answers_that_never_repeat_are_said(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING, logger="lowtide.runtime.model"):
         compare_training(Warmed, inputs, iterations=12, budgets=("80%",))
     (record,) = caplog.records
-    assert "planned 8 times" in record.message
+    assert "captured 8 times" in record.message
     assert "test_signatures.py" in record.message
 
 

@@ -14,7 +14,7 @@ from lowtide import pipeline
 from lowtide.capture import Program
 from lowtide.cost import analytical_costs
 from lowtide.fusion import Kernel
-from lowtide.pipeline import Settings, captured_program
+from lowtide.pipeline import Settings, captured_program, fused
 from tests.support.networks import WithLoss, residual_blocks, rows
 from tests.support.training import compare_training, prepared
 
@@ -102,7 +102,8 @@ def test_views_of_what_is_normalised() -> None:
 
 def test_views_are_of_what_they_read() -> None:
     args, kwargs = _wide_images(0)
-    program = captured_program(WithLoss(_Attended()), args, kwargs, Settings(budget="100%", compiler="inductor"))
+    settings = Settings(budget="100%", compiler="inductor")
+    program = fused(captured_program(WithLoss(_Attended()), args, kwargs, settings), settings)
     values = program.graph.values
     views = [op for op in program.graph.ops if op.target in ("aten.view.default", "aten.transpose.int")]
     assert len(views) > 8
@@ -149,13 +150,17 @@ def test_the_smallest_budget_is_that_of_operators_or_kernels() -> None:
     model, (args, kwargs) = WithLoss(_Attending()), _sequences(0)
     for options in ({"budget": 1000}, {"budget": 5000, "reserve": 4000}, {"total_budget": 300_000}):
         with pytest.raises(lowtide.InfeasibleBudgetError) as refused:
-            pipeline.planned_program(model, args, kwargs, Settings(planner="greedy", compiler="inductor", **options))
+            _chosen(model, args, kwargs, Settings(planner="greedy", compiler="inductor", **options))
         name = next(iter(options))
         met = {**options, name: refused.value.minimum_bytes}
-        _, plan = pipeline.planned_program(model, args, kwargs, Settings(planner="greedy", compiler="inductor", **met))
+        _, plan = _chosen(model, args, kwargs, Settings(planner="greedy", compiler="inductor", **met))
         assert plan.peak_bytes <= plan.budget_bytes == refused.value.minimum_bytes - refused.value.aside_bytes
         apart = [_minimum(model, options, compiler) for compiler in ("eager", "inductor")]
         assert refused.value.minimum_bytes == min(apart)
+
+
+def _chosen(model: nn.Module, args: Any, kwargs: Any, settings: Settings) -> tuple[Program, lowtide.Plan]:
+    return pipeline.planned_program(captured_program(model, args, kwargs, settings), model, args, kwargs, settings)
 
 
 def _minimum(model: nn.Module, options: dict[str, int], compiler: str) -> int:
@@ -178,10 +183,10 @@ def test_the_quicker_of_kernels_and_operators(budget: str, monkeypatch: pytest.M
     settings = Settings(limit, planner="greedy", compiler="inductor")
     if not plans:
         with pytest.raises(lowtide.InfeasibleBudgetError) as refused:
-            pipeline.planned_program(model, args, kwargs, settings)
+            _chosen(model, args, kwargs, settings)
         assert refused.value.minimum_bytes > refused.value.budget_bytes == limit
         return
-    program, plan = pipeline.planned_program(model, args, kwargs, settings)
+    program, plan = _chosen(model, args, kwargs, settings)
     assert plan.time_ns == min(other.time_ns for other in plans.values())
     compiled = any(isinstance(call.target, Kernel) for call in program.calls)
     assert compiled == (plan.time_ns == plans["inductor"].time_ns if "inductor" in plans else False)
@@ -215,13 +220,13 @@ def test_no_search_for_operators_that_take_longer_anyway(monkeypatch: pytest.Mon
     monkeypatch.setattr(pipeline, "measure_costs", lambda program, **_: analytical_costs(program))  # no clock
     monkeypatch.setattr(pipeline, "_COSTLY", -1.0)
     settings = Settings("100%", planner="keep-all", compiler="inductor")
-    program, _ = pipeline.planned_program(Chain(), (torch.randn(1 << 20),), {}, settings)
+    program, _ = _chosen(Chain(), (torch.randn(1 << 20),), {}, settings)
     assert planned == [program]
     assert any(isinstance(call.target, Kernel) for call in program.calls)
 
 
 def _planned(model: nn.Module, settings: Settings) -> lowtide.Plan:
-    program = captured_program(model, *_sequences(0), settings)
+    program = fused(captured_program(model, *_sequences(0), settings), settings)
     return pipeline.make_program_plan(program, settings, model)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,9 @@ from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Compute, Costs, Free, Schedule, keep_all_schedule, simulate
 from lowtide.ir.simulator import owned_storages
 from lowtide.lower import lower
-from lowtide.pipeline import Settings, captured_program, program_costs
+from lowtide.pipeline import Settings, fused, program_costs
 from lowtide.planning import Plan, make_plan
-from lowtide.runtime.model import Entry, Rematerialized
+from lowtide.runtime.model import Entry, Rematerialized, Sample
 from lowtide.runtime.step import ModelCall
 
 _LOG = logging.getLogger(__name__)
@@ -202,19 +202,17 @@ class SharingGraph(Rematerialized):
         self.shared.ran(self, call)
         return outputs
 
-    def planned(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], mask: GradientMask | None, assigned: Any
-    ) -> tuple[Program, Plan]:
-        program = captured_program(self.model, args, kwargs, self.settings, mask, assigned=assigned)
+    def planned(self, captured: Program, sample: Sample) -> tuple[Program, Plan]:
+        program = fused(captured, self.settings)
         ran = self.shared.graphs
         earlier = ran[: ran.index(self)] if self._remaking and self in ran else ran
         return program, self.shared.plan(program, earlier, self.more)
 
-    def _remake(self, *args: Any) -> Entry:
+    def remake(self, old: Entry, mask: GradientMask) -> Entry:
         """In the backward pass, in the place of what ran in the forward pass."""
         self._remaking = True
         try:
-            self.current = super()._remake(*args)
+            self.current = super().remake(old, mask)
         finally:
             self._remaking = False
         return self.current

@@ -21,12 +21,13 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-import types
+import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
@@ -36,9 +37,9 @@ from lowtide.capture import structure
 from lowtide.errors import CaptureError
 
 _LOG = logging.getLogger(__name__)
-_OWN = frozenset(vars(nn.Module())) | {"forward"}  # what every module has
+OWN = frozenset(vars(nn.Module()))  # what every module has
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _SHOWN = 3
-_SETTINGS = frozenset({bool, int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType})
 
 Place = tuple[str, str]  # the path of a module, and the name of its attribute
 
@@ -79,12 +80,18 @@ def changes(model: nn.Module, before: Snapshot) -> Changes:
     replaced = [name for name in {**before.modules, **now} if before.modules.get(name) is not now.get(name)]
     if replaced:
         raise CaptureError(
-            f"the forward pass replaces submodules of the model ({_named(replaced)}), which a plan cannot follow. Where it "
+            f"the forward pass replaces submodules of the model ({named(replaced)}), which a plan cannot follow. Where it "
             "does so in its first call only, call the model once before it is rematerialized."
         )
     kept: list[Any] = []
     found = {place: (value, _identity(value, kept)) for place, value in _attributes(model)}
     changed = [place for place, (_, key) in found.items() if before.attributes.get(place) != key]
+    drawing = [place for place in changed if isinstance(found[place][0], _GENERATORS)]
+    if drawing:
+        raise CaptureError(
+            f"the forward pass draws from a random generator of its own ({_texts(drawing)}), which planned calls would not. "
+            "Draw from torch's, or outside the forward pass; or run the model under lowtide.online."
+        )
     holding = [place for place in changed if _tensors(found[place][0])]
     return Changes(tuple(holding), tuple(place for place in changed if place not in holding))
 
@@ -197,42 +204,10 @@ class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.found.get(place, set())
 
 
-Settings = tuple[tuple[Any, ...], ...]
-
-
-def settings(model: nn.Module) -> Settings:
-    """What a program may depend on that no argument shows: of each module its type, how many hooks run inside the program, and
-    its attributes that are numbers, strings or functions."""
-    return tuple(
-        (
-            type(module),
-            len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks) if index else 0,
-            *(item for item in vars(module).items() if type(item[1]) in _SETTINGS and item[0] != "forward"),
-        )
-        for index, module in enumerate(model.modules())
-    )
-
-
-def changed_settings(model: nn.Module, before: Settings, now: Settings) -> str:
-    """In words, what is not as it was."""
-    names = [name or type(model).__name__ for name, _ in model.named_modules()]
-    found = []
-    for name, (kind, hooks, *old), (new_kind, new_hooks, *new) in zip(names, before, now, strict=True):
-        if kind is not new_kind:
-            found.append(f"{name} is a {new_kind.__name__}")
-        elif hooks != new_hooks:
-            found.append(f"{name} has {new_hooks} hooks instead of {hooks}")
-        else:
-            known = dict(old)
-            found += [f"{name}.{key} is {value!r}" for key, value in new if known.get(key, _OWN) != value]
-            found += [f"{name} has no {key}" for key in known if key not in dict(new)]
-    return _named(found)
-
-
 def _attributes(model: nn.Module) -> Iterator[tuple[Place, Any]]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in _OWN:
+            if name not in OWN and name != "forward":
                 yield (path, name), value
 
 
@@ -249,7 +224,16 @@ def _identity(value: Any, kept: list[Any]) -> Any:
     if isinstance(value, dict):
         return type(value), tuple((repr(key), _identity(item, kept)) for key, item in value.items())
     kept.append(value)
-    return id(value)
+    return id(value), _state(value)
+
+
+def _state(value: Any) -> Any:
+    """That of a random generator."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state(legacy=False))
+    return repr(value.bit_generator.state) if isinstance(value, np.random.Generator) else None
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -261,9 +245,10 @@ def _text(leaf: Any) -> str:
 
 
 def _texts(places: Sequence[Place]) -> str:
-    return _named([f"{path}.{name}" if path else name for path, name in places])
+    return named([f"{path}.{name}" if path else name for path, name in places])
 
 
-def _named(names: Sequence[str]) -> str:
+def named(names: Sequence[str]) -> str:
+    """The first few of them."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -6,6 +6,7 @@ nothing of the model's size, and changes nothing of the user's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,11 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lowtide.capture import attributes, structure
 from lowtide.capture.caches import clear_caches_of_fakes
 from lowtide.capture.convert import Converted, convert
+from lowtide.capture.draws import Recorder, untouched
 from lowtide.capture.fake import AnsweringFakeMode
+from lowtide.capture.guards import Guards
 from lowtide.capture.joint import as_traced, export_joint
 from lowtide.capture.module import GradientMask, State, TracedModel, announce_origins, copy_without_data, model_state
 from lowtide.capture.overwrites import with_overwrites
-from lowtide.capture.program import Program, Result
+from lowtide.capture.program import Conditions, Program, Result
 from lowtide.capture.sharded import refuse_sharded_parts
 from lowtide.errors import CaptureError, LowtideError, PlanError
 from lowtide.ir import Graph
@@ -51,12 +54,14 @@ def capture(
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None,
     watch: Callable[[nn.Module], None] | None = None,
     assigned: tuple[attributes.Place, ...] | None = None,
+    recorder: Recorder | None = None,
 ) -> Program:
     """The training program of ``model(*args, **kwargs)``.
 
     ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is
     guessed, see ``capture.module.guess_mask``. ``watch`` is shown every copy of the model before it is traced; ``rewrite``
     may change the joint graph before it is converted. ``assigned`` are the attributes that are results, where that is known.
+    ``recorder`` says in which state the generators of Python and NumPy are; by default, in that of now.
 
     Raises ``CaptureError`` where the program depends on data in a way that cannot be answered before it runs, or uses
     something unsupported.
@@ -66,6 +71,8 @@ def capture(
     _check(model, state, tensors)
     mode = AnsweringFakeMode()
     fakes = _fakes(mode, state, tensors)
+    recorder = recorder or Recorder()
+    again = functools.partial(capture, model, args, kwargs, mask=mask, rewrite=rewrite, watch=watch, recorder=recorder)
 
     def make_model() -> nn.Module:
         clone = copy_without_data(model, state, fakes[: len(state.tensors)])
@@ -74,7 +81,7 @@ def capture(
             watch(clone)
         return clone
 
-    traced = TracedModel(make_model, state.names, arguments, mask, assigned or ())
+    traced = TracedModel(make_model, state.names, arguments, mask, assigned or (), recorder)
     try:
         module, metadata = export_joint(traced, fakes)
         if len(metadata.input_info) != len(fakes):  # merged into one
@@ -86,11 +93,15 @@ def capture(
         if assigned is None and traced.changes:
             assigned = _rehearse(model, state, tensors, arguments)
             if assigned:
-                return capture(model, args, kwargs, mask=mask, rewrite=rewrite, watch=watch, assigned=assigned)
-    except LowtideError:
-        raise
+                return again(assigned=assigned)
     except Exception as error:
+        if recorder.used_otherwise(failed=True):
+            return again(assigned=assigned)
+        if isinstance(error, LowtideError):
+            raise
         raise _capture_error(error) from error
+    if recorder.used_otherwise(failed=False):
+        return again(assigned=assigned)
     if all(entry is False for entry in traced.used_mask):
         raise CaptureError(
             "no output of the model requires a gradient, so there is nothing to rematerialize: check requires_grad of "
@@ -98,7 +109,9 @@ def capture(
         )
     if rewrite is not None:
         rewrite(module)
-    return _assemble(convert(module), metadata, traced, mode, state, type(model).__name__)
+    guards = Guards.of(model, traced.read, traced.assigned)
+    conditions = Conditions(tuple(mode.questions), guards, recorder.draws)
+    return _assemble(convert(module), metadata, traced, conditions, state, type(model).__name__)
 
 
 def _rehearse(
@@ -115,7 +128,7 @@ def _rehearse(
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in fakes[count:]]
         call, before = attributes.Call(fakes[:count], inputs), attributes.snapshot(clone)
         args, kwargs = structure.unflatten(arguments, inputs)
-        with as_traced(), mode, call:
+        with as_traced(), untouched(), mode, call:
             clone.forward(*args, **kwargs)
         clear_caches_of_fakes()
         call.ended(clone, before)
@@ -202,7 +215,7 @@ def _capture_error(error: Exception) -> CaptureError:
 
 
 def _assemble(
-    converted: Converted, metadata: Any, traced: TracedModel, mode: AnsweringFakeMode, state: State, name: str
+    converted: Converted, metadata: Any, traced: TracedModel, conditions: Conditions, state: State, name: str
 ) -> Program:
     builder = converted.builder
     returned, results = _results(converted, metadata, traced)
@@ -244,7 +257,7 @@ def _assemble(
         result_structure=traced.result,
         mask=traced.used_mask,
         reassigned=traced.reassigned,
-        questions=tuple(mode.questions),
+        conditions=conditions,
         state_names=state.names,
         parameters=state.parameters,
         kept=tuple(converted.kept),

@@ -64,8 +64,12 @@ class Question:
     source: str
 
     def holds(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> bool:
+        return bool(self.asked(inputs, memo) == self.answer)
+
+    def asked(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> Any:
+        """The answer on ``inputs``."""
         with torch.no_grad():
-            return bool(_ask(self.ask, _evaluate(self.known, inputs, memo)) == self.answer)
+            return _ask(self.ask, _evaluate(self.known, inputs, memo))
 
 
 def _ask(ask: str, real: Any) -> Any:

@@ -7,28 +7,24 @@ one input, so that their gradients are summed by the autograd engine itself, in 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import logging
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lowtide.capture import attributes, structure
+from lowtide.capture import attributes, draws, structure
 from lowtide.capture.caches import clear_caches_of_fakes
+from lowtide.capture.draws import Recorder
+from lowtide.capture.guards import reads
 from lowtide.capture.sharded import copy_module
 from lowtide.capture.source import user_source
 from lowtide.errors import CaptureError
-
-_LOG = logging.getLogger(__name__)
 
 # Per tensor of the result: no gradient (False), one in the layout of the tensor (True), or one with these strides.
 GradientMask = tuple[bool | tuple[int, ...], ...]
@@ -68,6 +64,7 @@ def copy_without_data(model: nn.Module, state: State, fakes: Sequence[torch.Tens
     memo: dict[int, Any] = {id(real): fake for real, fake in zip(state.tensors, fakes, strict=True)}
     for tensor in attributes.held_tensors(model):
         memo.setdefault(id(tensor), tensor)
+    memo.update({id(generator): generator for generator in draws.GENERATORS})  # behind random.uniform and the like
     planned = planned_forward(model)
     if planned is None:
         return copy_module(model, memo)
@@ -94,7 +91,8 @@ class TracedModel:
     Every call runs a model of its own, since a forward pass may leave (fake) tensors in attributes: what it ``changes``. The
     structure is of a pair: what the model returned, and the attributes that are results too, ``assigned``.
 
-    ``mask`` says which results a gradient is expected for; the others are detached, so that none is asked for them.
+    ``mask`` says which results a gradient is expected for; the others are detached, so that none is asked for them. What the
+    model reads of itself is ``read``, and ``recorder`` follows what it draws.
     """
 
     make_model: Callable[[], nn.Module]
@@ -102,6 +100,8 @@ class TracedModel:
     arguments: Any
     mask: GradientMask | None
     assigned: tuple[attributes.Place, ...] = ()
+    recorder: Recorder = field(default_factory=Recorder)
+    read: set[tuple[int, str]] = field(default_factory=set)
     changes: attributes.Changes = field(default_factory=attributes.Changes)
     result: Any = None
     requires_grad: tuple[bool, ...] = ()
@@ -118,8 +118,9 @@ class TracedModel:
         try:
             # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
             no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_NO_SAVED_TENSORS_HOOKS)
-            with _other_generators_untouched(), _RecordSource(tensors[:count]), no_hooks:
+            with self.recorder(), reads(model) as read, _RecordSource(tensors[:count]), no_hooks:
                 result = model.forward(*args, **kwargs)
+            self.read |= read
         finally:
             clear_caches_of_fakes()
         # Buffers that the forward pass replaced by new tensors (``self.buffer = ...``).
@@ -132,7 +133,7 @@ class TracedModel:
         self.changes = attributes.changes(model, before)
         flat, self.result = structure.flatten_distinct((result, attributes.written(model, before, self.assigned)))
         self.requires_grad = tuple(tensor.requires_grad for tensor in flat)
-        self.used_mask = self.mask if self.mask is not None else guess_mask(flat, self.result)
+        self.used_mask = self.mask if self.mask and _fits(self.mask, flat) else guess_mask(flat, self.result)
         self.reassigned = {name: len(flat) + index for index, (name, _) in enumerate(extra)}
         kept = [_expecting(tensor, entry) for tensor, entry in zip(flat, self.used_mask, strict=True)]
         return (*kept, *(tensor.detach() for _, tensor in extra))
@@ -165,23 +166,6 @@ def _nothing_new(now: list[Any] | dict[Any, Any], before: list[Any] | dict[Any, 
     return len(now) <= len(before) and {*map(id, now)} <= {*map(id, before)}
 
 
-@contextlib.contextmanager
-def _other_generators_untouched() -> Iterator[None]:
-    """Puts the generators of Python and NumPy back afterwards, and says so where they were used: planned calls draw nothing."""
-    before = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        drawn = random.getstate() != before[0] or not all(map(np.array_equal, np.random.get_state(), before[1]))
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        if drawn:
-            _LOG.warning(
-                "the forward pass draws random numbers from the generator of Python or NumPy; planned calls go on with what "
-                "was drawn when the plan was made. Draw from torch's, or outside the forward pass"
-            )
-
-
 def _expecting(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Tensor:
     if entry is False:
         return tensor.detach()
@@ -191,6 +175,13 @@ def _expecting(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Ten
     result: torch.Tensor = torch.ops.aten.alias.default(tensor)
     result.register_hook(lambda gradient: gradient.as_strided(gradient.shape, entry))  # type: ignore[no-untyped-call]
     return result
+
+
+def _fits(mask: GradientMask, results: Sequence[torch.Tensor]) -> bool:
+    return len(mask) == len(results) and all(
+        entry is False or (tensor.requires_grad and (entry is True or len(entry) == tensor.dim()))
+        for entry, tensor in zip(mask, results, strict=True)
+    )
 
 
 def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested) -> GradientMask:

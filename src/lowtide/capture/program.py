@@ -6,12 +6,16 @@ per value, the layout of the tensor. Everything after capture (cost, lowering) r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
+from lowtide.capture import structure
+from lowtide.capture.draws import Draws
+from lowtide.capture.guards import Guards
 from lowtide.ir import Graph
 
 
@@ -65,6 +69,33 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Conditions:
+    """What a program depends on beside the layouts of its inputs: answers about their values (``capture.fake``), what the model
+    is like (``capture.guards``), and what Python and NumPy draw (``capture.draws``)."""
+
+    questions: tuple[Any, ...] = ()
+    guards: Guards = field(default_factory=Guards)
+    draws: Draws | None = None
+
+    def hold(self, modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> bool:
+        """Whether a call now has this program. ``modules``: all of the model's; ``inputs``: flat; ``memo``: of the call."""
+        return (
+            self.guards.hold(modules)
+            and all(question.holds(inputs, memo) for question in self.questions)
+            and (self.draws is None or self.draws.hold())
+        )
+
+    def broken(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> str:
+        """In words, why they do not hold."""
+        memo: dict[int, Any] = {}
+        now = ((question, question.asked(inputs, memo)) for question in self.questions)
+        answers = (
+            f"{question.source}: {question.answer}, then {new}" for question, new in now if new != question.answer
+        )
+        return self.guards.broken(model) or next(answers, "what is drawn from the generators of Python or NumPy")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Program:
     """A captured training program.
 
@@ -73,8 +104,7 @@ class Program:
     ``None`` where the program does not read it. ``constants`` are the values of tensors that the model holds outside of
     its parameters and buffers. ``tangents[i]`` is the forward output that the i-th ``lowtide.tangent`` op belongs to.
     ``gradients`` pairs a flat input with the value of its gradient. ``mask`` tells for which results a gradient is
-    expected, and in which layout (``capture.module.GradientMask``). ``questions`` are what the program's shape depends
-    on, see ``capture.fake``.
+    expected, and in which layout (``capture.module.GradientMask``).
     ``result_structure`` is of a pair: what the model returned, and what it left in the attributes ``assigned`` (module path and
     name), see ``capture.attributes``.
     ``kept`` are the flat inputs whose first values, overwritten by the forward pass, are its last forward outputs.
@@ -91,13 +121,47 @@ class Program:
     result_structure: Any
     mask: tuple[bool | tuple[int, ...], ...]
     reassigned: dict[str, int]
-    questions: tuple[Any, ...]
+    conditions: Conditions
     state_names: tuple[tuple[str, ...], ...]
     parameters: int
     kept: tuple[int, ...]
     assigned: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def answers(self) -> tuple[Any, ...]:
-        """What the questions were answered, to tell programs of one signature apart."""
-        return tuple((question.source, question.ask, question.answer) for question in self.questions)
+    def same_as(self, other: Program, held: Collection[int]) -> bool:
+        """Whether both are the same operators on the same operands, with the same results, in the same order. ``held``: the ids
+        of tensors in the model's attributes; other constants were made by the forward pass, and are equal if their elements
+        are."""
+        pairs = [(tensor, other.constants.get(value)) for value, tensor in self.constants.items()]
+        return (
+            self.graph.without_places() == other.graph.without_places()
+            and all(map(_same_call, self.calls, other.calls))
+            and all(getattr(self, name) == getattr(other, name) for name in _COMPARED)
+            and structure.fingerprint(self.result_structure) == structure.fingerprint(other.result_structure)
+            and all(one is two or (id(two) not in held and _equal(one, two)) for one, two in pairs)
+        )
+
+
+_COMPARED = (
+    "metas",
+    "inputs",
+    "tangents",
+    "gradients",
+    "results",
+    "mask",
+    "reassigned",
+    "state_names",
+    "kept",
+    "assigned",
+)
+
+
+def _same_call(one: Call, other: Call) -> bool:
+    return (
+        one.target is other.target
+        and one.positions == other.positions
+        and repr((one.args, one.kwargs)) == repr((other.args, other.kwargs))
+    )
+
+
+def _equal(one: torch.Tensor, two: torch.Tensor | None) -> bool:
+    return two is not None and (one.dtype, one.stride()) == (two.dtype, two.stride()) and torch.equal(one, two)

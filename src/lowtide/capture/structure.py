@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 
@@ -112,6 +114,8 @@ def fingerprint(structure: Any) -> Any:
     if isinstance(structure, Held):
         items = tuple((name, fingerprint(child)) for name, child in structure.attributes.items())
         return (type(structure.prototype), items)
+    if isinstance(structure, np.ndarray) and not structure.dtype.hasobject:
+        return ("array", structure.dtype.str, structure.shape, hashlib.sha256(structure.tobytes()).digest())
     try:
         hash(structure)
     except TypeError:

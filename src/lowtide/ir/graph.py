@@ -16,7 +16,7 @@ the ``effect`` flag, first in the backward pass; a mutated buffer is written bac
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 TANGENT_TARGET = "lowtide.tangent"
 UPDATE_TARGET = "lowtide.update"
@@ -102,3 +102,7 @@ class Graph:
     outputs: tuple[int, ...]
     forward_ops: int
     fixed_bytes: int = 0
+
+    def without_places(self) -> Graph:
+        """The same graph without the lines and modules that operators come from: no plan depends on them."""
+        return replace(self, ops=tuple(replace(op, source="", module="") for op in self.ops))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,34 +18,58 @@ from torch import nn
 
 from lowtide.capture import Program, attributes, structure
 from lowtide.capture.capture import flat_arguments
+from lowtide.capture.draws import Recorder
 from lowtide.capture.module import GradientMask, model_state
+from lowtide.capture.program import Conditions
 from lowtide.dynamic.context import online
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.lower import Lowered, lower
-from lowtide.pipeline import Settings, planned_program
+from lowtide.pipeline import Settings, captured_program, planned_program
 from lowtide.planning import Plan
 from lowtide.runtime.signature import Signature, describe, signature
 from lowtide.runtime.step import run
 from lowtide.stages import itemised, stage, stage_seconds
 
 _LOG = logging.getLogger(__name__)
-_MANY_PROGRAMS = 8  # for the same shapes: said in the log
+_MANY_CAPTURES = 8  # for the same shapes: said in the log
 _MOST_PROGRAMS = 32  # kept
+_MOST_CONDITIONS = 8  # kept, of each
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """A call to capture, and the autocast state to do it in."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    autocast: torch.autocast | None = None
+
+    def light(self, device_type: str) -> Sample:
+        """The same without floating tensors' memory, in the autocast state of now. Shapes suffice to capture it again for other
+        gradients, but values answer the questions, so the integers stay."""
+        tensors, tree = flat_arguments(self.args, self.kwargs)
+        args, kwargs = structure.unflatten(tree, [_light(tensor) for tensor in tensors])
+        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        return Sample(args, kwargs, torch.autocast(device_type, dtype=dtype if enabled else None, enabled=enabled))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A planned program, ready to run; ``settings``: those of the model when it was planned."""
+    """A planned program, ready to run for the calls with signature ``key`` on which one of ``conditions`` holds, the last used
+    first. ``captured`` is the program before there were kernels in it, and ``sample`` what it was captured with."""
 
+    key: Signature
+    captured: Program
     program: Program
     plan: Plan
     lowered: Lowered
-    remake: Callable[[GradientMask], Entry]
-    settings: attributes.Settings
+    conditions: list[Conditions]
+    sample: Sample
+    remake: Callable[[Entry, GradientMask], Entry]
 
     def for_mask(self, mask: GradientMask) -> Entry:
         """The same program for a gradient of other results; it serves the following calls too."""
-        return self.remake(mask)
+        return self.remake(self, mask)
 
 
 class Rematerialized:
@@ -52,16 +78,21 @@ class Rematerialized:
     _lowtide_runtime = True
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self._begin(model, settings)
+        self.had_instance_forward = "forward" in model.__dict__
+        self.original_forward = model.forward
+        functools.update_wrapper(self, self.original_forward, updated=())
+
+    def _begin(self, model: nn.Module, settings: Settings) -> None:
+        """Nothing is planned yet."""
         self._model = weakref.ref(model)
         self.settings = settings
         self.entries: dict[Signature, list[Entry]] = {}
-        self.spare: dict[Signature, list[Entry]] = {}
-        self.had_instance_forward = "forward" in model.__dict__
-        self.original_forward = model.forward
-        self._warned = self._warned_of_answers = self._warned_of_settings = False
+        self.spare: dict[Signature, list[Entry]] = {}  # for gradients that arrived otherwise, in case they alternate
+        self._captures: Counter[Signature] = Counter()
+        self._warned = False
         self._online: online | None = None
         self.latest: Entry | None = None  # what the last planned call ran
-        functools.update_wrapper(self, self.original_forward, updated=())
 
     @property
     def model(self) -> nn.Module:
@@ -87,6 +118,8 @@ class Rematerialized:
         entry = self.entry(args, kwargs, inputs, arguments)
         if entry is None:
             return self.original_forward(*args, **kwargs)
+        if entry.conditions[0].draws is not None:
+            entry.conditions[0].draws.take()
         return _rebuild(entry.program, self.run(entry, inputs), inputs, model)
 
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -102,17 +135,20 @@ class Rematerialized:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: list[torch.Tensor], arguments: Any
     ) -> Entry | None:
         """The planned program for this call, made now if it is new; ``None`` where eager was asked for."""
-        key = signature(list(self.model.modules()), inputs, arguments)
+        modules = list(self.model.modules())
+        key = signature(modules, inputs, arguments)
         memo: dict[int, Any] = {}
         for entry in self.entries.get(key, ()):
-            if all(question.holds(inputs, memo) for question in entry.program.questions):
-                self._notice_changed_settings(entry)
-                return entry
+            for index, conditions in enumerate(entry.conditions):
+                if conditions.hold(modules, inputs, memo):
+                    entry.conditions.insert(0, entry.conditions.pop(index))
+                    return entry
         if self.entries and self.settings.on_new_signature != "plan":
-            self._refuse(inputs)
+            self._refuse(key, inputs)
             return None
+        self._notice_changes(key, inputs)
         try:
-            return self._make(key, args, kwargs, None)
+            return self._make(key, Sample(args, kwargs))
         except CaptureError as error:
             if self.settings.on_capture_error != "online":
                 raise
@@ -137,87 +173,97 @@ class Rematerialized:
             context.__exit__(None, None, None)
 
     def _make(
-        self,
-        key: Signature,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        mask: GradientMask | None,
-        assigned: tuple[attributes.Place, ...] | None = None,
+        self, key: Signature, sample: Sample, old: Entry | None = None, mask: GradientMask | None = None
     ) -> Entry:
+        """An entry for a call like ``sample``: an old one, where the program is the same. ``old`` is an entry for the same call
+        whose gradients arrive otherwise."""
         with stage_seconds() as taken:
-            program, plan = self.planned(args, kwargs, mask, assigned)
+            captured = self._captured(key, sample, old, mask)
+            same = self._same(key, captured) if old is None else None
+            if same is not None:
+                same.conditions.insert(0, captured.conditions)
+                del same.conditions[_MOST_CONDITIONS:]
+                return same
+            program, plan = self.planned(captured, sample)
             with stage("lowering"):
                 lowered = lower(program, plan.schedule)
-        # Shapes suffice to capture again for other gradients, but values answer the questions: keep the small ones.
-        autocast = _autocast(program)
-        remake = functools.partial(self._remake, key, program, _without_storage(args, kwargs), autocast)
-        entry = Entry(program, plan, lowered, remake, attributes.settings(self.model))
-        entries = self.entries.setdefault(key, [])
-        entries.append(entry)
-        self._notice_changing_answers(entries)
+        conditions = [captured.conditions] if old is None else old.conditions
+        light = sample.light(program.metas[0].device.type)
+        entry = Entry(key, captured, program, plan, lowered, conditions, light, self.remake)
+        known = self.entries.setdefault(key, [])
+        known.append(entry)
+        del known[:-_MOST_PROGRAMS]
         _LOG.info(
             "planned %s: peak %d bytes of %d (%s)",
             type(self.model).__name__, plan.peak_bytes, plan.budget_bytes, itemised(taken),
         )  # fmt: skip
         return entry
 
-    def _notice_changed_settings(self, entry: Entry) -> None:
-        """Say once that the model was changed after it was planned, in a way that planned calls do not follow."""
-        if self._warned_of_settings or (now := attributes.settings(self.model)) == entry.settings:
-            return
-        self._warned_of_settings = True
-        _LOG.warning(
-            "%s was changed after it was planned (%s): planned calls go on with what was there then. Where the program depends "
-            "on it, call lowtide.restore(model) and rematerialize again, or keep it in a buffer, which is followed.",
-            type(self.model).__name__, attributes.changed_settings(self.model, entry.settings, now),
-        )  # fmt: skip
-
-    def _notice_changing_answers(self, entries: list[Entry]) -> None:
-        """Say once that the model asks something whose answer is another in every call; keep the latest programs."""
-        del entries[:-_MOST_PROGRAMS]
-        if len(entries) != _MANY_PROGRAMS or self._warned_of_answers:
-            return
-        self._warned_of_answers = True
-        pairs = zip(entries[-2].program.questions, entries[-1].program.questions, strict=False)
-        changed = (
-            f" ({new.source}: {old.answer}, then {new.answer})" for old, new in pairs if old.answer != new.answer
+    def _captured(self, key: Signature, sample: Sample, old: Entry | None, mask: GradientMask | None) -> Program:
+        if old is None:
+            expected = next((entry.captured.mask for entry in self.entries.get(key, ())), None)
+            return captured_program(self.model, sample.args, sample.kwargs, self.settings, expected)
+        draws = old.conditions[0].draws
+        recorder = None if draws is None else Recorder(draws.start)
+        return captured_program(
+            self.model, sample.args, sample.kwargs, self.settings, mask, old.captured.assigned, recorder
         )
-        _LOG.warning(
-            "%s has been planned %d times for the same shapes: its program depends on a number that changes from call to "
-            "call%s, and every new one takes a plan of its own. Make it constant, or run the model under lowtide.online.",
-            type(self.model).__name__, len(entries), next(changed, ""),
-        )  # fmt: skip
 
-    def planned(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        mask: GradientMask | None,
-        assigned: tuple[attributes.Place, ...] | None,
-    ) -> tuple[Program, Plan]:
-        """The program of a call, and its plan."""
+    def _same(self, key: Signature, captured: Program) -> Entry | None:
+        """The entry for this very program, if there is one."""
+        held = {id(tensor) for tensor in attributes.held_tensors(self.model)}
+        return next((e for e in self.entries.get(key, ()) if captured.same_as(e.captured, held)), None)
+
+    def _notice_changes(self, key: Signature, inputs: Sequence[torch.Tensor]) -> None:
+        """Log why no program that is known for these shapes holds; once louder, where that is so again and again."""
+        if not self.entries.get(key):
+            return
+        self._captures[key] += 1
+        times = self._captures[key] + 1
+        why = self._changes(key, inputs)
+        _LOG.info("%s is captured again: %s", type(self.model).__name__, why)
+        if times == _MANY_CAPTURES:
+            _LOG.warning(
+                "%s has been captured %d times for the same shapes: its program depends on what changes from call to call "
+                "(%s). Each time takes a capture, and a plan where the program is another one. Make it constant, keep it in a "
+                "buffer, pass it as a tensor that is only computed with, or run the model under lowtide.online.",
+                type(self.model).__name__, times, why,
+            )  # fmt: skip
+
+    def _changes(self, key: Signature, inputs: Sequence[torch.Tensor]) -> str:
+        """In words, why the latest program for these shapes does not hold."""
+        known = self.entries[key]
+        latest = self.latest if self.latest in known else known[-1]
+        return latest.conditions[0].broken(self.model, inputs)
+
+    def planned(self, captured: Program, sample: Sample) -> tuple[Program, Plan]:
+        """What is to run, and its plan."""
         granted = max((e.plan.budget_bytes for entries in self.entries.values() for e in entries), default=0)
-        return planned_program(self.model, args, kwargs, self.settings, mask, assigned, granted)
+        return planned_program(captured, self.model, sample.args, sample.kwargs, self.settings, granted)
 
-    def _remake(
-        self, key: Signature, old: Program, sample: tuple[Any, Any], autocast: torch.autocast, mask: GradientMask
-    ) -> Entry:
-        """An entry for gradients that arrive differently; it takes the place of ``old``, which is kept in case they
-        alternate."""
-        known, spare = self.entries[key], self.spare.setdefault(key, [])
-        wanted = (mask, old.answers)
-        entry = next((e for e in spare if (e.program.mask, e.program.answers) == wanted), None)
+    def remake(self, old: Entry, mask: GradientMask) -> Entry:
+        """An entry for gradients that arrive otherwise; it takes the place of ``old``, which is kept in case they alternate."""
+        known, spare = self.entries[old.key], self.spare.setdefault(old.key, [])
+        entry = next((e for e in spare if e.conditions is old.conditions and e.program.mask == mask), None)
         if entry is None:
-            with torch.enable_grad(), autocast:
-                entry = self._make(key, *sample, mask, old.assigned)
-        spare.extend(e for e in known if e.program is old)
+            if not old.conditions[0].guards.hold(list(self.model.modules())):
+                raise ExecutionError(
+                    f"{type(self.model).__name__} was changed between a forward pass and its backward pass, which needs a "
+                    f"program of its own ({old.conditions[0].guards.broken(self.model)}). Change it after the backward pass."
+                )
+            with torch.enable_grad(), old.sample.autocast or contextlib.nullcontext():
+                entry = self._make(old.key, old.sample, old, mask)
+        spare.extend(e for e in known if e is old)
         spare[:] = [e for e in spare if e is not entry]
-        known[:] = [entry, *(e for e in known if e is not entry and e.program is not old)]
+        known[:] = [entry, *(e for e in known if e is not entry and e is not old)]
         return entry
 
-    def _refuse(self, inputs: Sequence[torch.Tensor]) -> None:
-        states = len(model_state(self.model).tensors)
-        what = f"a call with {describe(inputs, states)} has another signature than the planned ones"
+    def _refuse(self, key: Signature, inputs: Sequence[torch.Tensor]) -> None:
+        what = f"a call with {describe(inputs, len(model_state(self.model).tensors))} "
+        if self.entries.get(key):
+            what += f"has another program than the planned ones ({self._changes(key, inputs)})"
+        else:
+            what += "has another signature than the planned ones"
         if self.settings.on_new_signature == "error":
             raise PlanError(f'{what}; call with the planned shapes, or pass on_new_signature="plan" (or "eager").')
         if not self._warned:
@@ -233,14 +279,8 @@ class Rematerialized:
         return clone
 
     def _reset(self, model: nn.Module, other: Rematerialized) -> None:
-        self._model = weakref.ref(model)
-        self.settings = other.settings
-        self.entries = {}
-        self.spare = {}
+        self._begin(model, other.settings)
         self.had_instance_forward = other.had_instance_forward
-        self._warned = self._warned_of_answers = self._warned_of_settings = False
-        self._online = None
-        self.latest = None
         forward = other.original_forward
         self.original_forward = getattr(forward, "__func__", forward)
         if hasattr(forward, "__func__"):
@@ -274,21 +314,6 @@ def _rebuild(program: Program, outputs: list[torch.Tensor], inputs: list[torch.T
         model.get_submodule(path)._buffers[leaf] = tensors[index].detach()
     result, left = structure.unflatten(program.result_structure, tensors)
     attributes.write(model, program.assigned, left)
-    return result
-
-
-def _autocast(program: Program) -> torch.autocast:
-    """The autocast state of now, to be entered again."""
-    device_type = program.metas[0].device.type
-    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    return torch.autocast(device_type, dtype=dtype if enabled else None, enabled=enabled)
-
-
-def _without_storage(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The call with floating tensors replaced by ones without memory."""
-    tensors, tree = flat_arguments(args, kwargs)
-    light = [_light(tensor) for tensor in tensors]
-    result: tuple[Any, Any] = structure.unflatten(tree, light)
     return result
 
 
