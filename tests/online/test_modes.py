@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -344,3 +345,25 @@ def test_other_kinds_of_tensors(kind: str) -> None:
 
 
 LAYERS = 16
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_parts_of_a_program(backend: str) -> None:
+    """They run operator by operator inside: Dynamo compiles neither them there nor the engine; and as compiled afterwards."""
+    torch.manual_seed(0)
+    layers, x = [nn.Linear(WIDTH, WIDTH) for _ in range(6)], torch.randn(ROWS, WIDTH)
+    last = nn.Sequential(*layers[3:], nn.Tanh())
+    expected = torch.autograd.grad(nn.Sequential(*layers[:3], last)(x).sum(), layers[0].weight)[0]
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    model = nn.Sequential(*layers[:3], torch.compile(last, backend=counter))
+    with lowtide.online(6 * TENSOR_BYTES) as session:
+        found = torch.autograd.grad(model(x).sum(), layers[0].weight)[0]
+        assert "tensor" in repr(model(x)[0, 0])
+    assert torch.equal(found, expected)
+    assert session.statistics.evictions > 0
+    assert counter.frame_count == 0
+    model(x).sum().backward()
+    assert counter.frame_count == 1
+    torch._dynamo.reset()

@@ -23,6 +23,7 @@ from lowtide.dynamic.operators import Operator
 from lowtide.dynamic.rebuild import RebuildError
 from lowtide.dynamic.room import Refusal, Room, device_of_budget, room_of
 from lowtide.dynamic.tally import Tally
+from lowtide.dynamic.uncompiled import as_written, uncompiled
 from lowtide.errors import ExecutionError, OnlineBudgetError, PlanError
 from lowtide.eviction import HEURISTICS, Pool
 from lowtide.report.units import format_bytes
@@ -178,7 +179,9 @@ class _Run:
         self.warn_above = warn_above
         self.warn_at_ns: float = _WARN_FROM_NS
         self.modes = threading.local()  # how many of ours the thread is in
+        self.compile_again = as_written()
 
+    @uncompiled
     def call(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         room = self.room
         with self.engine.lock:
@@ -211,12 +214,14 @@ class _Run:
         else:
             self.warn_at_ns = self.warn_above * tally.operator_ns
 
+    @uncompiled
     def detached(self, tensor: torch.Tensor) -> None:
         """By a view, which passes the engine by."""
         with self.engine.lock:
             if self.open:
                 self.engine.detached(tensor)
 
+    @uncompiled
     def touch(self, tensor: torch.Tensor, access: touch.Access) -> Callable[[], None] | None:
         """From outside the dispatcher."""
         with self.engine.lock, _disable_current_modes(), torch.no_grad():
@@ -363,6 +368,7 @@ class _Session:
                 else:
                     touch.remove()
                     threads.remove()
+                    run.compile_again()
                     _run = None
 
     def statistics(self) -> OnlineStatistics:
@@ -399,6 +405,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.modes.depth -= 1
 
+    @uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(kind.__torch_dispatch__ is not _PLAIN for kind in types):
             return NotImplemented  # a tensor subclass: what it is made of comes by

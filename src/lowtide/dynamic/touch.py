@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lowtide.dynamic.uncompiled import uncompiled
+
 
 class Access(enum.IntEnum):
     """What follows: the bytes are read now, may be read later, or may be written later."""
@@ -60,6 +62,7 @@ def remove() -> None:
 
 def _touching(original: Any, touch: Touch, access: Access) -> Any:
     @functools.wraps(original)
+    @uncompiled
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         ended = touch(self, access)
         result = original(self, *args, **kwargs)
