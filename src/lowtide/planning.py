@@ -141,6 +141,8 @@ class Plan:
                 float(data["solve_seconds"]),
                 known_curve=None if curve is None else Curve.from_json(curve),
             )
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise PlanError(f"{path} is not a complete plan: {type(error).__name__} {error}.") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,28 @@ class _Adds(_Linear):
     def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
         batch["loss"] = self.linear(batch["x"]).square().mean()
         return batch
+
+
+class _Keeps(_Linear):
+    """As graph networks do with their batches."""
+
+    def forward(self, batch: Any, seen: Any) -> torch.Tensor:
+        seen.calls = getattr(seen, "calls", 0) + 1
+        batch.h = self.linear(batch.x)
+        return batch.h.square().mean()
+
+
+class _Leaves(_Linear):
+    """In an object of the caller's that holds no tensors yet."""
+
+    def forward(self, x: torch.Tensor, seen: Any) -> torch.Tensor:
+        seen.h = self.linear(x)
+        return seen.h.square().mean()
+
+
+class _Asks(_Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.requires_grad_()).square().mean()
 
 
 class _Unregistered(_Linear):
@@ -118,8 +141,11 @@ def _rows() -> torch.Tensor:
     ("make", "sample", "said"),
     [
         (_Assigns, lambda: (_rows(),), r"assigns to \.data"),
-        (_Appends, lambda: (_rows(), []), "adds to a list or a dict"),
-        (_Adds, lambda: ({"x": _rows()},), "adds to a list or a dict"),
+        (_Appends, lambda: (_rows(), []), "adds to a list, a dict or an object"),
+        (_Adds, lambda: ({"x": _rows()},), "adds to a list, a dict or an object"),
+        (_Keeps, lambda: (SimpleNamespace(x=_rows()), SimpleNamespace()), "adds to a list, a dict or an object"),
+        (_Leaves, lambda: (_rows(), SimpleNamespace()), "adds to a list, a dict or an object"),
+        (_Asks, lambda: (_rows(),), r"requires_grad_\(\) on an argument"),
         (_Unregistered, lambda: (_rows(),), "none of its parameters"),
         (_WritesInput, lambda: (_rows().requires_grad_() * 1,), "writes in place"),
         (_Renormalises, lambda: (torch.arange(6),), "writes in place"),
@@ -138,6 +164,13 @@ def test_refused(make: Callable[[], nn.Module], sample: Callable[[], tuple[Any, 
         lowtide.rematerialize(model, sample(), budget="100%", planner="greedy")
     if make is not _Lazy:
         assert torch.isfinite(_loss(model(*sample())))
+
+
+def test_objects_of_the_caller_stay_as_they_were() -> None:
+    seen = SimpleNamespace(other=1)
+    with pytest.raises(lowtide.CaptureError, match="an object among its arguments"):
+        lowtide.rematerialize(_Leaves(), (_rows(), seen), budget="100%", planner="greedy")
+    assert vars(seen) == {"other": 1}
 
 
 def _loss(result: Any) -> torch.Tensor:

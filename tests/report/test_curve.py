@@ -86,11 +86,6 @@ def test_files(tmp_path: Path) -> None:
         Curve.from_json({**data, "points": [{}]})
 
 
-def test_too_few_points() -> None:
-    with pytest.raises(PlanError, match="at least 2 points"):
-        make_curve(GRAPH, COSTS, points=1)
-
-
 GOLDEN = """\
  budget  of the peak  overhead  lower bound
 -------  -----------  --------  -----------
@@ -99,3 +94,9 @@ GOLDEN = """\
 3.7 KiB       53.8 %    60.6 %       21.2 %
 2.9 KiB       42.9 %    60.6 %       30.3 %
 2.9 KiB is the least budget of all: no schedule peaks lower"""
+
+
+@pytest.mark.parametrize("points", [1, 1001])
+def test_too_few_and_too_many_points(points: int) -> None:
+    with pytest.raises(PlanError, match="from 2 to 1000 points"):
+        make_curve(GRAPH, COSTS, points=points)

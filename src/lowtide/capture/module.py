@@ -115,6 +115,8 @@ class TracedModel:
         before = attributes.snapshot(model)
         args, kwargs = structure.unflatten(self.arguments, tensors[count:])
         containers = [(found, copy.copy(found)) for found in _containers((*args, *kwargs.values()), set())]
+        objects = [(own, dict(own)) for own in map(_own, (*args, *kwargs.values())) if own is not None]
+        wanting = [tensor.requires_grad for tensor in tensors]
         try:
             # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
             no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_NO_SAVED_TENSORS_HOOKS)
@@ -125,10 +127,16 @@ class TracedModel:
             clear_caches_of_fakes()
         # Buffers that the forward pass replaced by new tensors (``self.buffer = ...``).
         extra = [(name, registry[leaf]) for name, registry, leaf, tensor in places if registry[leaf] is not tensor]
-        if not all(_nothing_new(now, then) for now, then in containers):
+        restored = [_restored(now, then) for now, then in objects]
+        if any(restored) or not all(_nothing_new(now, then) for now, then in containers):
             raise CaptureError(
-                "the forward pass adds to a list or a dict among its arguments, which planned calls would not do. Return what "
-                "it adds instead, or run the model under lowtide.online."
+                "the forward pass adds to a list, a dict or an object among its arguments, which planned calls would not do. "
+                "Return what it adds instead, or run the model under lowtide.online."
+            )
+        if [tensor.requires_grad for tensor in tensors] != wanting:
+            raise CaptureError(
+                "the forward pass calls requires_grad_() on an argument or a parameter, which planned calls would not do. Call "
+                "it before the forward pass, or run the model under lowtide.online."
             )
         self.changes = attributes.changes(model, before)
         flat, self.result = structure.flatten_distinct((result, attributes.written(model, before, self.assigned)))
@@ -164,6 +172,21 @@ def _nothing_new(now: list[Any] | dict[Any, Any], before: list[Any] | dict[Any, 
     if isinstance(now, dict) and isinstance(before, dict):
         return all(key in before and value is before[key] for key, value in now.items())
     return len(now) <= len(before) and {*map(id, now)} <= {*map(id, before)}
+
+
+def _own(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object among the arguments that is none of PyTorch's."""
+    own = None if isinstance(value, (nn.Module, torch.Tensor)) else getattr(value, "__dict__", None)
+    return own if type(own) is dict else None
+
+
+def _restored(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether tensors were put into an object; it is as before then, since it may be the caller's own."""
+    if not any(structure.flatten(value)[0] for key, value in now.items() if before.get(key) is not value):
+        return False
+    now.clear()
+    now.update(before)
+    return True
 
 
 def _expecting(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Tensor:

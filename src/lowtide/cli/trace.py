@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     trace = read_trace(options.file)
     peak_bytes = unconstrained_peak_bytes(trace)
     _write_graphs(trace, options.to_dag, options.to_graph)
-    if not options.budget:
+    if options.budget is None:
         if not (options.to_dag or options.to_graph):
             print(json.dumps(_facts(trace, peak_bytes)) if options.json else _title(trace, peak_bytes))
         return 0

@@ -23,6 +23,7 @@ from lowtide.solve.model.compact import needed_ops
 
 CURVE_FORMAT = "lowtide-curve/1"
 CURVE_PLANNER = "auto{effort=1}"
+_MOST_POINTS = 1000
 CURVE_POINTS = 8
 _HEADER = ("budget", "of the peak", "overhead", "lower bound")
 
@@ -125,8 +126,8 @@ def make_curve(
 
     ``known``: what other plans of the graph reached; their budgets are points as well.
     """
-    if points < 2:
-        raise PlanError(f"a curve has at least 2 points, not {points}.")
+    if not 2 <= points <= _MOST_POINTS:
+        raise PlanError(f"a curve has from 2 to {_MOST_POINTS} points, not {points}: each is a plan of its own.")
     whole = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
     base = costs.total_time_ns
     found = [CurvePoint(whole, whole, base, _needed_ns(graph, costs)), *known]
