@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from lowtide.capture.replaced import replaced
+
 GENERATORS: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)  # those that all share
 State = tuple[Any, dict[str, Any]]  # of Python's generator, and of NumPy's
 
@@ -120,7 +122,7 @@ class Recorder:
         with untouched(self.start):
             with contextlib.ExitStack() as stack:
                 for module, name in _SCALARS if self.comparing else ():
-                    stack.enter_context(_replaced(module, name, self._recording(getattr(module, name))))
+                    stack.enter_context(replaced(module, name, self._recording(getattr(module, name))))
                 yield
             self.end = state()
 
@@ -150,16 +152,6 @@ class Recorder:
             return _Number(value, self.numbers[-1])
 
         return draw
-
-
-@contextlib.contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
 
 
 class _Number:

@@ -1,6 +1,6 @@
 """What a program depends on that no argument of the call shows: plain attributes, hooks and submodules of the model.
 
-While a model is captured, the attributes that its forward pass reads are noted (``Reads``). ``Guards`` keeps what they were
+While a model is captured, the attributes that its forward pass reads are noted (``reads``). ``Guards`` keeps what they were
 in the model itself, along with the class of every module and its hooks, and tells later whether all of it is still so:
 numbers, strings and containers of such are compared by value, and everything else is the very same object. An object that
 is no module and no tensor, such as a configuration, is looked into one level deep.

@@ -18,6 +18,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_capture
 from torch._higher_order_ops import effects
 
+from lowtide.capture.replaced import replaced
 from lowtide.errors import CaptureError
 
 
@@ -33,24 +34,14 @@ class _Function(nn.Module):
 
 
 @contextlib.contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
-
-
-@contextlib.contextmanager
 def _eager_dispatch() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in (aot_autograd, graph_capture):
             if hasattr(module, "enable_python_dispatcher"):
-                stack.enter_context(_replaced(module, "enable_python_dispatcher", contextlib.nullcontext))
+                stack.enter_context(replaced(module, "enable_python_dispatcher", contextlib.nullcontext))
         if hasattr(effects, "has_effects"):
             # Checks (of a factorisation, say) stay plain operators instead of being threaded through effect tokens.
-            stack.enter_context(_replaced(effects, "has_effects", lambda *_: False))
+            stack.enter_context(replaced(effects, "has_effects", lambda *_: False))
         if hasattr(functorch_config, "backward_pass_autocast"):
             stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         yield
