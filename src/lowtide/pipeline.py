@@ -16,7 +16,7 @@ from torch import nn
 from lowtide import __version__, plan_cache
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Program, capture
-from lowtide.capture.attributes import Place
+from lowtide.capture.attributes import Assigned
 from lowtide.capture.draws import Recorder
 from lowtide.capture.module import GradientMask
 from lowtide.cost import analytical_costs, measure_costs
@@ -76,7 +76,7 @@ def captured_program(
     kwargs: Any,
     settings: Settings,
     mask: GradientMask | None = None,
-    assigned: tuple[Place, ...] | None = None,
+    assigned: tuple[Assigned, ...] | None = None,
     recorder: Recorder | None = None,
 ) -> Program:
     """The program operator by operator; with ``compiler="inductor"`` those that ``fused`` takes.

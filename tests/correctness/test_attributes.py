@@ -93,6 +93,12 @@ def _appended(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> None:
     model.losses.append(h.mean())
 
 
+def _refilled(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> None:
+    if block is model.blocks[0]:
+        model.losses.clear()
+    model.losses.append(h.mean())
+
+
 def _updated(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> None:
     model.found["first" if block is model.blocks[0] else "last"] = h.mean()
 
@@ -125,9 +131,11 @@ def test_what_every_call_leaves_is_there(note: Callable[..., Any], weight: float
         (_appended, lambda: {"losses": []}, lambda model: _emptied(model.losses), 0.5),
         (_appended, lambda: {"losses": []}, lambda model: list(model.losses), 0.0),
         (_appended, lambda: {"losses": deque(maxlen=6)}, lambda model: list(model.losses), 0.0),
+        (_refilled, lambda: {"losses": []}, lambda model: list(model.losses), 0.0),
+        (_refilled, lambda: {"losses": deque()}, lambda model: list(model.losses), 0.5),
         (_updated, lambda: {"found": {"other": 1}}, lambda model: [model.found["first"], model.found["last"]], 0.5),
     ],
-    ids=["emptied list", "growing list", "deque", "dictionary"],
+    ids=["emptied list", "growing list", "deque", "refilled list", "refilled deque", "dictionary"],
 )
 def test_containers_are_written_in_place(
     note: Callable[..., Any], attributes: Callable[[], dict[str, Any]], read: Read, weight: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import threading
 from collections.abc import Callable
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -18,10 +19,21 @@ from torch import nn
 import lowtide
 
 
+class _Slotted:
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 1.0
+
+    def times(self, x: float) -> float:
+        return self.number * x
+
+
 class _Model(nn.Module):
     """Depends on about everything that a module can hold."""
 
     beta = 1.0
+    table_of_class = (1.0,)
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,6 +45,13 @@ class _Model(nn.Module):
         self.table = {"a": [1.0, 2.0]}
         self.offset = torch.zeros(8)
         self.not_a_number = float("nan")
+        self.array = np.ones(8, dtype=np.float32)
+        self.slotted = _Slotted()
+        self.type = "mean"  # a name of nn.Module's own
+        self.times = [1, 2]
+        self.threshold = torch.tensor(0.5)
+        self.of_config = self.config.inner.__class__
+        self.method = self.slotted.times
         self.calls = 0  # by the training loop, and never read
 
     @property
@@ -41,9 +60,11 @@ class _Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.dropout(self.activation(self.linear(x)) * self.alpha * self.beta + self.shift + self.offset)
-        if self.not_a_number > 0:
+        if self.not_a_number > 0 or self.threshold > 1:
             y = y * 3
-        return (y * self.config.scale).pow(2).mean()
+        y = (y * self.config.scale * torch.from_numpy(self.array)).pow(self.config.inner.power) * self.table_of_class[0]
+        y = y + self.slotted.number * self.method(2.0) + torch.arange(8) * self.times[0]
+        return y.mean() if self.type == "mean" else y.sum()
 
 
 def _anneal(model: Any) -> None:
@@ -102,7 +123,37 @@ def _number(model: Any) -> None:
     model.not_a_number = 1.0
 
 
+def _write_array(model: Any) -> None:
+    model.array[3] = 2
+
+
+def _slot(model: Any) -> None:
+    model.slotted.number = 3.0
+
+
+def _sum(model: Any) -> None:
+    model.type = "sum"
+
+
+def _nested(model: Any) -> None:
+    model.config.inner.power = 4
+
+
+def _floats(model: Any) -> None:
+    model.times[:] = [1.0, 2.0]
+
+
+def _fill(model: Any) -> None:
+    model.threshold.fill_(2.0)
+
+
 _CHANGES = [
+    (_write_array, "_Model.array is another ndarray"),
+    (_slot, "_Model.method is another method"),
+    (_sum, "_Model.type is 'sum'"),
+    (_nested, "_Model.config is another"),
+    (_floats, "_Model.times is another list"),
+    (_fill, "False, then True"),
     (_anneal, "_Model.alpha is 0.2"),
     (_type_alone, "_Model.alpha is 1"),
     (_drop, "dropout.p is 0.5"),
@@ -168,6 +219,78 @@ def test_what_is_not_read_is_of_no_consequence(caplog: pytest.LogCaptureFixture)
             model.linear.note = object()
             model(x).backward()
     assert not _said(caplog)
+
+
+class _Wired(nn.Module):
+    """Which of several equal parts does what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.active = self.first
+        self.head = nn.Linear(8, 8)
+        self.head.weight = self.first.weight
+        self.acts = nn.ModuleDict({"tanh": nn.Tanh(), "relu": nn.ReLU()})
+        self.act = self.acts["tanh"]
+        self.layers = nn.ModuleList([self.first, self.second, self.first])
+        self.register_buffer("one", torch.ones(8))
+        self.register_buffer("two", torch.full((8,), 2.0))
+        self.register_buffer("mask", self.one)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        for act in self.acts.values():
+            x = act(x) + 0.5
+        return (self.head(self.act(self.active(x))) * self.mask).square().mean()
+
+
+def _other_part(model: Any) -> None:
+    model.active = model.second
+
+
+def _other_function(model: Any) -> None:
+    model.act = model.acts["relu"]
+
+
+def _other_order(model: Any) -> None:
+    model.acts["tanh"] = model.acts.pop("tanh")
+
+
+def _other_layers(model: Any) -> None:
+    model.layers[2] = model.second
+
+
+def _other_tie(model: Any) -> None:
+    model.head.weight = model.second.weight
+
+
+def _other_buffer(model: Any) -> None:
+    model.mask = model.two
+
+
+@pytest.mark.parametrize(
+    "change", [_other_part, _other_function, _other_order, _other_layers, _other_tie, _other_buffer]
+)
+def test_equal_parts_exchanged(change: Callable[[Any], None]) -> None:
+    torch.manual_seed(0)
+    model, x = _Wired(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    lowtide.rematerialize(model, (x,), budget="100%", planner="greedy")
+    assert _equal(model, plain, x)
+    change(model)
+    change(plain)
+    assert _equal(model, plain, x)
+
+
+def test_methods_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = _Model(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    lowtide.rematerialize(model, (x,), budget="100%", planner="greedy")
+    monkeypatch.setattr(_Model, "shift", property(lambda self: 3.0))
+    assert _equal(model, plain, x)
+    monkeypatch.setattr(_Model, "table_of_class", (0.5,))
+    assert _equal(model, plain, x)
 
 
 class _Counted(nn.Module):
@@ -308,6 +431,8 @@ def test_draws_that_decide_nothing_cost_nothing(caplog: pytest.LogCaptureFixture
         lambda x: x.mul_(random.random() + 1),
         lambda x: F.dropout(x, 0.5) * round(random.random(), 2),
         lambda x: x * torch.full((8,), random.random()),
+        lambda x: x * 2 if isinstance(random.random(), int) else x * round(random.random(), 1),
+        lambda x: x * (1 if {random.random(): 1} else 2),
         lambda x: x * 2 if max(random.random(), random.random()) < 0.7 else x,
     ],
 )
@@ -351,6 +476,56 @@ def test_other_gradients_under_the_same_draws() -> None:
             each.zero_grad()
             each(x)[0].square().sum().backward()
         assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)
+
+
+def test_seeds_in_forward() -> None:
+    """Where a capture begins in the very state that it leaves."""
+
+    class Seeds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            random.seed(3)
+            return self.linear(x).square().mean()
+
+    model, x = Seeds(), torch.randn(4, 8)
+    random.seed(3)
+    lowtide.rematerialize(model, (x,), budget="100%", planner="greedy")
+    random.random()
+    model(x).backward()
+    state = random.getstate()
+    random.seed(3)
+    assert random.getstate() == state
+
+
+def test_another_thread_draws_meanwhile() -> None:
+    """It gets its numbers, and the generators' functions are there again afterwards."""
+    functions = random.random, random.uniform, np.random.rand
+    drawn, done = [], threading.Event()
+
+    def draw() -> None:
+        while not done.is_set():
+            drawn.append(type(random.random()))
+
+    models = [_Drops(lambda: random.random(), 0.5) for _ in range(2)]
+
+    def plan(model: nn.Module) -> None:
+        lowtide.rematerialize(model, (torch.randn(4, 8, requires_grad=True),), budget="100%", planner="greedy")
+
+    threads = [threading.Thread(target=plan, args=(model,)) for model in models]
+    bystander = threading.Thread(target=draw)
+    for thread in (bystander, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    bystander.join()
+    assert set(drawn) == {float}
+    assert functions == (random.random, random.uniform, np.random.rand)
+    assert [len(lowtide.plans(model)) for model in models] == [1, 1]
+    assert "__getattribute__" not in vars(nn.Module)
 
 
 def test_arrays_among_the_arguments() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide.capture import capture
 from tests.support.networks import BATCH, generator, perceptron, rows
 from tests.support.records import Step
 from tests.support.training import compare_training
@@ -122,3 +123,29 @@ def test_output_changed_in_place_afterwards() -> None:
         return nn.Sequential(perceptron(4), nn.Linear(32, 8))
 
     compare_training(network, rows(), step=step, check_peak=False, budgets=("60%",))
+
+
+class _Weighted(nn.Module):
+    """Returns a result, and a scalar that is a part of the loss outside."""
+
+    def __init__(self, beside: str) -> None:
+        super().__init__()
+        self.body, self.head, self.router = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.variance = nn.Parameter(torch.zeros(()))
+        self.beside = beside
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.body(x).tanh()
+        if self.beside == "parameter":
+            return {"logits": self.head(hidden), "scalar": self.variance}
+        if self.beside == "auxiliary":
+            return {"logits": self.head(hidden), "scalar": self.router(hidden).softmax(-1).square().mean()}
+        logits = self.head(hidden)
+        return {"logits": logits.softmax(-1), "scalar": logits.square().mean()}
+
+
+@pytest.mark.parametrize(("beside", "expected"), [("parameter", 2), ("auxiliary", 2), ("loss", 1)])
+def test_results_that_scalars_know_nothing_of(beside: str, expected: int) -> None:
+    """The budget that is accepted at first suffices for the backward pass."""
+    program = capture(_Weighted(beside), (torch.randn(4, 8),))
+    assert sum(entry is not False for entry in program.mask) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -124,6 +125,35 @@ class _DrawsByItself(_Linear):
         return (self.linear(x) * float(self.generator.random())).square().mean()
 
 
+class _Normed(_Linear):
+    """Its scale is computed by a hook of the model itself, before the planned forward pass; so does weight_norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logarithm = nn.Parameter(torch.zeros(8))
+        self.scale = self.logarithm.exp()
+        self.register_forward_pre_hook(lambda module, args: setattr(module, "scale", module.logarithm.exp()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.scale).square().mean()
+
+
+class _Seeds(_Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(5)
+        return F.dropout(self.linear(x)).square().mean()
+
+
+class _Averages(_Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(x.mean(0))
+        return (self.linear(x) - self.mean).square().mean()
+
+
 class _Lazy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -137,6 +167,7 @@ def _rows() -> torch.Tensor:
     return torch.randn(4, 8)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of what a hook computed
 @pytest.mark.parametrize(
     ("make", "sample", "said"),
     [
@@ -155,6 +186,15 @@ def _rows() -> torch.Tensor:
         (lambda: _DrawsByItself(random.Random(0)), lambda: (_rows(),), "a random generator of its own"),
         (lambda: _DrawsByItself(np.random.default_rng(0)), lambda: (_rows(),), "a random generator of its own"),
         (lambda: _DrawsByItself(np.random.RandomState(0)), lambda: (_rows(),), "a random generator of its own"),
+        (lambda: _DrawsByItself(SimpleNamespace(random=random.Random(0).random)), lambda: (_rows(),), "of its own"),
+        (
+            lambda: _DrawsByItself(SimpleNamespace(random=np.random.default_rng(0).random)),
+            lambda: (_rows(),),
+            "of its own",
+        ),
+        (_Normed, lambda: (_rows(),), "computed before the call"),
+        (_Seeds, lambda: (_rows(),), "calls torch.manual_seed"),
+        (_Averages, lambda: (_rows(),), "register_buffer"),
         (_Lazy, lambda: (_rows(),), "call the model once"),
     ],
 )
@@ -245,3 +285,43 @@ def test_statistics_of_norms_under_autocast(norm: Callable[[], nn.Module], dtype
         lowtide.rematerialize(model, (x,), budget="100%", planner="greedy")
     assert torch.equal(step(), loss)
     assert all(map(torch.equal, (p.grad for p in model.parameters() if p.grad is not None), expected))
+
+
+class _Ranges(_Linear):
+    """Marks a range for the profiler, and holds a module of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions = F
+
+    @functools.cached_property
+    def scale(self) -> float:
+        return 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.profiler.record_function("linear"):
+            return self.functions.relu(self.linear(x)).square().mean() * self.scale
+
+
+def test_ranges_for_the_profiler_and_python_modules() -> None:
+    model, x = _Ranges(), _rows()
+    expected = model(x).detach()
+    lowtide.rematerialize(model, (x,), budget="100%", planner="greedy")
+    assert torch.equal(model(x), expected)
+    model.step = 1
+    assert torch.equal(model(x), expected)
+    assert len(lowtide.plans(model)) == 1
+
+
+class _Likelihood(_Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normal = torch.distributions.Normal(self.linear(x), 1.0)
+        return -normal.log_prob(x).mean() + torch.distributions.kl_divergence(normal, normal).mean()
+
+
+def test_distributions_do_not_look_at_values() -> None:
+    model, x = _Likelihood(), _rows()
+    expected = model(x).detach()
+    lowtide.rematerialize(model, (x,), budget="100%", planner="greedy")
+    assert torch.equal(model(x), expected)
+    assert torch.distributions.Distribution._validate_args  # type: ignore[attr-defined]

@@ -21,13 +21,11 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
@@ -38,10 +36,17 @@ from lowtide.errors import CaptureError
 
 _LOG = logging.getLogger(__name__)
 OWN = frozenset(vars(nn.Module()))  # what every module has
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _SHOWN = 3
 
 Place = tuple[str, str]  # the path of a module, and the name of its attribute
+
+
+class Assigned(NamedTuple):
+    """An attribute that every call writes. ``anew``: a container that it empties first."""
+
+    path: str
+    name: str
+    anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +91,19 @@ def changes(model: nn.Module, before: Snapshot) -> Changes:
     kept: list[Any] = []
     found = {place: (value, _identity(value, kept)) for place, value in _attributes(model)}
     changed = [place for place, (_, key) in found.items() if before.attributes.get(place) != key]
-    drawing = [place for place in changed if isinstance(found[place][0], _GENERATORS)]
-    if drawing:
-        raise CaptureError(
-            f"the forward pass draws from a random generator of its own ({_texts(drawing)}), which planned calls would not. "
-            "Draw from torch's, or outside the forward pass; or run the model under lowtide.online."
-        )
     holding = [place for place in changed if _tensors(found[place][0])]
     return Changes(tuple(holding), tuple(place for place in changed if place not in holding))
 
 
-def written(model: nn.Module, before: Snapshot, places: Sequence[Place]) -> list[Any]:
+def written(model: nn.Module, before: Snapshot, places: Sequence[Assigned]) -> list[Any]:
     """How to bring the attributes from what they were to what they are: a verb and its object, see ``write``."""
-    return [_written(vars(model.get_submodule(path)).get(name), before, (path, name)) for path, name in places]
+    values = [vars(model.get_submodule(place.path)).get(place.name) for place in places]
+    return [
+        ("refill", value)
+        if place.anew and isinstance(value, (list, deque, dict))
+        else _written(value, before, place[:2])
+        for value, place in zip(values, places, strict=True)
+    ]
 
 
 def _written(value: Any, before: Snapshot, place: Place) -> tuple[str, Any]:
@@ -113,14 +118,24 @@ def _written(value: Any, before: Snapshot, place: Place) -> tuple[str, Any]:
     return ("extend", list(value)[len(items) :]) if same else ("set", value)
 
 
-def write(model: nn.Module, places: Sequence[Place], changes: Sequence[tuple[str, Any]]) -> None:
-    """Do to the attributes what the traced forward pass did: set them anew, or extend or update what is there."""
-    for (path, name), (verb, value) in zip(places, changes, strict=True):
-        module = model.get_submodule(path)
-        if verb == "set":
-            setattr(module, name, value)
+def _emptied(container: Any, before: Any) -> bool:
+    """Whether nothing is left of what was in it."""
+    now, then = (item.values() if isinstance(item, dict) else item for item in (container, before))
+    return bool(before) and not {*map(id, now)} & {*map(id, then)}
+
+
+def write(model: nn.Module, places: Sequence[Assigned], changes: Sequence[tuple[str, Any]]) -> None:
+    """Do to the attributes what the traced forward pass did: set them anew, refill, extend or update what is there."""
+    for place, (verb, value) in zip(places, changes, strict=True):
+        module = model.get_submodule(place.path)
+        found = getattr(module, place.name, None)
+        if verb == "set" or found is None:
+            setattr(module, place.name, value)
+        elif verb == "refill":
+            found.clear()
+            (found.update if isinstance(found, dict) else found.extend)(value)
         else:
-            getattr(getattr(module, name), verb)(value)
+            getattr(found, verb)(value)
 
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
@@ -129,7 +144,7 @@ def held_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [tensor for value in distinct.values() for tensor in _tensors(value)]
 
 
-def rehearsed(calls: Sequence[Call]) -> tuple[Place, ...]:
+def rehearsed(calls: Sequence[Call]) -> tuple[Assigned, ...]:
     """The attributes that are results, from two calls in a row. Raises ``CaptureError``, see the module."""
     first, second = calls
     every = [place for place in first.changes.tensors if place in second.changes.tensors]
@@ -158,7 +173,7 @@ def rehearsed(calls: Sequence[Call]) -> tuple[Place, ...]:
             "depends on them now",
             _texts(counted),
         )
-    return tuple(every)
+    return tuple(Assigned(*place, anew=place in second.emptied) for place in every)
 
 
 class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -176,6 +191,7 @@ class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws = 0
         self.changes = Changes()
         self.found: dict[Place, set[int]] = {}
+        self.emptied: set[Place] = set()  # containers that it did not only add to
         self.kept: list[Any] = [state, inputs]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -198,6 +214,10 @@ class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.changes = changes(model, before)
         found = dict(_attributes(model))
         self.found = {place: set(map(id, _tensors(found[place]))) for place in self.changes.tensors}
+        for place in self.changes.tensors:
+            container = before.containers.get(place, (None, None))[0]
+            if container is not None and container is found[place] and _emptied(container, before.containers[place][1]):
+                self.emptied.add(place)
 
     def left(self, place: Place) -> set[int]:
         """The tensors that the call left there, by identity."""
@@ -224,16 +244,7 @@ def _identity(value: Any, kept: list[Any]) -> Any:
     if isinstance(value, dict):
         return type(value), tuple((repr(key), _identity(item, kept)) for key, item in value.items())
     kept.append(value)
-    return id(value), _state(value)
-
-
-def _state(value: Any) -> Any:
-    """That of a random generator."""
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.RandomState):
-        return repr(value.get_state(legacy=False))
-    return repr(value.bit_generator.state) if isinstance(value, np.random.Generator) else None
+    return id(value)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

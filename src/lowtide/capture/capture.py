@@ -7,6 +7,7 @@ nothing of the model's size, and changes nothing of the user's.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from lowtide.errors import CaptureError, LowtideError, PlanError
 from lowtide.ir import Graph
 from lowtide.ir.graph import TANGENT_TARGET
 
+_WRITES = ("INTERNAL ASSERT FAILED", "aot_autograd expected to have an entirely functional graph")  # what PyTorch says
 _AS_IS = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
 
 
@@ -45,6 +47,19 @@ def flat_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tup
     return structure.flatten_distinct((tuple(args), dict(kwargs or {})))
 
 
+_LOCK = threading.RLock()  # tracing changes PyTorch's state, and Python's generators, for the whole process
+
+
+def _one_at_a_time(function: Callable[..., Program]) -> Callable[..., Program]:
+    @functools.wraps(function)
+    def locked(*args: Any, **kwargs: Any) -> Program:
+        with _LOCK:
+            return function(*args, **kwargs)
+
+    return locked
+
+
+@_one_at_a_time
 def capture(
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -53,7 +68,7 @@ def capture(
     mask: GradientMask | None = None,
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None,
     watch: Callable[[nn.Module], None] | None = None,
-    assigned: tuple[attributes.Place, ...] | None = None,
+    assigned: tuple[attributes.Assigned, ...] | None = None,
     recorder: Recorder | None = None,
 ) -> Program:
     """The training program of ``model(*args, **kwargs)``.
@@ -116,7 +131,7 @@ def capture(
 
 def _rehearse(
     model: nn.Module, state: State, tensors: Sequence[torch.Tensor], arguments: Any
-) -> tuple[attributes.Place, ...]:
+) -> tuple[attributes.Assigned, ...]:
     """The attributes that every call assigns; two calls of one copy of the model find out."""
     mode = AnsweringFakeMode()
     count = len(state.tensors)
@@ -206,6 +221,12 @@ def _capture_error(error: Exception) -> CaptureError:
             source = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
         frame = frame.tb_next
     place = f" at {source}" if source else ""
+    if any(text in str(error) for text in _WRITES):
+        return CaptureError(
+            f"the forward pass writes in place{place} into a tensor of the model that is no parameter and no buffer, which a "
+            "plan cannot follow. Register it: self.register_buffer(name, tensor).",
+            source=source,
+        )
     summary = str(error).strip().split("\n")[0].rstrip(".")
     return CaptureError(
         f"the program cannot be captured as one graph{place}: {type(error).__name__}: {summary}. Where model(*args, **kwargs) "

@@ -171,11 +171,12 @@ class _Walk:
         tensor = operator.attrgetter(str(node.target))(self.module)
         if not isinstance(tensor, torch.Tensor):
             raise CaptureError(f"the program holds {node.target}, a {type(tensor).__name__}, which is not supported")
-        if tensor.requires_grad and tensor.is_leaf:
+        if tensor.requires_grad:
             raise CaptureError(
                 f"the model computes with a tensor of shape {tuple(tensor.shape)} that requires a gradient and is none of its "
-                "parameters (it is held in a list, a closure or a global, say), so its gradient would be lost. Register it: "
-                "nn.ParameterList, nn.ParameterDict, or self.weight = nn.Parameter(...)."
+                "parameters (it is held in a list, a closure or a global, or was computed before the call), so its gradient "
+                "would be lost. Register it (nn.ParameterList, nn.ParameterDict, or self.weight = nn.Parameter(...)), or make "
+                "it an argument of the call."
             )
         fake = node.meta.get("val")
         value = self.builder.add_value(node.name, fake if fake is not None else tensor, None, external=True)

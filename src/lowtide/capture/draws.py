@@ -10,16 +10,33 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import pickle
 import random
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from lowtide.capture.replaced import replaced
+from lowtide.errors import CaptureError
 
 GENERATORS: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)  # those that all share
+_OWN_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_DEPTH = 4  # of objects in objects in attributes
+_SEEDING = (
+    (random, "seed"),
+    (random, "setstate"),
+    (np.random, "seed"),
+    (np.random, "set_state"),
+)
+_TORCH_STATE = ((torch, "manual_seed"), (torch, "seed"), (torch.random, "manual_seed"), (torch.cuda, "manual_seed"))
+
 State = tuple[Any, dict[str, Any]]  # of Python's generator, and of NumPy's
 
 _SCALARS: tuple[tuple[Any, str], ...] = (
@@ -44,13 +61,7 @@ def set_state(value: State) -> None:
 
 
 def same_state(one: State, other: State) -> bool:
-    return one[0] == other[0] and _comparable(one[1]) == _comparable(other[1])
-
-
-def _comparable(value: dict[str, Any]) -> tuple[Any, ...]:
-    """A NumPy state."""
-    inner = value["state"]
-    return value["bit_generator"], inner["pos"], inner["key"].tobytes(), value["has_gauss"], value["gauss"]
+    return pickle.dumps(one) == pickle.dumps(other)
 
 
 @contextlib.contextmanager
@@ -79,6 +90,78 @@ class Draw:
         """Draw; whether the number compares as it did."""
         value = self.function(*self.args, **self.kwargs)
         return all(compare(value, other) == answer for compare, other, answer in self.comparisons)
+
+
+@contextlib.contextmanager
+def none_by(model: nn.Module) -> Iterator[None]:
+    """Raises ``CaptureError`` where the forward pass inside draws from generators that the model holds, or gives PyTorch's
+    another state."""
+    found = {id(generator): generator for module in model.modules() for generator in _generators(vars(module), 0)}
+    before = [(generator, _state_of(generator)) for generator in found.values()]
+    with contextlib.ExitStack() as stack:
+        for owner, name in _TORCH_STATE:
+            stack.enter_context(replaced(owner, name, _refusing(getattr(owner, name))))
+        try:
+            yield
+        finally:
+            drawn = [_restored(generator, was) for generator, was in before]
+    if any(drawn):
+        raise CaptureError(
+            "the forward pass draws from a random generator of its own (random.Random, numpy.random.Generator), which planned "
+            "calls would not. Draw from torch's, or outside the forward pass; or run the model under lowtide.online."
+        )
+
+
+def _generators(value: Any, depth: int) -> Iterator[Any]:
+    """Those in a value, in what it contains or is made of, shared ones excepted."""
+    if isinstance(value, _OWN_GENERATORS):
+        if all(value is not shared for shared in GENERATORS):
+            yield value
+        return
+    if depth == _DEPTH or isinstance(value, (nn.Module, torch.Tensor, ModuleType, type, str, bytes)):
+        return
+    inner: list[Any] = [getattr(value, "__self__", None), *getattr(value, "args", ())] if callable(value) else []
+    if isinstance(value, dict):
+        inner += value.values()
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        inner += value
+    elif type(getattr(value, "__dict__", None)) is dict:
+        inner += vars(value).values()
+    for item in inner:
+        yield from _generators(item, depth + 1)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.bit_generator.state
+
+
+def _restored(generator: Any, before: Any) -> bool:
+    """Whether it was drawn from; it may be the user's own, which no copy of the model has."""
+    if pickle.dumps(_state_of(generator)) == pickle.dumps(before):
+        return False
+    if isinstance(generator, random.Random):
+        generator.setstate(before)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(before)
+    else:
+        generator.bit_generator.state = before
+    return True
+
+
+def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    thread = threading.get_ident()
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return function(*args, **kwargs)
+        raise CaptureError(
+            f"the forward pass calls torch.{function.__name__}, which planned calls would not. Call it outside the forward "
+            "pass, or run the model under lowtide.online."
+        )
+
+    return refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +196,17 @@ class Recorder:
         self.start = state() if start is None else start
         self.end = self.start
         self.numbers: list[Draw] = []
+        self.seeded = False  # whether the forward pass gives a generator a state of its own
         self.comparing = True  # as long as drawn numbers are only compared, for all that is known
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         """Around one forward pass."""
-        self.numbers = []
+        self.numbers, self.seeded = [], False
         with untouched(self.start):
             with contextlib.ExitStack() as stack:
+                for module, name in _SEEDING:
+                    stack.enter_context(replaced(module, name, self._seeding(getattr(module, name))))
                 for module, name in _SCALARS if self.comparing else ():
                     stack.enter_context(replaced(module, name, self._recording(getattr(module, name))))
                 yield
@@ -135,18 +221,29 @@ class Recorder:
     @property
     def draws(self) -> Draws | None:
         """Of the last forward pass; ``None`` if there were none."""
-        if same_state(self.start, self.end):
+        if same_state(self.start, self.end) and not self.seeded:
             return None
         with untouched(self.start):
             for number in self.numbers:
                 number.again()
-            complete = same_state(state(), self.end)
+            complete = same_state(state(), self.end) and not self.seeded
         return Draws(self.start, self.end, tuple(self.numbers) if complete else None)
 
+    def _seeding(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        thread = threading.get_ident()
+
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            self.seeded = self.seeded or threading.get_ident() == thread
+            return function(*args, **kwargs)
+
+        return seed
+
     def _recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        thread = threading.get_ident()
+
         def draw(*args: Any, **kwargs: Any) -> Any:
             value = function(*args, **kwargs)
-            if type(value) is not float:
+            if type(value) is not float or threading.get_ident() != thread:
                 return value
             self.numbers.append(Draw(function, args, kwargs))
             return _Number(value, self.numbers[-1])
@@ -158,22 +255,34 @@ class _Number:
     """Stands for a drawn number, and can be compared with numbers. Nothing else: the forward pass is followed anew without."""
 
     __slots__ = ("_draw", "_value")
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, value: float, draw: Draw) -> None:
         self._value = value
         self._draw = draw
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return float
+
     def _compared(self, compare: Callable[[Any, Any], bool], other: Any) -> bool:
-        if not isinstance(other, (int, float)):
+        if isinstance(other, _Number) or not isinstance(other, (int, float)):
             raise self._misused()
         answer = compare(self._value, other)
         self._draw.comparisons.append((compare, other, answer))
         return answer
 
-    def _misused(self) -> TypeError:
+    def _misused(self, *_: Any) -> TypeError:
         self._draw.used_otherwise = True
         return TypeError("a drawn number was not only compared")
+
+    def _refused(self, *_: Any) -> Any:
+        raise self._misused()
+
+    __float__ = __int__ = __index__ = __hash__ = __floor__ = __ceil__ = __trunc__ = __round__ = _refused
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = (
+        _refused
+    )
+    __neg__ = __pos__ = __abs__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __format__ = _refused
 
     def __lt__(self, other: Any) -> bool:
         return self._compared(operator.lt, other)

@@ -231,7 +231,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return getattr(tensor, "_lowtide_known", None)
         if type(tensor) is torch.Tensor and tensor.numel() <= _MAXIMUM_ELEMENTS and tensor.device.type != "meta":
             value = tensor.detach()
-            constant = Known(None, (), {}, None, None, value, False)
+            constant = Known(None, (), {}, None, None, value, True)  # it may be written in place
             return value, self._constants.setdefault(id(tensor), (tensor, constant))[1]
         return None
 

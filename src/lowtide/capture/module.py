@@ -11,6 +11,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -65,6 +66,9 @@ def copy_without_data(model: nn.Module, state: State, fakes: Sequence[torch.Tens
     for tensor in attributes.held_tensors(model):
         memo.setdefault(id(tensor), tensor)
     memo.update({id(generator): generator for generator in draws.GENERATORS})  # behind random.uniform and the like
+    memo.update(
+        {id(value): value for m in model.modules() for value in vars(m).values() if isinstance(value, ModuleType)}
+    )
     planned = planned_forward(model)
     if planned is None:
         return copy_module(model, memo)
@@ -99,7 +103,7 @@ class TracedModel:
     names: tuple[tuple[str, ...], ...]
     arguments: Any
     mask: GradientMask | None
-    assigned: tuple[attributes.Place, ...] = ()
+    assigned: tuple[attributes.Assigned, ...] = ()
     recorder: Recorder = field(default_factory=Recorder)
     read: set[tuple[int, str]] = field(default_factory=set)
     changes: attributes.Changes = field(default_factory=attributes.Changes)
@@ -120,7 +124,7 @@ class TracedModel:
         try:
             # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
             no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_NO_SAVED_TENSORS_HOOKS)
-            with self.recorder(), reads(model) as read, _RecordSource(tensors[:count]), no_hooks:
+            with self.recorder(), draws.none_by(model), reads(model) as read, _RecordSource(tensors[:count]), no_hooks:
                 result = model.forward(*args, **kwargs)
             self.read |= read
         finally:
@@ -208,8 +212,9 @@ def _fits(mask: GradientMask, results: Sequence[torch.Tensor]) -> bool:
 
 
 def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested) -> GradientMask:
-    """Which results a gradient will come back for: the scalars where there are some, else all that can have one. What the
-    model only left in attributes counts where it returned nothing of the kind.
+    """Which results a gradient will come back for: the scalars where there are some, with the results that depend on parameters
+    of which the scalars know nothing (a scalar may be a part of a loss outside), else all that can have one. What the model
+    only left in attributes counts where it returned nothing of the kind.
 
     Only a guess. A backward pass that disagrees makes a program for what it really got.
     """
@@ -217,10 +222,25 @@ def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested) -> Gra
     able = [index for index, tensor in enumerate(results) if tensor.requires_grad]
     inner = [index for index in able if index in returned]
     chosen = [index for index in inner if results[index].numel() == 1]
-    if not chosen:
-        carried = structure.held_slots(result)
+    carried = structure.held_slots(result)
+    if chosen:
+        known = _leaves(*(results[index] for index in chosen))
+        chosen += [index for index in inner if index not in carried and not _leaves(results[index]) <= known]
+    else:
         chosen = [index for index in inner if index not in carried] or inner or able
     return tuple(index in chosen for index in range(len(results)))
+
+
+def _leaves(*results: torch.Tensor) -> set[Any]:
+    """The nodes at the ends of the autograd graph that these depend on: parameters and inputs."""
+    found: set[Any] = set()
+    waiting: list[Any] = [result.grad_fn for result in results]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [child for child, _ in node.next_functions]
+    return {node for node in found if not node.next_functions}
 
 
 def announce_origins(model: nn.Module) -> None:

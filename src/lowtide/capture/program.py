@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lowtide.capture import structure
+from lowtide.capture.attributes import Assigned
 from lowtide.capture.draws import Draws
 from lowtide.capture.guards import Guards
 from lowtide.ir import Graph
@@ -125,7 +126,7 @@ class Program:
     state_names: tuple[tuple[str, ...], ...]
     parameters: int
     kept: tuple[int, ...]
-    assigned: tuple[tuple[str, str], ...] = ()
+    assigned: tuple[Assigned, ...] = ()
 
     def same_as(self, other: Program, held: Collection[int]) -> bool:
         """Whether both are the same operators on the same operands, with the same results, in the same order. ``held``: the ids

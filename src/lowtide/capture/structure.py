@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,7 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[int, ...]) -> Any
     if isinstance(node, torch.Tensor):
         tensors.append(node)
         return Slot(len(tensors) - 1)
-    if isinstance(node, (*PLAIN, type, torch.nn.Module)) or id(node) in seen:
+    if isinstance(node, (*PLAIN, type, types.ModuleType, types.FunctionType, torch.nn.Module)) or id(node) in seen:
         return node
     within = (*seen, id(node))
     if not _is_pytree_leaf(node):

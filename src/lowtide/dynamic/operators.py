@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ _UPDATES_STATISTICS = {
 # Operators that are functions of their arguments and of the generator's state.
 _FUNCTIONS = {"aten", "prims", "torchvision"}
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
 def schema_name(overload: OpOverload) -> str:
@@ -65,7 +67,9 @@ class Operator:
             for place, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         )
-        self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(schema_name(overload), _COMPOSITE)
+        has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, schema_name(overload))
+        # A few (silu_backward) are made of other operators and have kernels of their own, which eager takes.
+        self.composite = has_kernel(_COMPOSITE) and not any(map(has_kernel, _DEVICES))
         aliases = bool(schema.returns) and all(returned.alias_info is not None for returned in schema.returns)
         self.passes = not self.composite and not self.writes and (aliases or name in _PASSES)
         self.random = torch.Tag.nondeterministic_seeded in overload.tags

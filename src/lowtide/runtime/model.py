@@ -26,7 +26,7 @@ from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.lower import Lowered, lower
 from lowtide.pipeline import Settings, captured_program, planned_program
 from lowtide.planning import Plan
-from lowtide.runtime.signature import Signature, describe, signature
+from lowtide.runtime.signature import Arguments, Signature, describe, signature
 from lowtide.runtime.step import run
 from lowtide.stages import itemised, stage, stage_seconds
 
@@ -127,12 +127,14 @@ class Rematerialized:
         self.latest = entry
         return run(entry, inputs)
 
-    def flat_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Any]:
-        tensors, arguments = flat_arguments(args, kwargs)
-        return [*model_state(self.model).tensors, *tensors], arguments
+    def flat_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Arguments]:
+        """Parameters, buffers and the call's tensors, and what they stand for."""
+        tensors, tree = flat_arguments(args, kwargs)
+        state = model_state(self.model)
+        return [*state.tensors, *tensors], Arguments(state.names, tree)
 
     def entry(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: list[torch.Tensor], arguments: Any
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: list[torch.Tensor], arguments: Arguments
     ) -> Entry | None:
         """The planned program for this call, made now if it is new; ``None`` where eager was asked for."""
         modules = list(self.model.modules())

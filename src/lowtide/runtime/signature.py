@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +14,26 @@ from lowtide.capture import structure
 Signature = tuple[Any, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Arguments:
+    """What flat inputs stand for: the ``names`` of the model's tensors, then the ``tree`` of the call's arguments."""
+
+    names: tuple[tuple[str, ...], ...]
+    tree: Any
+
+
 def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
-def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], arguments: Any) -> Signature:
-    """Structure and non-tensor values of the call, layout of every flat input, flags of the modules, autocast and modes."""
+def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], arguments: Arguments) -> Signature:
+    """Structure and non-tensor values of the call, names of the model's tensors and layout of every flat input, flags of the
+    modules, autocast and modes."""
     device_type = inputs[0].device.type
     autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
     return (
-        structure.fingerprint(arguments),
+        arguments.names,
+        structure.fingerprint(arguments.tree),
         tuple(map(tensor_key, inputs)),
         tuple(module.training for module in modules),
         any(module.__dict__.get("gradient_checkpointing") for module in modules),
