@@ -122,9 +122,8 @@ def planned_program(
     if isinstance(answer, Plan) and (settings.compiler == "eager" or answer.overhead <= _COSTLY):
         return program, answer
     apart = dataclasses.replace(settings, compiler="eager", budget=answer.budget_bytes, total_budget=None, reserve=0)
-    draws = captured.conditions.draws
-    recorder = None if draws is None else Recorder(draws.start)
-    operators = captured_program(model, args, kwargs, apart, captured.mask, captured.assigned, recorder)
+    again = captured.conditions.recorder()
+    operators = captured_program(model, args, kwargs, apart, captured.mask, captured.assigned, again)
     if (
         isinstance(answer, Plan)
         and not several_processes()  # each measures for itself, and all must go the same way

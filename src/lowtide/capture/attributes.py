@@ -36,6 +36,7 @@ from lowtide.errors import CaptureError
 
 _LOG = logging.getLogger(__name__)
 OWN = frozenset(vars(nn.Module()))  # what every module has
+_CONTAINERS = (list, deque, dict)  # that can be written in place
 _SHOWN = 3
 
 Place = tuple[str, str]  # the path of a module, and the name of its attribute
@@ -75,7 +76,7 @@ def snapshot(model: nn.Module) -> Snapshot:
     kept: list[Any] = []
     found = dict(_attributes(model))
     attributes = {place: _identity(value, kept) for place, value in found.items()}
-    containers = {p: (v, copy.copy(v)) for p, v in found.items() if isinstance(v, (list, deque, dict))}
+    containers = {p: (v, copy.copy(v)) for p, v in found.items() if isinstance(v, _CONTAINERS)}
     return Snapshot(attributes, _modules(model), containers, kept)
 
 
@@ -99,9 +100,7 @@ def written(model: nn.Module, before: Snapshot, places: Sequence[Assigned]) -> l
     """How to bring the attributes from what they were to what they are: a verb and its object, see ``write``."""
     values = [vars(model.get_submodule(place.path)).get(place.name) for place in places]
     return [
-        ("refill", value)
-        if place.anew and isinstance(value, (list, deque, dict))
-        else _written(value, before, place[:2])
+        ("refill", value) if place.anew and isinstance(value, _CONTAINERS) else _written(value, before, place[:2])
         for value, place in zip(values, places, strict=True)
     ]
 

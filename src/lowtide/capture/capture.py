@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import nn
@@ -32,7 +32,10 @@ from lowtide.errors import CaptureError, LowtideError, PlanError
 from lowtide.ir import Graph
 from lowtide.ir.graph import TANGENT_TARGET
 
-_WRITES = ("INTERNAL ASSERT FAILED", "aot_autograd expected to have an entirely functional graph")  # what PyTorch says
+_WRITES = (  # what PyTorch says of writes into a tensor that is no argument of the program
+    "mutating a non-functional tensor with a functional tensor",
+    "aot_autograd expected to have an entirely functional graph",
+)
 _AS_IS = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
 
 
@@ -47,12 +50,13 @@ def flat_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tup
     return structure.flatten_distinct((tuple(args), dict(kwargs or {})))
 
 
+_Parameters = ParamSpec("_Parameters")
 _LOCK = threading.RLock()  # tracing changes PyTorch's state, and Python's generators, for the whole process
 
 
-def _one_at_a_time(function: Callable[..., Program]) -> Callable[..., Program]:
+def _one_at_a_time(function: Callable[_Parameters, Program]) -> Callable[_Parameters, Program]:
     @functools.wraps(function)
-    def locked(*args: Any, **kwargs: Any) -> Program:
+    def locked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> Program:
         with _LOCK:
             return function(*args, **kwargs)
 

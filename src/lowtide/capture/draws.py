@@ -100,7 +100,7 @@ def none_by(model: nn.Module) -> Iterator[None]:
     before = [(generator, _state_of(generator)) for generator in found.values()]
     with contextlib.ExitStack() as stack:
         for owner, name in _TORCH_STATE:
-            stack.enter_context(replaced(owner, name, _refusing(getattr(owner, name))))
+            stack.enter_context(_wrapped(owner, name, _refusing))
         try:
             yield
         finally:
@@ -150,12 +150,21 @@ def _restored(generator: Any, before: Any) -> bool:
     return True
 
 
-def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
-    thread = threading.get_ident()
+@contextlib.contextmanager
+def _wrapped(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, this thread calls what ``wrap`` makes of a function; all others call the function."""
+    function, thread = getattr(owner, name), threading.get_ident()
+    own = wrap(function)
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (own if threading.get_ident() == thread else function)(*args, **kwargs)
+
+    with replaced(owner, name, call):
+        yield
+
+
+def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return function(*args, **kwargs)
         raise CaptureError(
             f"the forward pass calls torch.{function.__name__}, which planned calls would not. Call it outside the forward "
             "pass, or run the model under lowtide.online."
@@ -206,9 +215,9 @@ class Recorder:
         with untouched(self.start):
             with contextlib.ExitStack() as stack:
                 for module, name in _SEEDING:
-                    stack.enter_context(replaced(module, name, self._seeding(getattr(module, name))))
+                    stack.enter_context(_wrapped(module, name, self._seeding))
                 for module, name in _SCALARS if self.comparing else ():
-                    stack.enter_context(replaced(module, name, self._recording(getattr(module, name))))
+                    stack.enter_context(_wrapped(module, name, self._recording))
                 yield
             self.end = state()
 
@@ -230,20 +239,16 @@ class Recorder:
         return Draws(self.start, self.end, tuple(self.numbers) if complete else None)
 
     def _seeding(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        thread = threading.get_ident()
-
         def seed(*args: Any, **kwargs: Any) -> Any:
-            self.seeded = self.seeded or threading.get_ident() == thread
+            self.seeded = True
             return function(*args, **kwargs)
 
         return seed
 
     def _recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        thread = threading.get_ident()
-
         def draw(*args: Any, **kwargs: Any) -> Any:
             value = function(*args, **kwargs)
-            if type(value) is not float or threading.get_ident() != thread:
+            if type(value) is not float:
                 return value
             self.numbers.append(Draw(function, args, kwargs))
             return _Number(value, self.numbers[-1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -224,23 +224,28 @@ def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested) -> Gra
     chosen = [index for index in inner if results[index].numel() == 1]
     carried = structure.held_slots(result)
     if chosen:
-        known = _leaves(*(results[index] for index in chosen))
-        chosen += [index for index in inner if index not in carried and not _leaves(results[index]) <= known]
+        known = _below([results[index] for index in chosen])
+        chosen += [index for index in inner if index not in carried and _has_leaf(_below([results[index]], known))]
     else:
         chosen = [index for index in inner if index not in carried] or inner or able
     return tuple(index in chosen for index in range(len(results)))
 
 
-def _leaves(*results: torch.Tensor) -> set[Any]:
-    """The nodes at the ends of the autograd graph that these depend on: parameters and inputs."""
+def _below(results: Sequence[torch.Tensor], known: Collection[Any] = frozenset()) -> set[Any]:
+    """The nodes of the autograd graph that these depend on, beside those that are known with all below them."""
     found: set[Any] = set()
     waiting: list[Any] = [result.grad_fn for result in results]
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in found:
+        if node is not None and node not in found and node not in known:
             found.add(node)
             waiting += [child for child, _ in node.next_functions]
-    return {node for node in found if not node.next_functions}
+    return found
+
+
+def _has_leaf(nodes: Collection[Any]) -> bool:
+    """Whether there is a parameter or an input among them."""
+    return any(not node.next_functions for node in nodes)
 
 
 def announce_origins(model: nn.Module) -> None:

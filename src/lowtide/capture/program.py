@@ -15,7 +15,7 @@ from torch import nn
 
 from lowtide.capture import structure
 from lowtide.capture.attributes import Assigned
-from lowtide.capture.draws import Draws
+from lowtide.capture.draws import Draws, Recorder
 from lowtide.capture.guards import Guards
 from lowtide.ir import Graph
 
@@ -86,6 +86,10 @@ class Conditions:
             and (self.draws is None or self.draws.hold())
         )
 
+    def recorder(self) -> Recorder | None:
+        """To capture the same call again, with the same draws."""
+        return None if self.draws is None else Recorder(self.draws.start)
+
     def broken(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> str:
         """In words, why they do not hold."""
         memo: dict[int, Any] = {}
@@ -105,7 +109,7 @@ class Program:
     ``None`` where the program does not read it. ``constants`` are the values of tensors that the model holds outside of
     its parameters and buffers. ``tangents[i]`` is the forward output that the i-th ``lowtide.tangent`` op belongs to.
     ``gradients`` pairs a flat input with the value of its gradient. ``mask`` tells for which results a gradient is
-    expected, and in which layout (``capture.module.GradientMask``).
+    expected, and in which layout (``capture.module.GradientMask``). ``conditions`` are what it depends on beside the layouts.
     ``result_structure`` is of a pair: what the model returned, and what it left in the attributes ``assigned`` (module path and
     name), see ``capture.attributes``.
     ``kept`` are the flat inputs whose first values, overwritten by the forward pass, are its last forward outputs.

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import nn
 
 from lowtide.capture import Program, attributes, structure
 from lowtide.capture.capture import flat_arguments
-from lowtide.capture.draws import Recorder
 from lowtide.capture.module import GradientMask, model_state
 from lowtide.capture.program import Conditions
 from lowtide.dynamic.context import online
@@ -38,11 +37,11 @@ _MOST_CONDITIONS = 8  # kept, of each
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A call to capture, and the autocast state to do it in."""
+    """A call to capture, and the autocast state to do it in, where that is not the one of now."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    autocast: torch.autocast | None = None
+    autocast: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
 
     def light(self, device_type: str) -> Sample:
         """The same without floating tensors' memory, in the autocast state of now. Shapes suffice to capture it again for other
@@ -205,10 +204,9 @@ class Rematerialized:
         if old is None:
             expected = next((entry.captured.mask for entry in self.entries.get(key, ())), None)
             return captured_program(self.model, sample.args, sample.kwargs, self.settings, expected)
-        draws = old.conditions[0].draws
-        recorder = None if draws is None else Recorder(draws.start)
+        again = old.conditions[0].recorder()
         return captured_program(
-            self.model, sample.args, sample.kwargs, self.settings, mask, old.captured.assigned, recorder
+            self.model, sample.args, sample.kwargs, self.settings, mask, old.captured.assigned, again
         )
 
     def _same(self, key: Signature, captured: Program) -> Entry | None:
@@ -253,7 +251,7 @@ class Rematerialized:
                     f"{type(self.model).__name__} was changed between a forward pass and its backward pass, which needs a "
                     f"program of its own ({old.conditions[0].guards.broken(self.model)}). Change it after the backward pass."
                 )
-            with torch.enable_grad(), old.sample.autocast or contextlib.nullcontext():
+            with torch.enable_grad(), old.sample.autocast:
                 entry = self._make(old.key, old.sample, old, mask)
         spare.extend(e for e in known if e is old)
         spare[:] = [e for e in spare if e is not entry]
