@@ -16,7 +16,7 @@ from torch import nn
 from lowtide import __version__, plan_cache
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Program, capture
-from lowtide.capture.attributes import Assigned
+from lowtide.capture.attributes import Effects
 from lowtide.capture.draws import Recorder
 from lowtide.capture.module import GradientMask
 from lowtide.cost import analytical_costs, measure_costs
@@ -76,12 +76,12 @@ def captured_program(
     kwargs: Any,
     settings: Settings,
     mask: GradientMask | None = None,
-    assigned: tuple[Assigned, ...] | None = None,
+    effects: Effects | None = None,
     recorder: Recorder | None = None,
 ) -> Program:
     """The program operator by operator; with ``compiler="inductor"`` those that ``fused`` takes.
 
-    ``mask`` and ``assigned`` are those of another program of the same call, where there is one.
+    ``mask`` and ``effects`` are those of another program of the same call, where there is one.
     """
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None
     if settings.compiler != "eager":
@@ -89,7 +89,7 @@ def captured_program(
 
         rewrite = split_norms
     with stage("capture"):
-        return capture(model, args, kwargs, mask=mask, rewrite=rewrite, assigned=assigned, recorder=recorder)
+        return capture(model, args, kwargs, mask=mask, rewrite=rewrite, effects=effects, recorder=recorder)
 
 
 def fused(program: Program, settings: Settings) -> Program:
@@ -123,7 +123,7 @@ def planned_program(
         return program, answer
     apart = dataclasses.replace(settings, compiler="eager", budget=answer.budget_bytes, total_budget=None, reserve=0)
     again = captured.conditions.recorder()
-    operators = captured_program(model, args, kwargs, apart, captured.mask, captured.assigned, again)
+    operators = captured_program(model, args, kwargs, apart, captured.mask, captured.effects, again)
     if (
         isinstance(answer, Plan)
         and not several_processes()  # each measures for itself, and all must go the same way

@@ -1,31 +1,38 @@
 """Plain attributes of modules that a forward pass writes.
 
-A planned call does not run the model's Python, so what that leaves in attributes must be known. Ordinary models leave
-nothing. For the others the forward pass is rehearsed, on fake tensors, twice in a row on one copy of the model:
+A planned call does not run the model's Python, so it does itself to the attributes what the traced call did; the same holds
+for attributes of objects that modules hold. A program is good for calls on a model that is as it was when it was captured
+(``capture.guards``), so what plain values such a call writes is known. Tensors are another matter, and so is a program that
+changes, by what it writes, what it depends on. So where a forward pass changes attributes it is rehearsed, on fake tensors,
+twice in a row on one copy of the model:
 
 =====================================================  ==========================================================
 an attribute                                           is
 =====================================================  ==========================================================
+that gets a plain value (the longest length so far)    written after every planned call
 that gets tensors in every call (an auxiliary loss)    a result of the program, written after every planned call
-that gets tensors in the first call (a cached mask)    made in every call instead, where it depends on nothing
-that gets other values in every call (a counter)       left as it is, said in the log, where no operator depends on it
-that gets other values in the first call               left as it is
+that gets tensors in the first call (a cached mask)    the same; the next call finds it there, and is another program
+that gets other values in every call (a counter)       left as it is, said in the log, where nothing depends on it
 =====================================================  ==========================================================
 
-A program that is another one in the second call, because of what the first one left behind, is refused: its state belongs
-into buffers, which are followed, or its first call before the plan.
+A program is refused that computes with the tensors that the call before it left behind: they belong into buffers, which are
+followed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import enum
+import hashlib
 import logging
 import operator
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
@@ -36,18 +43,48 @@ from lowtide.errors import CaptureError
 
 _LOG = logging.getLogger(__name__)
 OWN = frozenset(vars(nn.Module()))  # what every module has
-_CONTAINERS = (list, deque, dict)  # that can be written in place
+DEPTH = 3  # of objects in objects
+MOST_OBJECTS = 256  # that are looked into
+MOST_BYTES = 1 << 24  # of an array that is compared
+_CONTAINERS = (list, deque, dict, set)  # that can be written in place
 _SHOWN = 3
 
-Place = tuple[str, str]  # the path of a module, and the name of its attribute
+Place = tuple[str, str]  # the path of a module, and the name of its attribute; "name.field" of an object that it holds
+
+
+class _Absent(enum.Enum):
+    ABSENT = enum.auto()
+
+
+ABSENT = _Absent.ABSENT  # instead of the value of an attribute that is not there
 
 
 class Assigned(NamedTuple):
-    """An attribute that every call writes. ``anew``: a container that it empties first."""
+    """An attribute that gets tensors. ``anew``: a container that is emptied first; ``once``: in the first call alone."""
 
     path: str
     name: str
     anew: bool = False
+    once: bool = False
+
+
+class Setting(NamedTuple):
+    """An attribute that gets a plain value. ``inside``: into the container that is there."""
+
+    path: str
+    name: str
+    value: Any
+    inside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """What a rehearsal found: attributes that get tensors, and those that are ``counted`` on in every call. ``settled``: the
+    next call has the same program."""
+
+    tensors: tuple[Assigned, ...] = ()
+    counted: frozenset[Place] = frozenset()
+    settled: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +127,49 @@ def changes(model: nn.Module, before: Snapshot) -> Changes:
             "does so in its first call only, call the model once before it is rematerialized."
         )
     kept: list[Any] = []
-    found = {place: (value, _identity(value, kept)) for place, value in _attributes(model)}
-    changed = [place for place, (_, key) in found.items() if before.attributes.get(place) != key]
-    holding = [place for place in changed if _tensors(found[place][0])]
-    return Changes(tuple(holding), tuple(place for place in changed if place not in holding))
+    found = dict(_attributes(model))
+    changed = {place for place, value in found.items() if before.attributes.get(place) != _identity(value, kept)}
+    changed |= before.attributes.keys() - found.keys()
+    places = [*found, *sorted(before.attributes.keys() - found.keys())]
+    outer = [place for place in places if place in changed and not changed & set(_around(place))]
+    holding = [place for place in outer if place in found and _tensors(found[place])]
+    return Changes(tuple(holding), tuple(place for place in outer if place not in holding))
+
+
+def settings(
+    model: nn.Module, before: Snapshot, changed: Changes, assigned: Collection[Place]
+) -> tuple[tuple[Setting, ...], tuple[Place, ...]]:
+    """What plain values a traced call wrote, by what it ``changed`` and what it ``assigned`` (also what was there before); and
+    the places with other values in them, made by the call, which are left as they were."""
+    found = dict(_attributes(model))
+    places = [
+        *changed.plain,
+        *(p for p in assigned if p in found and p not in changed.plain and p not in changed.tensors),
+    ]
+    values = [(place, found.get(place, ABSENT)) for place in places]
+    constants = [
+        Setting(*place, copy.deepcopy(value), _is_container_of(before, place, value))
+        for place, value in values
+        if _is_constant(value)
+    ]
+    return tuple(constants), tuple(p for p, value in values if not _is_constant(value) and p in changed.plain)
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_constant, [*value.keys(), *value.values()]))
+    if isinstance(value, (list, tuple, deque, set, frozenset)):
+        return all(map(_is_constant, value))
+    return isinstance(value, (*structure.PLAIN, enum.Enum))
+
+
+def _is_container_of(before: Snapshot, place: Place, value: Any) -> bool:
+    return before.containers.get(place, (None, None))[0] is value and value is not None
 
 
 def written(model: nn.Module, before: Snapshot, places: Sequence[Assigned]) -> list[Any]:
     """How to bring the attributes from what they were to what they are: a verb and its object, see ``write``."""
-    values = [vars(model.get_submodule(place.path)).get(place.name) for place in places]
+    values = [_value(model, place[:2]) for place in places]
     return [
         ("refill", value) if place.anew and isinstance(value, _CONTAINERS) else _written(value, before, place[:2])
         for value, place in zip(values, places, strict=True)
@@ -126,53 +197,129 @@ def _emptied(container: Any, before: Any) -> bool:
 def write(model: nn.Module, places: Sequence[Assigned], changes: Sequence[tuple[str, Any]]) -> None:
     """Do to the attributes what the traced forward pass did: set them anew, refill, extend or update what is there."""
     for place, (verb, value) in zip(places, changes, strict=True):
-        module = model.get_submodule(place.path)
-        found = getattr(module, place.name, None)
-        if verb == "set" or found is None:
-            setattr(module, place.name, value)
+        found = _value(model, place[:2])
+        if verb == "set" or not isinstance(found, _CONTAINERS):
+            _set(model, place[:2], value)
         elif verb == "refill":
-            found.clear()
-            (found.update if isinstance(found, dict) else found.extend)(value)
+            _refill(found, value)
         else:
             getattr(found, verb)(value)
 
 
+def apply(model: nn.Module, wanted: Sequence[Setting]) -> None:
+    """Write plain values."""
+    for path, name, value, inside in wanted:
+        found = _value(model, (path, name))
+        if inside and isinstance(found, _CONTAINERS):
+            _refill(found, copy.deepcopy(value))
+        elif found is not value:
+            _set(model, (path, name), copy.deepcopy(value))
+
+
+def plain(model: nn.Module, places: Sequence[Place]) -> list[tuple[Place, Any]]:
+    """Those with plain values now, and the values."""
+    values = ((place, _value(model, place)) for place in places)
+    return [(place, copy.copy(value)) for place, value in values if _is_constant(value)]
+
+
+@contextlib.contextmanager
+def undone(model: nn.Module, before: Sequence[tuple[Place, Any]]) -> Iterator[None]:
+    """Inside, attributes are as ``plain`` found them."""
+    now = [(place, _value(model, place)) for place, _ in before]
+    try:
+        for place, value in before:
+            _set(model, place, value)
+        yield
+    finally:
+        for place, value in now:
+            _set(model, place, value)
+
+
+def locate(model: nn.Module, place: Place) -> tuple[Any, str] | None:
+    """The module or object whose attribute it is, and the attribute's own name; ``None`` where there is no such object now."""
+    owner: Any = model.get_submodule(place[0])
+    if place[1] in vars(owner):
+        return owner, place[1]
+    *objects, leaf = place[1].split(".")
+    for name in objects:
+        owner = _fields(owner).get(name)
+    return None if owner is None else (owner, leaf)
+
+
+def _value(model: nn.Module, place: Place) -> Any:
+    located = locate(model, place)
+    return ABSENT if located is None else _fields(located[0]).get(located[1], ABSENT)
+
+
+def _fields(owner: Any) -> dict[str, Any]:
+    return vars(owner) if isinstance(owner, nn.Module) else structure.fields(owner)
+
+
+def _set(model: nn.Module, place: Place, value: Any) -> None:
+    located = locate(model, place)
+    if located is None:
+        return
+    owner, name = located
+    if value is ABSENT:
+        with contextlib.suppress(AttributeError):
+            delattr(owner, name)
+    elif isinstance(owner, nn.Module):
+        setattr(owner, name, value)
+    else:
+        object.__setattr__(owner, name, value)
+
+
+def _refill(found: Any, value: Any) -> None:
+    found.clear()
+    (found.update if isinstance(found, (dict, set)) else found.extend)(value)
+
+
+def say_unknown(places: Sequence[Place]) -> None:
+    _LOG.warning(
+        "the forward pass writes objects or arrays in plain attributes (%s), which planned calls leave as they are",
+        _texts(places),
+    )
+
+
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
     """All tensors in plain attributes, those in containers and objects included."""
-    distinct = {id(value): value for _, value in _attributes(model) if not isinstance(value, structure.PLAIN)}
+    distinct = {id(value): value for _, value in _of_modules(model) if not isinstance(value, structure.PLAIN)}
     return [tensor for value in distinct.values() for tensor in _tensors(value)]
 
 
-def rehearsed(calls: Sequence[Call]) -> tuple[Assigned, ...]:
-    """The attributes that are results, from two calls in a row. Raises ``CaptureError``, see the module."""
+def rehearsed(calls: Sequence[Call]) -> Effects:
+    """What two calls in a row do to the attributes. Raises ``CaptureError``, see the module."""
     first, second = calls
     every = [place for place in first.changes.tensors if place in second.changes.tensors]
     once = [place for place in first.changes.tensors if place not in every]
     late = [place for place in second.changes.tensors if place not in every]
     read = {place for place in first.changes.tensors if first.left(place) & second.read - first.state}
-    stale = [place for place in once if place in read and first.left(place) & first.depending]
-    culprits = [place for place in every if place in read] + stale + late
-    if culprits or second.draws != first.draws:
+    trained = {place for place in once if place in read and place in first.trained}
+    culprits = [place for place in first.changes.tensors if place in read and (place in every or place in trained)]
+    if culprits:
         raise CaptureError(
             "a later call of the model computes with what an earlier one left in plain attributes "
-            f"({_texts(culprits or [*first.changes.tensors, *first.changes.plain])}), so "
-            "no program holds for all calls. Keep such state in buffers (register_buffer), which are followed; where it is "
-            "only prepared in the first call, call the model once before it is rematerialized; or use lowtide.online."
-        )
-    if not once and first.operators != second.operators:
-        raise CaptureError(
-            f"the program depends on attributes that its own forward pass changes ({_texts(first.changes.plain)}), so it is "
-            "another one from call to call. Where that is so in the first call only, call the model once before it is "
-            "rematerialized; otherwise use lowtide.online."
+            f"({_texts(culprits)}), so no program holds for all calls. Keep such state in buffers (register_buffer), which are "
+            "followed, or use lowtide.online."
         )
     counted = [place for place in second.changes.plain if place in first.changes.plain]
+    constant = not any(first.left(place) & first.depending for place in once)
+    same = first.draws == second.draws and (bool(once) or first.operators == second.operators)
+    if counted and (late or not constant or not same):
+        raise CaptureError(
+            f"the program depends on attributes that its own forward pass changes ({_texts(counted)}), so it is another one "
+            "from call to call. Where that is so in the first calls only, call the model before it is rematerialized; "
+            "otherwise use lowtide.online."
+        )
     if counted:
         _LOG.warning(
             "the forward pass changes plain attributes (%s) in every call, which planned calls leave as they are; no operator "
             "depends on them now",
             _texts(counted),
         )
-    return tuple(Assigned(*place, anew=place in second.emptied) for place in every)
+    kept = every if counted else [*every, *once]  # a constant beside a counter is made in every call
+    tensors = tuple(Assigned(*place, anew=place in second.emptied, once=place in once) for place in kept)
+    return Effects(tensors, frozenset(counted), settled=same and not once and not late)
 
 
 class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -190,6 +337,7 @@ class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws = 0
         self.changes = Changes()
         self.found: dict[Place, set[int]] = {}
+        self.trained: set[Place] = set()  # tensors with a past that requires gradients
         self.emptied: set[Place] = set()  # containers that it did not only add to
         self.kept: list[Any] = [state, inputs]
 
@@ -212,8 +360,11 @@ class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The call is over: note what it left in ``model``."""
         self.changes = changes(model, before)
         found = dict(_attributes(model))
-        self.found = {place: set(map(id, _tensors(found[place]))) for place in self.changes.tensors}
         for place in self.changes.tensors:
+            left = _tensors(found[place])
+            self.found[place] = set(map(id, left))
+            if any(tensor.grad_fn is not None for tensor in left):
+                self.trained.add(place)
             container = before.containers.get(place, (None, None))[0]
             if container is not None and container is found[place] and _emptied(container, before.containers[place][1]):
                 self.emptied.add(place)
@@ -223,11 +374,35 @@ class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.found.get(place, set())
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[Place, Any]]:
+def _of_modules(model: nn.Module) -> Iterator[tuple[Place, Any]]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in OWN and name != "forward":
                 yield (path, name), value
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[Place, Any]]:
+    """Those of modules, and of the objects that they hold; every object once."""
+    seen: dict[int, Any] = {}
+    for place, value in _of_modules(model):
+        yield place, value
+        yield from _inside(place, value, DEPTH, seen)
+
+
+def _inside(place: Place, value: Any, depth: int, seen: dict[int, Any]) -> Iterator[tuple[Place, Any]]:
+    if depth == 0 or len(seen) == MOST_OBJECTS or id(value) in seen or not structure.is_open(value):
+        return
+    seen[id(value)] = value
+    for name, field in structure.fields(value).items():
+        inner = (place[0], f"{place[1]}.{name}")
+        yield inner, field
+        yield from _inside(inner, field, depth - 1, seen)
+
+
+def _around(place: Place) -> Iterator[Place]:
+    """The objects that it is in."""
+    parts = place[1].split(".")
+    return ((place[0], ".".join(parts[:count])) for count in range(1, len(parts)))
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -243,6 +418,8 @@ def _identity(value: Any, kept: list[Any]) -> Any:
     if isinstance(value, dict):
         return type(value), tuple((repr(key), _identity(item, kept)) for key, item in value.items())
     kept.append(value)
+    if isinstance(value, np.ndarray) and value.nbytes <= MOST_BYTES and not value.dtype.hasobject:
+        return id(value), hashlib.sha256(value.tobytes()).digest()
     return id(value)
 
 

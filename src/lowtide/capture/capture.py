@@ -72,14 +72,14 @@ def capture(
     mask: GradientMask | None = None,
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None,
     watch: Callable[[nn.Module], None] | None = None,
-    assigned: tuple[attributes.Assigned, ...] | None = None,
+    effects: attributes.Effects | None = None,
     recorder: Recorder | None = None,
 ) -> Program:
     """The training program of ``model(*args, **kwargs)``.
 
     ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is
     guessed, see ``capture.module.guess_mask``. ``watch`` is shown every copy of the model before it is traced; ``rewrite``
-    may change the joint graph before it is converted. ``assigned`` are the attributes that are results, where that is known.
+    may change the joint graph before it is converted. ``effects`` is what it does to attributes, where that is known.
     ``recorder`` says in which state the generators of Python and NumPy are; by default, in that of now.
 
     Raises ``CaptureError`` where the program depends on data in a way that cannot be answered before it runs, or uses
@@ -100,7 +100,7 @@ def capture(
             watch(clone)
         return clone
 
-    traced = TracedModel(make_model, state.names, arguments, mask, assigned or (), recorder)
+    traced = TracedModel(make_model, state.names, arguments, mask, effects.tensors if effects else (), recorder)
     try:
         module, metadata = export_joint(traced, fakes)
         if len(metadata.input_info) != len(fakes):  # merged into one
@@ -109,18 +109,18 @@ def capture(
                 "buffer itself, say), which a plan cannot follow. Form the view in the forward pass, pass a copy, or run it "
                 "under lowtide.online."
             )
-        if assigned is None and traced.changes:
-            assigned = _rehearse(model, state, tensors, arguments)
-            if assigned:
-                return again(assigned=assigned)
+        if effects is None:
+            effects = _rehearse(model, state, tensors, arguments) if traced.changes else attributes.Effects()
+            if effects.tensors:
+                return again(effects=effects)
     except Exception as error:
         if recorder.used_otherwise(failed=True):
-            return again(assigned=assigned)
+            return again(effects=effects)
         if isinstance(error, LowtideError):
             raise
         raise _capture_error(error) from error
     if recorder.used_otherwise(failed=False):
-        return again(assigned=assigned)
+        return again(effects=effects)
     if all(entry is False for entry in traced.used_mask):
         raise CaptureError(
             "no output of the model requires a gradient, so there is nothing to rematerialize: check requires_grad of "
@@ -128,15 +128,28 @@ def capture(
         )
     if rewrite is not None:
         rewrite(module)
-    guards = Guards.of(model, traced.read, traced.assigned)
-    conditions = Conditions(tuple(mode.questions), guards, recorder.draws)
-    return _assemble(convert(module), metadata, traced, conditions, state, type(model).__name__)
+    settings = tuple(setting for setting in traced.settings if setting[:2] not in effects.counted)
+    conditions = Conditions(tuple(mode.questions), _guards(model, traced, effects, settings), recorder.draws)
+    return _assemble(convert(module), metadata, traced, conditions, effects, settings, state, type(model).__name__)
 
 
-def _rehearse(
-    model: nn.Module, state: State, tensors: Sequence[torch.Tensor], arguments: Any
-) -> tuple[attributes.Assigned, ...]:
-    """The attributes that every call assigns; two calls of one copy of the model find out."""
+def _guards(
+    model: nn.Module, traced: TracedModel, effects: attributes.Effects, settings: Sequence[attributes.Setting]
+) -> tuple[Guards, ...]:
+    """What the model must be like: as it is now or, where the next call has the same program, as this one leaves it."""
+    unknown = [place for place in traced.unknown if place not in effects.counted]
+    if unknown:
+        attributes.say_unknown(unknown)
+    every = [place[:2] for place in effects.tensors if not place.once]
+    guards = Guards.of(model, traced.read, every)
+    left = [(setting[:2], setting.value) for setting in settings if setting[:2] in traced.changes.plain]
+    if not left or not effects.settled:
+        return (guards,)
+    return guards, Guards.of(model, traced.read, every, left)
+
+
+def _rehearse(model: nn.Module, state: State, tensors: Sequence[torch.Tensor], arguments: Any) -> attributes.Effects:
+    """What a call does to the attributes; two calls of one copy of the model find out."""
     mode = AnsweringFakeMode()
     count = len(state.tensors)
     fakes = _fakes(mode, state, tensors)
@@ -240,7 +253,14 @@ def _capture_error(error: Exception) -> CaptureError:
 
 
 def _assemble(
-    converted: Converted, metadata: Any, traced: TracedModel, conditions: Conditions, state: State, name: str
+    converted: Converted,
+    metadata: Any,
+    traced: TracedModel,
+    conditions: Conditions,
+    effects: attributes.Effects,
+    settings: tuple[attributes.Setting, ...],
+    state: State,
+    name: str,
 ) -> Program:
     builder = converted.builder
     returned, results = _results(converted, metadata, traced)
@@ -286,7 +306,8 @@ def _assemble(
         state_names=state.names,
         parameters=state.parameters,
         kept=tuple(converted.kept),
-        assigned=traced.assigned,
+        effects=effects,
+        settings=settings,
     )
     return with_overwrites(program)
 

@@ -1,6 +1,6 @@
 """What a program depends on that no argument of the call shows: plain attributes, hooks and submodules of the model.
 
-While a model is captured, the attributes that its forward pass reads are noted (``reads``). ``Guards`` keeps what they were
+While a model is captured, the attributes that its forward pass reads are noted (``accesses``). ``Guards`` keeps what they were
 in the model itself, along with every module's class, children and hooks, and tells later whether all of it is still so:
 numbers, strings, arrays and containers of such are compared by value, and everything else is the very same object. An object
 that is no module and no tensor, such as a configuration, is looked into, and so are the objects that it holds.
@@ -13,45 +13,44 @@ import operator
 import sys
 import threading
 import types
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from lowtide.capture import structure
-from lowtide.capture.attributes import OWN, Assigned, named
+from lowtide.capture.attributes import ABSENT, DEPTH, MOST_BYTES, MOST_OBJECTS, OWN, Place, locate, named
 
-_ABSENT = object()
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
 _ASKING = (nn.Module.__module__, "functools")  # who reads them to find one
 _INHERITED = frozenset(vars(nn.Module)) - {"forward"} - _WHOLE
-_CONTAINERS = (list, tuple, deque, set, frozenset, dict)
-_CLOSED = (nn.Module, torch.Tensor, types.ModuleType, types.FunctionType, type)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_DEPTH = 3  # of objects in objects
-_MOST_OBJECTS = 256  # that are looked into
-_MOST_BYTES = 1 << 24  # of an array that is compared
 
 _LOCK = threading.Lock()
-_WATCHED: dict[int, tuple[set[tuple[int, str]], int]] = {}  # a module's id -> the places read, its number
-_replaced: Any = _ABSENT  # what nn.Module had for __getattribute__ itself
+_WATCHED: dict[int, tuple[Access, int]] = {}  # a module's id -> what is noted of its model, its number
+_replaced: dict[str, Any] = {}  # what nn.Module had itself for the methods that note
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Attributes of modules, by the number of the module: which were read, before they were written, and which were written."""
+
+    read: set[tuple[int, str]] = field(default_factory=set)
+    written: set[tuple[int, str]] = field(default_factory=set)
 
 
 @contextlib.contextmanager
-def reads(model: nn.Module) -> Iterator[set[tuple[int, str]]]:
-    """Inside, the attributes of the modules of ``model`` that are read are added to the set: number of the module, name."""
-    global _replaced
-    found: set[tuple[int, str]] = set()
+def accesses(model: nn.Module) -> Iterator[Access]:
+    """Inside, what is read and written of the modules of ``model`` is noted."""
+    found = Access()
     numbers = {id(module): (found, number) for number, module in enumerate(model.modules())}
-    kind: Any = nn.Module
     with _LOCK:
         if not _WATCHED:
-            _replaced = vars(kind).get("__getattribute__", _ABSENT)
-            kind.__getattribute__ = _noting
+            for name, method in _NOTING.items():
+                _replaced[name] = vars(nn.Module).get(name, ABSENT)
+                setattr(nn.Module, name, method)
         _WATCHED.update(numbers)
     try:
         yield found
@@ -59,19 +58,30 @@ def reads(model: nn.Module) -> Iterator[set[tuple[int, str]]]:
         with _LOCK:
             for key in numbers:
                 del _WATCHED[key]
-            if not _WATCHED and _replaced is _ABSENT:
-                del kind.__getattribute__
-            elif not _WATCHED:
-                kind.__getattribute__ = _replaced
+            if not _WATCHED:
+                for name, method in _replaced.items():
+                    delattr(nn.Module, name) if method is ABSENT else setattr(nn.Module, name, method)
 
 
-def _noting(module: nn.Module, name: str) -> Any:
+def _read(module: nn.Module, name: str) -> Any:
     watched = _WATCHED.get(id(module))
     if watched is not None and not (name in _WHOLE and sys._getframe(1).f_globals.get("__name__") in _ASKING):
-        watched[0].add((watched[1], name))
-    if _replaced is not _ABSENT:
-        return _replaced(module, name)
-    return super(nn.Module, module).__getattribute__(name)
+        place = (watched[1], name)
+        if place not in watched[0].written:
+            watched[0].read.add(place)
+    method = _replaced["__getattribute__"]
+    return super(nn.Module, module).__getattribute__(name) if method is ABSENT else method(module, name)
+
+
+def _write(module: nn.Module, name: str, value: Any) -> None:
+    watched = _WATCHED.get(id(module))
+    if watched is not None:
+        watched[0].written.add((watched[1], name))
+    method = _replaced["__setattr__"]
+    super(nn.Module, module).__setattr__(name, value) if method is ABSENT else method(module, name, value)
+
+
+_NOTING = {"__getattribute__": _read, "__setattr__": _write}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +94,28 @@ class Guards:
     shared: tuple[tuple[type, str, Any], ...] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, read: set[tuple[int, str]], but: Sequence[Assigned] = ()) -> Guards:
-        """``read``: as ``reads`` found them; ``but``: attributes that planned calls write themselves."""
+    def of(
+        cls,
+        model: nn.Module,
+        read: set[tuple[int, str]],
+        but: Collection[Place] = (),
+        after: Collection[tuple[Place, Any]] = (),
+    ) -> Guards:
+        """``read``: as ``accesses`` found them; ``but``: attributes that may be anything; ``after``: other values than the
+        model has now."""
         modules = list(model.modules())
         names: dict[int, set[str]] = {}
         for number, name in read:
             names.setdefault(number, set()).update(vars(modules[number]) if name in _WHOLE else (name,))
-        own = {("", "forward"), *((place.path, place.name) for place in but)}
-        keeper, values = _Keeper(), []
+        free = {_owned(model, place) for place in (("", "forward"), *but)}
+        keeper, values = _Keeper(free, {_owned(model, place): value for place, value in after}), []
         shared: dict[tuple[type, str], Any] = {}
-        for number, (path, module) in enumerate(model.named_modules()):
-            wanted = [key for key in sorted(names.get(number, ())) if _matters(module, key) and (path, key) not in own]
-            values.append((number, tuple((key, keeper.kept(vars(module).get(key, _ABSENT))) for key in wanted)))
-            for key in wanted:
-                if key not in vars(module):
+        for number, module in enumerate(modules):
+            wanted = [key for key in sorted(names.get(number, ())) if _matters(module, key)]
+            own = keeper.chosen(module, {key: vars(module).get(key, ABSENT) for key in wanted})
+            values.append((number, tuple((key, keeper.kept(value)) for key, value in own.items())))
+            for key, value in own.items():
+                if value is ABSENT:
                     shared[type(module), key] = keeper.kept(_of_class(type(module), key))
         return cls(_wiring(modules), tuple(values), tuple((*place, kept) for place, kept in shared.items()))
 
@@ -108,7 +126,7 @@ class Guards:
         for number, items in self.values:
             own = modules[number].__dict__
             for name, kept in items:
-                value = own.get(name, _ABSENT)
+                value = own.get(name, ABSENT)
                 if value is not kept and not _same(kept, value):
                     return False
         return all(_same(kept, _of_class(kind, name)) for kind, name, kept in self.shared)
@@ -132,7 +150,7 @@ class Guards:
                 found.append(f"{where} has other submodules")
         for number, items in self.values:
             own, where = vars(modules[number]), names[number] or type(model).__name__
-            changed = [(key, own.get(key, _ABSENT)) for key, kept in items if not _same(kept, own.get(key, _ABSENT))]
+            changed = [(key, own.get(key, ABSENT)) for key, kept in items if not _same(kept, own.get(key, ABSENT))]
             found += [f"{where}.{key} is {_shown(value)}" for key, value in changed]
         for kind, name, kept in self.shared:
             if not _same(kept, _of_class(kind, name)):
@@ -168,7 +186,7 @@ def _matters(module: nn.Module, name: str) -> bool:
 
 def _of_class(kind: type, name: str) -> Any:
     """What a class or one of its bases has under the name, as it stands there."""
-    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), _ABSENT)
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), ABSENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,30 +204,46 @@ class _Array:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """An object, and its attributes."""
+    """An object, and its attributes but for those that may be anything."""
 
     value: Any
     attributes: dict[str, Any]
+    free: frozenset[str]
 
 
 class _Keeper:
-    """Makes what is remembered of values; every object is looked into once."""
+    """Makes what is remembered of values; every object is looked into once. ``free``: attributes, by the id of their owner,
+    that may be anything; ``instead``: other values for some."""
 
-    def __init__(self) -> None:
+    def __init__(self, free: Collection[tuple[int, str]], instead: Mapping[tuple[int, str], Any]) -> None:
         self.seen: dict[int, Any] = {}
+        self.free = free
+        self.instead = instead
+
+    def chosen(self, owner: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+        """The attributes of ``owner`` that must stay as they are, and as what."""
+        return {
+            name: self.instead.get((id(owner), name), value)
+            for name, value in own.items()
+            if (id(owner), name) not in self.free
+        }
 
     def kept(self, value: Any, depth: int = 0) -> Any:
-        if isinstance(value, _CONTAINERS):
+        if isinstance(value, structure.CONTAINERS):
             return _Items(type(value), tuple(self.kept(item, depth) for item in _items(value)))
-        if isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES and not value.dtype.hasobject:
+        if isinstance(value, np.ndarray) and value.nbytes <= MOST_BYTES and not value.dtype.hasobject:
             return _Array(value.copy())
-        if isinstance(value, (*structure.PLAIN, *_CLOSED)) or depth == _DEPTH or len(self.seen) == _MOST_OBJECTS:
+        method = isinstance(value, types.MethodType)
+        if depth == DEPTH or len(self.seen) == MOST_OBJECTS or not (method or structure.is_open(value)):
             return value
-        own = _fields(value)
-        if not own or id(value) in self.seen:
+        if id(value) in self.seen:
             return value
         self.seen[id(value)] = value
-        return _Object(value, {name: self.kept(item, depth + 1) for name, item in own.items()})
+        own = _fields(value)
+        added = {name: item for (owner, name), item in self.instead.items() if owner == id(value)}
+        chosen = self.chosen(value, {**own, **added})
+        attributes = {name: self.kept(item, depth + 1) for name, item in chosen.items() if item is not ABSENT}
+        return _Object(value, attributes, frozenset(name for owner, name in self.free if owner == id(value)))
 
 
 def _items(value: Any) -> Sequence[Any]:
@@ -217,17 +251,13 @@ def _items(value: Any) -> Sequence[Any]:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """The attributes of an object, those in slots included; of a bound method, its object."""
-    if isinstance(value, types.MethodType):
-        return {"__self__": value.__self__}
-    own = getattr(value, "__dict__", None)
-    found = dict(own) if type(own) is dict else {}
-    for base in type(value).__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            with contextlib.suppress(AttributeError):
-                found[name] = object.__getattribute__(value, name)
-    return found
+    """The attributes of an object; of a bound method, its object."""
+    return {"__self__": value.__self__} if isinstance(value, types.MethodType) else structure.fields(value)
+
+
+def _owned(model: nn.Module, place: Place) -> tuple[int, str]:
+    owner, name = locate(model, place) or (None, "")
+    return id(owner), name
 
 
 def _same(kept: Any, value: Any) -> bool:
@@ -243,7 +273,7 @@ def _same(kept: Any, value: Any) -> bool:
         if value is not kept.value and not _same_method(kept.value, value):
             return False
         own = _fields(value)
-        return own.keys() == kept.attributes.keys() and all(
+        return own.keys() - kept.free == kept.attributes.keys() and all(
             _same(item, own[name]) for name, item in kept.attributes.items()
         )
     if isinstance(kept, _Array):
@@ -268,6 +298,6 @@ def _equal(one: np.ndarray[Any, Any], two: np.ndarray[Any, Any]) -> bool:
 
 
 def _shown(value: Any) -> str:
-    if value is _ABSENT:
+    if value is ABSENT:
         return "absent"
     return repr(value) if isinstance(value, structure.PLAIN) else f"another {type(value).__name__}"

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from lowtide.capture import attributes, draws, structure
 from lowtide.capture.caches import clear_caches_of_fakes
 from lowtide.capture.draws import Recorder
-from lowtide.capture.guards import reads
+from lowtide.capture.guards import accesses
 from lowtide.capture.sharded import copy_module
 from lowtide.capture.source import user_source
 from lowtide.errors import CaptureError
@@ -93,7 +93,8 @@ class TracedModel:
     """Callable as ``(*tensors) -> tuple of tensors``; remembers the structure of the last result.
 
     Every call runs a model of its own, since a forward pass may leave (fake) tensors in attributes: what it ``changes``. The
-    structure is of a pair: what the model returned, and the attributes that are results too, ``assigned``.
+    structure is of a pair: what the model returned, and the attributes that are results too, ``assigned``. ``settings`` are the
+    plain values that it wrote, and ``unknown`` the attributes that got other ones.
 
     ``mask`` says which results a gradient is expected for; the others are detached, so that none is asked for them. What the
     model reads of itself is ``read``, and ``recorder`` follows what it draws.
@@ -107,6 +108,8 @@ class TracedModel:
     recorder: Recorder = field(default_factory=Recorder)
     read: set[tuple[int, str]] = field(default_factory=set)
     changes: attributes.Changes = field(default_factory=attributes.Changes)
+    settings: tuple[attributes.Setting, ...] = ()
+    unknown: tuple[attributes.Place, ...] = ()
     result: Any = None
     requires_grad: tuple[bool, ...] = ()
     used_mask: GradientMask = ()
@@ -124,9 +127,15 @@ class TracedModel:
         try:
             # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
             no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_NO_SAVED_TENSORS_HOOKS)
-            with self.recorder(), draws.none_by(model), reads(model) as read, _RecordSource(tensors[:count]), no_hooks:
+            with (
+                self.recorder(),
+                draws.none_by(model),
+                accesses(model) as access,
+                _RecordSource(tensors[:count]),
+                no_hooks,
+            ):
                 result = model.forward(*args, **kwargs)
-            self.read |= read
+            self.read |= access.read
         finally:
             clear_caches_of_fakes()
         # Buffers that the forward pass replaced by new tensors (``self.buffer = ...``).
@@ -143,6 +152,9 @@ class TracedModel:
                 "it before the forward pass, or run the model under lowtide.online."
             )
         self.changes = attributes.changes(model, before)
+        paths = [path for path, _ in model.named_modules()]
+        written = [(paths[number], name) for number, name in sorted(access.written)]
+        self.settings, self.unknown = attributes.settings(model, before, self.changes, written)
         flat, self.result = structure.flatten_distinct((result, attributes.written(model, before, self.assigned)))
         self.requires_grad = tuple(tensor.requires_grad for tensor in flat)
         self.used_mask = self.mask if self.mask and _fits(self.mask, flat) else guess_mask(flat, self.result)

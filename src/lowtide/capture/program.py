@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lowtide.capture import structure
-from lowtide.capture.attributes import Assigned
+from lowtide.capture.attributes import Effects, Setting
 from lowtide.capture.draws import Draws, Recorder
 from lowtide.capture.guards import Guards
 from lowtide.ir import Graph
@@ -72,19 +72,27 @@ class Result:
 @dataclass(frozen=True, slots=True, eq=False)
 class Conditions:
     """What a program depends on beside the layouts of its inputs: answers about their values (``capture.fake``), what the model
-    is like (``capture.guards``), and what Python and NumPy draw (``capture.draws``)."""
+    is like, in one of several ways (``capture.guards``), and what Python and NumPy draw (``capture.draws``)."""
 
     questions: tuple[Any, ...] = ()
-    guards: Guards = field(default_factory=Guards)
+    guards: tuple[Guards, ...] = (Guards(),)
     draws: Draws | None = None
 
     def hold(self, modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> bool:
         """Whether a call now has this program. ``modules``: all of the model's; ``inputs``: flat; ``memo``: of the call."""
         return (
-            self.guards.hold(modules)
+            self.fit(modules)
             and all(question.holds(inputs, memo) for question in self.questions)
             and (self.draws is None or self.draws.hold())
         )
+
+    def fit(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether the model is as it has to be."""
+        return any(guards.hold(modules) for guards in self.guards)
+
+    def changed(self, model: nn.Module) -> str:
+        """In words, what of the model is not as it has to be."""
+        return "" if self.fit(list(model.modules())) else self.guards[-1].broken(model)
 
     def recorder(self) -> Recorder | None:
         """To capture the same call again, with the same draws."""
@@ -97,7 +105,7 @@ class Conditions:
         answers = (
             f"{question.source}: {question.answer}, then {new}" for question, new in now if new != question.answer
         )
-        return self.guards.broken(model) or next(answers, "what is drawn from the generators of Python or NumPy")
+        return self.changed(model) or next(answers, "what is drawn from the generators of Python or NumPy")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,8 +118,8 @@ class Program:
     its parameters and buffers. ``tangents[i]`` is the forward output that the i-th ``lowtide.tangent`` op belongs to.
     ``gradients`` pairs a flat input with the value of its gradient. ``mask`` tells for which results a gradient is
     expected, and in which layout (``capture.module.GradientMask``). ``conditions`` are what it depends on beside the layouts.
-    ``result_structure`` is of a pair: what the model returned, and what it left in the attributes ``assigned`` (module path and
-    name), see ``capture.attributes``.
+    ``result_structure`` is of a pair: what the model returned, and what it left in the attributes ``effects.tensors``;
+    ``settings`` are the plain values that it left, see ``capture.attributes``.
     ``kept`` are the flat inputs whose first values, overwritten by the forward pass, are its last forward outputs.
     """
 
@@ -130,7 +138,8 @@ class Program:
     state_names: tuple[tuple[str, ...], ...]
     parameters: int
     kept: tuple[int, ...]
-    assigned: tuple[Assigned, ...] = ()
+    effects: Effects = field(default_factory=Effects)
+    settings: tuple[Setting, ...] = ()
 
     def same_as(self, other: Program, held: Collection[int]) -> bool:
         """Whether both are the same operators on the same operands, with the same results, in the same order. ``held``: the ids
@@ -142,6 +151,8 @@ class Program:
             and all(map(_same_call, self.calls, other.calls))
             and all(getattr(self, name) == getattr(other, name) for name in _COMPARED)
             and structure.fingerprint(self.result_structure) == structure.fingerprint(other.result_structure)
+            and self.effects.tensors == other.effects.tensors
+            and repr(self.settings) == repr(other.settings)
             and all(one is two or (id(two) not in held and _equal(one, two)) for one, two in pairs)
         )
 
@@ -156,7 +167,6 @@ _COMPARED = (
     "reassigned",
     "state_names",
     "kept",
-    "assigned",
 )
 
 

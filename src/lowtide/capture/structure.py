@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import hashlib
 import types
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 
+CONTAINERS = (list, tuple, deque, set, frozenset, dict)
+_CLOSED = (torch.nn.Module, torch.Tensor, np.ndarray, types.ModuleType, types.FunctionType, types.MethodType, type)
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 
 
@@ -62,7 +65,7 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[int, ...]) -> Any
         leaves, spec = _one_level(node)
         return Nested(spec, tuple(_visit(leaf, tensors, within) for leaf in leaves))
     # A class that pytree does not know is looked into only where it holds tensors.
-    attributes = {name: _visit(value, tensors, within) for name, value in _stored(node).items()}
+    attributes = {name: _visit(value, tensors, within) for name, value in fields(node).items()}
     if not any(slots(child) for child in attributes.values()):
         return node
     return Held(_emptied(node, attributes), attributes)
@@ -145,6 +148,25 @@ def slots(structure: Any) -> list[int]:
     return [slot for child in children for slot in slots(child)]
 
 
+def is_open(value: Any) -> bool:
+    """Whether it is an object with attributes of its own, such as a configuration, that may be looked into."""
+    return not isinstance(value, (*PLAIN, *CONTAINERS, *_CLOSED)) and bool(fields(value))
+
+
+def fields(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots included, past what its class makes of reading them: a configuration may
+    refuse to answer."""
+    own = getattr(value, "__dict__", None)
+    found = dict(own) if type(own) is dict else {}
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                with contextlib.suppress(AttributeError):
+                    found[name] = object.__getattribute__(value, name)
+    return found
+
+
 def _is_pytree_leaf(node: Any) -> bool:
     is_leaf = getattr(pytree, "tree_is_leaf", None) or pytree._is_leaf
     return bool(is_leaf(node))
@@ -175,15 +197,3 @@ def _emptied(node: Any, attributes: dict[str, Any]) -> Any:
         if slots(child):
             object.__setattr__(prototype, name, None)
     return prototype
-
-
-def _stored(node: Any) -> dict[str, Any]:
-    """The attributes of an object, or the fields of a dataclass, past what its class makes of reading them: a
-    configuration may refuse to answer."""
-    if not dataclasses.is_dataclass(node):
-        return dict(getattr(node, "__dict__", ()))
-    found = {}
-    for field in dataclasses.fields(node):
-        with contextlib.suppress(AttributeError):
-            found[field.name] = object.__getattribute__(node, field.name)
-    return found

@@ -32,7 +32,7 @@ from lowtide.stages import itemised, stage, stage_seconds
 _LOG = logging.getLogger(__name__)
 _MANY_CAPTURES = 8  # for the same shapes: said in the log
 _MOST_PROGRAMS = 32  # kept
-_MOST_CONDITIONS = 8  # kept, of each
+_MOST_CONDITIONS = 16  # kept, of each
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +55,8 @@ class Sample:
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
     """A planned program, ready to run for the calls with signature ``key`` on which one of ``conditions`` holds, the last used
-    first. ``captured`` is the program before there were kernels in it, and ``sample`` what it was captured with."""
+    first. ``captured`` is the program before there were kernels in it, and ``sample`` what it was captured with. ``before``:
+    plain values of the model as the latest call found them."""
 
     key: Signature
     captured: Program
@@ -65,6 +66,7 @@ class Entry:
     conditions: list[Conditions]
     sample: Sample
     remake: Callable[[Entry, GradientMask], Entry]
+    before: list[Any] = field(default_factory=list)
 
     def for_mask(self, mask: GradientMask) -> Entry:
         """The same program for a gradient of other results; it serves the following calls too."""
@@ -119,7 +121,17 @@ class Rematerialized:
             return self.original_forward(*args, **kwargs)
         if entry.conditions[0].draws is not None:
             entry.conditions[0].draws.take()
-        return _rebuild(entry.program, self.run(entry, inputs), inputs, model)
+        return self._result(entry, self.run(entry, inputs), inputs)
+
+    def _result(self, entry: Entry, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+        """The model's result, of the type that eager returns; what eager leaves in attributes is there too."""
+        program, model = entry.program, self.model
+        result, left = structure.unflatten(program.result_structure, _tensors(program, outputs, inputs, model))
+        effects = program.effects.tensors
+        entry.before[:] = attributes.plain(model, [place[:2] for place in (*effects, *program.settings)])
+        attributes.write(model, effects, left)
+        attributes.apply(model, program.settings)
+        return result
 
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The forward outputs of the planned program."""
@@ -206,7 +218,7 @@ class Rematerialized:
             return captured_program(self.model, sample.args, sample.kwargs, self.settings, expected)
         again = old.conditions[0].recorder()
         return captured_program(
-            self.model, sample.args, sample.kwargs, self.settings, mask, old.captured.assigned, again
+            self.model, sample.args, sample.kwargs, self.settings, mask, old.captured.effects, again
         )
 
     def _same(self, key: Signature, captured: Program) -> Entry | None:
@@ -246,12 +258,13 @@ class Rematerialized:
         known, spare = self.entries[old.key], self.spare.setdefault(old.key, [])
         entry = next((e for e in spare if e.conditions is old.conditions and e.program.mask == mask), None)
         if entry is None:
-            if not old.conditions[0].guards.hold(list(self.model.modules())):
-                raise ExecutionError(
-                    f"{type(self.model).__name__} was changed between a forward pass and its backward pass, which needs a "
-                    f"program of its own ({old.conditions[0].guards.broken(self.model)}). Change it after the backward pass."
-                )
-            with torch.enable_grad(), old.sample.autocast:
+            with attributes.undone(self.model, old.before), torch.enable_grad(), old.sample.autocast:
+                changed = old.conditions[0].changed(self.model)
+                if changed:
+                    raise ExecutionError(
+                        f"{type(self.model).__name__} was changed between a forward pass and its backward pass, which needs a "
+                        f"program of its own ({changed}). Change it after the backward pass."
+                    )
                 entry = self._make(old.key, old.sample, old, mask)
         spare.extend(e for e in known if e is old)
         spare[:] = [e for e in spare if e is not entry]
@@ -299,8 +312,10 @@ def _restore_pickled(model: nn.Module, settings: Settings, original: Callable[..
     return Rematerialized(model, settings)
 
 
-def _rebuild(program: Program, outputs: list[torch.Tensor], inputs: list[torch.Tensor], model: nn.Module) -> Any:
-    """The model's result, of the type that eager returns; what eager leaves in attributes is there too."""
+def _tensors(
+    program: Program, outputs: list[torch.Tensor], inputs: list[torch.Tensor], model: nn.Module
+) -> list[torch.Tensor]:
+    """Those of the result. Buffers that the forward pass replaces are replaced."""
     tensors = []
     for result in program.results:
         source = (
@@ -312,9 +327,7 @@ def _rebuild(program: Program, outputs: list[torch.Tensor], inputs: list[torch.T
     for name, index in program.reassigned.items():
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path)._buffers[leaf] = tensors[index].detach()
-    result, left = structure.unflatten(program.result_structure, tensors)
-    attributes.write(model, program.assigned, left)
-    return result
+    return tensors
 
 
 def _light(tensor: torch.Tensor) -> torch.Tensor:
