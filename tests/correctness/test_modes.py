@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests.support.networks import WithLoss, perceptron, rows
@@ -132,6 +133,80 @@ def test_autocast_inside_the_model() -> None:
                 return self.head(y.float()).square().mean()
 
     compare_training(Inside, rows())
+
+
+class _Shared(nn.Module):
+    """``use(self, x)`` uses parameters several times."""
+
+    def __init__(self, use: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.cell, self.table = nn.GRUCell(32, 32), nn.Embedding(64, 32)
+        self.use = use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.use(self, x).float()
+
+
+def _layers(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(4):
+        x = torch.tanh(model.layer(x)) + x
+    return x
+
+
+def _recurrent(model: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.zeros_like(x)
+    for step in range(5):
+        hidden = model.cell(x * step, hidden)
+    return hidden
+
+
+def _tied(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """In full precision too: where the table is looked up, and in its norm."""
+    h = model.layer(model.table(torch.arange(len(x)) % 64) + x)
+    weight = model.table.weight
+    return F.linear(h, weight).float() + F.linear(model.layer(h), weight) + weight.square().sum()
+
+
+def _two_periods(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = model.layer(model.layer(x)).float()
+    return x
+
+
+def _not_kept(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        return model.layer(model.layer(x))  # type: ignore[no-any-return]
+
+
+def _own_casts(model: Any, x: torch.Tensor) -> torch.Tensor:
+    one, two = model.layer.weight.to(torch.bfloat16), model.layer.weight.bfloat16()
+    return F.linear(x, one) + F.linear(x, two) + model.layer(x) + model.layer(x * 2)
+
+
+def _also_without_gradients(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = model.other(model.layer(x))
+    return (model.layer(model.layer(x)) - target) * model.other(x)
+
+
+@pytest.mark.parametrize("budgets", [("100%",), ("85%",)], ids=["100", "85"])
+@pytest.mark.parametrize(
+    "use",
+    [_layers, _recurrent, _tied, _two_periods, _not_kept, _own_casts, _also_without_gradients],
+    ids=lambda use: use.__name__,
+)
+def test_parameters_used_twice_under_autocast(use: Callable[..., torch.Tensor], budgets: tuple[str, ...]) -> None:
+    """Cast once, and their gradients are summed in the low precision, until the outermost autocast ends."""
+    inside = use in (_two_periods, _not_kept)
+    options: dict[str, Any] = {}
+    if not inside:
+        options = {
+            "step": _autocast_step(torch.bfloat16),
+            "prepare": _prepare_under_autocast(torch.bfloat16),
+        }
+    compare_training(lambda: WithLoss(_Shared(use)), rows(), budgets=budgets, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bfloat16", "float64"])

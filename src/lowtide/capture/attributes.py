@@ -274,11 +274,14 @@ def _refill(found: Any, value: Any) -> None:
     (found.update if isinstance(found, (dict, set)) else found.extend)(value)
 
 
-def say_unknown(places: Sequence[Place]) -> None:
-    _LOG.warning(
-        "the forward pass writes objects or arrays in plain attributes (%s), which planned calls leave as they are",
-        _texts(places),
-    )
+def say_unknown(model: nn.Module, places: Sequence[Place]) -> None:
+    """Log what is left as it was, but for the bookkeeping of PyTorch's own modules."""
+    theirs = [place for place in places if not type(model.get_submodule(place[0])).__module__.startswith("torch.")]
+    if theirs:
+        _LOG.warning(
+            "the forward pass writes objects or arrays in plain attributes (%s), which planned calls leave as they are",
+            _texts(theirs),
+        )
 
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:

@@ -18,13 +18,22 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.capture import attributes, structure
+from lowtide.capture.autocast import share_casts
 from lowtide.capture.caches import clear_caches_of_fakes
 from lowtide.capture.convert import Converted, convert
 from lowtide.capture.draws import Recorder, untouched
 from lowtide.capture.fake import AnsweringFakeMode
 from lowtide.capture.guards import Guards
 from lowtide.capture.joint import as_traced, export_joint
-from lowtide.capture.module import GradientMask, State, TracedModel, announce_origins, copy_without_data, model_state
+from lowtide.capture.module import (
+    GradientMask,
+    State,
+    TracedModel,
+    announce_origins,
+    copy_without_data,
+    model_state,
+    period_of_casts,
+)
 from lowtide.capture.overwrites import with_overwrites
 from lowtide.capture.program import Conditions, Program, Result
 from lowtide.capture.sharded import refuse_sharded_parts
@@ -100,7 +109,9 @@ def capture(
             watch(clone)
         return clone
 
-    traced = TracedModel(make_model, state.names, arguments, mask, effects.tensors if effects else (), recorder)
+    assigned = effects.tensors if effects else ()
+    keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
+    traced = TracedModel(make_model, state.names, arguments, mask, assigned, recorder, keep_casts)
     try:
         module, metadata = export_joint(traced, fakes)
         if len(metadata.input_info) != len(fakes):  # merged into one
@@ -126,6 +137,8 @@ def capture(
             "no output of the model requires a gradient, so there is nothing to rematerialize: check requires_grad of "
             "the parameters and inputs, and that the model is not under torch.no_grad()."
         )
+    leaves = [i for i, t in enumerate((*state.tensors, *tensors)) if t.requires_grad and t.is_leaf and not t._is_view()]
+    share_casts(module, leaves, period_of_casts)
     if rewrite is not None:
         rewrite(module)
     settings = tuple(setting for setting in traced.settings if setting[:2] not in effects.counted)
@@ -137,9 +150,7 @@ def _guards(
     model: nn.Module, traced: TracedModel, effects: attributes.Effects, settings: Sequence[attributes.Setting]
 ) -> tuple[Guards, ...]:
     """What the model must be like: as it is now or, where the next call has the same program, as this one leaves it."""
-    unknown = [place for place in traced.unknown if place not in effects.counted]
-    if unknown:
-        attributes.say_unknown(unknown)
+    attributes.say_unknown(model, [place for place in traced.unknown if place not in effects.counted])
     every = [place[:2] for place in effects.tensors if not place.once]
     guards = Guards.of(model, traced.read, every)
     left = [(setting[:2], setting.value) for setting in settings if setting[:2] in traced.changes.plain]

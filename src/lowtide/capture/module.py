@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lowtide.capture import attributes, draws, structure
+from lowtide.capture.autocast import Period, follow
 from lowtide.capture.caches import clear_caches_of_fakes
 from lowtide.capture.draws import Recorder
 from lowtide.capture.guards import accesses
@@ -97,7 +98,7 @@ class TracedModel:
     plain values that it wrote, and ``unknown`` the attributes that got other ones.
 
     ``mask`` says which results a gradient is expected for; the others are detached, so that none is asked for them. What the
-    model reads of itself is ``read``, and ``recorder`` follows what it draws.
+    model reads of itself is ``read``, and ``recorder`` follows what it draws. ``keep_casts``: those of autocast.
     """
 
     make_model: Callable[[], nn.Module]
@@ -106,6 +107,7 @@ class TracedModel:
     mask: GradientMask | None
     assigned: tuple[attributes.Assigned, ...] = ()
     recorder: Recorder = field(default_factory=Recorder)
+    keep_casts: bool = True
     read: set[tuple[int, str]] = field(default_factory=set)
     changes: attributes.Changes = field(default_factory=attributes.Changes)
     settings: tuple[attributes.Setting, ...] = ()
@@ -131,8 +133,9 @@ class TracedModel:
                 self.recorder(),
                 draws.none_by(model),
                 accesses(model) as access,
-                _RecordSource(tensors[:count]),
                 no_hooks,
+                follow(self.keep_casts) as period,
+                _RecordSource(tensors[:count], period),
             ):
                 result = model.forward(*args, **kwargs)
             self.read |= access.read
@@ -284,6 +287,12 @@ def origin(node: torch.fx.Node) -> tuple[str, str]:
     return noted.get("module", ""), noted.get("source", "")
 
 
+def period_of_casts(node: torch.fx.Node) -> str:
+    """Until when a cast was kept, see ``capture.autocast``."""
+    period: str = node.meta.get("custom", {}).get(_KEY, {}).get("casts", "")
+    return period
+
+
 _KEY = "lowtide"  # inside the one annotation that the tracer copies to nodes
 
 
@@ -296,14 +305,16 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _RecordSource(torch.overrides.TorchFunctionMode):
-    """Notes the user's line at every call of a torch function. ``state``: what must not be given other data."""
+    """Notes the user's line at every call of a torch function, and the ``period`` of its casts. ``state``: what must not be
+    given other data."""
 
-    def __init__(self, state: Sequence[torch.Tensor]) -> None:
+    def __init__(self, state: Sequence[torch.Tensor], period: Period) -> None:
         super().__init__()
         self.state = state
+        self.period = period
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _note(source=user_source())
+        _note(source=user_source(), casts=self.period(func))
         if func == _SET_DATA and any(args[0] is tensor for tensor in self.state):
             raise CaptureError(
                 "the forward pass assigns to .data of a parameter or a buffer, which no program can follow. Write into it "

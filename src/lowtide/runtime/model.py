@@ -49,7 +49,9 @@ class Sample:
         tensors, tree = flat_arguments(self.args, self.kwargs)
         args, kwargs = structure.unflatten(tree, [_light(tensor) for tensor in tensors])
         enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-        return Sample(args, kwargs, torch.autocast(device_type, dtype=dtype if enabled else None, enabled=enabled))
+        keep_casts = torch.is_autocast_cache_enabled()
+        autocast = torch.autocast(device_type, dtype if enabled else None, enabled, cache_enabled=keep_casts)
+        return Sample(args, kwargs, autocast)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

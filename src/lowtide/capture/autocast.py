@@ -1,0 +1,138 @@
+"""What autocast keeps: a parameter that is used twice is cast once, and its gradients are summed in the low precision.
+
+The tracer switches that cache off, and its parameters are no leaves, which alone are kept. So the forward pass is traced
+with a cast for each use (``follow`` has them marked), and ``share_casts`` makes one of them afterwards: the first cast serves
+all uses, what comes back for them is summed as it is, and the sum is cast. As in eager, casts are kept until the outermost
+autocast ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd import descriptors as d
+
+from lowtide.capture.replaced import replaced
+
+_ATEN = torch.ops.aten
+_TO_COPY = _ATEN._to_copy.default
+_ADD = _ATEN.add.Tensor
+_LOW = (torch.bfloat16, torch.float16)
+_EXPLICIT = {
+    torch.Tensor.to,
+    torch.Tensor.type,
+    torch.Tensor.type_as,
+    torch.Tensor.half,
+    torch.Tensor.bfloat16,
+    torch.Tensor.copy_,
+}  # the user's own casts, which are not kept
+
+Period = Callable[[Any], str]
+Group = tuple[fx.Node, torch.dtype, str]
+
+
+@contextlib.contextmanager
+def follow(enabled: bool) -> Iterator[Period]:
+    """Inside, the answer tells, by the torch function that runs, until when a cast in it is kept: equal for two casts of one
+    parameter that are one in eager, and empty where nothing is kept. ``enabled``: whether casts are kept to begin with."""
+    periods = 0
+
+    def ended() -> None:
+        nonlocal periods
+        periods += 1
+
+    def period(function: Any) -> str:
+        return str(periods) if torch.is_autocast_cache_enabled() and function not in _EXPLICIT else ""
+
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        with replaced(torch, "clear_autocast_cache", ended):
+            yield period
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def share_casts(module: fx.GraphModule, leaves: Collection[int], period: Callable[[fx.Node], str]) -> None:
+    """Make one cast of those that eager makes once, in a joint graph, in place. ``leaves``: positions of the inputs that are
+    leaves; ``period``: what ``follow`` said of a node."""
+    inputs = {node.meta["desc"]: node for node in module.graph.nodes if node.op == "placeholder"}
+    kept = {inputs[d.PlainAOTInput(position)] for position in leaves}
+    groups: dict[Group, list[fx.Node]] = {}
+    for node in module.graph.nodes:
+        dtype = node.kwargs.get("dtype")
+        if node.target is _TO_COPY and node.args[0] in kept and dtype in _LOW and period(node):
+            groups.setdefault((node.args[0], dtype, period(node)), []).append(node)
+    group_of: dict[tuple[fx.Node, Any], Group] = {}
+    for group, (first, *others) in groups.items():
+        for cast in others:
+            group_of.update({(group[0], found.meta.get("seq_nr")): group for found in (first, cast)})
+            cast.replace_all_uses_with(first)
+            module.graph.erase_node(cast)
+    if not group_of:
+        return
+    output: Any = module.graph.output_node()
+    for descriptor, gradient in zip(output.meta["desc"], output.args[0], strict=True):
+        if isinstance(descriptor, d.GradAOTOutput) and isinstance(gradient, fx.Node):
+            source = inputs[descriptor.grad_of]
+            _regroup(gradient, {number: group for (node, number), group in group_of.items() if node is source})
+    module.recompile()
+
+
+def _regroup(gradient: fx.Node, group_of: Mapping[Any, Group]) -> None:
+    """Sum what belongs to one group, by the sequence number of its casts, before it is cast."""
+    terms, sums = _summed(gradient)
+    groups = [group_of.get(term.meta["seq_nr"]) if term.target is _TO_COPY else None for term in terms]
+    if all(group is None or groups.count(group) == 1 for group in groups):
+        return
+    graph = gradient.graph
+    totals: dict[Group, fx.Node] = {}
+    result: fx.Node | None = None
+    for position, (term, group) in enumerate(zip(terms, groups, strict=True)):
+        before = (sums[position - 1] if position else term).next  # what is inserted there goes in front of it
+        part: fx.Node | None = term
+        if group is not None and groups.count(group) > 1:
+            low: Any = term.args[0]
+            totals[group] = low if group not in totals else _inserted(before, low, _ADD, (totals[group], low))
+            part = None
+            if group not in groups[position + 1 :]:
+                part = _inserted(before, term, _TO_COPY, (totals[group],), term.kwargs)
+        if part is not None:
+            result = part if result is None else _inserted(before, term, _ADD, (result, part))
+    assert result is not None
+    gradient.replace_all_uses_with(result)
+    for node in (*reversed(sums), *terms):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _summed(gradient: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The terms of a sum in the order in which they arrived, and the additions, of which there is one less."""
+    terms: list[fx.Node] = []
+    sums: list[fx.Node] = []
+    node: Any = gradient
+    while (
+        node.target is _ADD
+        and not node.kwargs
+        and isinstance(node.args[1], fx.Node)
+        and (node is gradient or len(node.users) == 1)
+    ):
+        terms.append(node.args[1])
+        sums.append(node)
+        node = node.args[0]
+    return [node, *reversed(terms)], sums[::-1]
+
+
+def _inserted(before: fx.Node, like: fx.Node, target: Any, args: Sequence[Any], kwargs: Any = None) -> fx.Node:
+    """An operator with the meaning of ``like``."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(target, tuple(args), dict(kwargs or {}))
+    node.meta = dict(like.meta)
+    value = like.meta["val"]
+    with value.fake_mode:
+        node.meta["val"] = target(*(arg.meta["val"] for arg in args), **(kwargs or {}))
+    return node
