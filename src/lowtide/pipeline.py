@@ -16,8 +16,7 @@ from torch import nn
 from lowtide import __version__, plan_cache
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Program, capture
-from lowtide.capture.attributes import Effects
-from lowtide.capture.draws import Recorder
+from lowtide.capture.attributes import Place
 from lowtide.capture.module import GradientMask
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.cache import cache_folder
@@ -76,20 +75,23 @@ def captured_program(
     kwargs: Any,
     settings: Settings,
     mask: GradientMask | None = None,
-    effects: Effects | None = None,
-    recorder: Recorder | None = None,
+    like: Program | None = None,
+    follow: frozenset[Place] = frozenset(),
 ) -> Program:
     """The program operator by operator; with ``compiler="inductor"`` those that ``fused`` takes.
 
-    ``mask`` and ``effects`` are those of another program of the same call, where there is one.
+    ``like`` is another program of the same call, where there is one; ``follow`` as of ``capture``.
     """
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None
     if settings.compiler != "eager":
         from lowtide.fusion import split_norms
 
         rewrite = split_norms
+    known: dict[str, Any] = {"follow": follow}
+    if like is not None:
+        known = {"effects": like.effects, "follow": like.follow, "recorder": like.conditions.recorder()}
     with stage("capture"):
-        return capture(model, args, kwargs, mask=mask, rewrite=rewrite, effects=effects, recorder=recorder)
+        return capture(model, args, kwargs, mask=mask, rewrite=rewrite, **known)
 
 
 def fused(program: Program, settings: Settings) -> Program:
@@ -122,8 +124,7 @@ def planned_program(
     if isinstance(answer, Plan) and (settings.compiler == "eager" or answer.overhead <= _COSTLY):
         return program, answer
     apart = dataclasses.replace(settings, compiler="eager", budget=answer.budget_bytes, total_budget=None, reserve=0)
-    again = captured.conditions.recorder()
-    operators = captured_program(model, args, kwargs, apart, captured.mask, captured.effects, again)
+    operators = captured_program(model, args, kwargs, apart, captured.mask, captured)
     if (
         isinstance(answer, Plan)
         and not several_processes()  # each measures for itself, and all must go the same way

@@ -207,18 +207,6 @@ def _switched(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> torch
     return h.sin() if first else None
 
 
-def _carried(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-    before = torch.zeros_like(h) if model.hidden is None else model.hidden
-    model.hidden = h.detach() + before
-    return before
-
-
-def _average(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-    model.hidden = 0.9 * model.hidden + 0.1 * h.detach().mean(0)
-    result: torch.Tensor = model.hidden
-    return result
-
-
 def _of_the_first_input(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
     if model.hidden is None:
         model.hidden = x.detach().mean(0)
@@ -242,12 +230,6 @@ def _growing(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> torch.
     return torch.stack(model.seen).sum()
 
 
-def _trained_on(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
-    if model.hidden is None:
-        model.hidden = h.mean(0)
-    return model.hidden
-
-
 def _counted_to_the_first(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
     if model.calls == 0:
         model.center = x.mean(0)
@@ -262,11 +244,8 @@ def _replaced(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> None:
 
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (_annealed, {"calls": 0}, "depends on attributes"),
-    (_carried, {"hidden": None}, "computes with what an earlier one left"),
-    (_average, {"hidden": torch.zeros(WIDTH)}, "computes with what an earlier one left"),
-    (_trained_on, {"hidden": None}, "computes with what an earlier one left"),
     (_counted_to_the_first, {"calls": 0}, "depends on attributes"),
-    (_growing, {"seen": ()}, "computes with what an earlier one left"),
+    (_growing, {"seen": ()}, "leaves other shapes in plain attributes"),
     (_replaced, {}, "replaces submodules"),
 ]
 

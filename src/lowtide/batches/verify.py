@@ -38,7 +38,8 @@ def measured_peak(model: nn.Module, program: Program, plan: Plan, sample: Sample
     parameters = [t.detach().requires_grad_(t.requires_grad) for t in state.tensors[: state.parameters]]
     buffers = [t.detach().clone() for t in state.tensors[state.parameters :]]
     tensors, _ = flat_arguments(*sample)
-    inputs = [*parameters, *buffers, *tensors]
+    inputs = program.inputs_of(model, [*parameters, *buffers, *tensors])
+    assert inputs is not None  # the model is as it was captured
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         peak = measure(_step, _Once(program, lower(program, plan.schedule)), inputs).peak_bytes
     for tensor in tensors:

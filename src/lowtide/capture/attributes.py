@@ -11,12 +11,13 @@ an attribute                                           is
 =====================================================  ==========================================================
 that gets a plain value (the longest length so far)    written after every planned call
 that gets tensors in every call (an auxiliary loss)    a result of the program, written after every planned call
-that gets tensors in the first call (a cached mask)    the same; the next call finds it there, and is another program
+... from which the next call computes (hidden state)   an input of the program too, as a buffer is
+that gets tensors in the first call (a cached mask)    a result; the next call finds it there, and is another program
 that gets other values in every call (a counter)       left as it is, said in the log, where nothing depends on it
 =====================================================  ==========================================================
 
-A program is refused that computes with the tensors that the call before it left behind: they belong into buffers, which are
-followed.
+Tensors in attributes are constants of the program unless they are ``followed``: then they are inputs, whatever they are at the
+time of a call, as long as their layout stays.
 """
 
 from __future__ import annotations
@@ -79,12 +80,22 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """What a rehearsal found: attributes that get tensors, and those that are ``counted`` on in every call. ``settled``: the
-    next call has the same program."""
+    """What a rehearsal found: attributes that get tensors, those that are ``counted`` on in every call, and those whose tensors
+    are ``carried`` from call to call. ``settled``: the next call has the same program."""
 
     tensors: tuple[Assigned, ...] = ()
     counted: frozenset[Place] = frozenset()
+    carried: frozenset[Place] = frozenset()
     settled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """Tensors in attributes that are inputs. ``places[i]``: where ``tensors[i]`` is, attributes and the number of the tensor
+    among those in there."""
+
+    tensors: tuple[torch.Tensor, ...] = ()
+    places: tuple[tuple[tuple[Place, int], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +296,46 @@ def say_unknown(model: nn.Module, places: Sequence[Place]) -> None:
 
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """All tensors in plain attributes, those in containers and objects included."""
+    """All tensors in plain attributes, those in containers, objects and modules that are not registered included."""
     distinct = {id(value): value for _, value in _of_modules(model) if not isinstance(value, structure.PLAIN)}
-    return [tensor for value in distinct.values() for tensor in _tensors(value)]
+    hidden = (module for value in distinct.values() for module in structure.modules(value))
+    tensors = [tensor for value in distinct.values() for tensor in _tensors(value)]
+    return tensors + [t for module in hidden for t in (*module.parameters(), *module.buffers())]
+
+
+def holding(model: nn.Module, tensor: torch.Tensor) -> frozenset[Place]:
+    """The attributes with this tensor in them."""
+    return frozenset(place for place, value in _of_modules(model) if any(t is tensor for t in _tensors(value)))
+
+
+def follow(model: nn.Module, places: Collection[Place], state: Sequence[torch.Tensor]) -> Followed:
+    """The tensors there that are not among ``state`` already, and wherever else they are; tensors that require gradients are
+    followed at all places."""
+    known = set(map(id, state))
+    found = [(place, index, t) for place, value in _of_modules(model) for index, t in enumerate(_tensors(value))]
+    roots = {(path, name.split(".")[0]) for path, name in places}
+    wanted = {id(t): t for place, _, t in found if (place in roots or t.requires_grad) and id(t) not in known}
+    everywhere = (tuple((place, index) for place, index, t in found if id(t) == key) for key in wanted)
+    return Followed(tuple(wanted.values()), tuple(everywhere))
+
+
+def current(model: nn.Module, places: Sequence[Sequence[tuple[Place, int]]]) -> list[torch.Tensor] | None:
+    """The followed tensors of now, and an empty one where the program reads none; ``None`` where they are not all there, or one
+    is not the same in all its places."""
+    found: dict[Place, list[torch.Tensor]] = {}
+    result = []
+    for everywhere in places:
+        if not everywhere:
+            result.append(torch.empty(0))
+            continue
+        for place, _ in everywhere:
+            if place not in found:
+                found[place] = _tensors(_value(model, place))
+        tensors = [found[place][index] if index < len(found[place]) else None for place, index in everywhere]
+        if tensors[0] is None or any(tensor is not tensors[0] for tensor in tensors):
+            return None
+        result.append(tensors[0])
+    return result
 
 
 def rehearsed(calls: Sequence[Call]) -> Effects:
@@ -296,14 +344,12 @@ def rehearsed(calls: Sequence[Call]) -> Effects:
     every = [place for place in first.changes.tensors if place in second.changes.tensors]
     once = [place for place in first.changes.tensors if place not in every]
     late = [place for place in second.changes.tensors if place not in every]
-    read = {place for place in first.changes.tensors if first.left(place) & second.read - first.state}
-    trained = {place for place in once if place in read and place in first.trained}
-    culprits = [place for place in first.changes.tensors if place in read and (place in every or place in trained)]
-    if culprits:
+    carried = [place for place in every if first.left(place) & second.read - first.state]
+    growing = [place for place in carried if first.layouts[place] != second.layouts[place]]
+    if growing:
         raise CaptureError(
-            "a later call of the model computes with what an earlier one left in plain attributes "
-            f"({_texts(culprits)}), so no program holds for all calls. Keep such state in buffers (register_buffer), which are "
-            "followed, or use lowtide.online."
+            f"every call of the model leaves other shapes in plain attributes ({_texts(growing)}) and the next one computes "
+            "with them, so no program holds for all calls. Run it under lowtide.online."
         )
     counted = [place for place in second.changes.plain if place in first.changes.plain]
     constant = not any(first.left(place) & first.depending for place in once)
@@ -322,7 +368,8 @@ def rehearsed(calls: Sequence[Call]) -> Effects:
         )
     kept = every if counted else [*every, *once]  # a constant beside a counter is made in every call
     tensors = tuple(Assigned(*place, anew=place in second.emptied, once=place in once) for place in kept)
-    return Effects(tensors, frozenset(counted), settled=same and not once and not late)
+    settled = same and not once and not late and not carried
+    return Effects(tensors, frozenset(counted), frozenset(carried), settled)
 
 
 class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -340,7 +387,7 @@ class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws = 0
         self.changes = Changes()
         self.found: dict[Place, set[int]] = {}
-        self.trained: set[Place] = set()  # tensors with a past that requires gradients
+        self.layouts: dict[Place, Any] = {}
         self.emptied: set[Place] = set()  # containers that it did not only add to
         self.kept: list[Any] = [state, inputs]
 
@@ -366,8 +413,7 @@ class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for place in self.changes.tensors:
             left = _tensors(found[place])
             self.found[place] = set(map(id, left))
-            if any(tensor.grad_fn is not None for tensor in left):
-                self.trained.add(place)
+            self.layouts[place] = structure.layout(found[place])
             container = before.containers.get(place, (None, None))[0]
             if container is not None and container is found[place] and _emptied(container, before.containers[place][1]):
                 self.emptied.add(place)

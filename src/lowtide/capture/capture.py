@@ -6,6 +6,7 @@ nothing of the model's size, and changes nothing of the user's.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from lowtide.capture.module import (
     GradientMask,
     State,
     TracedModel,
+    WriteError,
     announce_origins,
     copy_without_data,
     model_state,
@@ -82,6 +84,7 @@ def capture(
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None,
     watch: Callable[[nn.Module], None] | None = None,
     effects: attributes.Effects | None = None,
+    follow: frozenset[attributes.Place] = frozenset(),
     recorder: Recorder | None = None,
 ) -> Program:
     """The training program of ``model(*args, **kwargs)``.
@@ -89,6 +92,7 @@ def capture(
     ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is
     guessed, see ``capture.module.guess_mask``. ``watch`` is shown every copy of the model before it is traced; ``rewrite``
     may change the joint graph before it is converted. ``effects`` is what it does to attributes, where that is known.
+    ``follow`` are attributes whose tensors are inputs of the program instead of constants; more may be found to be.
     ``recorder`` says in which state the generators of Python and NumPy are; by default, in that of now.
 
     Raises ``CaptureError`` where the program depends on data in a way that cannot be answered before it runs, or uses
@@ -98,12 +102,16 @@ def capture(
     tensors, arguments = flat_arguments(args, kwargs)
     _check(model, state, tensors)
     mode = AnsweringFakeMode()
-    fakes = _fakes(mode, state, tensors)
+    followed = attributes.follow(model, follow, (*state.tensors, *tensors))
+    fakes = _fakes(mode, (*state.tensors, *tensors, *followed.tensors))
     recorder = recorder or Recorder()
-    again = functools.partial(capture, model, args, kwargs, mask=mask, rewrite=rewrite, watch=watch, recorder=recorder)
+    again = functools.partial(
+        capture, model, args, kwargs, mask=mask, rewrite=rewrite, watch=watch, follow=follow, recorder=recorder
+    )
+    real = (*state.tensors, *followed.tensors)
 
-    def make_model() -> nn.Module:
-        clone = copy_without_data(model, state, fakes[: len(state.tensors)])
+    def make_model(own: Sequence[torch.Tensor]) -> nn.Module:
+        clone = copy_without_data(model, real, own)
         announce_origins(clone)
         if watch is not None:
             watch(clone)
@@ -111,7 +119,7 @@ def capture(
 
     assigned = effects.tensors if effects else ()
     keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
-    traced = TracedModel(make_model, state.names, arguments, mask, assigned, recorder, keep_casts)
+    traced = TracedModel(make_model, state.names, arguments, len(tensors), mask, assigned, recorder, keep_casts)
     try:
         module, metadata = export_joint(traced, fakes)
         if len(metadata.input_info) != len(fakes):  # merged into one
@@ -121,12 +129,15 @@ def capture(
                 "under lowtide.online."
             )
         if effects is None:
-            effects = _rehearse(model, state, tensors, arguments) if traced.changes else attributes.Effects()
-            if effects.tensors:
-                return again(effects=effects)
+            effects = _rehearse(model, real, tensors, arguments) if traced.changes else attributes.Effects()
+            if effects.tensors or effects.carried:
+                return again(effects=effects, follow=follow | effects.carried)
     except Exception as error:
         if recorder.used_otherwise(failed=True):
             return again(effects=effects)
+        written = attributes.holding(model, error.tensor) - follow if isinstance(error, WriteError) else ()
+        if written:
+            return again(effects=effects, follow=follow | written)
         if isinstance(error, LowtideError):
             raise
         raise _capture_error(error) from error
@@ -137,33 +148,52 @@ def capture(
             "no output of the model requires a gradient, so there is nothing to rematerialize: check requires_grad of "
             "the parameters and inputs, and that the model is not under torch.no_grad()."
         )
-    leaves = [i for i, t in enumerate((*state.tensors, *tensors)) if t.requires_grad and t.is_leaf and not t._is_view()]
+    inputs = (*state.tensors, *tensors, *followed.tensors)
+    leaves = [i for i, t in enumerate(inputs) if t.requires_grad and t.is_leaf and not t._is_view()]
     share_casts(module, leaves, period_of_casts)
     if rewrite is not None:
         rewrite(module)
     settings = tuple(setting for setting in traced.settings if setting[:2] not in effects.counted)
-    conditions = Conditions(tuple(mode.questions), _guards(model, traced, effects, settings), recorder.draws)
-    return _assemble(convert(module), metadata, traced, conditions, effects, settings, state, type(model).__name__)
+    guards = _guards(model, traced, effects, settings, followed)
+    conditions = Conditions(tuple(mode.questions), guards, recorder.draws)
+    program = _assemble(convert(module), metadata, traced, conditions, state, type(model).__name__)
+    count = len(state.tensors) + len(tensors)
+    read = [_is_read(program, count + i, tensor) for i, tensor in enumerate(followed.tensors)]
+    places = tuple(places if read[i] else () for i, places in enumerate(followed.places))
+    return dataclasses.replace(program, effects=effects, settings=settings, followed=places)
+
+
+def _is_read(program: Program, position: int, tensor: torch.Tensor) -> bool:
+    """Whether a flat input is of consequence. Values of integers may have answered questions."""
+    returned = any(result.argument == position for result in program.results)
+    return program.inputs[position] is not None or returned or not tensor.is_floating_point()
 
 
 def _guards(
-    model: nn.Module, traced: TracedModel, effects: attributes.Effects, settings: Sequence[attributes.Setting]
+    model: nn.Module,
+    traced: TracedModel,
+    effects: attributes.Effects,
+    settings: Sequence[attributes.Setting],
+    followed: attributes.Followed,
 ) -> tuple[Guards, ...]:
     """What the model must be like: as it is now or, where the next call has the same program, as this one leaves it."""
     attributes.say_unknown(model, [place for place in traced.unknown if place not in effects.counted])
     every = [place[:2] for place in effects.tensors if not place.once]
-    guards = Guards.of(model, traced.read, every)
+    every = [place for place in every if place not in effects.carried]
+    guards = Guards.of(model, traced.read, every, followed.tensors)
     left = [(setting[:2], setting.value) for setting in settings if setting[:2] in traced.changes.plain]
     if not left or not effects.settled:
         return (guards,)
-    return guards, Guards.of(model, traced.read, every, left)
+    return guards, Guards.of(model, traced.read, every, followed.tensors, left)
 
 
-def _rehearse(model: nn.Module, state: State, tensors: Sequence[torch.Tensor], arguments: Any) -> attributes.Effects:
+def _rehearse(
+    model: nn.Module, state: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], arguments: Any
+) -> attributes.Effects:
     """What a call does to the attributes; two calls of one copy of the model find out."""
     mode = AnsweringFakeMode()
-    count = len(state.tensors)
-    fakes = _fakes(mode, state, tensors)
+    count = len(state)
+    fakes = _fakes(mode, (*state, *tensors))
     clone = copy_without_data(model, state, fakes[:count])
     calls = []
     for _ in range(2):
@@ -179,8 +209,8 @@ def _rehearse(model: nn.Module, state: State, tensors: Sequence[torch.Tensor], a
     return attributes.rehearsed(calls)
 
 
-def _fakes(mode: AnsweringFakeMode, state: State, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [_fake(mode, tensor, position) for position, tensor in enumerate((*state.tensors, *tensors))]
+def _fakes(mode: AnsweringFakeMode, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [_fake(mode, tensor, position) for position, tensor in enumerate(tensors)]
 
 
 def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int) -> torch.Tensor:
@@ -249,10 +279,10 @@ def _capture_error(error: Exception) -> CaptureError:
             source = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
         frame = frame.tb_next
     place = f" at {source}" if source else ""
-    if any(text in str(error) for text in _WRITES):
+    if isinstance(error, WriteError) or any(text in str(error) for text in _WRITES):
         return CaptureError(
-            f"the forward pass writes in place{place} into a tensor of the model that is no parameter and no buffer, which a "
-            "plan cannot follow. Register it: self.register_buffer(name, tensor).",
+            f"the forward pass writes in place{place} into a tensor that is no parameter, no buffer and in no attribute "
+            "of the model, which a plan cannot follow. Register it: self.register_buffer(name, tensor).",
             source=source,
         )
     summary = str(error).strip().split("\n")[0].rstrip(".")
@@ -268,8 +298,6 @@ def _assemble(
     metadata: Any,
     traced: TracedModel,
     conditions: Conditions,
-    effects: attributes.Effects,
-    settings: tuple[attributes.Setting, ...],
     state: State,
     name: str,
 ) -> Program:
@@ -317,8 +345,6 @@ def _assemble(
         state_names=state.names,
         parameters=state.parameters,
         kept=tuple(converted.kept),
-        effects=effects,
-        settings=settings,
     )
     return with_overwrites(program)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from lowtide.capture import structure
@@ -99,16 +100,18 @@ class Guards:
         model: nn.Module,
         read: set[tuple[int, str]],
         but: Collection[Place] = (),
+        followed: Sequence[torch.Tensor] = (),
         after: Collection[tuple[Place, Any]] = (),
     ) -> Guards:
-        """``read``: as ``accesses`` found them; ``but``: attributes that may be anything; ``after``: other values than the
-        model has now."""
+        """``read``: as ``accesses`` found them; ``but``: attributes that may be anything; ``followed``: tensors whose
+        layout alone matters; ``after``: other values than the model has now."""
         modules = list(model.modules())
         names: dict[int, set[str]] = {}
         for number, name in read:
             names.setdefault(number, set()).update(vars(modules[number]) if name in _WHOLE else (name,))
         free = {_owned(model, place) for place in (("", "forward"), *but)}
-        keeper, values = _Keeper(free, {_owned(model, place): value for place, value in after}), []
+        layouts = set(map(id, followed))
+        keeper, values = _Keeper(free, layouts, {_owned(model, place): value for place, value in after}), []
         shared: dict[tuple[type, str], Any] = {}
         for number, module in enumerate(modules):
             wanted = [key for key in sorted(names.get(number, ())) if _matters(module, key)]
@@ -130,6 +133,18 @@ class Guards:
                 if value is not kept and not _same(kept, value):
                     return False
         return all(_same(kept, _of_class(kind, name)) for kind, name, kept in self.shared)
+
+    def other_tensors(self, model: nn.Module) -> set[Place]:
+        """Attributes whose tensors are not those that they were."""
+        names, modules = zip(*model.named_modules(), strict=True)
+        return {
+            (names[number], key)
+            for number, items in self.values
+            if number < len(modules)
+            for key, kept in items
+            if not _same(kept, vars(modules[number]).get(key, ABSENT))
+            and structure.flatten(vars(modules[number]).get(key))[0]
+        }
 
     def broken(self, model: nn.Module) -> str:
         """In words, what is not as it was."""
@@ -203,6 +218,13 @@ class _Array:
 
 
 @dataclass(frozen=True, slots=True)
+class _Layout:
+    """A tensor of this layout."""
+
+    key: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Object:
     """An object, and its attributes but for those that may be anything."""
 
@@ -213,11 +235,14 @@ class _Object:
 
 class _Keeper:
     """Makes what is remembered of values; every object is looked into once. ``free``: attributes, by the id of their owner,
-    that may be anything; ``instead``: other values for some."""
+    that may be anything; ``layouts``: ids of tensors whose layout matters; ``instead``: other values for some attributes."""
 
-    def __init__(self, free: Collection[tuple[int, str]], instead: Mapping[tuple[int, str], Any]) -> None:
+    def __init__(
+        self, free: Collection[tuple[int, str]], layouts: Collection[int], instead: Mapping[tuple[int, str], Any]
+    ) -> None:
         self.seen: dict[int, Any] = {}
         self.free = free
+        self.layouts = layouts
         self.instead = instead
 
     def chosen(self, owner: Any, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,6 +258,8 @@ class _Keeper:
             return _Items(type(value), tuple(self.kept(item, depth) for item in _items(value)))
         if isinstance(value, np.ndarray) and value.nbytes <= MOST_BYTES and not value.dtype.hasobject:
             return _Array(value.copy())
+        if id(value) in self.layouts:
+            return _Layout(structure.tensor_key(value))
         method = isinstance(value, types.MethodType)
         if depth == DEPTH or len(self.seen) == MOST_OBJECTS or not (method or structure.is_open(value)):
             return value
@@ -276,6 +303,8 @@ def _same(kept: Any, value: Any) -> bool:
         return own.keys() - kept.free == kept.attributes.keys() and all(
             _same(item, own[name]) for name, item in kept.attributes.items()
         )
+    if isinstance(kept, _Layout):
+        return isinstance(value, torch.Tensor) and structure.tensor_key(value) == kept.key
     if isinstance(kept, _Array):
         return isinstance(value, np.ndarray) and value.dtype == kept.copy.dtype and _equal(kept.copy, value)
     if type(kept) is not type(value) or not isinstance(kept, (*structure.PLAIN, np.generic)):

@@ -16,8 +16,12 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
+import torch.utils._pytree as pytree
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.capture import attributes, draws, structure
 from lowtide.capture.autocast import Period, follow
@@ -61,9 +65,9 @@ def model_state(model: nn.Module) -> State:
     return State(tensors, tuple(tuple(names) for _, names in places.values()), parameters)
 
 
-def copy_without_data(model: nn.Module, state: State, fakes: Sequence[torch.Tensor]) -> nn.Module:
-    """A deep copy of the module tree that holds ``fakes`` instead of the state's tensors and shares all other tensors."""
-    memo: dict[int, Any] = {id(real): fake for real, fake in zip(state.tensors, fakes, strict=True)}
+def copy_without_data(model: nn.Module, state: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> nn.Module:
+    """A deep copy of the module tree that holds ``others`` instead of the tensors ``state`` and shares all other tensors."""
+    memo: dict[int, Any] = {id(real): other for real, other in zip(state, others, strict=True)}
     for tensor in attributes.held_tensors(model):
         memo.setdefault(id(tensor), tensor)
     memo.update({id(generator): generator for generator in draws.GENERATORS})  # behind random.uniform and the like
@@ -91,7 +95,8 @@ def planned_forward(model: nn.Module) -> Any:
 
 @dataclass
 class TracedModel:
-    """Callable as ``(*tensors) -> tuple of tensors``; remembers the structure of the last result.
+    """Callable as ``(*tensors) -> tuple of tensors``; remembers the structure of the last result. The tensors are the model's
+    parameters and buffers, those of the arguments, and those in followed attributes.
 
     Every call runs a model of its own, since a forward pass may leave (fake) tensors in attributes: what it ``changes``. The
     structure is of a pair: what the model returned, and the attributes that are results too, ``assigned``. ``settings`` are the
@@ -101,9 +106,10 @@ class TracedModel:
     model reads of itself is ``read``, and ``recorder`` follows what it draws. ``keep_casts``: those of autocast.
     """
 
-    make_model: Callable[[], nn.Module]
+    make_model: Callable[[Sequence[torch.Tensor]], nn.Module]
     names: tuple[tuple[str, ...], ...]
     arguments: Any
+    argument_tensors: int
     mask: GradientMask | None
     assigned: tuple[attributes.Assigned, ...] = ()
     recorder: Recorder = field(default_factory=Recorder)
@@ -119,10 +125,11 @@ class TracedModel:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = len(self.names)
-        model = self.make_model()
-        places = self._swap(model, tensors[:count])
+        given = tensors[count : count + self.argument_tensors]
+        model = self.make_model([*tensors[:count], *tensors[count + self.argument_tensors :]])
+        places = self._places(model, tensors[:count])
         before = attributes.snapshot(model)
-        args, kwargs = structure.unflatten(self.arguments, tensors[count:])
+        args, kwargs = structure.unflatten(self.arguments, given)
         containers = [(found, copy.copy(found)) for found in _containers((*args, *kwargs.values()), set())]
         objects = [(own, dict(own)) for own in map(_own, (*args, *kwargs.values())) if own is not None]
         wanting = [tensor.requires_grad for tensor in tensors]
@@ -136,6 +143,7 @@ class TracedModel:
                 no_hooks,
                 follow(self.keep_casts) as period,
                 _RecordSource(tensors[:count], period),
+                _RefuseWrites(),  # type: ignore[no-untyped-call]
             ):
                 result = model.forward(*args, **kwargs)
             self.read |= access.read
@@ -165,14 +173,9 @@ class TracedModel:
         kept = [_expecting(tensor, entry) for tensor, entry in zip(flat, self.used_mask, strict=True)]
         return (*kept, *(tensor.detach() for _, tensor in extra))
 
-    def _swap(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> list[tuple[str, dict[str, Any], str, Any]]:
-        places = []
-        for names, tensor in zip(self.names, tensors, strict=True):
-            for name in names:
-                registry, leaf = _registry(model, name)
-                registry[leaf] = tensor
-                places.append((name, registry, leaf, tensor))
-        return places
+    def _places(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> list[tuple[str, dict[str, Any], str, Any]]:
+        named = [(name, tensor) for names, tensor in zip(self.names, tensors, strict=True) for name in names]
+        return [(name, *_registry(model, name), tensor) for name, tensor in named]
 
 
 def _containers(values: Iterable[Any], seen: set[int]) -> Iterator[list[Any] | dict[Any, Any]]:
@@ -321,6 +324,31 @@ class _RecordSource(torch.overrides.TorchFunctionMode):
                 "(tensor.data.copy_(...), tensor.mul_(...) under torch.no_grad()), or assign outside the forward pass."
             )
         return func(*args, **(kwargs or {}))
+
+
+class WriteError(Exception):
+    """The forward pass writes into ``tensor``, which is a real one."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(f"a write into a tensor of shape {tuple(tensor.shape)}")
+        self.tensor = tensor
+
+
+class _RefuseWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, nothing is written into real tensors: they are the user's."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(function, torch._ops.OpOverload) and function._schema.is_mutable:
+            for position, argument in enumerate(function._schema.arguments):
+                given = args[position] if position < len(args) else kwargs.get(argument.name)
+                if argument.is_write:
+                    for leaf in pytree.tree_leaves(given):
+                        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, (FakeTensor, FunctionalTensor)):
+                            raise WriteError(leaf)
+        return function(*args, **kwargs)
 
 
 def _registry(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture import structure
-from lowtide.capture.attributes import Effects, Setting
+from lowtide.capture import attributes, structure
+from lowtide.capture.attributes import Effects, Place, Setting
 from lowtide.capture.draws import Draws, Recorder
 from lowtide.capture.guards import Guards
 from lowtide.ir import Graph
@@ -94,12 +94,18 @@ class Conditions:
         """In words, what of the model is not as it has to be."""
         return "" if self.fit(list(model.modules())) else self.guards[-1].broken(model)
 
+    def other_tensors(self, model: nn.Module) -> set[Place]:
+        """Attributes whose tensors are not those that they have to be."""
+        return set() if self.fit(list(model.modules())) else self.guards[-1].other_tensors(model)
+
     def recorder(self) -> Recorder | None:
         """To capture the same call again, with the same draws."""
         return None if self.draws is None else Recorder(self.draws.start)
 
-    def broken(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> str:
-        """In words, why they do not hold."""
+    def broken(self, model: nn.Module, inputs: Sequence[torch.Tensor] | None) -> str:
+        """In words, why they do not hold. ``inputs``: ``None`` where followed tensors are not there."""
+        if inputs is None:
+            return self.changed(model) or "tensors in its attributes are not where they were"
         memo: dict[int, Any] = {}
         now = ((question, question.asked(inputs, memo)) for question in self.questions)
         answers = (
@@ -113,9 +119,9 @@ class Program:
     """A captured training program.
 
     ``calls`` has one entry per op and ``metas`` one per value. Flat inputs are the model's parameters and buffers
-    (``state_names``, each tensor once), then the call's distinct tensors; ``inputs[i]`` is the value of flat input i, or
-    ``None`` where the program does not read it. ``constants`` are the values of tensors that the model holds outside of
-    its parameters and buffers. ``tangents[i]`` is the forward output that the i-th ``lowtide.tangent`` op belongs to.
+    (``state_names``, each tensor once), the call's distinct tensors, and tensors in attributes, whose places are ``followed``;
+    ``inputs[i]`` is the value of flat input i, or ``None`` where the program does not read it. ``constants`` are the values of
+    other tensors that the model holds. ``tangents[i]`` is the forward output that the i-th ``lowtide.tangent`` op belongs to.
     ``gradients`` pairs a flat input with the value of its gradient. ``mask`` tells for which results a gradient is
     expected, and in which layout (``capture.module.GradientMask``). ``conditions`` are what it depends on beside the layouts.
     ``result_structure`` is of a pair: what the model returned, and what it left in the attributes ``effects.tensors``;
@@ -140,6 +146,19 @@ class Program:
     kept: tuple[int, ...]
     effects: Effects = field(default_factory=Effects)
     settings: tuple[Setting, ...] = ()
+    followed: tuple[tuple[tuple[Place, int], ...], ...] = ()
+
+    @property
+    def follow(self) -> frozenset[Place]:
+        """The attributes with tensors that are inputs."""
+        return frozenset(place for everywhere in self.followed for place, _ in everywhere)
+
+    def inputs_of(self, model: nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The flat inputs, with those in the model's attributes; ``None`` where they are not all there."""
+        if not self.followed:
+            return inputs
+        found = attributes.current(model, self.followed)
+        return None if found is None else [*inputs, *found]
 
     def same_as(self, other: Program, held: Collection[int]) -> bool:
         """Whether both are the same operators on the same operands, with the same results, in the same order. ``held``: the ids
@@ -151,7 +170,7 @@ class Program:
             and all(map(_same_call, self.calls, other.calls))
             and all(getattr(self, name) == getattr(other, name) for name in _COMPARED)
             and structure.fingerprint(self.result_structure) == structure.fingerprint(other.result_structure)
-            and self.effects.tensors == other.effects.tensors
+            and (self.effects.tensors, self.followed) == (other.effects.tensors, other.followed)
             and repr(self.settings) == repr(other.settings)
             and all(one is two or (id(two) not in held and _equal(one, two)) for one, two in pairs)
         )

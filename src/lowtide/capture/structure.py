@@ -22,6 +22,7 @@ import torch.utils._pytree as pytree
 
 CONTAINERS = (list, tuple, deque, set, frozenset, dict)
 _CLOSED = (torch.nn.Module, torch.Tensor, np.ndarray, types.ModuleType, types.FunctionType, types.MethodType, type)
+_MOST_LOOKED_AT = 4096  # objects, in search of modules
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 
 
@@ -125,6 +126,32 @@ def fingerprint(structure: Any) -> Any:
     except TypeError:
         return (type(structure), repr(structure))
     return (type(structure), structure)
+
+
+def layout(tree: Any) -> Any:
+    """A hashable description: equal for trees that differ only in the values of their tensors."""
+    tensors, structure = flatten(tree)
+    return fingerprint(structure), tuple(map(tensor_key, tensors))
+
+
+def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def modules(tree: Any) -> list[torch.nn.Module]:
+    """The modules in containers and objects."""
+    found: dict[int, Any] = {}
+    waiting = [tree]
+    while waiting and len(found) < _MOST_LOOKED_AT:
+        node = waiting.pop()
+        if id(node) in found or isinstance(node, (*PLAIN, torch.Tensor)):
+            continue
+        found[id(node)] = node
+        if isinstance(node, CONTAINERS):
+            waiting += node.values() if isinstance(node, dict) else node
+        elif not isinstance(node, torch.nn.Module) and is_open(node):
+            waiting += fields(node).values()
+    return [node for node in found.values() if isinstance(node, torch.nn.Module)]
 
 
 def held_slots(structure: Any) -> frozenset[int]:

@@ -93,6 +93,7 @@ class Rematerialized:
         self.entries: dict[Signature, list[Entry]] = {}
         self.spare: dict[Signature, list[Entry]] = {}  # for gradients that arrived otherwise, in case they alternate
         self._captures: Counter[Signature] = Counter()
+        self._follow: set[attributes.Place] = set()  # attributes whose tensors were seen to change
         self._warned = False
         self._online: online | None = None
         self.latest: Entry | None = None  # what the last planned call ran
@@ -121,6 +122,7 @@ class Rematerialized:
         entry = self.entry(args, kwargs, inputs, arguments)
         if entry is None:
             return self.original_forward(*args, **kwargs)
+        inputs = entry.captured.inputs_of(model, inputs) or inputs
         if entry.conditions[0].draws is not None:
             entry.conditions[0].draws.take()
         return self._result(entry, self.run(entry, inputs), inputs)
@@ -154,8 +156,11 @@ class Rematerialized:
         key = signature(modules, inputs, arguments)
         memo: dict[int, Any] = {}
         for entry in self.entries.get(key, ()):
+            given = entry.captured.inputs_of(self.model, inputs)
+            if given is None:
+                continue
             for index, conditions in enumerate(entry.conditions):
-                if conditions.hold(modules, inputs, memo):
+                if conditions.hold(modules, given, memo):
                     entry.conditions.insert(0, entry.conditions.pop(index))
                     return entry
         if self.entries and self.settings.on_new_signature != "plan":
@@ -217,24 +222,23 @@ class Rematerialized:
     def _captured(self, key: Signature, sample: Sample, old: Entry | None, mask: GradientMask | None) -> Program:
         if old is None:
             expected = next((entry.captured.mask for entry in self.entries.get(key, ())), None)
-            return captured_program(self.model, sample.args, sample.kwargs, self.settings, expected)
-        again = old.conditions[0].recorder()
-        return captured_program(
-            self.model, sample.args, sample.kwargs, self.settings, mask, old.captured.effects, again
-        )
+            follow = frozenset(self._follow)
+            return captured_program(self.model, sample.args, sample.kwargs, self.settings, expected, follow=follow)
+        return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, old.captured)
 
     def _same(self, key: Signature, captured: Program) -> Entry | None:
         """The entry for this very program, if there is one."""
         held = {id(tensor) for tensor in attributes.held_tensors(self.model)}
         return next((e for e in self.entries.get(key, ()) if captured.same_as(e.captured, held)), None)
 
-    def _notice_changes(self, key: Signature, inputs: Sequence[torch.Tensor]) -> None:
+    def _notice_changes(self, key: Signature, inputs: list[torch.Tensor]) -> None:
         """Log why no program that is known for these shapes holds; once louder, where that is so again and again."""
         if not self.entries.get(key):
             return
         self._captures[key] += 1
         times = self._captures[key] + 1
         why = self._changes(key, inputs)
+        self._follow |= self._latest(key).conditions[0].other_tensors(self.model)
         _LOG.info("%s is captured again: %s", type(self.model).__name__, why)
         if times == _MANY_CAPTURES:
             _LOG.warning(
@@ -244,11 +248,15 @@ class Rematerialized:
                 type(self.model).__name__, times, why,
             )  # fmt: skip
 
-    def _changes(self, key: Signature, inputs: Sequence[torch.Tensor]) -> str:
+    def _changes(self, key: Signature, inputs: list[torch.Tensor]) -> str:
         """In words, why the latest program for these shapes does not hold."""
+        latest = self._latest(key)
+        return latest.conditions[0].broken(self.model, latest.captured.inputs_of(self.model, inputs))
+
+    def _latest(self, key: Signature) -> Entry:
+        """The program for these shapes that ran last, if one did."""
         known = self.entries[key]
-        latest = self.latest if self.latest in known else known[-1]
-        return latest.conditions[0].broken(self.model, inputs)
+        return self.latest if self.latest is not None and self.latest in known else known[-1]
 
     def planned(self, captured: Program, sample: Sample) -> tuple[Program, Plan]:
         """What is to run, and its plan."""
@@ -273,7 +281,7 @@ class Rematerialized:
         known[:] = [entry, *(e for e in known if e is not entry and e is not old)]
         return entry
 
-    def _refuse(self, key: Signature, inputs: Sequence[torch.Tensor]) -> None:
+    def _refuse(self, key: Signature, inputs: list[torch.Tensor]) -> None:
         what = f"a call with {describe(inputs, len(model_state(self.model).tensors))} "
         if self.entries.get(key):
             what += f"has another program than the planned ones ({self._changes(key, inputs)})"

@@ -22,10 +22,6 @@ class Arguments:
     tree: Any
 
 
-def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
-
-
 def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], arguments: Arguments) -> Signature:
     """Structure and non-tensor values of the call, names of the model's tensors and layout of every flat input, flags of the
     modules, autocast and modes."""
@@ -34,7 +30,7 @@ def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], argu
     return (
         arguments.names,
         structure.fingerprint(arguments.tree),
-        tuple(map(tensor_key, inputs)),
+        tuple(map(structure.tensor_key, inputs)),
         tuple(module.training for module in modules),
         any(module.__dict__.get("gradient_checkpointing") for module in modules),
         autocast and (autocast, torch.is_autocast_cache_enabled()),
