@@ -230,9 +230,12 @@ def _with_aside(error: InfeasibleBudgetError, aside: int) -> InfeasibleBudgetErr
     """The error for a budget of which ``aside`` bytes are not the pass's."""
     if not aside:
         return error
+    least = f"the budget must be at least {error.minimum_bytes + aside} bytes."
+    message = f"{error} This is the pass alone; {aside} bytes are reserved or resident outside of it, so {least}"
+    if error.budget_bytes <= 1:
+        message = f"{aside} bytes are reserved or resident, which leaves nothing of the budget for a pass: {least}"
     return InfeasibleBudgetError(
-        f"{error} This is the pass alone; {aside} bytes are reserved or resident outside of it, so the budget must be "
-        f"at least {error.minimum_bytes + aside} bytes.",
+        message,
         minimum_bytes=error.minimum_bytes + aside,
         operator=error.operator,
         source=error.source,

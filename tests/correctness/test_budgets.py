@@ -85,6 +85,14 @@ def test_reserve_leaves_room_for_the_callers_loss() -> None:
     assert lowtide.measure(step, model, args).peak_bytes <= budget
 
 
+def test_a_reserve_that_leaves_nothing() -> None:
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="leaves nothing of the budget") as raised:
+        lowtide.rematerialize(make(_network), *rows(512)(0), budget="100KiB", reserve="200KiB", planner="greedy")
+    least = raised.value.minimum_bytes
+    assert f"at least {least} bytes" in str(raised.value)
+    lowtide.rematerialize(make(_network), *rows(512)(0), budget=least, reserve="200KiB", planner="greedy")
+
+
 def test_total_budget_counts_what_is_there() -> None:
     """Parameters, buffers, inputs, gradients and optimizer state count; a total below the parameters is infeasible."""
     model = make(_network)

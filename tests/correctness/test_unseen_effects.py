@@ -16,6 +16,7 @@ from torch import nn
 
 import lowtide
 from lowtide.capture import capture
+from tests.support.training import make
 
 
 class _Linear(nn.Module):
@@ -315,3 +316,103 @@ def test_distributions_do_not_look_at_values() -> None:
     lowtide.rematerialize(model, (x,), budget="100%", planner="greedy")
     assert torch.equal(model(x), expected)
     assert torch.distributions.Distribution._validate_args is checks  # type: ignore[attr-defined]
+
+
+class _Plain(_Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean()
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.features: dict[str, torch.Tensor] = {}
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.features["last"] = output
+
+    def take(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.features["last"] = output
+
+
+_KEPT: list[torch.Tensor] = []
+
+
+def _keep(output: torch.Tensor) -> None:
+    _KEPT.append(output)
+
+
+def _collecting(kind: str) -> tuple[Callable[..., None], Callable[[], Any]]:
+    """A hook, and what it collected."""
+    collector, collected = _Collector(), []
+    hooks: dict[str, tuple[Callable[..., None], Callable[[], Any]]] = {
+        "closure": (lambda module, args, output: collected.append(output), lambda: collected),
+        "callable": (collector, lambda: list(collector.features)),
+        "method": (collector.take, lambda: list(collector.features)),
+        "default": (lambda module, args, output, into=collected: into.append(output), lambda: collected),
+        "partial": (
+            functools.partial(lambda into, module, args, output: into.append(output), collected),
+            lambda: collected,
+        ),
+        "global": (lambda module, args, output: _keep(output), lambda: _KEPT),
+    }
+    return hooks[kind]
+
+
+@pytest.mark.parametrize("kind", ["closure", "callable", "method", "default", "partial", "global"])
+def test_hooks_that_collect(kind: str) -> None:
+    """Refused, and nothing of the trace is left with the user."""
+    hook, collected = _collecting(kind)
+    model = _Plain()
+    model.linear.register_forward_hook(hook)
+    with pytest.raises(lowtide.CaptureError, match="a hook of a submodule keeps tensors"):
+        lowtide.rematerialize(model, (_rows(),), budget="100%", planner="greedy")
+    assert not collected()
+
+
+def test_hooks_that_keep_in_attributes_or_count() -> None:
+    """Attributes are written in planned calls; what is no tensor is of no consequence."""
+    shapes: list[Any] = []
+
+    def hooked() -> nn.Module:
+        model = _Plain()
+        model.linear.register_forward_hook(lambda module, args, output: setattr(module, "kept", output))
+        model.linear.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+        return model
+
+    plain, planned = (make(hooked) for _ in range(2))
+    lowtide.rematerialize(planned, (_rows(),), budget="100%", planner="keep-all")
+    assert not shapes
+    x = _rows()
+    for model in (plain, planned):
+        model(x).backward()
+    assert torch.equal(plain.linear.kept, planned.linear.kept)
+
+
+def test_a_part_that_is_planned_as_well() -> None:
+    """After the whole: the whole's plan has it in it."""
+    model, other = (make(lambda: nn.Sequential(_Linear().linear, nn.Tanh(), nn.Linear(8, 8))) for _ in range(2))
+    lowtide.rematerialize(model, (_rows(),), budget="100%", planner="keep-all")
+    lowtide.rematerialize(model[2], budget="100%", planner="keep-all")
+    for rows in (_rows(), _rows()[:3]):
+        for each in (model, other):
+            each.zero_grad()
+            each(rows).square().sum().backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_numbers_among_the_arguments_that_are_read() -> None:
+    """Each value is a program, as with numbers that are no tensors."""
+
+    class Scaled(_Linear):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return (self.linear(x) * scale.item()).square().mean()
+
+    plain, planned = (make(Scaled) for _ in range(2))
+    lowtide.rematerialize(planned, budget="100%", planner="keep-all")
+    x = _rows()
+    for scale in (0.5, 0.5, 2.0, 0.5):
+        for model in (plain, planned):
+            model.zero_grad()
+            model(x, torch.tensor(scale)).backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), planned.parameters(), strict=True))
+    assert len(lowtide.plans(planned)) == 2

@@ -25,6 +25,7 @@ from lowtide.capture.convert import Converted, convert
 from lowtide.capture.draws import Recorder, untouched
 from lowtide.capture.fake import AnsweringFakeMode
 from lowtide.capture.guards import Guards
+from lowtide.capture.hooks import Reached
 from lowtide.capture.joint import as_traced, export_joint
 from lowtide.capture.module import (
     GradientMask,
@@ -103,7 +104,7 @@ def capture(
     _check(model, state, tensors)
     mode = AnsweringFakeMode()
     followed = attributes.follow(model, follow, (*state.tensors, *tensors))
-    fakes = _fakes(mode, (*state.tensors, *tensors, *followed.tensors))
+    fakes = _fakes(mode, state.tensors, (*tensors, *followed.tensors))
     recorder = recorder or Recorder()
     again = functools.partial(
         capture, model, args, kwargs, mask=mask, rewrite=rewrite, watch=watch, follow=follow, recorder=recorder
@@ -129,7 +130,11 @@ def capture(
                 "under lowtide.online."
             )
         if effects is None:
-            effects = _rehearse(model, real, tensors, arguments) if traced.changes else attributes.Effects()
+            effects = (
+                _rehearse(model, state.tensors, followed.tensors, tensors, arguments)
+                if traced.changes
+                else attributes.Effects()
+            )
             if effects.tensors or effects.carried:
                 return again(effects=effects, follow=follow | effects.carried)
     except Exception as error:
@@ -188,14 +193,18 @@ def _guards(
 
 
 def _rehearse(
-    model: nn.Module, state: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], arguments: Any
+    model: nn.Module,
+    state: Sequence[torch.Tensor],
+    followed: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    arguments: Any,
 ) -> attributes.Effects:
     """What a call does to the attributes; two calls of one copy of the model find out."""
     mode = AnsweringFakeMode()
-    count = len(state)
-    fakes = _fakes(mode, (*state, *tensors))
-    clone = copy_without_data(model, state, fakes[:count])
-    calls = []
+    count = len(state) + len(followed)
+    fakes = _fakes(mode, state, (*followed, *tensors))
+    clone = copy_without_data(model, (*state, *followed), fakes[:count])
+    calls, reached = [], Reached(clone)
     for _ in range(2):
         with mode:  # of their own in each call
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in fakes[count:]]
@@ -206,20 +215,23 @@ def _rehearse(
         clear_caches_of_fakes()
         call.ended(clone, before)
         calls.append(call)
+    reached.restored()
     return attributes.rehearsed(calls)
 
 
-def _fakes(mode: AnsweringFakeMode, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [_fake(mode, tensor, position) for position, tensor in enumerate(tensors)]
+def _fakes(
+    mode: AnsweringFakeMode, state: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    return [_fake(mode, tensor, i, i < len(state)) for i, tensor in enumerate((*state, *tensors))]
 
 
-def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int) -> torch.Tensor:
+def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int, state: bool) -> torch.Tensor:
     if isinstance(tensor, FakeTensor):  # a sample without memory
         return _same_layout(mode, tensor)
     fake = mode.from_tensor(tensor.detach() if tensor.grad_fn is not None else tensor, static_shapes=True)
     if tensor.grad_fn is not None and tensor.requires_grad:
         fake.requires_grad_()
-    mode.register_input(fake, tensor, position)
+    mode.register_input(fake, tensor, position, state)
     return fake
 
 

@@ -174,9 +174,8 @@ class _Walk:
         if tensor.requires_grad:
             raise CaptureError(
                 f"the model computes with a tensor of shape {tuple(tensor.shape)} that requires a gradient and is none of its "
-                "parameters (it is held in a list, a closure or a global, or was computed before the call), so its gradient "
-                "would be lost. Register it (nn.ParameterList, nn.ParameterDict, or self.weight = nn.Parameter(...)), or make "
-                "it an argument of the call."
+                "parameters (it is held in a closure or a global), so its gradient would be lost. Register it "
+                "(nn.ParameterList, nn.ParameterDict, or self.weight = nn.Parameter(...)), or make it an argument of the call."
             )
         fake = node.meta.get("val")
         value = self.builder.add_value(node.name, fake if fake is not None else tensor, None, external=True)

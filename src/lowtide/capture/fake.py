@@ -103,9 +103,11 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._interned: dict[Any, Known] = {}
         self._constants: dict[int, tuple[torch.Tensor, Known]] = {}  # by id, which lasts as long as the tensor
 
-    def register_input(self, fake: torch.Tensor, real: torch.Tensor, position: int) -> None:
-        """Let ``fake`` (an integer or boolean input) answer with the value of ``real``."""
-        if real.is_floating_point() or real.is_complex() or real.device.type == "meta":
+    def register_input(self, fake: torch.Tensor, real: torch.Tensor, position: int, state: bool) -> None:
+        """Let ``fake`` (integers, booleans, or a single number on the CPU that is no ``state`` of the model) answer with the
+        value of ``real``."""
+        number = real.dim() == 0 and real.device.type == "cpu" and not state and not real.requires_grad
+        if real.is_complex() or (real.is_floating_point() and not number) or real.device.type == "meta":
             return
         _attach(fake, real, self._intern(("input", position), Known(None, (), {}, None, position, None, True)))
 

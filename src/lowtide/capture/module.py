@@ -28,6 +28,7 @@ from lowtide.capture.autocast import Period, follow
 from lowtide.capture.caches import clear_caches_of_fakes
 from lowtide.capture.draws import Recorder
 from lowtide.capture.guards import accesses
+from lowtide.capture.hooks import Reached
 from lowtide.capture.sharded import copy_module
 from lowtide.capture.source import user_source
 from lowtide.errors import CaptureError
@@ -132,6 +133,7 @@ class TracedModel:
         args, kwargs = structure.unflatten(self.arguments, given)
         containers = [(found, copy.copy(found)) for found in _containers((*args, *kwargs.values()), set())]
         objects = [(own, dict(own)) for own in map(_own, (*args, *kwargs.values())) if own is not None]
+        reached = Reached(model)
         wanting = [tensor.requires_grad for tensor in tensors]
         try:
             # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
@@ -156,6 +158,12 @@ class TracedModel:
             raise CaptureError(
                 "the forward pass adds to a list, a dict or an object among its arguments, which planned calls would not do. "
                 "Return what it adds instead, or run the model under lowtide.online."
+            )
+        if reached.restored():
+            raise CaptureError(
+                "a hook of a submodule keeps tensors of the pass in a list, a dict or an object outside of the model, where "
+                "planned calls would not put them. Return them from forward, keep them in an attribute of the module "
+                "(module.kept = output), remove the hook, or run the model under lowtide.online."
             )
         if [tensor.requires_grad for tensor in tensors] != wanting:
             raise CaptureError(

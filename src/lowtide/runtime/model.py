@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.capture import Program, attributes, structure
 from lowtide.capture.capture import flat_arguments
@@ -117,7 +118,8 @@ class Rematerialized:
         ):
             return self.original_forward(*args, **kwargs)
         inputs, arguments = self.flat_inputs(args, kwargs)
-        if not any(tensor.requires_grad for tensor in inputs):
+        traced = any(isinstance(tensor, FunctionalTensor) for tensor in inputs)  # as a part of a larger model
+        if traced or not any(tensor.requires_grad for tensor in inputs):
             return self.original_forward(*args, **kwargs)
         entry = self.entry(args, kwargs, inputs, arguments)
         if entry is None:
@@ -341,9 +343,9 @@ def _tensors(
 
 
 def _light(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers as they are, since they answer questions; a floating tensor of the same layout without memory."""
-    if not tensor.is_floating_point() and not tensor.is_complex():
-        return tensor.detach().clone()
+    """Integers and single numbers as they are, since they answer questions; else a tensor of the layout without memory."""
+    if tensor.dim() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
     hollow = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     hollow.untyped_storage().resize_(0)
     return hollow.requires_grad_(tensor.requires_grad)
