@@ -289,6 +289,7 @@ def _unanswerable(func: Any) -> CaptureError:
     place = f" at {source}" if source else ""
     return CaptureError(
         f"the program depends on the values of floating-point or random tensors ({func}{place}), so it cannot be "
-        "captured as one graph. Make the decision independent of the data, or run the model under lowtide.online.",
+        "captured as one graph. Make the decision independent of the data (a mask or lengths among the arguments may be read "
+        "where they are integers or booleans), or run the model under lowtide.online.",
         source=source,
     )
