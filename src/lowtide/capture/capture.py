@@ -20,13 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.capture import attributes, structure
 from lowtide.capture.autocast import share_casts
-from lowtide.capture.caches import clear_caches_of_fakes
 from lowtide.capture.convert import Converted, convert
-from lowtide.capture.draws import Recorder, untouched
-from lowtide.capture.fake import AnsweringFakeMode
+from lowtide.capture.draws import Recorder
+from lowtide.capture.fake import AnsweringFakeMode, fakes_of
+from lowtide.capture.followed import Followed, holding
+from lowtide.capture.followed import follow as follow_places
 from lowtide.capture.guards import Guards
-from lowtide.capture.hooks import Reached
-from lowtide.capture.joint import as_traced, export_joint
+from lowtide.capture.joint import export_joint
 from lowtide.capture.module import (
     GradientMask,
     State,
@@ -38,7 +38,9 @@ from lowtide.capture.module import (
     period_of_casts,
 )
 from lowtide.capture.overwrites import with_overwrites
+from lowtide.capture.places import Place
 from lowtide.capture.program import Conditions, Program, Result
+from lowtide.capture.rehearsal import Effects, rehearse
 from lowtide.capture.sharded import refuse_sharded_parts
 from lowtide.errors import CaptureError, LowtideError, PlanError
 from lowtide.ir import Graph
@@ -84,8 +86,8 @@ def capture(
     mask: GradientMask | None = None,
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None,
     watch: Callable[[nn.Module], None] | None = None,
-    effects: attributes.Effects | None = None,
-    follow: frozenset[attributes.Place] = frozenset(),
+    effects: Effects | None = None,
+    follow: frozenset[Place] = frozenset(),
     recorder: Recorder | None = None,
 ) -> Program:
     """The training program of ``model(*args, **kwargs)``.
@@ -103,8 +105,8 @@ def capture(
     tensors, arguments = flat_arguments(args, kwargs)
     _check(model, state, tensors)
     mode = AnsweringFakeMode()
-    followed = attributes.follow(model, follow, (*state.tensors, *tensors))
-    fakes = _fakes(mode, state.tensors, (*tensors, *followed.tensors))
+    followed = follow_places(model, follow, (*state.tensors, *tensors))
+    fakes = fakes_of(mode, state.tensors, (*tensors, *followed.tensors))
     recorder = recorder or Recorder()
     again = functools.partial(
         capture, model, args, kwargs, mask=mask, rewrite=rewrite, watch=watch, follow=follow, recorder=recorder
@@ -131,16 +133,14 @@ def capture(
             )
         if effects is None:
             effects = (
-                _rehearse(model, state.tensors, followed.tensors, tensors, arguments)
-                if traced.changes
-                else attributes.Effects()
+                rehearse(model, state.tensors, followed.tensors, tensors, arguments) if traced.changes else Effects()
             )
             if effects.tensors or effects.carried:
                 return again(effects=effects, follow=follow | effects.carried)
     except Exception as error:
         if recorder.used_otherwise(failed=True):
             return again(effects=effects)
-        written = attributes.holding(model, error.tensor) - follow if isinstance(error, WriteError) else ()
+        written = holding(model, error.tensor) - follow if isinstance(error, WriteError) else ()
         if written:
             return again(effects=effects, follow=follow | written)
         if isinstance(error, LowtideError):
@@ -162,24 +162,25 @@ def capture(
     guards = _guards(model, traced, effects, settings, followed)
     conditions = Conditions(tuple(mode.questions), guards, recorder.draws)
     program = _assemble(convert(module), metadata, traced, conditions, state, type(model).__name__)
+    read = _read_inputs(program)
     count = len(state.tensors) + len(tensors)
-    read = [_is_read(program, count + i, tensor) for i, tensor in enumerate(followed.tensors)]
-    places = tuple(places if read[i] else () for i, places in enumerate(followed.places))
+    places = tuple(places if count + i in read else () for i, places in enumerate(followed.places))
     return dataclasses.replace(program, effects=effects, settings=settings, followed=places)
 
 
-def _is_read(program: Program, position: int, tensor: torch.Tensor) -> bool:
-    """Whether a flat input is of consequence. Values of integers may have answered questions."""
-    returned = any(result.argument == position for result in program.results)
-    return program.inputs[position] is not None or returned or not tensor.is_floating_point()
+def _read_inputs(program: Program) -> set[int]:
+    """The flat inputs that are of consequence: for operators, results, or answers."""
+    asked = (question.positions() for question in program.conditions.questions)
+    returned = {result.argument for result in program.results if result.argument is not None}
+    return {i for i, value in enumerate(program.inputs) if value is not None} | returned.union(*asked)
 
 
 def _guards(
     model: nn.Module,
     traced: TracedModel,
-    effects: attributes.Effects,
+    effects: Effects,
     settings: Sequence[attributes.Setting],
-    followed: attributes.Followed,
+    followed: Followed,
 ) -> tuple[Guards, ...]:
     """What the model must be like: as it is now or, where the next call has the same program, as this one leaves it."""
     attributes.say_unknown(model, [place for place in traced.unknown if place not in effects.counted])
@@ -190,56 +191,6 @@ def _guards(
     if not left or not effects.settled:
         return (guards,)
     return guards, Guards.of(model, traced.read, every, followed.tensors, left)
-
-
-def _rehearse(
-    model: nn.Module,
-    state: Sequence[torch.Tensor],
-    followed: Sequence[torch.Tensor],
-    tensors: Sequence[torch.Tensor],
-    arguments: Any,
-) -> attributes.Effects:
-    """What a call does to the attributes; two calls of one copy of the model find out."""
-    mode = AnsweringFakeMode()
-    count = len(state) + len(followed)
-    fakes = _fakes(mode, state, (*followed, *tensors))
-    clone = copy_without_data(model, (*state, *followed), fakes[:count])
-    calls, reached = [], Reached(clone)
-    for _ in range(2):
-        with mode:  # of their own in each call
-            inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in fakes[count:]]
-        call, before = attributes.Call(fakes[:count], inputs), attributes.snapshot(clone)
-        args, kwargs = structure.unflatten(arguments, inputs)
-        with as_traced(), untouched(), mode, call:
-            clone.forward(*args, **kwargs)
-        clear_caches_of_fakes()
-        call.ended(clone, before)
-        calls.append(call)
-    reached.restored()
-    return attributes.rehearsed(calls)
-
-
-def _fakes(
-    mode: AnsweringFakeMode, state: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    return [_fake(mode, tensor, i, i < len(state)) for i, tensor in enumerate((*state, *tensors))]
-
-
-def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int, state: bool) -> torch.Tensor:
-    if isinstance(tensor, FakeTensor):  # a sample without memory
-        return _same_layout(mode, tensor)
-    fake = mode.from_tensor(tensor.detach() if tensor.grad_fn is not None else tensor, static_shapes=True)
-    if tensor.grad_fn is not None and tensor.requires_grad:
-        fake.requires_grad_()
-    mode.register_input(fake, tensor, position, state)
-    return fake
-
-
-def _same_layout(mode: AnsweringFakeMode, tensor: torch.Tensor) -> torch.Tensor:
-    with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    fake._lowtide_empty = False  # type: ignore[attr-defined]
-    return fake.requires_grad_(tensor.requires_grad)
 
 
 def _check(model: nn.Module, state: State, tensors: Sequence[torch.Tensor]) -> None:

@@ -66,6 +66,17 @@ class Question:
     def holds(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> bool:
         return bool(self.asked(inputs, memo) == self.answer)
 
+    def positions(self) -> set[int]:
+        """Of the inputs that it depends on."""
+        found: dict[int, Known] = {}
+        waiting = [self.known]
+        while waiting:
+            known = waiting.pop()
+            if id(known) not in found:
+                found[id(known)] = known
+                waiting += [leaf for leaf in pytree.tree_leaves((known.args, known.kwargs)) if isinstance(leaf, Known)]
+        return {known.leaf for known in found.values() if known.leaf is not None}
+
     def asked(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> Any:
         """The answer on ``inputs``."""
         with torch.no_grad():
@@ -251,6 +262,29 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 if isinstance(fake, FakeTensor) and isinstance(value, torch.Tensor):
                     fresh = Known(known.function, known.args, known.kwargs, index, None, None, known.depends_on_input)
                     _attach(fake, value, self._intern((known, index), fresh))
+
+
+def fakes_of(
+    mode: AnsweringFakeMode, state: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    return [_fake(mode, tensor, i, i < len(state)) for i, tensor in enumerate((*state, *tensors))]
+
+
+def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int, state: bool) -> torch.Tensor:
+    if isinstance(tensor, FakeTensor):  # a sample without memory
+        return _same_layout(mode, tensor)
+    fake = mode.from_tensor(tensor.detach() if tensor.grad_fn is not None else tensor, static_shapes=True)
+    if tensor.grad_fn is not None and tensor.requires_grad:
+        fake.requires_grad_()
+    mode.register_input(fake, tensor, position, state)
+    return fake
+
+
+def _same_layout(mode: AnsweringFakeMode, tensor: torch.Tensor) -> torch.Tensor:
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    fake._lowtide_empty = False  # type: ignore[attr-defined]
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 def _attach(fake: torch.Tensor, real: torch.Tensor, known: Known) -> None:

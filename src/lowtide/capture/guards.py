@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from lowtide.capture import structure
-from lowtide.capture.attributes import ABSENT, DEPTH, MOST_BYTES, MOST_OBJECTS, OWN, Place, locate, named
+from lowtide.capture.places import ABSENT, DEPTH, MOST_BYTES, MOST_OBJECTS, OWN, Place, locate, named
 
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
 _ASKING = (nn.Module.__module__, "functools")  # who reads them to find one

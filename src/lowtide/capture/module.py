@@ -27,8 +27,10 @@ from lowtide.capture import attributes, draws, structure
 from lowtide.capture.autocast import Period, follow
 from lowtide.capture.caches import clear_caches_of_fakes
 from lowtide.capture.draws import Recorder
+from lowtide.capture.followed import held_tensors
 from lowtide.capture.guards import accesses
 from lowtide.capture.hooks import Reached
+from lowtide.capture.places import Place
 from lowtide.capture.sharded import copy_module
 from lowtide.capture.source import user_source
 from lowtide.errors import CaptureError
@@ -69,7 +71,7 @@ def model_state(model: nn.Module) -> State:
 def copy_without_data(model: nn.Module, state: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> nn.Module:
     """A deep copy of the module tree that holds ``others`` instead of the tensors ``state`` and shares all other tensors."""
     memo: dict[int, Any] = {id(real): other for real, other in zip(state, others, strict=True)}
-    for tensor in attributes.held_tensors(model):
+    for tensor in held_tensors(model):
         memo.setdefault(id(tensor), tensor)
     memo.update({id(generator): generator for generator in draws.GENERATORS})  # behind random.uniform and the like
     memo.update(
@@ -118,7 +120,7 @@ class TracedModel:
     read: set[tuple[int, str]] = field(default_factory=set)
     changes: attributes.Changes = field(default_factory=attributes.Changes)
     settings: tuple[attributes.Setting, ...] = ()
-    unknown: tuple[attributes.Place, ...] = ()
+    unknown: tuple[Place, ...] = ()
     result: Any = None
     requires_grad: tuple[bool, ...] = ()
     used_mask: GradientMask = ()

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture import attributes, structure
-from lowtide.capture.attributes import Effects, Place, Setting
+from lowtide.capture import structure
+from lowtide.capture.attributes import Setting
 from lowtide.capture.draws import Draws, Recorder
+from lowtide.capture.followed import current
 from lowtide.capture.guards import Guards
+from lowtide.capture.places import Place
+from lowtide.capture.rehearsal import Effects
 from lowtide.ir import Graph
 
 
@@ -157,7 +160,7 @@ class Program:
         """The flat inputs, with those in the model's attributes; ``None`` where they are not all there."""
         if not self.followed:
             return inputs
-        found = attributes.current(model, self.followed)
+        found = current(model, self.followed)
         return None if found is None else [*inputs, *found]
 
     def same_as(self, other: Program, held: Collection[int]) -> bool:

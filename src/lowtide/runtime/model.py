@@ -19,7 +19,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.capture import Program, attributes, structure
 from lowtide.capture.capture import flat_arguments
+from lowtide.capture.followed import held_tensors
 from lowtide.capture.module import GradientMask, model_state
+from lowtide.capture.places import Place
 from lowtide.capture.program import Conditions
 from lowtide.dynamic.context import online
 from lowtide.errors import CaptureError, ExecutionError, PlanError
@@ -94,7 +96,7 @@ class Rematerialized:
         self.entries: dict[Signature, list[Entry]] = {}
         self.spare: dict[Signature, list[Entry]] = {}  # for gradients that arrived otherwise, in case they alternate
         self._captures: Counter[Signature] = Counter()
-        self._follow: set[attributes.Place] = set()  # attributes whose tensors were seen to change
+        self._follow: set[Place] = set()  # attributes whose tensors were seen to change
         self._warned = False
         self._online: online | None = None
         self.latest: Entry | None = None  # what the last planned call ran
@@ -230,7 +232,7 @@ class Rematerialized:
 
     def _same(self, key: Signature, captured: Program) -> Entry | None:
         """The entry for this very program, if there is one."""
-        held = {id(tensor) for tensor in attributes.held_tensors(self.model)}
+        held = {id(tensor) for tensor in held_tensors(self.model)}
         return next((e for e in self.entries.get(key, ()) if captured.same_as(e.captured, held)), None)
 
     def _notice_changes(self, key: Signature, inputs: list[torch.Tensor]) -> None:

@@ -1,0 +1,67 @@
+"""Tensors in plain attributes are constants of a program, unless they are followed.
+
+Then they are inputs, whatever they are at the time of a call, as long as their layout stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lowtide.capture import structure
+from lowtide.capture.places import Place, of_modules, tensors_in, value_at
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """Tensors in attributes that are inputs. ``places[i]``: where ``tensors[i]`` is, attributes and the number of the tensor
+    among those in there."""
+
+    tensors: tuple[torch.Tensor, ...] = ()
+    places: tuple[tuple[tuple[Place, int], ...], ...] = ()
+
+
+def held_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """All tensors in plain attributes, those in containers, objects and modules that are not registered included."""
+    distinct = {id(value): value for _, value in of_modules(model) if not isinstance(value, structure.PLAIN)}
+    hidden = (module for value in distinct.values() for module in structure.modules(value))
+    tensors = [tensor for value in distinct.values() for tensor in tensors_in(value)]
+    return tensors + [t for module in hidden for t in (*module.parameters(), *module.buffers())]
+
+
+def holding(model: nn.Module, tensor: torch.Tensor) -> frozenset[Place]:
+    """The attributes with this tensor in them."""
+    return frozenset(place for place, value in of_modules(model) if any(t is tensor for t in tensors_in(value)))
+
+
+def follow(model: nn.Module, places: Collection[Place], state: Sequence[torch.Tensor]) -> Followed:
+    """The tensors there that are not among ``state`` already, and wherever else they are; tensors that require gradients are
+    followed at all places."""
+    known = set(map(id, state))
+    found = [(place, index, t) for place, value in of_modules(model) for index, t in enumerate(tensors_in(value))]
+    roots = {(path, name.split(".")[0]) for path, name in places}
+    wanted = {id(t): t for place, _, t in found if (place in roots or t.requires_grad) and id(t) not in known}
+    everywhere = (tuple((place, index) for place, index, t in found if id(t) == key) for key in wanted)
+    return Followed(tuple(wanted.values()), tuple(everywhere))
+
+
+def current(model: nn.Module, places: Sequence[Sequence[tuple[Place, int]]]) -> list[torch.Tensor] | None:
+    """The followed tensors of now, and an empty one where the program reads none; ``None`` where they are not all there, or one
+    is not the same in all its places."""
+    found: dict[Place, list[torch.Tensor]] = {}
+    result = []
+    for everywhere in places:
+        if not everywhere:
+            result.append(torch.empty(0))
+            continue
+        for place, _ in everywhere:
+            if place not in found:
+                found[place] = tensors_in(value_at(model, place))
+        tensors = [found[place][index] if index < len(found[place]) else None for place, index in everywhere]
+        if tensors[0] is None or any(tensor is not tensors[0] for tensor in tensors):
+            return None
+        result.append(tensors[0])
+    return result

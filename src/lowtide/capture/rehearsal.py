@@ -1,0 +1,158 @@
+"""Two calls in a row of one copy of a model, on fake tensors: what they do to its attributes, see ``capture.attributes``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.capture import attributes, structure
+from lowtide.capture.caches import clear_caches_of_fakes
+from lowtide.capture.draws import untouched
+from lowtide.capture.fake import AnsweringFakeMode, fakes_of
+from lowtide.capture.hooks import Reached
+from lowtide.capture.joint import as_traced
+from lowtide.capture.module import copy_without_data
+from lowtide.capture.places import Place, attributes_of, tensors_in, texts
+from lowtide.errors import CaptureError
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """What a rehearsal found: attributes that get tensors, those that are ``counted`` on in every call, and those whose tensors
+    are ``carried`` from call to call. ``settled``: the next call has the same program."""
+
+    tensors: tuple[attributes.Assigned, ...] = ()
+    counted: frozenset[Place] = frozenset()
+    carried: frozenset[Place] = frozenset()
+    settled: bool = True
+
+
+def rehearse(
+    model: nn.Module,
+    state: Sequence[torch.Tensor],
+    followed: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    arguments: Any,
+) -> Effects:
+    """What a call does to the attributes; two calls of one copy of the model find out."""
+    mode = AnsweringFakeMode()
+    count = len(state) + len(followed)
+    fakes = fakes_of(mode, state, (*followed, *tensors))
+    clone = copy_without_data(model, (*state, *followed), fakes[:count])
+    calls, reached = [], Reached(clone)
+    for _ in range(2):
+        with mode:  # of their own in each call
+            inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in fakes[count:]]
+        call, before = Call(fakes[:count], inputs), attributes.snapshot(clone)
+        args, kwargs = structure.unflatten(arguments, inputs)
+        with as_traced(), untouched(), mode, call:
+            clone.forward(*args, **kwargs)
+        clear_caches_of_fakes()
+        call.ended(clone, before)
+        calls.append(call)
+    reached.restored()
+    return _effects(calls)
+
+
+def _effects(calls: Sequence[Call]) -> Effects:
+    """What two calls in a row do to the attributes. Raises ``CaptureError``, see ``capture.attributes``."""
+    first, second = calls
+    every = [place for place in first.changes.tensors if place in second.changes.tensors]
+    once = [place for place in first.changes.tensors if place not in every]
+    late = [place for place in second.changes.tensors if place not in every]
+    carried = [place for place in every if first.left(place) & second.read - first.state]
+    growing = [place for place in carried if first.layouts[place] != second.layouts[place]]
+    if growing:
+        raise CaptureError(
+            f"every call of the model leaves other shapes in plain attributes ({texts(growing)}) and the next one computes "
+            "with them, so no program holds for all calls. Run it under lowtide.online."
+        )
+    counted = [place for place in second.changes.plain if place in first.changes.plain]
+    constant = not any(first.left(place) & first.depending for place in once)
+    same = first.draws == second.draws and (bool(once) or first.operators == second.operators)
+    if counted and (late or not constant or not same):
+        raise CaptureError(
+            f"the program depends on attributes that its own forward pass changes ({texts(counted)}), so it is another one "
+            "from call to call. Where that is so in the first calls only, call the model before it is rematerialized; "
+            "otherwise use lowtide.online."
+        )
+    if counted:
+        _LOG.warning(
+            "the forward pass changes plain attributes (%s) in every call, which planned calls leave as they are; no operator "
+            "depends on them now",
+            texts(counted),
+        )
+    kept = every if counted else [*every, *once]  # a constant beside a counter is made in every call
+    tensors = tuple(attributes.Assigned(*place, anew=place in second.emptied, once=place in once) for place in kept)
+    settled = same and not once and not late and not carried
+    return Effects(tensors, frozenset(counted), frozenset(carried), settled)
+
+
+class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, one forward pass: what it reads, what depends on its inputs, which operators run, and what it leaves behind.
+
+    ``state``: parameters and buffers; ``inputs``: the tensors of the call. Tensors are told apart by identity.
+    """
+
+    def __init__(self, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.state = set(map(id, state))
+        self.depending = {*self.state, *map(id, inputs)}
+        self.operators: list[Any] = []
+        self.read: set[int] = set()
+        self.draws = 0
+        self.changes = attributes.Changes()
+        self.found: dict[Place, set[int]] = {}
+        self.layouts: dict[Place, Any] = {}
+        self.emptied: set[Place] = set()  # containers that it did not only add to
+        self.kept: list[Any] = [state, inputs]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.namespace == "prim":  # asks for a device or a layout, and reads nothing
+            return result
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        random = torch.Tag.nondeterministic_seeded in function.tags
+        self.draws += random
+        self.read |= tensors
+        self.operators.append((str(function), tuple(map(_text, leaves))))
+        if random or tensors & self.depending:
+            self.depending |= {id(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        self.kept += [leaves, result]  # no id comes again
+        return result
+
+    def ended(self, model: nn.Module, before: attributes.Snapshot) -> None:
+        """The call is over: note what it left in ``model``."""
+        self.changes = attributes.changes(model, before)
+        found = dict(attributes_of(model))
+        for place in self.changes.tensors:
+            left = tensors_in(found[place])
+            self.found[place] = set(map(id, left))
+            self.layouts[place] = structure.layout(found[place])
+            container = before.containers.get(place, (None, None))[0]
+            if container is not None and container is found[place] and _emptied(container, before.containers[place][1]):
+                self.emptied.add(place)
+
+    def left(self, place: Place) -> set[int]:
+        """The tensors that the call left there, by identity."""
+        return self.found.get(place, set())
+
+
+def _emptied(container: Any, before: Any) -> bool:
+    """Whether nothing is left of what was in it."""
+    now, then = (item.values() if isinstance(item, dict) else item for item in (container, before))
+    return bool(before) and not {*map(id, now)} & {*map(id, then)}
+
+
+def _text(leaf: Any) -> str:
+    return f"{leaf.dtype}{tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
