@@ -316,6 +316,28 @@ def _busy(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> torch.Ten
     return result
 
 
+def _shifted(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> None:
+    """Settles in the third call."""
+    if block is model.blocks[0]:
+        model.earlier, model.rows = model.rows, len(x)
+
+
+def _flagged_later(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> None:
+    if block is model.blocks[0]:
+        model.hot, model.warm = model.warm, True
+
+
+def _nested(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> None:
+    model.found["inner"]["mean"] = h.mean()
+
+
+def _meters(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    """Objects in a dictionary, as metrics are kept."""
+    before: torch.Tensor = model.meters["mean"].loss
+    model.meters["mean"].loss = h.mean(0).detach()
+    return before
+
+
 class _Slotted:
     __slots__ = ("loss",)
 
@@ -337,6 +359,13 @@ LEFT: dict[Callable[..., Any], tuple[Callable[[], dict[str, Any]], Callable[[Any
     _lengths: (lambda: {"lengths": set()}, lambda model: model.lengths),
     _deleted: (lambda: {"first": True}, lambda model: "first" in vars(model)),
     _busy: (dict, lambda model: model.busy),
+    _shifted: (lambda: {"earlier": 0, "rows": 0}, lambda model: (model.earlier, model.rows)),
+    _flagged_later: (lambda: {"hot": False, "warm": False}, lambda model: (model.hot, model.warm)),
+    _nested: (lambda: {"found": {"inner": {}}}, lambda model: model.found["inner"]["mean"]),
+    _meters: (
+        lambda: {"meters": {"mean": SimpleNamespace(loss=torch.zeros(WIDTH))}},
+        lambda model: model.meters["mean"].loss,
+    ),
 }
 
 
@@ -374,6 +403,80 @@ def test_what_changes_no_program_is_captured_once(note: Callable[..., Any], capl
             model(_input(0)).backward()
     assert "captured again" not in caplog.text
     assert len(lowtide.plans(model)) == 1
+
+
+def test_one_list_in_several_modules() -> None:
+    """Is added to once, as in eager, also where a plan is made for other gradients."""
+
+    def note(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> None:
+        block.losses.append(h.mean())
+
+    plain, planned = (make(lambda: _Noting(note, losses=[])) for _ in range(2))
+    for model in (plain, planned):
+        for block in model.blocks:
+            block.losses = model.losses
+    lowtide.rematerialize(planned, (_input(0),), budget="100%", planner="keep-all")
+    for iteration in range(3):
+        for model in (plain, planned):
+            model.losses.clear()
+            model.zero_grad()
+            (model(_input(iteration)) + torch.stack(model.losses).sum()).backward()
+        assert len(planned.losses) == len(plain.losses) == 4
+        for expected, found in zip(plain.parameters(), planned.parameters(), strict=True):
+            assert torch.equal(expected.grad, found.grad)
+
+
+class _Installing(nn.Module):
+    """Puts hooks into its layers in its first call, as models of ``transformers`` that return what is inside do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.installed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.installed:
+            self.installed = True
+            self.layer.register_forward_hook(lambda module, args, output: output * 2)
+        return self.layer(x).square().mean()
+
+
+def test_hooks_that_the_first_call_installs() -> None:
+    """What says that they are there is not left behind without them."""
+    plain, planned = (make(_Installing) for _ in range(2))
+    lowtide.rematerialize(planned, (_input(0),), budget="100%", planner="keep-all")
+    for iteration in range(3):
+        found = []
+        for model in (plain, planned):
+            model.train().zero_grad()
+            model(_input(iteration)).backward()
+            found.append([model.eval()(_input(iteration)).detach(), *(p.grad for p in model.parameters())])
+        assert all(map(torch.equal, *found))
+
+
+def test_detached_results_are() -> None:
+    """Also where they are otherwise the very tensor of another result, of a parameter, or of an argument."""
+
+    class Detaching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            h = torch.tanh(self.layer(x))
+            self.target = h.detach()
+            return h, h.detach(), self.layer.weight.detach(), x.detach()
+
+    found = []
+    plain, planned = (make(Detaching) for _ in range(2))
+    lowtide.rematerialize(planned, budget="100%", planner="keep-all")
+    for model in (plain, planned):
+        x = _input(0).requires_grad_()
+        results = model(x)
+        assert [t.requires_grad for t in (*results, model.target)] == [True, False, False, False, False]
+        (results[0] * model.target + results[0] * results[1]).mean().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *found))
 
 
 def test_other_gradients_of_the_first_call() -> None:

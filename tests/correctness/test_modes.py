@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lowtide
 from tests.support.networks import WithLoss, perceptron, rows
 from tests.support.training import compare_training, make, prepared
 
@@ -89,8 +92,6 @@ def _autocast_step(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def _prepare_under_autocast(dtype: torch.dtype) -> Callable[..., Any]:
-    import lowtide
-
     def prepare(model: nn.Module, args: Any, kwargs: Any, *, budget: Any) -> nn.Module:
         with torch.autocast("cpu", dtype=dtype):
             return lowtide.rematerialize(model, args, kwargs, budget=budget, planner="greedy")
@@ -133,6 +134,65 @@ def test_autocast_inside_the_model() -> None:
                 return self.head(y.float()).square().mean()
 
     compare_training(Inside, rows())
+
+
+def test_arguments_that_are_leaves_and_others_under_autocast() -> None:
+    """Only leaves are cast once."""
+
+    class Arguments(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (self.layer(y) + x @ y.t() @ y).float().square().mean()
+
+    torch.manual_seed(0)
+    plain = Arguments()
+    planned = copy.deepcopy(plain)
+    lowtide.rematerialize(planned, budget="100%", planner="keep-all")
+    for iteration in range(4):
+        found = []
+        for model in (plain, planned):
+            torch.manual_seed(iteration)
+            x, leaf = torch.randn(32, 32), torch.randn(32, 32, requires_grad=True)
+            model.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(x, leaf if iteration % 2 else leaf * 1.5)
+            loss.backward()
+            found.append([loss.detach(), leaf.grad, *(p.grad for p in model.parameters())])
+        assert all(map(torch.equal, *found))
+
+
+def test_another_thread_ends_its_autocast_meanwhile() -> None:
+    """Its casts are forgotten, as they have to be."""
+    seen = []
+
+    class Waiting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            thread = threading.Thread(target=_updated_between, args=(seen,))
+            thread.start()
+            thread.join()
+            return self.layer(x).square().mean()
+
+    lowtide.rematerialize(Waiting(), (torch.randn(2, 8),), budget="100%", planner="keep-all")
+    assert seen
+    assert all(seen)
+
+
+def _updated_between(seen: list[bool]) -> None:
+    weight, x = torch.ones(8, 8, requires_grad=True), torch.ones(2, 8)
+    results = []
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            results.append((x @ weight).detach())
+        with torch.no_grad():
+            weight.add_(1)
+    seen.append(not torch.equal(*results))
 
 
 class _Shared(nn.Module):
@@ -191,10 +251,48 @@ def _also_without_gradients(model: Any, x: torch.Tensor) -> torch.Tensor:
     return (model.layer(model.layer(x)) - target) * model.other(x)
 
 
+class _Product(torch.autograd.Function):
+    """An operator of the user's under mixed precision."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.t() @ gradient
+
+
+def _own_functions(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(3):
+        x = _Product.apply(x, model.layer.weight)
+    return x
+
+
+def _own_types(model: Any, x: torch.Tensor) -> torch.Tensor:
+    weight = model.layer.weight
+    mixed = [F.softmax(weight, -1, dtype=torch.bfloat16) * factor for factor in (1, 2, 3)]
+    return sum(x @ one for one in mixed)  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize("budgets", [("100%",), ("85%",)], ids=["100", "85"])
 @pytest.mark.parametrize(
     "use",
-    [_layers, _recurrent, _tied, _two_periods, _not_kept, _own_casts, _also_without_gradients],
+    [
+        _layers,
+        _recurrent,
+        _tied,
+        _two_periods,
+        _not_kept,
+        _own_casts,
+        _also_without_gradients,
+        _own_functions,
+        _own_types,
+    ],
     ids=lambda use: use.__name__,
 )
 def test_parameters_used_twice_under_autocast(use: Callable[..., torch.Tensor], budgets: tuple[str, ...]) -> None:

@@ -23,8 +23,10 @@ import contextlib
 import copy
 import enum
 import hashlib
+import itertools
 import logging
 import operator
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -116,7 +118,9 @@ def changes(model: nn.Module, before: Snapshot) -> Changes:
     places = [*found, *sorted(before.attributes.keys() - found.keys())]
     outer = [place for place in places if place in changed and not changed & set(around(place))]
     holding = [place for place in outer if place in found and tensors_in(found[place])]
-    return Changes(tuple(holding), tuple(place for place in outer if place not in holding))
+    shared = {id(found[place]): place for place in reversed(holding) if isinstance(found[place], _CONTAINERS)}
+    once = [place for place in holding if shared.get(id(found[place]), place) == place]  # one list of several modules
+    return Changes(tuple(once), tuple(place for place in outer if place not in holding))
 
 
 def settings(
@@ -164,11 +168,13 @@ def _written(value: Any, before: Snapshot, place: Place) -> tuple[str, Any]:
     if container is None or container is not value:
         return "set", value
     if isinstance(value, dict):
-        same = all(key in value for key in items)
-        return ("update", {k: v for k, v in value.items() if items.get(k) is not v}) if same else ("set", value)
-    start = list(value)[: len(items)]
-    same = len(start) == len(items) and all(map(operator.is_, start, items))
-    return ("extend", list(value)[len(items) :]) if same else ("set", value)
+        update = {k: v for k, v in value.items() if k not in items or items[k] is not v}
+        return ("update", update) if update and all(key in value for key in items) else ("refill", value)
+    old = set(map(id, items))
+    added = list(itertools.dropwhile(lambda item: id(item) in old, value))
+    longer = [*items, *added][-value.maxlen :] if isinstance(value, deque) and value.maxlen else [*items, *added]
+    same = len(longer) == len(value) and all(map(operator.is_, longer, value))
+    return ("extend", added) if added and same and not isinstance(value, set) else ("refill", value)
 
 
 def write(model: nn.Module, places: Sequence[Assigned], changes: Sequence[tuple[str, Any]]) -> None:
@@ -193,23 +199,41 @@ def apply(model: nn.Module, wanted: Sequence[Setting]) -> None:
             set_at(model, (path, name), copy.deepcopy(value))
 
 
-def plain(model: nn.Module, places: Sequence[Place]) -> list[tuple[Place, Any]]:
-    """Those with plain values now, and the values."""
-    values = ((place, value_at(model, place)) for place in places)
-    return [(place, copy.copy(value)) for place, value in values if _is_constant(value)]
+class Before:
+    """What an attribute was. Tensors are not kept alive, so that it may be gone; nor is what is no plain value."""
+
+    def __init__(self, place: Place, value: Any) -> None:
+        self.place = place
+        self.container = value if isinstance(value, _CONTAINERS) else None
+        tensors, self._structure = structure.flatten(copy.copy(value) if self.container is not None else value)
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._known = bool(tensors) or _is_constant(value)
+
+    def known(self) -> bool:
+        return self._known and all(reference() is not None for reference in self._tensors)
+
+    def value(self) -> Any:
+        return structure.unflatten(self._structure, [reference() for reference in self._tensors])
 
 
 @contextlib.contextmanager
-def undone(model: nn.Module, before: Sequence[tuple[Place, Any]]) -> Iterator[None]:
-    """Inside, attributes are as ``plain`` found them."""
-    now = [(place, value_at(model, place)) for place, _ in before]
+def undone(model: nn.Module, before: Sequence[Before]) -> Iterator[None]:
+    """Inside, attributes are as they were, where that is known."""
+    known = [item for item in before if item.known()]
+    now = [(item, value_at(model, item.place)) for item in known]
+    inside = [(found, copy.copy(found)) for item, found in now if found is item.container and found is not None]
     try:
-        for place, value in before:
-            set_at(model, place, value)
+        for item, found in now:
+            if found is item.container and found is not None:
+                _refill(found, item.value())
+            else:
+                set_at(model, item.place, item.value())
         yield
     finally:
-        for place, value in now:
-            set_at(model, place, value)
+        for item, found in now:
+            set_at(model, item.place, found)
+        for container, items in inside:
+            _refill(container, items)
 
 
 def _refill(found: Any, value: Any) -> None:

@@ -9,6 +9,7 @@ autocast ends.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from lowtide.capture.replaced import replaced
 _ATEN = torch.ops.aten
 _TO_COPY = _ATEN._to_copy.default
 _ADD = _ATEN.add.Tensor
-_LOW = (torch.bfloat16, torch.float16)
+_DEVICES = ("cpu", "cuda")
 _EXPLICIT = {
     torch.Tensor.to,
     torch.Tensor.type,
@@ -31,22 +32,28 @@ _EXPLICIT = {
     torch.Tensor.copy_,
 }  # the user's own casts, which are not kept
 
-Period = Callable[[Any], str]
+Period = Callable[[Any, Any, Any], str]
 Group = tuple[fx.Node, torch.dtype, str]
 
 
 @contextlib.contextmanager
 def follow(enabled: bool) -> Iterator[Period]:
-    """Inside, the answer tells, by the torch function that runs, until when a cast in it is kept: equal for two casts of one
-    parameter that are one in eager, and empty where nothing is kept. ``enabled``: whether casts are kept to begin with."""
-    periods = 0
+    """Inside, the answer tells, by a torch function and its arguments, until when a cast in it is kept, and to what: equal for
+    two casts of one parameter that are one in eager, and empty where nothing is kept. ``enabled``: whether casts are kept to
+    begin with."""
+    periods, thread, clear = 0, threading.get_ident(), torch.clear_autocast_cache
 
     def ended() -> None:
         nonlocal periods
-        periods += 1
+        periods += threading.get_ident() == thread
+        clear()
 
-    def period(function: Any) -> str:
-        return str(periods) if torch.is_autocast_cache_enabled() and function not in _EXPLICIT else ""
+    def period(function: Any, args: Any, kwargs: Any) -> str:
+        own = function in _EXPLICIT or any(isinstance(a, torch.dtype) for a in (*args, *(kwargs or {}).values()))
+        if own or not torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
+            return ""
+        kinds = [kind for kind in _DEVICES if torch.is_autocast_enabled(kind)]
+        return " ".join([str(periods), *(f"{kind}:{torch.get_autocast_dtype(kind)}" for kind in kinds)])
 
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(enabled)
@@ -64,9 +71,8 @@ def share_casts(module: fx.GraphModule, leaves: Collection[int], period: Callabl
     kept = {inputs[d.PlainAOTInput(position)] for position in leaves}
     groups: dict[Group, list[fx.Node]] = {}
     for node in module.graph.nodes:
-        dtype = node.kwargs.get("dtype")
-        if node.target is _TO_COPY and node.args[0] in kept and dtype in _LOW and period(node):
-            groups.setdefault((node.args[0], dtype, period(node)), []).append(node)
+        if node.target is _TO_COPY and node.args[0] in kept and _is_kept(node, period(node)):
+            groups.setdefault((node.args[0], node.kwargs["dtype"], period(node)), []).append(node)
     group_of: dict[tuple[fx.Node, Any], Group] = {}
     for group, (first, *others) in groups.items():
         for cast in others:
@@ -81,6 +87,13 @@ def share_casts(module: fx.GraphModule, leaves: Collection[int], period: Callabl
             source = inputs[descriptor.grad_of]
             _regroup(gradient, {number: group for (node, number), group in group_of.items() if node is source})
     module.recompile()
+
+
+def _is_kept(cast: fx.Node, period: str) -> bool:
+    """Autocast keeps casts of single precision to the type that it casts to."""
+    source: Any = cast.args[0]
+    value = source.meta["val"]
+    return value.dtype is torch.float32 and f"{value.device.type}:{cast.kwargs.get('dtype')}" in period.split()[1:]
 
 
 def _regroup(gradient: fx.Node, group_of: Mapping[Any, Group]) -> None:

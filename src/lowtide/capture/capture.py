@@ -38,7 +38,7 @@ from lowtide.capture.module import (
     period_of_casts,
 )
 from lowtide.capture.overwrites import with_overwrites
-from lowtide.capture.places import Place
+from lowtide.capture.places import Place, of_modules, sharing, tensors_in
 from lowtide.capture.program import Conditions, Program, Result
 from lowtide.capture.rehearsal import Effects, rehearse
 from lowtide.capture.sharded import refuse_sharded_parts
@@ -140,7 +140,7 @@ def capture(
     except Exception as error:
         if recorder.used_otherwise(failed=True):
             return again(effects=effects)
-        written = holding(model, error.tensor) - follow if isinstance(error, WriteError) else ()
+        written = _written(model, error) - follow
         if written:
             return again(effects=effects, follow=follow | written)
         if isinstance(error, LowtideError):
@@ -168,6 +168,15 @@ def capture(
     return dataclasses.replace(program, effects=effects, settings=settings, followed=places)
 
 
+def _written(model: nn.Module, error: Exception) -> frozenset[Place]:
+    """The attributes into whose tensors the forward pass writes."""
+    if isinstance(error, WriteError):
+        return holding(model, error.tensor)
+    if any(text in str(error) for text in _WRITES):
+        return frozenset(place for place, value in of_modules(model) if tensors_in(value))  # of one of them, a part
+    return frozenset()
+
+
 def _read_inputs(program: Program) -> set[int]:
     """The flat inputs that are of consequence: for operators, results, or answers."""
     asked = (question.positions() for question in program.conditions.questions)
@@ -185,7 +194,7 @@ def _guards(
     """What the model must be like: as it is now or, where the next call has the same program, as this one leaves it."""
     attributes.say_unknown(model, [place for place in traced.unknown if place not in effects.counted])
     every = [place[:2] for place in effects.tensors if not place.once]
-    every = [place for place in every if place not in effects.carried]
+    every = sharing(model, [place for place in every if place not in effects.carried])
     guards = Guards.of(model, traced.read, every, followed.tensors)
     left = [(setting[:2], setting.value) for setting in settings if setting[:2] in traced.changes.plain]
     if not left or not effects.settled:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lowtide.capture import structure
-from lowtide.capture.places import Place, of_modules, tensors_in, value_at
+from lowtide.capture.places import Place, of_modules, root, tensors_in, value_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +33,26 @@ def held_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def holding(model: nn.Module, tensor: torch.Tensor) -> frozenset[Place]:
-    """The attributes with this tensor in them."""
-    return frozenset(place for place, value in of_modules(model) if any(t is tensor for t in tensors_in(value)))
+    """The attributes with this tensor in them, or one that shares its memory."""
+    storage = _storage(tensor)
+    return frozenset(p for p, value in of_modules(model) if any(_storage(t) == storage for t in tensors_in(value)))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
 def follow(model: nn.Module, places: Collection[Place], state: Sequence[torch.Tensor]) -> Followed:
-    """The tensors there that are not among ``state`` already, and wherever else they are; tensors that require gradients are
-    followed at all places."""
+    """The tensors there that are not among ``state`` already, and wherever else they are; tensors that require gradients, and
+    views of ``state``, are followed at all places."""
     known = set(map(id, state))
     found = [(place, index, t) for place, value in of_modules(model) for index, t in enumerate(tensors_in(value))]
-    roots = {(path, name.split(".")[0]) for path, name in places}
-    wanted = {id(t): t for place, _, t in found if (place in roots or t.requires_grad) and id(t) not in known}
+    roots, shared = set(map(root, places)), set(map(_storage, state))
+    wanted = {
+        id(t): t
+        for place, _, t in found
+        if (place in roots or t.requires_grad or _storage(t) in shared) and id(t) not in known
+    }
     everywhere = (tuple((place, index) for place, index, t in found if id(t) == key) for key in wanted)
     return Followed(tuple(wanted.values()), tuple(everywhere))
 

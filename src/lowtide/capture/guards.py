@@ -9,6 +9,7 @@ that is no module and no tensor, such as a configuration, is looked into, and so
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import sys
 import threading
@@ -22,12 +23,11 @@ import torch
 from torch import nn
 
 from lowtide.capture import structure
-from lowtide.capture.places import ABSENT, DEPTH, MOST_BYTES, MOST_OBJECTS, OWN, Place, locate, named
+from lowtide.capture.places import ABSENT, DEPTH, MOST_BYTES, MOST_OBJECTS, OWN, Place, hooks_of, locate, named
 
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
 _ASKING = (nn.Module.__module__, "functools")  # who reads them to find one
 _INHERITED = frozenset(vars(nn.Module)) - {"forward"} - _WHOLE
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _LOCK = threading.Lock()
 _WATCHED: dict[int, tuple[Access, int]] = {}  # a module's id -> what is noted of its model, its number
@@ -111,7 +111,7 @@ class Guards:
             names.setdefault(number, set()).update(vars(modules[number]) if name in _WHOLE else (name,))
         free = {_owned(model, place) for place in (("", "forward"), *but)}
         layouts = set(map(id, followed))
-        keeper, values = _Keeper(free, layouts, {_owned(model, place): value for place, value in after}), []
+        keeper, values = _Keeper(model, free, layouts, {_owned(model, place): value for place, value in after}), []
         shared: dict[tuple[type, str], Any] = {}
         for number, module in enumerate(modules):
             wanted = [key for key in sorted(names.get(number, ())) if _matters(module, key)]
@@ -182,14 +182,10 @@ def _wiring(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
         (
             None if module is root else type(module),
             tuple((name, numbers.get(id(child))) for name, child in module._modules.items()) if module._modules else (),
-            () if module is root else _hooks(module.__dict__),
+            () if module is root else hooks_of(module),
         )
         for module in modules
     )
-
-
-def _hooks(own: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(hook for name in _HOOKS if own[name] for hook in own[name].values())
 
 
 def _matters(module: nn.Module, name: str) -> bool:
@@ -225,6 +221,14 @@ class _Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class _Hidden:
+    """A module that is not registered, and its parameters and buffers."""
+
+    module: nn.Module
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Object:
     """An object, and its attributes but for those that may be anything."""
 
@@ -238,9 +242,14 @@ class _Keeper:
     that may be anything; ``layouts``: ids of tensors whose layout matters; ``instead``: other values for some attributes."""
 
     def __init__(
-        self, free: Collection[tuple[int, str]], layouts: Collection[int], instead: Mapping[tuple[int, str], Any]
+        self,
+        model: nn.Module,
+        free: Collection[tuple[int, str]],
+        layouts: Collection[int],
+        instead: Mapping[tuple[int, str], Any],
     ) -> None:
         self.seen: dict[int, Any] = {}
+        self.registered = set(map(id, model.modules()))
         self.free = free
         self.layouts = layouts
         self.instead = instead
@@ -258,6 +267,8 @@ class _Keeper:
             return _Items(type(value), tuple(self.kept(item, depth) for item in _items(value)))
         if isinstance(value, np.ndarray) and value.nbytes <= MOST_BYTES and not value.dtype.hasobject:
             return _Array(value.copy())
+        if isinstance(value, nn.Module) and id(value) not in self.registered:
+            return _Hidden(value, (*value.parameters(), *value.buffers()))
         if id(value) in self.layouts:
             return _Layout(structure.tensor_key(value))
         method = isinstance(value, types.MethodType)
@@ -302,6 +313,10 @@ def _same(kept: Any, value: Any) -> bool:
         own = _fields(value)
         return own.keys() - kept.free == kept.attributes.keys() and all(
             _same(item, own[name]) for name, item in kept.attributes.items()
+        )
+    if isinstance(kept, _Hidden):
+        return value is kept.module and all(
+            map(operator.is_, kept.tensors, itertools.chain(value.parameters(), value.buffers()))
         )
     if isinstance(kept, _Layout):
         return isinstance(value, torch.Tensor) and structure.tensor_key(value) == kept.key

@@ -30,7 +30,7 @@ from lowtide.capture.draws import Recorder
 from lowtide.capture.followed import held_tensors
 from lowtide.capture.guards import accesses
 from lowtide.capture.hooks import Reached
-from lowtide.capture.places import Place
+from lowtide.capture.places import Place, hooks_of
 from lowtide.capture.sharded import copy_module
 from lowtide.capture.source import user_source
 from lowtide.errors import CaptureError
@@ -136,6 +136,7 @@ class TracedModel:
         containers = [(found, copy.copy(found)) for found in _containers((*args, *kwargs.values()), set())]
         objects = [(own, dict(own)) for own in map(_own, (*args, *kwargs.values())) if own is not None]
         reached = Reached(model)
+        hooks = [hooks_of(module) for module in model.modules()]
         wanting = [tensor.requires_grad for tensor in tensors]
         try:
             # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
@@ -176,6 +177,8 @@ class TracedModel:
         paths = [path for path, _ in model.named_modules()]
         written = [(paths[number], name) for number, name in sorted(access.written)]
         self.settings, self.unknown = attributes.settings(model, before, self.changes, written)
+        if hooks != [hooks_of(module) for module in model.modules()]:
+            self.settings = ()  # a flag says that there are hooks now, but in the model itself there are none
         flat, self.result = structure.flatten_distinct((result, attributes.written(model, before, self.assigned)))
         self.requires_grad = tuple(tensor.requires_grad for tensor in flat)
         self.used_mask = self.mask if self.mask and _fits(self.mask, flat) else guess_mask(flat, self.result)
@@ -327,7 +330,7 @@ class _RecordSource(torch.overrides.TorchFunctionMode):
         self.period = period
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _note(source=user_source(), casts=self.period(func))
+        _note(source=user_source(), casts=self.period(func, args, kwargs))
         if func == _SET_DATA and any(args[0] is tensor for tensor in self.state):
             raise CaptureError(
                 "the forward pass assigns to .data of a parameter or a buffer, which no program can follow. Write into it "

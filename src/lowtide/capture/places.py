@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,18 @@ from torch import nn
 
 from lowtide.capture import structure
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OWN = frozenset(vars(nn.Module()))  # what every module has
 DEPTH = 3  # of objects in objects
-MOST_OBJECTS = 256  # that are looked into
+MOST_OBJECTS = 1024  # that are looked into
 MOST_BYTES = 1 << 24  # of an array that is compared
 _SHOWN = 3
 
-Place = tuple[str, str]  # the path of a module, and the name of its attribute; "name.field" of an object that it holds
+_WITHIN = "\0"  # between an attribute, and what of the object or container in it
+
+Place = tuple[
+    str, str
+]  # the path of a module, and the name of its attribute, with _WITHIN those of fields of objects in it
 
 
 class _Absent(enum.Enum):
@@ -44,39 +49,50 @@ def attributes_of(model: nn.Module) -> Iterator[tuple[Place, Any]]:
 
 
 def _inside(place: Place, value: Any, depth: int, seen: dict[int, Any]) -> Iterator[tuple[Place, Any]]:
-    if depth == 0 or len(seen) == MOST_OBJECTS or id(value) in seen or not structure.is_open(value):
+    if depth == 0 or len(seen) >= MOST_OBJECTS or isinstance(value, structure.PLAIN) or id(value) in seen:
+        return
+    held = isinstance(value, structure.CONTAINERS)
+    if (held and len(value) > MOST_OBJECTS) or not (held or structure.is_open(value)):
         return
     seen[id(value)] = value
-    for name, field in structure.fields(value).items():
-        inner = (place[0], f"{place[1]}.{name}")
-        yield inner, field
-        yield from _inside(inner, field, depth - 1, seen)
+    for name, item in _parts(value).items():
+        inner = (place[0], f"{place[1]}{_WITHIN}{name}")
+        if not held:
+            yield inner, item
+        yield from _inside(inner, item, depth - (not held), seen)
 
 
 def around(place: Place) -> Iterator[Place]:
-    """The objects that it is in."""
-    parts = place[1].split(".")
-    return ((place[0], ".".join(parts[:count])) for count in range(1, len(parts)))
+    """The objects and containers that it is in."""
+    parts = place[1].split(_WITHIN)
+    return ((place[0], _WITHIN.join(parts[:count])) for count in range(1, len(parts)))
 
 
 def locate(model: nn.Module, place: Place) -> tuple[Any, str] | None:
     """The module or object whose attribute it is, and the attribute's own name; ``None`` where there is no such object now."""
-    owner: Any = model.get_submodule(place[0])
-    if place[1] in vars(owner):
-        return owner, place[1]
-    *objects, leaf = place[1].split(".")
+    owner: Any = model
+    for name in place[0].split(".") if place[0] else ():
+        owner = owner._modules[name]
+    *objects, leaf = place[1].split(_WITHIN)
     for name in objects:
-        owner = _fields(owner).get(name)
+        owner = _parts(owner).get(name)
     return None if owner is None else (owner, leaf)
 
 
 def value_at(model: nn.Module, place: Place) -> Any:
     located = locate(model, place)
-    return ABSENT if located is None else _fields(located[0]).get(located[1], ABSENT)
+    return ABSENT if located is None else _parts(located[0]).get(located[1], ABSENT)
 
 
-def _fields(owner: Any) -> dict[str, Any]:
-    return vars(owner) if isinstance(owner, nn.Module) else structure.fields(owner)
+def _parts(owner: Any) -> dict[str, Any]:
+    """The attributes of a module or an object, and the items of a container."""
+    if isinstance(owner, nn.Module):
+        return vars(owner)
+    if isinstance(owner, dict):
+        return {repr(key): item for key, item in owner.items()}
+    if isinstance(owner, structure.CONTAINERS):
+        return {str(number): item for number, item in enumerate(owner)}
+    return structure.fields(owner)
 
 
 def set_at(model: nn.Module, place: Place, value: Any) -> None:
@@ -98,7 +114,26 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def texts(places: Sequence[Place]) -> str:
-    return named([f"{path}.{name}" if path else name for path, name in places])
+    return named([f"{path}.{name}".lstrip(".").replace(_WITHIN, ".") for path, name in places])
+
+
+def sharing(model: nn.Module, places: Collection[Place]) -> list[Place]:
+    """These, and the other attributes with one of the containers in them."""
+    held = {
+        id(value) for value in (value_at(model, place) for place in places) if isinstance(value, structure.CONTAINERS)
+    }
+    return [*places, *(place for place, value in of_modules(model) if id(value) in held and place not in places)]
+
+
+def hooks_of(module: nn.Module) -> tuple[Any, ...]:
+    """All forward and backward hooks of a module, and a forward method of its own."""
+    own = module.__dict__
+    return (*(hook for name in _HOOKS if own[name] for hook in own[name].values()), own.get("forward"))
+
+
+def root(place: Place) -> Place:
+    """The attribute of a module that it is, or is in."""
+    return place[0], place[1].split(_WITHIN)[0]
 
 
 def named(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Two calls in a row of one copy of a model, on fake tensors: what they do to its attributes, see ``capture.attributes``."""
+"""Calls in a row of one copy of a model, on fake tensors: what they do to its attributes, see ``capture.attributes``."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ def rehearse(
     tensors: Sequence[torch.Tensor],
     arguments: Any,
 ) -> Effects:
-    """What a call does to the attributes; two calls of one copy of the model find out."""
+    """What a call does to the attributes; calls of one copy of the model find out."""
     mode = AnsweringFakeMode()
     count = len(state) + len(followed)
     fakes = fakes_of(mode, state, (*followed, *tensors))
     clone = copy_without_data(model, (*state, *followed), fakes[:count])
-    calls, reached = [], Reached(clone)
-    for _ in range(2):
+    calls: list[Call] = []
+    reached = Reached(clone)
+    while len(calls) < 2 or (len(calls) == 2 and _common(calls)):  # a third tells what goes on from what settles later
         with mode:  # of their own in each call
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in fakes[count:]]
         call, before = Call(fakes[:count], inputs), attributes.snapshot(clone)
@@ -64,19 +65,20 @@ def rehearse(
 
 
 def _effects(calls: Sequence[Call]) -> Effects:
-    """What two calls in a row do to the attributes. Raises ``CaptureError``, see ``capture.attributes``."""
-    first, second = calls
+    """What calls in a row do to the attributes. Raises ``CaptureError``, see ``capture.attributes``."""
+    first, second = calls[:2]
     every = [place for place in first.changes.tensors if place in second.changes.tensors]
     once = [place for place in first.changes.tensors if place not in every]
     late = [place for place in second.changes.tensors if place not in every]
-    carried = [place for place in every if first.left(place) & second.read - first.state]
+    carried = [place for place in every if first.left(place) & (second.read | second.moved) - first.state]
     growing = [place for place in carried if first.layouts[place] != second.layouts[place]]
     if growing:
         raise CaptureError(
             f"every call of the model leaves other shapes in plain attributes ({texts(growing)}) and the next one computes "
-            "with them, so no program holds for all calls. Run it under lowtide.online."
+            "with them, so no program holds for all calls. Where their shapes settle after some calls, call the model before "
+            "it is rematerialized; otherwise run it under lowtide.online."
         )
-    counted = [place for place in second.changes.plain if place in first.changes.plain]
+    counted = _common(calls)
     constant = not any(first.left(place) & first.depending for place in once)
     same = first.draws == second.draws and (bool(once) or first.operators == second.operators)
     if counted and (late or not constant or not same):
@@ -93,8 +95,14 @@ def _effects(calls: Sequence[Call]) -> Effects:
         )
     kept = every if counted else [*every, *once]  # a constant beside a counter is made in every call
     tensors = tuple(attributes.Assigned(*place, anew=place in second.emptied, once=place in once) for place in kept)
-    settled = same and not once and not late and not carried
+    changing = any(place not in counted for place in second.changes.plain)
+    settled = same and not once and not late and not carried and not changing
     return Effects(tensors, frozenset(counted), frozenset(carried), settled)
+
+
+def _common(calls: Sequence[Call]) -> list[Place]:
+    """The attributes that get other plain values in all of them."""
+    return [place for place in calls[0].changes.plain if all(place in call.changes.plain for call in calls)]
 
 
 class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -112,6 +120,7 @@ class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws = 0
         self.changes = attributes.Changes()
         self.found: dict[Place, set[int]] = {}
+        self.moved: set[int] = set()  # what it wrote to attributes
         self.layouts: dict[Place, Any] = {}
         self.emptied: set[Place] = set()  # containers that it did not only add to
         self.kept: list[Any] = [state, inputs]
@@ -142,6 +151,8 @@ class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
             container = before.containers.get(place, (None, None))[0]
             if container is not None and container is found[place] and _emptied(container, before.containers[place][1]):
                 self.emptied.add(place)
+        places = [attributes.Assigned(*place, anew=place in self.emptied) for place in self.changes.tensors]
+        self.moved = set(map(id, tensors_in(attributes.written(model, before, places))))
 
     def left(self, place: Place) -> set[int]:
         """The tensors that the call left there, by identity."""

@@ -21,7 +21,7 @@ from lowtide.capture import Program, attributes, structure
 from lowtide.capture.capture import flat_arguments
 from lowtide.capture.followed import held_tensors
 from lowtide.capture.module import GradientMask, model_state
-from lowtide.capture.places import Place
+from lowtide.capture.places import Place, value_at
 from lowtide.capture.program import Conditions
 from lowtide.dynamic.context import online
 from lowtide.errors import CaptureError, ExecutionError, PlanError
@@ -61,7 +61,7 @@ class Sample:
 class Entry:
     """A planned program, ready to run for the calls with signature ``key`` on which one of ``conditions`` holds, the last used
     first. ``captured`` is the program before there were kernels in it, and ``sample`` what it was captured with. ``before``:
-    plain values of the model as the latest call found them."""
+    attributes of the model as the latest call found them."""
 
     key: Signature
     captured: Program
@@ -71,7 +71,7 @@ class Entry:
     conditions: list[Conditions]
     sample: Sample
     remake: Callable[[Entry, GradientMask], Entry]
-    before: list[Any] = field(default_factory=list)
+    before: list[attributes.Before] = field(default_factory=list)
 
     def for_mask(self, mask: GradientMask) -> Entry:
         """The same program for a gradient of other results; it serves the following calls too."""
@@ -136,7 +136,8 @@ class Rematerialized:
         program, model = entry.program, self.model
         result, left = structure.unflatten(program.result_structure, _tensors(program, outputs, inputs, model))
         effects = program.effects.tensors
-        entry.before[:] = attributes.plain(model, [place[:2] for place in (*effects, *program.settings)])
+        places = {*(place[:2] for place in (*effects, *program.settings)), *program.follow}
+        entry.before[:] = [attributes.Before(place, value_at(model, place)) for place in places]
         attributes.write(model, effects, left)
         attributes.apply(model, program.settings)
         return result
@@ -226,8 +227,16 @@ class Rematerialized:
     def _captured(self, key: Signature, sample: Sample, old: Entry | None, mask: GradientMask | None) -> Program:
         if old is None:
             expected = next((entry.captured.mask for entry in self.entries.get(key, ())), None)
-            follow = frozenset(self._follow)
-            return captured_program(self.model, sample.args, sample.kwargs, self.settings, expected, follow=follow)
+            capture = functools.partial(
+                captured_program, self.model, sample.args, sample.kwargs, self.settings, expected
+            )
+            try:
+                return capture(follow=frozenset(self._follow))
+            except CaptureError:  # as constants their values are known
+                if not self._follow:
+                    raise
+                self._follow.clear()
+                return capture()
         return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, old.captured)
 
     def _same(self, key: Signature, captured: Program) -> Entry | None:
@@ -337,7 +346,8 @@ def _tensors(
             if result.argument is not None
             else outputs[result.returned if result.returned is not None else result.base or 0]
         )
-        tensors.append(source if result.view is None else source.as_strided(*result.view))
+        tensor = source if result.view is None else source.as_strided(*result.view)
+        tensors.append(tensor.detach() if tensor.requires_grad and not result.requires_grad else tensor)
     for name, index in program.reassigned.items():
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path)._buffers[leaf] = tensors[index].detach()
@@ -350,4 +360,5 @@ def _light(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
     hollow = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     hollow.untyped_storage().resize_(0)
-    return hollow.requires_grad_(tensor.requires_grad)
+    hollow.requires_grad_(tensor.requires_grad)
+    return hollow if tensor.is_leaf else torch.ops.aten.alias.default(hollow)

@@ -33,7 +33,7 @@ def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], argu
         tuple(map(structure.tensor_key, inputs)),
         tuple(module.training for module in modules),
         any(module.__dict__.get("gradient_checkpointing") for module in modules),
-        autocast and (autocast, torch.is_autocast_cache_enabled()),
+        autocast and (autocast, torch.is_autocast_cache_enabled(), *(t.is_leaf and not t._is_view() for t in inputs)),
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
