@@ -89,7 +89,7 @@ def captured_program(
         rewrite = split_norms
     known: dict[str, Any] = {"follow": follow}
     if like is not None:
-        known = {"effects": like.effects, "follow": like.follow, "recorder": like.conditions.recorder()}
+        known = {"effects": like.effects, "follow": like.followed, "recorder": like.conditions.recorder()}
     with stage("capture"):
         return capture(model, args, kwargs, mask=mask, rewrite=rewrite, **known)
 

@@ -32,14 +32,16 @@ def measured_peak(model: nn.Module, program: Program, plan: Plan, sample: Sample
     """The exact peak of one forward and backward pass of ``plan`` on a real ``sample``.
 
     Parameters take part as new leaves on their own memory, buffers as copies, so that gradients, hooks of the user's and
-    statistics are left alone.
+    statistics are left alone; so are tensors in attributes.
     """
     state = model_state(model)
     parameters = [t.detach().requires_grad_(t.requires_grad) for t in state.tensors[: state.parameters]]
     buffers = [t.detach().clone() for t in state.tensors[state.parameters :]]
     tensors, _ = flat_arguments(*sample)
-    inputs = program.inputs_of(model, [*parameters, *buffers, *tensors])
-    assert inputs is not None  # the model is as it was captured
+    own = [*parameters, *buffers, *tensors]
+    found = program.inputs_of(model, own)
+    assert found is not None  # the model is as it was captured
+    inputs = [*own, *(t.detach().clone().requires_grad_(t.requires_grad) for t in found[len(own) :])]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         peak = measure(_step, _Once(program, lower(program, plan.schedule)), inputs).peak_bytes
     for tensor in tensors:

@@ -87,7 +87,7 @@ def capture(
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None,
     watch: Callable[[nn.Module], None] | None = None,
     effects: Effects | None = None,
-    follow: frozenset[Place] = frozenset(),
+    follow: frozenset[Place] | Followed = frozenset(),
     recorder: Recorder | None = None,
 ) -> Program:
     """The training program of ``model(*args, **kwargs)``.
@@ -95,7 +95,8 @@ def capture(
     ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is
     guessed, see ``capture.module.guess_mask``. ``watch`` is shown every copy of the model before it is traced; ``rewrite``
     may change the joint graph before it is converted. ``effects`` is what it does to attributes, where that is known.
-    ``follow`` are attributes whose tensors are inputs of the program instead of constants; more may be found to be.
+    ``follow`` are attributes whose tensors are inputs of the program instead of constants, more of which may be found; or just
+    those of another program of the same call, in their order.
     ``recorder`` says in which state the generators of Python and NumPy are; by default, in that of now.
 
     Raises ``CaptureError`` where the program depends on data in a way that cannot be answered before it runs, or uses
@@ -105,13 +106,14 @@ def capture(
     tensors, arguments = flat_arguments(args, kwargs)
     _check(model, state, tensors)
     mode = AnsweringFakeMode()
-    followed = follow_places(model, follow, (*state.tensors, *tensors))
-    fakes = fakes_of(mode, state.tensors, (*tensors, *followed.tensors))
+    held, followed = _followed(model, follow, (*state.tensors, *tensors))
+    places = follow.attributes() if isinstance(follow, Followed) else follow
+    fakes = fakes_of(mode, state.tensors, (*tensors, *held))
     recorder = recorder or Recorder()
     again = functools.partial(
         capture, model, args, kwargs, mask=mask, rewrite=rewrite, watch=watch, follow=follow, recorder=recorder
     )
-    real = (*state.tensors, *followed.tensors)
+    real = (*state.tensors, *held)
 
     def make_model(own: Sequence[torch.Tensor]) -> nn.Module:
         clone = copy_without_data(model, real, own)
@@ -132,17 +134,15 @@ def capture(
                 "under lowtide.online."
             )
         if effects is None:
-            effects = (
-                rehearse(model, state.tensors, followed.tensors, tensors, arguments) if traced.changes else Effects()
-            )
+            effects = rehearse(model, state.tensors, held, tensors, arguments) if traced.changes else Effects()
             if effects.tensors or effects.carried:
-                return again(effects=effects, follow=follow | effects.carried)
+                return again(effects=effects, follow=places | effects.carried)
     except Exception as error:
         if recorder.used_otherwise(failed=True):
             return again(effects=effects)
-        written = _written(model, error) - follow
+        written = _written(model, error) - places
         if written:
-            return again(effects=effects, follow=follow | written)
+            return again(effects=effects, follow=places | written)
         if isinstance(error, LowtideError):
             raise
         raise _capture_error(error) from error
@@ -153,19 +153,31 @@ def capture(
             "no output of the model requires a gradient, so there is nothing to rematerialize: check requires_grad of "
             "the parameters and inputs, and that the model is not under torch.no_grad()."
         )
-    inputs = (*state.tensors, *tensors, *followed.tensors)
+    inputs = (*state.tensors, *tensors, *held)
     leaves = [i for i, t in enumerate(inputs) if t.requires_grad and t.is_leaf and not t._is_view()]
     share_casts(module, leaves, period_of_casts)
     if rewrite is not None:
         rewrite(module)
     settings = tuple(setting for setting in traced.settings if setting[:2] not in effects.counted)
-    guards = _guards(model, traced, effects, settings, followed)
+    guards = _guards(model, traced, effects, settings, held)
     conditions = Conditions(tuple(mode.questions), guards, recorder.draws)
     program = _assemble(convert(module), metadata, traced, conditions, state, type(model).__name__)
     read = _read_inputs(program)
     count = len(state.tensors) + len(tensors)
-    places = tuple(places if count + i in read else () for i, places in enumerate(followed.places))
-    return dataclasses.replace(program, effects=effects, settings=settings, followed=places)
+    followed = Followed(followed.places, frozenset(i for i in range(len(held)) if count + i not in read))
+    conditions = dataclasses.replace(conditions, followed=followed)
+    return dataclasses.replace(program, effects=effects, settings=settings, followed=followed, conditions=conditions)
+
+
+def _followed(
+    model: nn.Module, follow: frozenset[Place] | Followed, state: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], Followed]:
+    if not isinstance(follow, Followed):
+        return follow_places(model, follow, state)
+    held = follow.behind([], model)
+    if held is None:
+        raise CaptureError("tensors in the model's attributes are not where they were when it was called.")
+    return held, follow
 
 
 def _written(model: nn.Module, error: Exception) -> frozenset[Place]:
@@ -189,17 +201,17 @@ def _guards(
     traced: TracedModel,
     effects: Effects,
     settings: Sequence[attributes.Setting],
-    followed: Followed,
+    held: Sequence[torch.Tensor],
 ) -> tuple[Guards, ...]:
     """What the model must be like: as it is now or, where the next call has the same program, as this one leaves it."""
     attributes.say_unknown(model, [place for place in traced.unknown if place not in effects.counted])
     every = [place[:2] for place in effects.tensors if not place.once]
     every = sharing(model, [place for place in every if place not in effects.carried])
-    guards = Guards.of(model, traced.read, every, followed.tensors)
+    guards = Guards.of(model, traced.read, every, held)
     left = [(setting[:2], setting.value) for setting in settings if setting[:2] in traced.changes.plain]
     if not left or not effects.settled:
         return (guards,)
-    return guards, Guards.of(model, traced.read, every, followed.tensors, left)
+    return guards, Guards.of(model, traced.read, every, held, left)
 
 
 def _check(model: nn.Module, state: State, tensors: Sequence[torch.Tensor]) -> None:

@@ -17,11 +17,49 @@ from lowtide.capture.places import Place, of_modules, root, tensors_in, value_at
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """Tensors in attributes that are inputs. ``places[i]``: where ``tensors[i]`` is, attributes and the number of the tensor
-    among those in there."""
+    """Tensors in attributes that are the last flat inputs of a program. ``places[i]``: where the i-th is, attributes and the
+    number of the tensor among those in there. ``unread``: those that the program does not read."""
 
-    tensors: tuple[torch.Tensor, ...] = ()
     places: tuple[tuple[tuple[Place, int], ...], ...] = ()
+    unread: frozenset[int] = frozenset()
+
+    def attributes(self) -> frozenset[Place]:
+        return frozenset(place for everywhere in self.places for place, _ in everywhere)
+
+    def behind(self, inputs: list[torch.Tensor], model: nn.Module) -> list[torch.Tensor] | None:
+        """Flat inputs with the tensors of now behind them, empty ones instead of those that are not read; ``None`` where they
+        are not all there, or one is not the same in all its places."""
+        found: dict[Place, list[torch.Tensor]] = {}
+        result = list(inputs) if self.places else inputs
+        for number, everywhere in enumerate(self.places):
+            if number in self.unread:
+                result.append(torch.empty(0))
+                continue
+            for place, _ in everywhere:
+                if place not in found:
+                    found[place] = tensors_in(value_at(model, place))
+            tensors = [found[place][index] if index < len(found[place]) else None for place, index in everywhere]
+            if tensors[0] is None or any(tensor is not tensors[0] for tensor in tensors):
+                return None
+            result.append(tensors[0])
+        return result
+
+
+def follow(
+    model: nn.Module, places: Collection[Place], state: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], Followed]:
+    """The tensors there that are not among ``state`` already, and wherever else they are; tensors that require gradients, and
+    views of ``state``, are followed at all places."""
+    known = set(map(id, state))
+    found = [(place, index, t) for place, value in of_modules(model) for index, t in enumerate(tensors_in(value))]
+    roots, shared = set(map(root, places)), set(map(_storage, state))
+    wanted = {
+        id(t): t
+        for place, _, t in found
+        if (place in roots or t.requires_grad or _storage(t) in shared) and id(t) not in known
+    }
+    everywhere = (tuple((place, index) for place, index, t in found if id(t) == key) for key in wanted)
+    return list(wanted.values()), Followed(tuple(everywhere))
 
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
@@ -39,38 +77,7 @@ def holding(model: nn.Module, tensor: torch.Tensor) -> frozenset[Place]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
-
-
-def follow(model: nn.Module, places: Collection[Place], state: Sequence[torch.Tensor]) -> Followed:
-    """The tensors there that are not among ``state`` already, and wherever else they are; tensors that require gradients, and
-    views of ``state``, are followed at all places."""
-    known = set(map(id, state))
-    found = [(place, index, t) for place, value in of_modules(model) for index, t in enumerate(tensors_in(value))]
-    roots, shared = set(map(root, places)), set(map(_storage, state))
-    wanted = {
-        id(t): t
-        for place, _, t in found
-        if (place in roots or t.requires_grad or _storage(t) in shared) and id(t) not in known
-    }
-    everywhere = (tuple((place, index) for place, index, t in found if id(t) == key) for key in wanted)
-    return Followed(tuple(wanted.values()), tuple(everywhere))
-
-
-def current(model: nn.Module, places: Sequence[Sequence[tuple[Place, int]]]) -> list[torch.Tensor] | None:
-    """The followed tensors of now, and an empty one where the program reads none; ``None`` where they are not all there, or one
-    is not the same in all its places."""
-    found: dict[Place, list[torch.Tensor]] = {}
-    result = []
-    for everywhere in places:
-        if not everywhere:
-            result.append(torch.empty(0))
-            continue
-        for place, _ in everywhere:
-            if place not in found:
-                found[place] = tensors_in(value_at(model, place))
-        tensors = [found[place][index] if index < len(found[place]) else None for place, index in everywhere]
-        if tensors[0] is None or any(tensor is not tensors[0] for tensor in tensors):
-            return None
-        result.append(tensors[0])
-    return result
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, or made of other tensors
+        return id(tensor)

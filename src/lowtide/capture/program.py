@@ -16,7 +16,7 @@ from torch import nn
 from lowtide.capture import structure
 from lowtide.capture.attributes import Setting
 from lowtide.capture.draws import Draws, Recorder
-from lowtide.capture.followed import current
+from lowtide.capture.followed import Followed
 from lowtide.capture.guards import Guards
 from lowtide.capture.places import Place
 from lowtide.capture.rehearsal import Effects
@@ -80,12 +80,16 @@ class Conditions:
     questions: tuple[Any, ...] = ()
     guards: tuple[Guards, ...] = (Guards(),)
     draws: Draws | None = None
+    followed: Followed = field(default_factory=Followed)
 
-    def hold(self, modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> bool:
-        """Whether a call now has this program. ``modules``: all of the model's; ``inputs``: flat; ``memo``: of the call."""
+    def hold(self, modules: Sequence[nn.Module], inputs: list[torch.Tensor], memo: dict[int, Any]) -> bool:
+        """Whether a call now has this program. ``modules``: all of the model's, itself first; ``inputs``: flat, without those
+        in attributes; ``memo``: of the call."""
+        given = self.followed.behind(inputs, modules[0])
         return (
-            self.fit(modules)
-            and all(question.holds(inputs, memo) for question in self.questions)
+            given is not None
+            and self.fit(modules)
+            and all(question.holds(given, memo) for question in self.questions)
             and (self.draws is None or self.draws.hold())
         )
 
@@ -105,12 +109,13 @@ class Conditions:
         """To capture the same call again, with the same draws."""
         return None if self.draws is None else Recorder(self.draws.start)
 
-    def broken(self, model: nn.Module, inputs: Sequence[torch.Tensor] | None) -> str:
-        """In words, why they do not hold. ``inputs``: ``None`` where followed tensors are not there."""
-        if inputs is None:
+    def broken(self, model: nn.Module, inputs: list[torch.Tensor]) -> str:
+        """In words, why they do not hold."""
+        given = self.followed.behind(inputs, model)
+        if given is None:
             return self.changed(model) or "tensors in its attributes are not where they were"
         memo: dict[int, Any] = {}
-        now = ((question, question.asked(inputs, memo)) for question in self.questions)
+        now = ((question, question.asked(given, memo)) for question in self.questions)
         answers = (
             f"{question.source}: {question.answer}, then {new}" for question, new in now if new != question.answer
         )
@@ -122,7 +127,7 @@ class Program:
     """A captured training program.
 
     ``calls`` has one entry per op and ``metas`` one per value. Flat inputs are the model's parameters and buffers
-    (``state_names``, each tensor once), the call's distinct tensors, and tensors in attributes, whose places are ``followed``;
+    (``state_names``, each tensor once), the call's distinct tensors, and tensors in attributes, which are ``followed``;
     ``inputs[i]`` is the value of flat input i, or ``None`` where the program does not read it. ``constants`` are the values of
     other tensors that the model holds. ``tangents[i]`` is the forward output that the i-th ``lowtide.tangent`` op belongs to.
     ``gradients`` pairs a flat input with the value of its gradient. ``mask`` tells for which results a gradient is
@@ -149,19 +154,11 @@ class Program:
     kept: tuple[int, ...]
     effects: Effects = field(default_factory=Effects)
     settings: tuple[Setting, ...] = ()
-    followed: tuple[tuple[tuple[Place, int], ...], ...] = ()
-
-    @property
-    def follow(self) -> frozenset[Place]:
-        """The attributes with tensors that are inputs."""
-        return frozenset(place for everywhere in self.followed for place, _ in everywhere)
+    followed: Followed = field(default_factory=Followed)
 
     def inputs_of(self, model: nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """The flat inputs, with those in the model's attributes; ``None`` where they are not all there."""
-        if not self.followed:
-            return inputs
-        found = current(model, self.followed)
-        return None if found is None else [*inputs, *found]
+        return self.followed.behind(inputs, model)
 
     def same_as(self, other: Program, held: Collection[int]) -> bool:
         """Whether both are the same operators on the same operands, with the same results, in the same order. ``held``: the ids

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.capture import Program, attributes, structure
@@ -120,13 +121,15 @@ class Rematerialized:
         ):
             return self.original_forward(*args, **kwargs)
         inputs, arguments = self.flat_inputs(args, kwargs)
-        traced = any(isinstance(tensor, FunctionalTensor) for tensor in inputs)  # as a part of a larger model
+        traced = any(
+            isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in inputs
+        )  # as a part of a larger model
         if traced or not any(tensor.requires_grad for tensor in inputs):
             return self.original_forward(*args, **kwargs)
         entry = self.entry(args, kwargs, inputs, arguments)
         if entry is None:
             return self.original_forward(*args, **kwargs)
-        inputs = entry.captured.inputs_of(model, inputs) or inputs
+        inputs = entry.program.inputs_of(model, inputs) or inputs
         if entry.conditions[0].draws is not None:
             entry.conditions[0].draws.take()
         return self._result(entry, self.run(entry, inputs), inputs)
@@ -136,7 +139,7 @@ class Rematerialized:
         program, model = entry.program, self.model
         result, left = structure.unflatten(program.result_structure, _tensors(program, outputs, inputs, model))
         effects = program.effects.tensors
-        places = {*(place[:2] for place in (*effects, *program.settings)), *program.follow}
+        places = {*(place[:2] for place in (*effects, *program.settings)), *program.followed.attributes()}
         entry.before[:] = [attributes.Before(place, value_at(model, place)) for place in places]
         attributes.write(model, effects, left)
         attributes.apply(model, program.settings)
@@ -161,11 +164,8 @@ class Rematerialized:
         key = signature(modules, inputs, arguments)
         memo: dict[int, Any] = {}
         for entry in self.entries.get(key, ()):
-            given = entry.captured.inputs_of(self.model, inputs)
-            if given is None:
-                continue
             for index, conditions in enumerate(entry.conditions):
-                if conditions.hold(modules, given, memo):
+                if conditions.hold(modules, inputs, memo):
                     entry.conditions.insert(0, entry.conditions.pop(index))
                     return entry
         if self.entries and self.settings.on_new_signature != "plan":
@@ -263,8 +263,7 @@ class Rematerialized:
 
     def _changes(self, key: Signature, inputs: list[torch.Tensor]) -> str:
         """In words, why the latest program for these shapes does not hold."""
-        latest = self._latest(key)
-        return latest.conditions[0].broken(self.model, latest.captured.inputs_of(self.model, inputs))
+        return self._latest(key).conditions[0].broken(self.model, inputs)
 
     def _latest(self, key: Signature) -> Entry:
         """The program for these shapes that ran last, if one did."""
