@@ -21,7 +21,7 @@ from lowtide.capture import structure
 
 _HOLDERS = (list, dict, deque, set)
 _DEPTH = 3  # of containers and objects in each other
-_OWN = __name__.rpartition(".")[0]
+_TRUSTED = (__name__.partition(".")[0] + ".", "torch.")  # whose hooks know what they do
 
 
 class Reached:
@@ -32,7 +32,7 @@ class Reached:
         holders: dict[int, Any] = {}
         for module in [*model.modules()][1:]:
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-                for value in _named_by(hook):
+                for value in () if _is_trusted(hook) else _named_by(hook):
                     _collect(value, holders, inside, _DEPTH)
         self.before = [(holder, copy.copy(holder)) for holder in holders.values()]
 
@@ -47,6 +47,12 @@ class Reached:
         return kept
 
 
+def _is_trusted(hook: Any) -> bool:
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return str(module).startswith(_TRUSTED)
+
+
 def _named_by(hook: Any) -> Iterator[Any]:
     """The values that a function can name."""
     if isinstance(hook, functools.partial):
@@ -55,14 +61,13 @@ def _named_by(hook: Any) -> Iterator[Any]:
     elif isinstance(hook, types.MethodType):
         yield hook.__self__
         yield from _named_by(hook.__func__)
-    elif isinstance(hook, types.FunctionType):
-        if not hook.__module__.startswith((_OWN, "torch.")):
-            for cell in hook.__closure__ or ():
-                with contextlib.suppress(ValueError):  # empty
-                    yield cell.cell_contents
-            yield from (hook.__globals__[name] for name in hook.__code__.co_names if name in hook.__globals__)
-            yield from hook.__defaults__ or ()
-    else:
+    elif isinstance(hook, types.FunctionType) and not _is_trusted(hook):
+        for cell in hook.__closure__ or ():
+            with contextlib.suppress(ValueError):  # empty
+                yield cell.cell_contents
+        yield from (hook.__globals__[name] for name in hook.__code__.co_names if name in hook.__globals__)
+        yield from hook.__defaults__ or ()
+    elif not isinstance(hook, types.FunctionType):
         yield hook
 
 
