@@ -3,8 +3,8 @@
 A planned call does not run the model's Python, so it does itself to the attributes what the traced call did; the same holds
 for attributes of objects that modules hold. A program is good for calls on a model that is as it was when it was captured
 (``capture.guards``), so what plain values such a call writes is known. Tensors are another matter, and so is a program that
-changes, by what it writes, what it depends on. So where a forward pass changes attributes it is rehearsed, twice in a row, on
-fake tensors (``capture.rehearsal``):
+changes, by what it writes, what it depends on. So where a forward pass changes attributes it is rehearsed, some times in a
+row, on fake tensors (``capture.rehearsal``):
 
 =====================================================  ==========================================================
 an attribute                                           is
@@ -32,13 +32,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import nn
 
 from lowtide.capture import structure
 from lowtide.capture.places import (
     ABSENT,
-    MOST_BYTES,
     Place,
     around,
     attributes_of,
@@ -51,7 +49,6 @@ from lowtide.capture.places import (
 from lowtide.errors import CaptureError
 
 _LOG = logging.getLogger(__name__)
-_CONTAINERS = (list, deque, dict, set)  # that can be written in place
 
 
 class Assigned(NamedTuple):
@@ -62,6 +59,10 @@ class Assigned(NamedTuple):
     anew: bool = False
     once: bool = False
 
+    @property
+    def place(self) -> Place:
+        return self.path, self.name
+
 
 class Setting(NamedTuple):
     """An attribute that gets a plain value. ``inside``: into the container that is there."""
@@ -70,6 +71,10 @@ class Setting(NamedTuple):
     name: str
     value: Any
     inside: bool
+
+    @property
+    def place(self) -> Place:
+        return self.path, self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,11 @@ class Snapshot:
     modules: dict[str, nn.Module]
     containers: dict[Place, tuple[Any, Any]]
     kept: list[Any]
+
+    def items_of(self, place: Place, value: Any) -> Any:
+        """A copy of the container there, where it is this one; ``None`` otherwise."""
+        container, items = self.containers.get(place, (None, None))
+        return items if container is value else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +108,7 @@ def snapshot(model: nn.Module) -> Snapshot:
     kept: list[Any] = []
     found = dict(attributes_of(model))
     attributes = {place: _identity(value, kept) for place, value in found.items()}
-    containers = {p: (v, copy.copy(v)) for p, v in found.items() if isinstance(v, _CONTAINERS)}
+    containers = {p: (v, copy.copy(v)) for p, v in found.items() if isinstance(v, structure.MUTABLE)}
     return Snapshot(attributes, _modules(model), containers, kept)
 
 
@@ -118,7 +128,7 @@ def changes(model: nn.Module, before: Snapshot) -> Changes:
     places = [*found, *sorted(before.attributes.keys() - found.keys())]
     outer = [place for place in places if place in changed and not changed & set(around(place))]
     holding = [place for place in outer if place in found and tensors_in(found[place])]
-    shared = {id(found[place]): place for place in reversed(holding) if isinstance(found[place], _CONTAINERS)}
+    shared = {id(found[place]): place for place in reversed(holding) if isinstance(found[place], structure.MUTABLE)}
     once = [place for place in holding if shared.get(id(found[place]), place) == place]  # one list of several modules
     return Changes(tuple(once), tuple(place for place in outer if place not in holding))
 
@@ -135,7 +145,7 @@ def settings(
     ]
     values = [(place, found.get(place, ABSENT)) for place in places]
     constants = [
-        Setting(*place, copy.deepcopy(value), _is_container_of(before, place, value))
+        Setting(*place, copy.deepcopy(value), before.items_of(place, value) is not None)
         for place, value in values
         if _is_constant(value)
     ]
@@ -143,29 +153,25 @@ def settings(
 
 
 def _is_constant(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_constant, [*value.keys(), *value.values()]))
-    if isinstance(value, (list, tuple, deque, set, frozenset)):
-        return all(map(_is_constant, value))
+    if isinstance(value, structure.CONTAINERS):
+        return all(map(_is_constant, structure.items(value)))
     return isinstance(value, (*structure.PLAIN, enum.Enum))
-
-
-def _is_container_of(before: Snapshot, place: Place, value: Any) -> bool:
-    return before.containers.get(place, (None, None))[0] is value and value is not None
 
 
 def written(model: nn.Module, before: Snapshot, places: Sequence[Assigned]) -> list[Any]:
     """How to bring the attributes from what they were to what they are: a verb and its object, see ``write``."""
-    values = [value_at(model, place[:2]) for place in places]
+    values = [value_at(model, assigned.place) for assigned in places]
     return [
-        ("refill", value) if place.anew and isinstance(value, _CONTAINERS) else _written(value, before, place[:2])
-        for value, place in zip(values, places, strict=True)
+        ("refill", value)
+        if assigned.anew and isinstance(value, structure.MUTABLE)
+        else _written(value, before, assigned.place)
+        for value, assigned in zip(values, places, strict=True)
     ]
 
 
 def _written(value: Any, before: Snapshot, place: Place) -> tuple[str, Any]:
-    container, items = before.containers.get(place, (None, None))
-    if container is None or container is not value:
+    items = before.items_of(place, value)
+    if items is None:
         return "set", value
     if isinstance(value, dict):
         update = {k: v for k, v in value.items() if k not in items or items[k] is not v}
@@ -179,24 +185,24 @@ def _written(value: Any, before: Snapshot, place: Place) -> tuple[str, Any]:
 
 def write(model: nn.Module, places: Sequence[Assigned], changes: Sequence[tuple[str, Any]]) -> None:
     """Do to the attributes what the traced forward pass did: set them anew, refill, extend or update what is there."""
-    for place, (verb, value) in zip(places, changes, strict=True):
-        found = value_at(model, place[:2])
-        if verb == "set" or not isinstance(found, _CONTAINERS):
-            set_at(model, place[:2], value)
+    for assigned, (verb, value) in zip(places, changes, strict=True):
+        found = value_at(model, assigned.place)
+        if verb == "set" or not isinstance(found, structure.MUTABLE):
+            set_at(model, assigned.place, value)
         elif verb == "refill":
-            _refill(found, value)
+            structure.refill(found, value)
         else:
             getattr(found, verb)(value)
 
 
 def apply(model: nn.Module, wanted: Sequence[Setting]) -> None:
     """Write plain values."""
-    for path, name, value, inside in wanted:
-        found = value_at(model, (path, name))
-        if inside and isinstance(found, _CONTAINERS):
-            _refill(found, copy.deepcopy(value))
-        elif found is not value:
-            set_at(model, (path, name), copy.deepcopy(value))
+    for setting in wanted:
+        found = value_at(model, setting.place)
+        if setting.inside and isinstance(found, structure.MUTABLE):
+            structure.refill(found, copy.deepcopy(setting.value))
+        elif found is not setting.value:
+            set_at(model, setting.place, copy.deepcopy(setting.value))
 
 
 class Before:
@@ -204,7 +210,7 @@ class Before:
 
     def __init__(self, place: Place, value: Any) -> None:
         self.place = place
-        self.container = value if isinstance(value, _CONTAINERS) else None
+        self.container = value if isinstance(value, structure.MUTABLE) else None
         tensors, self._structure = structure.flatten(copy.copy(value) if self.container is not None else value)
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._known = bool(tensors) or _is_constant(value)
@@ -219,26 +225,20 @@ class Before:
 @contextlib.contextmanager
 def undone(model: nn.Module, before: Sequence[Before]) -> Iterator[None]:
     """Inside, attributes are as they were, where that is known."""
-    known = [item for item in before if item.known()]
-    now = [(item, value_at(model, item.place)) for item in known]
-    inside = [(found, copy.copy(found)) for item, found in now if found is item.container and found is not None]
+    now = [(item, value_at(model, item.place)) for item in before if item.known()]
+    inside = [(item, found, copy.copy(found)) for item, found in now if found is not None and found is item.container]
+    others = [(item, found) for item, found in now if found is None or found is not item.container]
     try:
-        for item, found in now:
-            if found is item.container and found is not None:
-                _refill(found, item.value())
-            else:
-                set_at(model, item.place, item.value())
+        for item, container, _ in inside:
+            structure.refill(container, item.value())
+        for item, _ in others:
+            set_at(model, item.place, item.value())
         yield
     finally:
-        for item, found in now:
+        for item, found in others:
             set_at(model, item.place, found)
-        for container, items in inside:
-            _refill(container, items)
-
-
-def _refill(found: Any, value: Any) -> None:
-    found.clear()
-    (found.update if isinstance(found, (dict, set)) else found.extend)(value)
+        for _, container, items in inside:
+            structure.refill(container, items)
 
 
 def say_unknown(model: nn.Module, places: Sequence[Place]) -> None:
@@ -264,6 +264,6 @@ def _identity(value: Any, kept: list[Any]) -> Any:
     if isinstance(value, dict):
         return type(value), tuple((repr(key), _identity(item, kept)) for key, item in value.items())
     kept.append(value)
-    if isinstance(value, np.ndarray) and value.nbytes <= MOST_BYTES and not value.dtype.hasobject:
+    if structure.is_comparable(value):
         return id(value), hashlib.sha256(value.tobytes()).digest()
     return id(value)

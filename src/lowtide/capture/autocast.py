@@ -1,15 +1,14 @@
 """What autocast keeps: a parameter that is used twice is cast once, and its gradients are summed in the low precision.
 
 The tracer switches that cache off, and its parameters are no leaves, which alone are kept. So the forward pass is traced
-with a cast for each use (``follow`` has them marked), and ``share_casts`` makes one of them afterwards: the first cast serves
-all uses, what comes back for them is summed as it is, and the sum is cast. As in eager, casts are kept until the outermost
-autocast ends.
+with a cast for each use (``periods_of_casts`` has them marked), and ``share_casts`` makes one of them afterwards: the first
+cast serves all uses, what comes back for them is summed as it is, and the sum is cast. As in eager, casts are kept until the
+outermost autocast ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd import descriptors as d
 
-from lowtide.capture.replaced import replaced
+from lowtide.capture.replaced import wrapped
 
 _ATEN = torch.ops.aten
 _TO_COPY = _ATEN._to_copy.default
@@ -37,16 +36,19 @@ Group = tuple[fx.Node, torch.dtype, str]
 
 
 @contextlib.contextmanager
-def follow(enabled: bool) -> Iterator[Period]:
+def periods_of_casts(enabled: bool) -> Iterator[Period]:
     """Inside, the answer tells, by a torch function and its arguments, until when a cast in it is kept, and to what: equal for
     two casts of one parameter that are one in eager, and empty where nothing is kept. ``enabled``: whether casts are kept to
     begin with."""
-    periods, thread, clear = 0, threading.get_ident(), torch.clear_autocast_cache
+    periods = 0
 
-    def ended() -> None:
-        nonlocal periods
-        periods += threading.get_ident() == thread
-        clear()
+    def counting(clear: Callable[[], None]) -> Callable[[], None]:
+        def ended() -> None:
+            nonlocal periods
+            periods += 1
+            clear()
+
+        return ended
 
     def period(function: Any, args: Any, kwargs: Any) -> str:
         own = function in _EXPLICIT or any(isinstance(a, torch.dtype) for a in (*args, *(kwargs or {}).values()))
@@ -58,20 +60,25 @@ def follow(enabled: bool) -> Iterator[Period]:
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(enabled)
     try:
-        with replaced(torch, "clear_autocast_cache", ended):
+        with wrapped(torch, "clear_autocast_cache", counting):
             yield period
     finally:
         torch.set_autocast_cache_enabled(before)
 
 
+def is_kept(tensor: torch.Tensor) -> bool:
+    """Whether autocast keeps what it makes of the tensor."""
+    return tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+
+
 def share_casts(module: fx.GraphModule, leaves: Collection[int], period: Callable[[fx.Node], str]) -> None:
-    """Make one cast of those that eager makes once, in a joint graph, in place. ``leaves``: positions of the inputs that are
-    leaves; ``period``: what ``follow`` said of a node."""
+    """Make one cast of those that eager makes once, in a joint graph, in place. ``leaves``: positions of the inputs that
+    ``is_kept``; ``period``: what ``periods_of_casts`` said of a node."""
     inputs = {node.meta["desc"]: node for node in module.graph.nodes if node.op == "placeholder"}
     kept = {inputs[d.PlainAOTInput(position)] for position in leaves}
     groups: dict[Group, list[fx.Node]] = {}
     for node in module.graph.nodes:
-        if node.target is _TO_COPY and node.args[0] in kept and _is_kept(node, period(node)):
+        if node.target is _TO_COPY and node.args[0] in kept and _is_kept_cast(node, period(node)):
             groups.setdefault((node.args[0], node.kwargs["dtype"], period(node)), []).append(node)
     group_of: dict[tuple[fx.Node, Any], Group] = {}
     for group, (first, *others) in groups.items():
@@ -89,7 +96,7 @@ def share_casts(module: fx.GraphModule, leaves: Collection[int], period: Callabl
     module.recompile()
 
 
-def _is_kept(cast: fx.Node, period: str) -> bool:
+def _is_kept_cast(cast: fx.Node, period: str) -> bool:
     """Autocast keeps casts of single precision to the type that it casts to."""
     source: Any = cast.args[0]
     value = source.meta["val"]

@@ -19,12 +19,11 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.capture import attributes, structure
-from lowtide.capture.autocast import share_casts
+from lowtide.capture.autocast import is_kept, share_casts
 from lowtide.capture.convert import Converted, convert
 from lowtide.capture.draws import Recorder
 from lowtide.capture.fake import AnsweringFakeMode, fakes_of
-from lowtide.capture.followed import Followed, holding
-from lowtide.capture.followed import follow as follow_places
+from lowtide.capture.followed import Followed, follow_places, holding
 from lowtide.capture.guards import Guards
 from lowtide.capture.joint import export_joint
 from lowtide.capture.module import (
@@ -154,11 +153,11 @@ def capture(
             "the parameters and inputs, and that the model is not under torch.no_grad()."
         )
     inputs = (*state.tensors, *tensors, *held)
-    leaves = [i for i, t in enumerate(inputs) if t.requires_grad and t.is_leaf and not t._is_view()]
-    share_casts(module, leaves, period_of_casts)
+    share_casts(module, [i for i, tensor in enumerate(inputs) if is_kept(tensor)], period_of_casts)
     if rewrite is not None:
         rewrite(module)
-    settings = tuple(setting for setting in traced.settings if setting[:2] not in effects.counted)
+    settings = tuple(setting for setting in traced.settings if setting.place not in effects.counted)
+    attributes.say_unknown(model, [place for place in traced.unknown if place not in effects.counted])
     guards = _guards(model, traced, effects, settings, held)
     conditions = Conditions(tuple(mode.questions), guards, recorder.draws)
     program = _assemble(convert(module), metadata, traced, conditions, state, type(model).__name__)
@@ -166,7 +165,7 @@ def capture(
     count = len(state.tensors) + len(tensors)
     followed = Followed(followed.places, frozenset(i for i in range(len(held)) if count + i not in read))
     conditions = dataclasses.replace(conditions, followed=followed)
-    return dataclasses.replace(program, effects=effects, settings=settings, followed=followed, conditions=conditions)
+    return dataclasses.replace(program, effects=effects, settings=settings, conditions=conditions)
 
 
 def _followed(
@@ -204,11 +203,10 @@ def _guards(
     held: Sequence[torch.Tensor],
 ) -> tuple[Guards, ...]:
     """What the model must be like: as it is now or, where the next call has the same program, as this one leaves it."""
-    attributes.say_unknown(model, [place for place in traced.unknown if place not in effects.counted])
-    every = [place[:2] for place in effects.tensors if not place.once]
-    every = sharing(model, [place for place in every if place not in effects.carried])
+    written = [one.place for one in effects.tensors if not one.once and one.place not in effects.carried]
+    every = sharing(model, written)
     guards = Guards.of(model, traced.read, every, held)
-    left = [(setting[:2], setting.value) for setting in settings if setting[:2] in traced.changes.plain]
+    left = [(setting.place, setting.value) for setting in settings if setting.place in traced.changes.plain]
     if not left or not effects.settled:
         return (guards,)
     return guards, Guards.of(model, traced.read, every, held, left)

@@ -12,7 +12,6 @@ import contextlib
 import operator
 import pickle
 import random
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lowtide.capture.replaced import replaced
+from lowtide.capture.replaced import wrapped
 from lowtide.errors import CaptureError
 
 GENERATORS: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)  # those that all share
@@ -100,7 +99,7 @@ def none_by(model: nn.Module) -> Iterator[None]:
     before = [(generator, _state_of(generator)) for generator in found.values()]
     with contextlib.ExitStack() as stack:
         for owner, name in _TORCH_STATE:
-            stack.enter_context(_wrapped(owner, name, _refusing))
+            stack.enter_context(wrapped(owner, name, _refusing))
         try:
             yield
         finally:
@@ -148,19 +147,6 @@ def _restored(generator: Any, before: Any) -> bool:
     else:
         generator.bit_generator.state = before
     return True
-
-
-@contextlib.contextmanager
-def _wrapped(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, this thread calls what ``wrap`` makes of a function; all others call the function."""
-    function, thread = getattr(owner, name), threading.get_ident()
-    own = wrap(function)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (own if threading.get_ident() == thread else function)(*args, **kwargs)
-
-    with replaced(owner, name, call):
-        yield
 
 
 def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -215,9 +201,9 @@ class Recorder:
         with untouched(self.start):
             with contextlib.ExitStack() as stack:
                 for module, name in _SEEDING:
-                    stack.enter_context(_wrapped(module, name, self._seeding))
+                    stack.enter_context(wrapped(module, name, self._seeding))
                 for module, name in _SCALARS if self.comparing else ():
-                    stack.enter_context(_wrapped(module, name, self._recording))
+                    stack.enter_context(wrapped(module, name, self._recording))
                 yield
             self.end = state()
 

@@ -45,7 +45,7 @@ class Followed:
         return result
 
 
-def follow(
+def follow_places(
     model: nn.Module, places: Collection[Place], state: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Followed]:
     """The tensors there that are not among ``state`` already, and wherever else they are; tensors that require gradients, and
@@ -67,7 +67,7 @@ def held_tensors(model: nn.Module) -> list[torch.Tensor]:
     distinct = {id(value): value for _, value in of_modules(model) if not isinstance(value, structure.PLAIN)}
     hidden = (module for value in distinct.values() for module in structure.modules(value))
     tensors = [tensor for value in distinct.values() for tensor in tensors_in(value)]
-    return tensors + [t for module in hidden for t in (*module.parameters(), *module.buffers())]
+    return tensors + [tensor for module in hidden for tensor in structure.state_of(module)]
 
 
 def holding(model: nn.Module, tensor: torch.Tensor) -> frozenset[Place]:

@@ -9,7 +9,6 @@ that is no module and no tensor, such as a configuration, is looked into, and so
 from __future__ import annotations
 
 import contextlib
-import itertools
 import operator
 import sys
 import threading
@@ -23,7 +22,8 @@ import torch
 from torch import nn
 
 from lowtide.capture import structure
-from lowtide.capture.places import ABSENT, DEPTH, MOST_BYTES, MOST_OBJECTS, OWN, Place, hooks_of, locate, named
+from lowtide.capture.hooks import hooks_of
+from lowtide.capture.places import ABSENT, DEPTH, MOST_OBJECTS, OWN, Place, locate, named
 
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
 _ASKING = (nn.Module.__module__, "functools")  # who reads them to find one
@@ -225,7 +225,7 @@ class _Hidden:
     """A module that is not registered, and its parameters and buffers."""
 
     module: nn.Module
-    tensors: tuple[torch.Tensor, ...]
+    tensors: list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +264,11 @@ class _Keeper:
 
     def kept(self, value: Any, depth: int = 0) -> Any:
         if isinstance(value, structure.CONTAINERS):
-            return _Items(type(value), tuple(self.kept(item, depth) for item in _items(value)))
-        if isinstance(value, np.ndarray) and value.nbytes <= MOST_BYTES and not value.dtype.hasobject:
+            return _Items(type(value), tuple(self.kept(item, depth) for item in structure.items(value)))
+        if structure.is_comparable(value):
             return _Array(value.copy())
         if isinstance(value, nn.Module) and id(value) not in self.registered:
-            return _Hidden(value, (*value.parameters(), *value.buffers()))
+            return _Hidden(value, structure.state_of(value))
         if id(value) in self.layouts:
             return _Layout(structure.tensor_key(value))
         method = isinstance(value, types.MethodType)
@@ -282,10 +282,6 @@ class _Keeper:
         chosen = self.chosen(value, {**own, **added})
         attributes = {name: self.kept(item, depth + 1) for name, item in chosen.items() if item is not ABSENT}
         return _Object(value, attributes, frozenset(name for owner, name in self.free if owner == id(value)))
-
-
-def _items(value: Any) -> Sequence[Any]:
-    return [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -304,9 +300,9 @@ def _same(kept: Any, value: Any) -> bool:
     if isinstance(kept, _Items):
         if type(value) is not kept.kind:
             return False
-        now = _items(value)
+        now = structure.items(value)
         same = len(now) == len(kept.items)
-        return same and (all(map(operator.is_, kept.items, now)) or all(map(_same, kept.items, now)))
+        return _identical(kept.items, now) or (same and all(map(_same, kept.items, now)))
     if isinstance(kept, _Object):
         if value is not kept.value and not _same_method(kept.value, value):
             return False
@@ -315,9 +311,7 @@ def _same(kept: Any, value: Any) -> bool:
             _same(item, own[name]) for name, item in kept.attributes.items()
         )
     if isinstance(kept, _Hidden):
-        return value is kept.module and all(
-            map(operator.is_, kept.tensors, itertools.chain(value.parameters(), value.buffers()))
-        )
+        return value is kept.module and _identical(kept.tensors, structure.state_of(value))
     if isinstance(kept, _Layout):
         return isinstance(value, torch.Tensor) and structure.tensor_key(value) == kept.key
     if isinstance(kept, _Array):
@@ -325,6 +319,10 @@ def _same(kept: Any, value: Any) -> bool:
     if type(kept) is not type(value) or not isinstance(kept, (*structure.PLAIN, np.generic)):
         return _same_method(kept, value)
     return bool(kept == value or (kept != kept and value != value))
+
+
+def _identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _same_method(one: Any, other: Any) -> bool:

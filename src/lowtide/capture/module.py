@@ -24,13 +24,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.capture import attributes, draws, structure
-from lowtide.capture.autocast import Period, follow
+from lowtide.capture.autocast import Period, periods_of_casts
 from lowtide.capture.caches import clear_caches_of_fakes
 from lowtide.capture.draws import Recorder
 from lowtide.capture.followed import held_tensors
 from lowtide.capture.guards import accesses
-from lowtide.capture.hooks import Reached
-from lowtide.capture.places import Place, hooks_of
+from lowtide.capture.hooks import Reached, hooks_of
+from lowtide.capture.places import Place
 from lowtide.capture.sharded import copy_module
 from lowtide.capture.source import user_source
 from lowtide.errors import CaptureError
@@ -135,7 +135,6 @@ class TracedModel:
         args, kwargs = structure.unflatten(self.arguments, given)
         containers = [(found, copy.copy(found)) for found in _containers((*args, *kwargs.values()), set())]
         objects = [(own, dict(own)) for own in map(_own, (*args, *kwargs.values())) if own is not None]
-        reached = Reached(model)
         hooks = [hooks_of(module) for module in model.modules()]
         wanting = [tensor.requires_grad for tensor in tensors]
         try:
@@ -143,10 +142,11 @@ class TracedModel:
             no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_NO_SAVED_TENSORS_HOOKS)
             with (
                 self.recorder(),
+                Reached(model) as reached,
                 draws.none_by(model),
                 accesses(model) as access,
                 no_hooks,
-                follow(self.keep_casts) as period,
+                periods_of_casts(self.keep_casts) as period,
                 _RecordSource(tensors[:count], period),
                 _RefuseWrites(),  # type: ignore[no-untyped-call]
             ):
@@ -162,7 +162,7 @@ class TracedModel:
                 "the forward pass adds to a list, a dict or an object among its arguments, which planned calls would not do. "
                 "Return what it adds instead, or run the model under lowtide.online."
             )
-        if reached.restored():
+        if reached.tensors:
             raise CaptureError(
                 "a hook of a submodule keeps tensors of the pass in a list, a dict or an object outside of the model, where "
                 "planned calls would not put them. Return them from forward, keep them in an attribute of the module "
@@ -355,12 +355,11 @@ class _RefuseWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(function, torch._ops.OpOverload) and function._schema.is_mutable:
-            for position, argument in enumerate(function._schema.arguments):
-                given = args[position] if position < len(args) else kwargs.get(argument.name)
-                if argument.is_write:
-                    for leaf in pytree.tree_leaves(given):
-                        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, (FakeTensor, FunctionalTensor)):
-                            raise WriteError(leaf)
+            arguments = enumerate(function._schema.arguments)
+            written = [args[i] if i < len(args) else kwargs.get(one.name) for i, one in arguments if one.is_write]
+            for leaf in pytree.tree_leaves(written):
+                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, (FakeTensor, FunctionalTensor)):
+                    raise WriteError(leaf)
         return function(*args, **kwargs)
 
 

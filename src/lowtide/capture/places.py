@@ -12,18 +12,15 @@ from torch import nn
 
 from lowtide.capture import structure
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OWN = frozenset(vars(nn.Module()))  # what every module has
 DEPTH = 3  # of objects in objects
 MOST_OBJECTS = 1024  # that are looked into
-MOST_BYTES = 1 << 24  # of an array that is compared
 _SHOWN = 3
 
 _WITHIN = "\0"  # between an attribute, and what of the object or container in it
 
-Place = tuple[
-    str, str
-]  # the path of a module, and the name of its attribute, with _WITHIN those of fields of objects in it
+# The path of a module, and the name of its attribute; behind it, after _WITHIN each, those of parts of the object in it.
+Place = tuple[str, str]
 
 
 class _Absent(enum.Enum):
@@ -123,12 +120,6 @@ def sharing(model: nn.Module, places: Collection[Place]) -> list[Place]:
         id(value) for value in (value_at(model, place) for place in places) if isinstance(value, structure.CONTAINERS)
     }
     return [*places, *(place for place, value in of_modules(model) if id(value) in held and place not in places)]
-
-
-def hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """All forward and backward hooks of a module, and a forward method of its own."""
-    own = module.__dict__
-    return (*(hook for name in _HOOKS if own[name] for hook in own[name].values()), own.get("forward"))
 
 
 def root(place: Place) -> Place:

@@ -127,7 +127,7 @@ class Program:
     """A captured training program.
 
     ``calls`` has one entry per op and ``metas`` one per value. Flat inputs are the model's parameters and buffers
-    (``state_names``, each tensor once), the call's distinct tensors, and tensors in attributes, which are ``followed``;
+    (``state_names``, each tensor once), the call's distinct tensors, and tensors in attributes (``followed``);
     ``inputs[i]`` is the value of flat input i, or ``None`` where the program does not read it. ``constants`` are the values of
     other tensors that the model holds. ``tangents[i]`` is the forward output that the i-th ``lowtide.tangent`` op belongs to.
     ``gradients`` pairs a flat input with the value of its gradient. ``mask`` tells for which results a gradient is
@@ -154,7 +154,10 @@ class Program:
     kept: tuple[int, ...]
     effects: Effects = field(default_factory=Effects)
     settings: tuple[Setting, ...] = ()
-    followed: Followed = field(default_factory=Followed)
+
+    @property
+    def followed(self) -> Followed:
+        return self.conditions.followed
 
     def inputs_of(self, model: nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """The flat inputs, with those in the model's attributes; ``None`` where they are not all there."""

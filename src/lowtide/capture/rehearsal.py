@@ -49,18 +49,16 @@ def rehearse(
     fakes = fakes_of(mode, state, (*followed, *tensors))
     clone = copy_without_data(model, (*state, *followed), fakes[:count])
     calls: list[Call] = []
-    reached = Reached(clone)
     while len(calls) < 2 or (len(calls) == 2 and _common(calls)):  # a third tells what goes on from what settles later
         with mode:  # of their own in each call
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in fakes[count:]]
         call, before = Call(fakes[:count], inputs), attributes.snapshot(clone)
         args, kwargs = structure.unflatten(arguments, inputs)
-        with as_traced(), untouched(), mode, call:
+        with as_traced(), untouched(), Reached(clone), mode, call:
             clone.forward(*args, **kwargs)
         clear_caches_of_fakes()
         call.ended(clone, before)
         calls.append(call)
-    reached.restored()
     return _effects(calls)
 
 
@@ -148,8 +146,8 @@ class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
             left = tensors_in(found[place])
             self.found[place] = set(map(id, left))
             self.layouts[place] = structure.layout(found[place])
-            container = before.containers.get(place, (None, None))[0]
-            if container is not None and container is found[place] and _emptied(container, before.containers[place][1]):
+            items = before.items_of(place, found[place])
+            if items is not None and _emptied(found[place], items):
                 self.emptied.add(place)
         places = [attributes.Assigned(*place, anew=place in self.emptied) for place in self.changes.tensors]
         self.moved = set(map(id, tensors_in(attributes.written(model, before, places))))

@@ -21,6 +21,8 @@ import torch
 import torch.utils._pytree as pytree
 
 CONTAINERS = (list, tuple, deque, set, frozenset, dict)
+MUTABLE = (list, deque, dict, set)
+_MOST_BYTES = 1 << 24  # of an array that is compared
 _CLOSED = (torch.nn.Module, torch.Tensor, np.ndarray, types.ModuleType, types.FunctionType, types.MethodType, type)
 _MOST_LOOKED_AT = 4096  # objects, in search of modules
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
@@ -154,6 +156,11 @@ def modules(tree: Any) -> list[torch.nn.Module]:
     return [node for node in found.values() if isinstance(node, torch.nn.Module)]
 
 
+def state_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Its parameters and buffers."""
+    return [*module.parameters(), *module.buffers()]
+
+
 def held_slots(structure: Any) -> frozenset[int]:
     """Slots inside opaque objects (caches): results that are carried along rather than trained on."""
     if isinstance(structure, Nested):
@@ -173,6 +180,22 @@ def slots(structure: Any) -> list[int]:
     if isinstance(structure, Held):
         children = tuple(structure.attributes.values())
     return [slot for child in children for slot in slots(child)]
+
+
+def items(container: Any) -> list[Any]:
+    """What is in it; of a dict, keys and values."""
+    return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
+
+
+def refill(container: Any, others: Any) -> None:
+    """Put ``others`` instead of what is in it."""
+    container.clear()
+    (container.update if isinstance(container, (dict, set)) else container.extend)(others)
+
+
+def is_comparable(value: Any) -> bool:
+    """Whether it is an array that can be compared with a copy."""
+    return isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES and not value.dtype.hasobject
 
 
 def is_open(value: Any) -> bool:

@@ -34,6 +34,7 @@ from lowtide.runtime.step import run
 from lowtide.stages import itemised, stage, stage_seconds
 
 _LOG = logging.getLogger(__name__)
+_TRACED = (FakeTensor, FunctionalTensor)
 _MANY_CAPTURES = 8  # for the same shapes: said in the log
 _MOST_PROGRAMS = 32  # kept
 _MOST_CONDITIONS = 16  # kept, of each
@@ -121,10 +122,8 @@ class Rematerialized:
         ):
             return self.original_forward(*args, **kwargs)
         inputs, arguments = self.flat_inputs(args, kwargs)
-        traced = any(
-            isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in inputs
-        )  # as a part of a larger model
-        if traced or not any(tensor.requires_grad for tensor in inputs):
+        as_part = any(isinstance(tensor, _TRACED) for tensor in inputs)  # of a larger model that is captured
+        if as_part or not any(tensor.requires_grad for tensor in inputs):
             return self.original_forward(*args, **kwargs)
         entry = self.entry(args, kwargs, inputs, arguments)
         if entry is None:
@@ -139,7 +138,8 @@ class Rematerialized:
         program, model = entry.program, self.model
         result, left = structure.unflatten(program.result_structure, _tensors(program, outputs, inputs, model))
         effects = program.effects.tensors
-        places = {*(place[:2] for place in (*effects, *program.settings)), *program.followed.attributes()}
+        written = {*(one.place for one in effects), *(setting.place for setting in program.settings)}
+        places = written | program.followed.attributes()
         entry.before[:] = [attributes.Before(place, value_at(model, place)) for place in places]
         attributes.write(model, effects, left)
         attributes.apply(model, program.settings)

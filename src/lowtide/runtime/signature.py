@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lowtide.capture import structure
+from lowtide.capture.autocast import is_kept
 
 Signature = tuple[Any, ...]
 
@@ -33,7 +34,7 @@ def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], argu
         tuple(map(structure.tensor_key, inputs)),
         tuple(module.training for module in modules),
         any(module.__dict__.get("gradient_checkpointing") for module in modules),
-        autocast and (autocast, torch.is_autocast_cache_enabled(), *(t.is_leaf and not t._is_view() for t in inputs)),
+        autocast and (autocast, torch.is_autocast_cache_enabled(), *map(is_kept, inputs)),
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
