@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowtide.capture import structure
+from lowtide.capture.sharded import is_bookkeeping
 
 OWN = frozenset(vars(nn.Module()))  # what every module has
 DEPTH = 3  # of objects in objects
@@ -33,7 +34,7 @@ ABSENT = _Absent.ABSENT  # instead of the value of an attribute that is not ther
 def of_modules(model: nn.Module) -> Iterator[tuple[Place, Any]]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in OWN and name != "forward":
+            if name not in OWN and name != "forward" and not is_bookkeeping(name):
                 yield (path, name), value
 
 

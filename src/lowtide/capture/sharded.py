@@ -18,6 +18,11 @@ from lowtide.errors import CaptureError
 _BOOKKEEPING = "__composable_api"  # the keys under which torch.distributed's module APIs keep their state
 
 
+def is_bookkeeping(attribute: Any) -> bool:
+    """Whether a module's attribute of that name holds torch.distributed's state, not the model's."""
+    return str(attribute).startswith(_BOOKKEEPING)
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was applied to this very module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -44,7 +49,7 @@ def copy_module(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     memo[id(model)] = clone
     hooks = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks"}
     for name, value in model.__dict__.items():
-        if str(name).startswith(_BOOKKEEPING):
+        if is_bookkeeping(name):
             continue
         clone.__dict__[name] = OrderedDict() if name in hooks else copy.deepcopy(value, memo)
     return clone

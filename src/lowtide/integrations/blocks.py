@@ -69,7 +69,8 @@ class Block:
 
     @functools.cached_property
     def unplanned(self) -> Part:
-        part = part_of(self, keep_all_schedule(self.program.graph))
+        """The block as PyTorch runs it, which writes over nothing and may keep the numbers that operators are given."""
+        part = part_of(self, keep_all_schedule(self.program.graph.without_overwrites()))
         scalars = SCALAR_BYTES * self.program.graph.forward_ops
         return Part(
             part.saved_bytes + scalars,

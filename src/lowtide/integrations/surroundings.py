@@ -32,8 +32,10 @@ class Moment:
 def moments(graph: Graph, costs: Costs, names: Sequence[str], gathers: Gathers) -> list[Moment]:
     """From the program of the whole model; ``names`` are the blocks' module paths.
 
-    A moment per operator, and one per gather and reduction between operators.
+    A moment per operator, and one per gather and reduction between operators. PyTorch runs what lies around the blocks, and
+    writes over nothing there.
     """
+    graph = graph.without_overwrites()
     block = _blocks_of_ops(graph, names)
     schedule = keep_all_schedule(graph)
     steps = [(i, graph.ops[s.op].id) for i, s in enumerate(schedule.steps) if isinstance(s, Compute)]

@@ -106,3 +106,7 @@ class Graph:
     def without_places(self) -> Graph:
         """The same graph without the lines and modules that operators come from: no plan depends on them."""
         return replace(self, ops=tuple(replace(op, source="", module="") for op in self.ops))
+
+    def without_overwrites(self) -> Graph:
+        """The same graph where every result is new memory."""
+        return replace(self, ops=tuple(replace(op, overwrites=()) for op in self.ops))
