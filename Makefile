@@ -8,8 +8,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_TOOLS := sphinx furo myst-parser
-TEST_TOOLS := pytest pytest-timeout hypothesis ruff mypy import-linter build
+TEST_TOOLS := pytest pytest-timeout pytest-xdist hypothesis ruff mypy import-linter build
 OUTPUT ?= demo
+
+# Tests of one file share what they captured, so files are dealt out whole.
+WORKERS ?= 2
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 # Measured programs are timed on the cores there are, and nothing is fetched from model hubs.
 export HF_HUB_OFFLINE := 1
@@ -34,10 +38,10 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+	$(TESTS) -m "not slow"
 
 test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(TESTS)
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(DOCS_TOOLS)
