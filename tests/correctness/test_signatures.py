@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +92,73 @@ def test_plain_arguments_are_part_of_the_signature() -> None:
 
     (outcome,) = compare_training(Scaled, inputs, iterations=4, budgets=("60%",))
     assert len(lowtide.plans(outcome.model)) == 3
+
+
+class _Options:
+    """Compares by identity. It refers to itself."""
+
+    def __init__(self, scale: float) -> None:
+        self.nested = SimpleNamespace(scales=[scale])
+        self.logger = logging.getLogger(__name__)
+        self.itself = self
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.nested.scales[0]
+
+
+def _closure(scale: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x * scale
+
+
+class _Applies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = perceptron(2)
+
+    def forward(self, x: torch.Tensor, transform: Any) -> torch.Tensor:
+        transform = getattr(transform, "apply", transform)
+        return transform(self.network(x)).square().mean()
+
+
+def _losses(transforms: Iterable[Any]) -> Iterator[tuple[float, float, int]]:
+    """The planned loss, the plain one, and how many plans there are, for every transform."""
+    x = torch.randn(8, 32, generator=generator(0))
+    plain, model = _Applies(), _Applies()
+    model.load_state_dict(plain.state_dict())
+    for number, transform in enumerate(transforms):
+        if number == 0:
+            lowtide.rematerialize(model, (x, transform), budget="100%", planner="greedy")
+        yield model(x, transform).item(), plain(x, transform).item(), len(lowtide.plans(model))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _Options,
+        _closure,
+        lambda scale: _Options(scale).apply,
+        lambda scale: functools.partial(torch.mul, other=scale),
+        lambda scale: SimpleNamespace(apply=_closure(scale)),
+    ],
+    ids=["object", "closure", "method", "partial", "namespace"],
+)
+def test_objects_are_told_apart_by_what_they_hold(make: Callable[[float], Any]) -> None:
+    found = list(_losses(make(scale) for scale in (2.0, 2.0, 3.0, 2.0, 3.0)))
+    assert [ours for ours, _, _ in found] == [theirs for _, theirs, _ in found]
+    assert [plans for _, _, plans in found] == [1, 1, 2, 2, 2]
+
+
+def test_an_object_that_is_changed_between_calls() -> None:
+    options = _Options(2.0)
+
+    def changing() -> Iterator[_Options]:
+        for scale in (2.0, 3.0, 2.0, 5.0):
+            options.nested.scales[0] = scale
+            yield options
+
+    found = list(_losses(changing()))
+    assert [ours for ours, _, _ in found] == [theirs for _, theirs, _ in found]
+    assert len({theirs for _, theirs, _ in found}) == 3
 
 
 def test_masks_are_questions() -> None:

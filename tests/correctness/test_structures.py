@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import lowtide
 from tests.support.networks import generator, perceptron, rows
 from tests.support.training import compare_training, prepared
 
@@ -81,6 +82,45 @@ def test_the_same_tensor_stays_one_object() -> None:
     model = prepared(lambda: _Shaped(_SHAPERS["the same twice"]), rows(), "60%")
     first, second, nested = model(*rows()(0)[0])
     assert first is second is nested["again"]
+
+
+class _Echo(nn.Module):
+    """Returns what it was given and what it holds beside its own result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = perceptron(2)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, options: Any) -> dict[str, Any]:
+        self.count += 1
+        own = {"weight": self.network[0].weight, "count": self.count}
+        return {"y": self.network(x), "x": x, "options": [options, (options, x)], **own}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_what_was_given_comes_back(requires_grad: bool) -> None:
+    """Arguments, parameters and buffers among the results are the very same objects, and gradients reach them there."""
+    plain, model = _Echo(), _Echo()
+    model.load_state_dict(plain.state_dict())
+    inputs = [torch.randn(64, 32, requires_grad=requires_grad) for _ in range(3)]
+    lowtide.rematerialize(model, (inputs[0], object()), budget="100%", planner="greedy")
+    for x in inputs:
+        options = object()
+        found: list[Any] = []
+        for echo in (model, plain):
+            echo.zero_grad()
+            x.grad = None
+            result = echo(x, options)
+            assert result["x"] is x
+            assert result["options"][0] is result["options"][1][0] is options
+            assert result["options"][1][1] is x
+            assert result["weight"] is echo.network[0].weight
+            assert result["count"] is echo.count
+            (result["y"].square().mean() + (result["weight"] ** 3).sum() + (result["x"] ** 2).sum()).backward()
+            found.append([parameter.grad for parameter in echo.parameters()] + [x.grad] * requires_grad)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+        assert torch.equal(model.count, plain.count)
 
 
 class _Keywords(nn.Module):

@@ -23,6 +23,7 @@ from torch import nn
 
 from lowtide.capture import structure
 from lowtide.capture.hooks import hooks_of
+from lowtide.capture.keys import tensor_key
 from lowtide.capture.places import ABSENT, DEPTH, MOST_OBJECTS, OWN, Place, locate, named
 
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
@@ -270,7 +271,7 @@ class _Keeper:
         if isinstance(value, nn.Module) and id(value) not in self.registered:
             return _Hidden(value, structure.state_of(value))
         if id(value) in self.layouts:
-            return _Layout(structure.tensor_key(value))
+            return _Layout(tensor_key(value))
         method = isinstance(value, types.MethodType)
         if depth == DEPTH or len(self.seen) == MOST_OBJECTS or not (method or structure.is_open(value)):
             return value
@@ -313,7 +314,7 @@ def _same(kept: Any, value: Any) -> bool:
     if isinstance(kept, _Hidden):
         return value is kept.module and _identical(kept.tensors, structure.state_of(value))
     if isinstance(kept, _Layout):
-        return isinstance(value, torch.Tensor) and structure.tensor_key(value) == kept.key
+        return isinstance(value, torch.Tensor) and tensor_key(value) == kept.key
     if isinstance(kept, _Array):
         return isinstance(value, np.ndarray) and value.dtype == kept.copy.dtype and _equal(kept.copy, value)
     if type(kept) is not type(value) or not isinstance(kept, (*structure.PLAIN, np.generic)):

@@ -179,11 +179,13 @@ class TracedModel:
         self.settings, self.unknown = attributes.settings(model, before, self.changes, written)
         if hooks != [hooks_of(module) for module in model.modules()]:
             self.settings = ()  # a flag says that there are hooks now, but in the model itself there are none
-        flat, self.result = structure.flatten_distinct((result, attributes.written(model, before, self.assigned)))
+        flat, result = structure.flatten_distinct((result, attributes.written(model, before, self.assigned)))
+        self.result = structure.with_given(result, structure.objects(self.arguments))
         self.requires_grad = tuple(tensor.requires_grad for tensor in flat)
         self.used_mask = self.mask if self.mask and _fits(self.mask, flat) else guess_mask(flat, self.result)
         self.reassigned = {name: len(flat) + index for index, (name, _) in enumerate(extra)}
-        kept = [_expecting(tensor, entry) for tensor, entry in zip(flat, self.used_mask, strict=True)]
+        own = set(map(id, tensors))  # results that are arguments or parameters themselves stay so
+        kept = [t if id(t) in own else _expecting(t, entry) for t, entry in zip(flat, self.used_mask, strict=True)]
         return (*kept, *(tensor.detach() for _, tensor in extra))
 
     def _places(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> list[tuple[str, dict[str, Any], str, Any]]:

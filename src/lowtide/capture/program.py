@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture import structure
 from lowtide.capture.attributes import Setting
 from lowtide.capture.draws import Draws, Recorder
 from lowtide.capture.followed import Followed
 from lowtide.capture.guards import Guards
+from lowtide.capture.keys import fingerprint
 from lowtide.capture.places import Place
 from lowtide.capture.rehearsal import Effects
 from lowtide.ir import Graph
@@ -172,7 +172,7 @@ class Program:
             self.graph.without_places() == other.graph.without_places()
             and all(map(_same_call, self.calls, other.calls))
             and all(getattr(self, name) == getattr(other, name) for name in _COMPARED)
-            and structure.fingerprint(self.result_structure) == structure.fingerprint(other.result_structure)
+            and fingerprint(self.result_structure) == fingerprint(other.result_structure)
             and (self.effects.tensors, self.followed) == (other.effects.tensors, other.followed)
             and repr(self.settings) == repr(other.settings)
             and all(one is two or (id(two) not in held and _equal(one, two)) for one, two in pairs)

@@ -18,6 +18,7 @@ from lowtide.capture.draws import untouched
 from lowtide.capture.fake import AnsweringFakeMode, fakes_of
 from lowtide.capture.hooks import Reached
 from lowtide.capture.joint import as_traced
+from lowtide.capture.keys import layout
 from lowtide.capture.module import copy_without_data
 from lowtide.capture.places import Place, attributes_of, tensors_in, texts
 from lowtide.errors import CaptureError
@@ -145,7 +146,7 @@ class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for place in self.changes.tensors:
             left = tensors_in(found[place])
             self.found[place] = set(map(id, left))
-            self.layouts[place] = structure.layout(found[place])
+            self.layouts[place] = layout(found[place])
             items = before.items_of(place, found[place])
             if items is not None and _emptied(found[place], items):
                 self.emptied.add(place)

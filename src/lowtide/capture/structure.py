@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import hashlib
 import types
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ CONTAINERS = (list, tuple, deque, set, frozenset, dict)
 MUTABLE = (list, deque, dict, set)
 _MOST_BYTES = 1 << 24  # of an array that is compared
 _CLOSED = (torch.nn.Module, torch.Tensor, np.ndarray, types.ModuleType, types.FunctionType, types.MethodType, type)
-_MOST_LOOKED_AT = 4096  # objects, in search of modules
+MOST_LOOKED_AT = 4096  # objects in arguments and attributes
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 
 
@@ -49,6 +48,13 @@ class Nested:
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Stands for the object at ``index`` among those of the arguments."""
+
+    index: int
 
 
 def flatten(tree: Any) -> tuple[list[torch.Tensor], Any]:
@@ -86,65 +92,54 @@ def flatten_distinct(tree: Any) -> tuple[list[torch.Tensor], Any]:
     return distinct, renumber(structure, [positions[id(tensor)] for tensor in tensors])
 
 
-def unflatten(structure: Any, tensors: Sequence[Any]) -> Any:
-    """The tree whose tensors are ``tensors``; inverse of ``flatten``."""
+def unflatten(structure: Any, tensors: Sequence[Any], given: Sequence[Any] = ()) -> Any:
+    """The tree whose tensors are ``tensors``, and its objects from the arguments those of ``given``; inverse of ``flatten``."""
     if isinstance(structure, Slot):
         return tensors[structure.index]
+    if isinstance(structure, Given):
+        return given[structure.index]
     if isinstance(structure, Nested):
-        return pytree.tree_unflatten([unflatten(leaf, tensors) for leaf in structure.leaves], structure.spec)
+        return pytree.tree_unflatten([unflatten(leaf, tensors, given) for leaf in structure.leaves], structure.spec)
     if isinstance(structure, Held):
         clone = copy.copy(structure.prototype)
         for name, child in structure.attributes.items():
-            object.__setattr__(clone, name, unflatten(child, tensors))
+            object.__setattr__(clone, name, unflatten(child, tensors, given))
         return clone
     return structure
 
 
 def renumber(structure: Any, positions: Sequence[int]) -> Any:
     """The same structure with slot ``i`` standing for the tensor at ``positions[i]``."""
-    if isinstance(structure, Slot):
-        return Slot(positions[structure.index])
+    return _replaced(structure, lambda leaf: Slot(positions[leaf.index]) if isinstance(leaf, Slot) else leaf)
+
+
+def with_given(structure: Any, objects: Sequence[Any]) -> Any:
+    """The same structure with ``Given`` for each of the objects."""
+    index_of = {id(value): index for index, value in enumerate(objects)}
+    return _replaced(structure, lambda leaf: Given(index_of[id(leaf)]) if id(leaf) in index_of else leaf)
+
+
+def objects(structure: Any) -> list[Any]:
+    """What is neither a tensor nor a plain value in it, in order."""
+    found: list[Any] = []
+    _replaced(structure, lambda leaf: leaf if isinstance(leaf, (Slot, *PLAIN)) else found.append(leaf))
+    return found
+
+
+def _replaced(structure: Any, leaf: Callable[[Any], Any]) -> Any:
     if isinstance(structure, Nested):
-        return Nested(structure.spec, tuple(renumber(leaf, positions) for leaf in structure.leaves))
+        return Nested(structure.spec, tuple(_replaced(child, leaf) for child in structure.leaves))
     if isinstance(structure, Held):
-        attributes = {name: renumber(child, positions) for name, child in structure.attributes.items()}
+        attributes = {name: _replaced(child, leaf) for name, child in structure.attributes.items()}
         return Held(structure.prototype, attributes)
-    return structure
-
-
-def fingerprint(structure: Any) -> Any:
-    """A hashable description: equal for trees that differ only in their tensors."""
-    if isinstance(structure, Slot):
-        return ("tensor", structure.index)
-    if isinstance(structure, Nested):
-        return (str(structure.spec), tuple(fingerprint(leaf) for leaf in structure.leaves))
-    if isinstance(structure, Held):
-        items = tuple((name, fingerprint(child)) for name, child in structure.attributes.items())
-        return (type(structure.prototype), items)
-    if isinstance(structure, np.ndarray) and not structure.dtype.hasobject:
-        return ("array", structure.dtype.str, structure.shape, hashlib.sha256(structure.tobytes()).digest())
-    try:
-        hash(structure)
-    except TypeError:
-        return (type(structure), repr(structure))
-    return (type(structure), structure)
-
-
-def layout(tree: Any) -> Any:
-    """A hashable description: equal for trees that differ only in the values of their tensors."""
-    tensors, structure = flatten(tree)
-    return fingerprint(structure), tuple(map(tensor_key, tensors))
-
-
-def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+    return leaf(structure)
 
 
 def modules(tree: Any) -> list[torch.nn.Module]:
     """The modules in containers and objects."""
     found: dict[int, Any] = {}
     waiting = [tree]
-    while waiting and len(found) < _MOST_LOOKED_AT:
+    while waiting and len(found) < MOST_LOOKED_AT:
         node = waiting.pop()
         if id(node) in found or isinstance(node, (*PLAIN, torch.Tensor)):
             continue

@@ -131,12 +131,16 @@ class Rematerialized:
         inputs = entry.program.inputs_of(model, inputs) or inputs
         if entry.conditions[0].draws is not None:
             entry.conditions[0].draws.take()
-        return self._result(entry, self.run(entry, inputs), inputs)
+        return self._result(entry, self.run(entry, inputs), inputs, structure.objects(arguments.tree))
 
-    def _result(self, entry: Entry, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        """The model's result, of the type that eager returns; what eager leaves in attributes is there too."""
+    def _result(
+        self, entry: Entry, outputs: list[torch.Tensor], inputs: list[torch.Tensor], objects: Sequence[Any]
+    ) -> Any:
+        """The model's result, of the type that eager returns; what eager leaves in attributes is there too. ``objects``: those
+        among the call's arguments, which may be in it."""
         program, model = entry.program, self.model
-        result, left = structure.unflatten(program.result_structure, _tensors(program, outputs, inputs, model))
+        tensors = _tensors(program, outputs, inputs, model)
+        result, left = structure.unflatten(program.result_structure, tensors, objects)
         effects = program.effects.tensors
         written = {*(one.place for one in effects), *(setting.place for setting in program.settings)}
         places = written | program.followed.attributes()

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture import structure
 from lowtide.capture.autocast import is_kept
+from lowtide.capture.keys import fingerprint, tensor_key
 
 Signature = tuple[Any, ...]
 
@@ -30,8 +30,8 @@ def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], argu
     autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
     return (
         arguments.names,
-        structure.fingerprint(arguments.tree),
-        tuple(map(structure.tensor_key, inputs)),
+        fingerprint(arguments.tree),
+        tuple(map(tensor_key, inputs)),
         tuple(module.training for module in modules),
         any(module.__dict__.get("gradient_checkpointing") for module in modules),
         autocast and (autocast, torch.is_autocast_cache_enabled(), *map(is_kept, inputs)),

@@ -1,0 +1,118 @@
+"""Hashable descriptions of arguments, results and attributes: equal where one program serves both.
+
+Objects are described by what they hold, however they compare: options that are made anew for each call are the same as
+before, and those that were changed since are not. What has nothing to look into is told apart as Python does it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import functools
+import hashlib
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import torch
+
+from lowtide.capture.structure import (
+    CONTAINERS,
+    MOST_LOOKED_AT,
+    PLAIN,
+    Held,
+    Nested,
+    Slot,
+    fields,
+    flatten,
+    is_open,
+)
+
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+
+
+def fingerprint(structure: Any) -> Any:
+    """Of a structure (``capture.structure``): equal for trees that differ only in their tensors."""
+    return _Visit().key(structure)
+
+
+def layout(tree: Any) -> Any:
+    """Equal for trees that differ only in the values of their tensors."""
+    tensors, structure = flatten(tree)
+    return fingerprint(structure), tuple(map(tensor_key, tensors))
+
+
+def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+class _Visit:
+    """Goes through a structure. An object that is met again is told by when it was met first, so cycles end."""
+
+    def __init__(self) -> None:
+        self.met: dict[int, tuple[int, Any]] = {}
+
+    def key(self, node: Any) -> Any:
+        if isinstance(node, PLAIN):
+            return (type(node), node)
+        if isinstance(node, Slot):
+            return ("tensor", node.index)
+        if isinstance(node, Nested):
+            return (str(node.spec), tuple(map(self.key, node.leaves)))
+        if isinstance(node, Held):
+            return (type(node.prototype), self._items(node.attributes))
+        if isinstance(node, np.ndarray) and not node.dtype.hasobject:
+            return ("array", node.dtype.str, node.shape, hashlib.sha256(node.tobytes()).digest())
+        parts = _parts(node)
+        if not parts or len(self.met) >= MOST_LOOKED_AT:
+            return (type(node), node if _is_hashable(node) else repr(node))
+        if id(node) in self.met:
+            return ("met", self.met[id(node)][0])
+        if not isinstance(node, (tuple, frozenset)):
+            self.met[id(node)] = (len(self.met), node)
+        return (type(node), self._items(parts))
+
+    def _items(self, parts: dict[Any, Any]) -> tuple[Any, ...]:
+        return tuple((name, self.key(part)) for name, part in parts.items())
+
+
+def _parts(node: Any) -> dict[Any, Any]:
+    """What an object holds, by name; nothing where it cannot be looked into."""
+    if isinstance(node, dict):
+        return {key if _is_hashable(key) else repr(key): item for key, item in node.items()}
+    if isinstance(node, (set, frozenset)):
+        return dict.fromkeys(sorted(node, key=repr))
+    if isinstance(node, CONTAINERS):
+        return dict(enumerate(node))
+    if isinstance(node, functools.partial):
+        return {"func": node.func, "args": node.args, "keywords": node.keywords}
+    if isinstance(node, types.MethodType):
+        return {"func": node.__func__, "self": node.__self__}
+    if isinstance(node, types.FunctionType):
+        cells = {i: cell.cell_contents for i, cell in enumerate(node.__closure__ or ()) if _is_filled(cell)}
+        held = {"defaults": node.__defaults__, "keywords": node.__kwdefaults__, "closure": cells}
+        return {"code": node.__code__, **held} if cells or any(held.values()) else {}
+    return fields(node) if is_open(node) and not _is_closed(type(node)) else {}
+
+
+def _is_closed(kind: type) -> bool:
+    """Whether objects of the type are told apart as Python does it: members of enumerations, and what Python brings along
+    (loggers, locks), but for plain holders of attributes."""
+    root = kind.__module__.partition(".")[0]
+    return issubclass(kind, enum.Enum) or (root in sys.stdlib_module_names and kind not in _NAMESPACES)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
