@@ -132,6 +132,23 @@ class _Seeds(_Linear):
         return F.dropout(self.linear(x)).square().mean()
 
 
+class _Forks(_Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            return F.dropout(self.linear(x)).square().mean()
+
+
+class _SetsState(_Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.set_rng_state(torch.get_rng_state())
+        return F.dropout(self.linear(x)).square().mean()
+
+
+class _FreshGenerator(_Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * np.random.default_rng().random()).square().mean()
+
+
 class _GlobalMean(_Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _MEAN.add_(1)
@@ -177,6 +194,9 @@ def _rows() -> torch.Tensor:
             "of its own",
         ),
         (_Seeds, lambda: (_rows(),), "calls torch.manual_seed"),
+        (_Forks, lambda: (_rows(),), "calls torch.set_rng_state"),
+        (_SetsState, lambda: (_rows(),), "calls torch.set_rng_state"),
+        (_FreshGenerator, lambda: (_rows(),), "default_rng.. without a seed"),
         (_GlobalMean, lambda: (_rows(),), "register_buffer"),
         (_Lazy, lambda: (_rows(),), "call the model once"),
     ],

@@ -9,6 +9,7 @@ NumPy), the program holds for the very state of the generators that it was captu
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import pickle
 import random
@@ -34,7 +35,15 @@ _SEEDING = (
     (np.random, "seed"),
     (np.random, "set_state"),
 )
-_TORCH_STATE = ((torch, "manual_seed"), (torch, "seed"), (torch.random, "manual_seed"), (torch.cuda, "manual_seed"))
+_TORCH_STATE = tuple(
+    (owner, name)
+    for owner, names in (
+        (torch, ("manual_seed", "seed", "set_rng_state")),
+        (torch.random, ("manual_seed", "set_rng_state")),  # fork_rng ends in the latter
+        (torch.cuda, ("manual_seed", "set_rng_state")),
+    )
+    for name in names
+)
 
 State = tuple[Any, dict[str, Any]]  # of Python's generator, and of NumPy's
 
@@ -99,7 +108,8 @@ def none_by(model: nn.Module) -> Iterator[None]:
     before = [(generator, _state_of(generator)) for generator in found.values()]
     with contextlib.ExitStack() as stack:
         for owner, name in _TORCH_STATE:
-            stack.enter_context(wrapped(owner, name, _refusing))
+            stack.enter_context(wrapped(owner, name, functools.partial(_refusing, name)))
+        stack.enter_context(wrapped(np.random, "default_rng", _seeded))
         try:
             yield
         finally:
@@ -149,14 +159,26 @@ def _restored(generator: Any, before: Any) -> bool:
     return True
 
 
-def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing(name: str, _: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise CaptureError(
-            f"the forward pass calls torch.{function.__name__}, which planned calls would not. Call it outside the forward "
+            f"the forward pass calls torch.{name}, which planned calls would not. Call it outside the forward "
             "pass, or run the model under lowtide.online."
         )
 
     return refuse
+
+
+def _seeded(make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(seed: Any = None) -> Any:
+        if seed is None:
+            raise CaptureError(
+                "the forward pass makes a numpy.random.default_rng() without a seed, whose draws planned calls would repeat. "
+                "Draw from torch's generator, or outside the forward pass; or run the model under lowtide.online."
+            )
+        return make(seed)
+
+    return made
 
 
 @dataclass(frozen=True, slots=True)

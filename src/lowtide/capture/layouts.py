@@ -17,6 +17,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
+from lowtide.capture import generators
+
 _Strides = tuple[tuple[int, ...] | None, ...]
 _KNOWN: dict[Any, _Strides | None] = {}  # by operator and arguments; ``None`` where the operator does not run so
 
@@ -77,11 +79,10 @@ def _key(leaf: Any) -> Any:
 
 
 def _tried(func: Any, leaves: Sequence[Any], structure: Any, device: torch.device) -> _Strides | None:
-    cuda = [device] if device.type == "cuda" else []
     with (
         no_dispatch(),
         torch.no_grad(),
-        torch.random.fork_rng(devices=cuda),
+        generators.kept(device),
         torch.autocast(device.type, enabled=False),
     ):
         real_args, real_kwargs = pytree.tree_unflatten([_stand_in(leaf) for leaf in leaves], structure)

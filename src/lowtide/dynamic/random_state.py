@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowtide.capture.generators import default_generator
+
 Saved = tuple[torch.Generator, bytes]
 
 
@@ -42,7 +44,5 @@ def _generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generato
         if isinstance(value, torch.Generator):
             return value
     device = kwargs.get("device") or next((value.device for value in args if isinstance(value, Tensor)), None)
-    if device is None or torch.device(device).type != "cuda":
-        return torch.default_generator
-    index = torch.device(device).index
-    return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
+    device = torch.device(device or "cpu")
+    return default_generator(device if device.type == "cuda" else torch.device("cpu"))

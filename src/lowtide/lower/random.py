@@ -10,20 +10,16 @@ from typing import Any
 
 import torch
 
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    return getattr(torch, device.type).default_generators[device.index or 0]  # type: ignore[no-any-return]
+from lowtide.capture.generators import default_generator
 
 
 def save(device: torch.device) -> bytearray:
     """The state of the device's default generator."""
-    return bytearray(_generator(device).get_state().numpy().tobytes())
+    return bytearray(default_generator(device).get_state().numpy().tobytes())
 
 
 def restore(state: bytearray, device: torch.device) -> None:
-    _generator(device).set_state(torch.frombuffer(state, dtype=torch.uint8))
+    default_generator(device).set_state(torch.frombuffer(state, dtype=torch.uint8))
 
 
 def replay(state: bytearray, device: torch.device, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
