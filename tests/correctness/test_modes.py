@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lowtide
 from tests.support.networks import WithLoss, perceptron, rows
@@ -119,6 +120,29 @@ def test_autocast_around_the_call(dtype: torch.dtype) -> None:
 def test_autocast_differs_from_the_sample() -> None:
     """Planned without autocast, called with it: another signature, exact."""
     compare_training(_attention, _sequences, step=_autocast_step(torch.bfloat16), check_peak=False, budgets=("60%",))
+
+
+def test_which_kernel_computes_attention() -> None:
+    """Chosen when the model is traced, by flags that a caller may set for a while."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(32, 96)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query, key, value = self.project(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    x = torch.randn(2, 40, 32)
+    plain, ours = make(Attention), make(Attention)
+    lowtide.rematerialize(ours, (x,), budget="100%", planner="greedy")
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        for model in (plain, ours):
+            model.zero_grad()
+            with sdpa_kernel(backend):
+                model(x).square().sum().backward()
+        assert torch.equal(ours.project.weight.grad, plain.project.weight.grad)
 
 
 def test_autocast_inside_the_model() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import lowtide
 from lowtide.capture import capture
 from tests.support.networks import BATCH, generator, perceptron, rows
 from tests.support.records import Step
@@ -108,6 +109,46 @@ def test_hooks_on_parameters_and_output() -> None:
         return y, *sorted(seen, key=lambda g: g.numel())[:1]
 
     compare_training(perceptron, rows(), step=step, check_peak=False, budgets=("60%",))
+
+
+class _Features(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = perceptron(2), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        features = self.body(x)
+        return self.head(features), features, features[:4]
+
+
+def _features(*, planned: bool) -> tuple[_Features, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(0)
+    model, x = _Features(), rows()(0)[0]
+    if planned:
+        lowtide.rematerialize(model, x, budget="100%", planner="greedy")
+    return model, model(*x)
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["scores", "both"])
+@pytest.mark.parametrize("hook", [False, True], ids=["retain_grad", "hook"])
+def test_hooks_on_a_result_that_another_is_computed_from(hook: bool, both: bool) -> None:
+    """Inside the program its gradient is never there as a whole, which was left out in silence."""
+    _, (scores, features, _) = _features(planned=True)
+    _ = features.register_hook(lambda gradient: gradient * 2) if hook else features.retain_grad()
+    loss = scores.square().mean() + (features.square().mean() if both else 0)
+    with pytest.raises(lowtide.ExecutionError, match="other results are computed from it"):
+        loss.backward()
+
+
+def test_hooks_on_results_that_none_is_computed_from() -> None:
+    found = []
+    for planned in (True, False):
+        model, (scores, _, part) = _features(planned=planned)
+        scores.register_hook(lambda gradient: gradient * 2)
+        part.retain_grad()
+        (scores.square().mean() + part.square().mean()).backward()
+        found.append([part.grad, *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
 def test_output_changed_in_place_afterwards() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -106,6 +106,42 @@ def test_backward_twice_with_retain_graph() -> None:
         compare_training(_network, _one_input, step=step, check_peak=False)
     except lowtide.ExecutionError as error:
         assert "retain_graph" in str(error)
+
+
+def test_many_backwards_take_one_plan() -> None:
+    """One task after the other through one call."""
+
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        results = model(*args)
+        for column in range(4):
+            results[:, column].sum().backward(retain_graph=True)
+        return results
+
+    (outcome,) = compare_training(lambda: perceptron(3), rows(), step=step, budgets=("100%",), check_peak=False)
+    assert len(lowtide.plans(outcome.model)) == 1
+
+
+@pytest.mark.parametrize("loss", [torch.sum, lambda y: y.square().mean()], ids=["other layout", "as planned"])
+def test_parameters_changed_before_the_backward_pass(loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The backward pass of the last layer reads its weight through a view."""
+    model = perceptron(3)
+    lowtide.rematerialize(model, rows()(0)[0], budget="100%", planner="greedy")
+    y = model(*rows()(0)[0])
+    with torch.no_grad():
+        model[4].weight.mul_(2)
+    with pytest.raises(lowtide.ExecutionError, match=r"4\.weight was modified in place"):
+        loss(y).backward()
+
+
+def test_what_only_another_forward_pass_reads_may_not_change_either() -> None:
+    """A gradient in another layout than planned for, so the forward pass runs again."""
+    model = perceptron(3)
+    lowtide.rematerialize(model, rows()(0)[0], budget="100%", planner="greedy")
+    y = model(*rows()(0)[0])
+    with torch.no_grad():
+        model[0].bias.add_(1)
+    with pytest.raises(lowtide.ExecutionError, match=r"0\.bias was modified in place"):
+        y.sum().backward()
 
 
 def test_second_backward_without_retain_graph_is_an_error() -> None:

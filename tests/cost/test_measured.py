@@ -169,6 +169,16 @@ def test_garbage_is_not_collected_while_operators_are_measured(monkeypatch: pyte
     assert gc.isenabled()
 
 
+def test_no_operator_leaves_its_tensors_to_the_next() -> None:
+    """Ten operators of other sizes each, one after the other: the most is what one of them takes."""
+    rows = [1000 + i for i in range(10)]
+    program = program_of(
+        *((f"y{n}", aten.tanh.default, (f"x{n}",)) for n in rows), **{f"x{n}": torch.empty(n, 100) for n in rows}
+    )
+    peak, _ = allocation_peak(lambda: measure_costs(program, cache=CostCache(None)))
+    assert peak < 3.5 * 1010 * 100 * 4
+
+
 def test_generators_and_modes_are_untouched() -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()

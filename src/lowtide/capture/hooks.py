@@ -55,7 +55,8 @@ class Reached:
             structure.refill(now, then)
 
 
-def _is_trusted(hook: Any) -> bool:
+def is_trusted(hook: Any) -> bool:
+    """Whether it is a hook of PyTorch's or of this project's own."""
     function = hook.func if isinstance(hook, functools.partial) else hook
     module = getattr(function, "__module__", None) or type(function).__module__
     return str(module).startswith(_TRUSTED)
@@ -63,7 +64,7 @@ def _is_trusted(hook: Any) -> bool:
 
 def _named_by(hook: Any) -> Iterator[Any]:
     """The values that a function can name."""
-    if _is_trusted(hook):
+    if is_trusted(hook):
         return
     if isinstance(hook, functools.partial):
         yield from (*hook.args, *hook.keywords.values())

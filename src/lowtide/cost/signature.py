@@ -75,17 +75,18 @@ def settings() -> str:
 
 def map_refs(call: Call, tensor: Callable[[Ref], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call's arguments with ``tensor(ref)`` in place of every ``Ref``, nested ones too."""
+    return _replaced(call.args, tensor), _replaced(call.kwargs, tensor)
 
-    def replace(argument: Any) -> Any:
-        if isinstance(argument, Ref):
-            return tensor(argument)
-        if isinstance(argument, (list, tuple)) and not isinstance(argument, torch.Size):
-            return type(argument)([replace(item) for item in argument])
-        if isinstance(argument, Mapping):
-            return {key: replace(item) for key, item in argument.items()}
-        return argument
 
-    return replace(call.args), replace(call.kwargs)
+def _replaced(argument: Any, tensor: Callable[[Ref], Any]) -> Any:
+    """Not a function inside of the other, which would refer to itself and keep the tensors until garbage is collected."""
+    if isinstance(argument, Ref):
+        return tensor(argument)
+    if isinstance(argument, (list, tuple)) and not isinstance(argument, torch.Size):
+        return type(argument)([_replaced(item, tensor) for item in argument])
+    if isinstance(argument, Mapping):
+        return {key: _replaced(item, tensor) for key, item in argument.items()}
+    return argument
 
 
 class _Describer:

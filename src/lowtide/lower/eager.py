@@ -43,15 +43,18 @@ class Lowered:
     """``step(inputs, tangents, write_back)`` is the generator above; ``inputs`` and ``tangents`` are lists that it empties.
 
     ``write_back`` is false when a forward pass is run again and buffers have their new values already. ``stages[i]``
-    names the gradients of the i-th yield after the forward outputs. ``reads_after`` are the flat inputs that the backward
-    program reads, ``reads_outputs`` the forward outputs that it reads.
+    names the gradients of the i-th yield after the forward outputs. ``reads`` are the flat inputs that the program reads and
+    does not update, ``reads_after`` those of them that its backward pass reads, themselves or views of them, and
+    ``reads_outputs`` the forward outputs that it reads. ``inner`` are the forward outputs that others are computed from.
     """
 
     step: Callable[[list[torch.Tensor], list[torch.Tensor], bool], Step]
     source: str
     stages: tuple[Stage, ...]
+    reads: tuple[int, ...]
     reads_after: tuple[int, ...]
     reads_outputs: tuple[int, ...]
+    inner: tuple[int, ...]
 
 
 def lower(program: Program, schedule: Schedule) -> Lowered:
@@ -240,14 +243,29 @@ class _Generator:
         filename = f"<lowtide step {next(_FILES)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         exec(compile(source, filename, "exec"), self.namespace)
-        after = self._reads_after()
+        after = self._storages(self._reads_after())
+        outputs = tuple(i for i, v in enumerate(self.graph.forward_outputs) if self.graph.values[v].storage in after)
         # What the program updates itself is read again by operators that do not use its value (see capture.convert).
-        updated = {op.inputs[0] for op in self.graph.ops if op.target == UPDATE_TARGET}
-        inputs = tuple(i for i, value in enumerate(self.program.inputs) if value in after and value not in updated)
-        storages = {self.graph.values[value].storage for value in after}
+        updated = self._storages(op.inputs[0] for op in self.graph.ops if op.target == UPDATE_TARGET)
+        storages = [(i, self.graph.values[v].storage) for i, v in enumerate(self.program.inputs) if v is not None]
+        reads = tuple(i for i, storage in storages if storage not in updated)
+        reads_after = tuple(i for i, storage in storages if storage in after - updated)
+        return Lowered(self.namespace["step"], source, self.stages, reads, reads_after, outputs, self._inner_outputs())
+
+    def _inner_outputs(self) -> tuple[int, ...]:
+        """Positions of forward outputs with a gradient that others with one depend on."""
+        results = [r.returned if r.returned is not None else r.base for r in self.program.results if r.requires_grad]
         outputs = self.graph.forward_outputs
-        read = tuple(i for i, value in enumerate(outputs) if self.graph.values[value].storage in storages)
-        return Lowered(self.namespace["step"], source, self.stages, inputs, read)
+        leading = {outputs[position] for position in results if position is not None}
+        inner: set[int] = set()
+        for op in reversed(self.graph.ops[: self.graph.forward_ops]):
+            if not leading.isdisjoint(op.outputs):
+                inner.update(op.inputs)
+                leading.update(op.inputs)
+        return tuple(i for i in sorted({p for p in results if p is not None}) if outputs[i] in inner)
+
+    def _storages(self, values: Iterable[int]) -> set[int]:
+        return {self.graph.values[value].storage for value in values}
 
 
 def _levels(program: Program, schedule: Schedule) -> list[int]:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 
 from lowtide.capture import Program, attributes, structure
 from lowtide.capture.capture import flat_arguments
@@ -100,6 +101,7 @@ class Rematerialized:
         self._captures: Counter[Signature] = Counter()
         self._follow: set[Place] = set()  # attributes whose tensors were seen to change
         self._warned = False
+        self._said_transformed = False
         self._online: online | None = None
         self.latest: Entry | None = None  # what the last planned call ran
 
@@ -120,6 +122,9 @@ class Rematerialized:
             or not torch.is_grad_enabled()
             or torch.compiler.is_compiling()
         ):
+            return self.original_forward(*args, **kwargs)
+        if _is_transformed():
+            self._say_transformed()
             return self.original_forward(*args, **kwargs)
         inputs, arguments = self.flat_inputs(args, kwargs)
         as_part = any(isinstance(tensor, _TRACED) for tensor in inputs)  # of a larger model that is captured
@@ -282,7 +287,8 @@ class Rematerialized:
     def remake(self, old: Entry, mask: GradientMask) -> Entry:
         """An entry for gradients that arrive otherwise; it takes the place of ``old``, which is kept in case they alternate."""
         known, spare = self.entries[old.key], self.spare.setdefault(old.key, [])
-        entry = next((e for e in spare if e.conditions is old.conditions and e.program.mask == mask), None)
+        made = (e for e in (*known, *spare) if e.conditions is old.conditions and e.program.mask == mask)
+        entry = next(made, None)
         if entry is None:
             with attributes.undone(self.model, old.before), torch.enable_grad(), old.sample.autocast:
                 changed = old.conditions[0].changed(self.model)
@@ -308,6 +314,19 @@ class Rematerialized:
         if not self._warned:
             self._warned = True
             warnings.warn(f"{what}; it runs without a plan, outside the budget.", stacklevel=4)
+
+    def _say_transformed(self) -> None:
+        if not self._said_transformed:
+            self._said_transformed = True
+            _LOG.warning(
+                "%s runs without a plan, outside the budget, under torch.func, forward-mode derivatives or torch.jit.trace",
+                type(self.model).__name__,
+            )
+
+    @property
+    def __code__(self) -> Any:
+        """Of the model's own forward: torch.export reads its arguments' names there."""
+        return self.original_forward.__code__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rematerialized:
         """The copy of the model plans for itself, under the same settings."""
@@ -336,6 +355,15 @@ def _restore_pickled(model: nn.Module, settings: Settings, original: Callable[..
     if original is not None:
         model.forward = original
     return Rematerialized(model, settings)
+
+
+def _is_transformed() -> bool:
+    """Whether something follows each operator that autograd does not know of: what a plan runs would be missing there."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def _tensors(

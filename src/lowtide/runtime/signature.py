@@ -38,6 +38,20 @@ def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], argu
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
+        _kernels(),
+    )
+
+
+def _kernels() -> tuple[Any, ...]:
+    """Which kernels operators may choose when they are traced."""
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        tuple(torch._C._get_sdp_priority_order()),
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_mkldnn_enabled(),
     )
 
 

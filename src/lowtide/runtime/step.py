@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd.function import once_differentiable
 
+from lowtide.capture.hooks import is_trusted
 from lowtide.capture.module import GradientMask
 from lowtide.capture.program import Program, Result
 from lowtide.errors import ExecutionError
@@ -49,7 +52,7 @@ class ModelCall:
     tangents: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-    versions: dict[int, int] = field(default_factory=dict)
+    versions: list[int | None] = field(default_factory=list)
     output_versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     rng_state: bytearray | None = None
@@ -72,7 +75,7 @@ class ModelCall:
         handed.clear()  # the generator must not keep what autograd is about to mark: the cycle would never be freed
         own = len(outputs) - len(self.executable.program.kept)
         self.kept = dict(zip(self.executable.program.kept, outputs[own:], strict=True))
-        self.versions = {i: self.inputs[i]._version for i in lowered.reads_after}
+        self.versions = [_version(tensor) for tensor in self.inputs]
         self.output_versions = [(outputs[i].detach(), outputs[i]._version) for i in lowered.reads_outputs]
         return outputs[:own]
 
@@ -81,10 +84,11 @@ class ModelCall:
 
         A backward pass to some of the inputs alone runs some of the stages; whatever comes after it starts over.
         """
-        self._check_unmodified()
-        program = self.executable.program
+        program, lowered = self.executable.program, self.executable.lowered
+        again = self.generator is None or self.received or not _expected(program, gradients)
+        self._check_unmodified(lowered.reads if again else lowered.reads_after)
         self.gradients.clear()
-        if self.generator is None or self.received or not _expected(program, gradients):
+        if again:
             self._run_again(gradients)
         else:
             self.received = True
@@ -142,8 +146,8 @@ class ModelCall:
                 self.gradients[executable.program.gradients[index][0]] = values.pop()
         generator.close()
 
-    def _check_unmodified(self) -> None:
-        changed = [i for i, version in self.versions.items() if self.inputs[i]._version != version]
+    def _check_unmodified(self, read: Sequence[int]) -> None:
+        changed = [i for i in read if _version(self.inputs[i]) != self.versions[i]]
         changed_output = any(tensor._version != version for tensor, version in self.output_versions)
         if changed or changed_output:
             names = self.executable.program.state_names
@@ -152,6 +156,28 @@ class ModelCall:
                 f"{what or 'an output of the model'} was modified in place between the forward and the backward pass, "
                 "which needs the value it had. Modify it after the backward pass, or modify a clone."
             )
+
+
+def _refuse_hooks(tensor: torch.Tensor) -> None:
+    """The gradient of a result that others are computed from is summed inside the program, where no hook sees it."""
+    reference = weakref.ref(tensor)
+
+    def check(_: torch.Tensor | None) -> None:
+        result = reference()
+        if result is None:
+            return
+        if result.retains_grad or not all(map(is_trusted, (result._backward_hooks or {}).values())):
+            raise ExecutionError(
+                "a result of the model has a hook or retain_grad(), and other results are computed from it inside the model: "
+                "in a planned call its gradient is never there as a whole. Call lowtide.restore(model) for that part of the "
+                "work, or run it under lowtide.online."
+            )
+
+    tensor.register_hook(check)  # type: ignore[no-untyped-call]
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def _expected(program: Program, gradients: Sequence[torch.Tensor | None]) -> bool:
@@ -206,6 +232,11 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
             raise ExecutionError(
                 "a backward pass through a planned model cannot be differentiated again (create_graph=True: gradient penalties "
                 "and the like). Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
+            )
+        if any(gradient is not None and is_legacy_batchedtensor(gradient) for gradient in gradients):
+            raise ExecutionError(
+                "a backward pass through a planned model takes one gradient at a time (is_grads_batched=True, vectorize=True). "
+                "Loop over them with retain_graph=True, or call lowtide.restore(model) for that part of the work."
             )
         return run(ctx, *gradients)
 
@@ -287,7 +318,10 @@ def run(executable: Executable, inputs: list[torch.Tensor]) -> list[torch.Tensor
     differentiable = {r.returned if r.returned is not None else r.base for r in program.results if r.requires_grad}
     returned = len(program.graph.forward_outputs) - len(program.kept)
     fixed = tuple(i for i in range(returned) if i not in differentiable)
-    return list(OutputNode.apply(call, fixed, token))  # type: ignore[no-untyped-call]
+    outputs: list[torch.Tensor] = list(OutputNode.apply(call, fixed, token))  # type: ignore[no-untyped-call]
+    for index in lowered.inner:
+        _refuse_hooks(outputs[index])
+    return outputs
 
 
 def _nodes(program: Program, lowered: Lowered, inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
