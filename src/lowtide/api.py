@@ -10,6 +10,7 @@ from torch import nn
 
 from lowtide import pipeline
 from lowtide.capture.module import planned_forward
+from lowtide.dynamic.context import is_inside
 from lowtide.errors import PlanError
 from lowtide.pipeline import Settings
 from lowtide.planning import Plan
@@ -139,6 +140,10 @@ def plan(
     Takes the same ``budget``, ``planner`` and ``seed`` as ``rematerialize`` and raises the same errors. A model on the
     ``meta`` device is planned with analytical costs. ``on_progress(stage, fraction)`` is called along the way.
     """
+    if is_inside():
+        raise PlanError(
+            "a plan is made outside of lowtide.online; inside, whatever runs is kept within the budget as it comes."
+        )
     return pipeline.plan(model, args, kwargs, budget=budget, planner=planner, seed=seed, on_progress=on_progress)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -65,3 +66,21 @@ def test_bad_settings_are_refused() -> None:
         lowtide.rematerialize(model, (inputs,), budget="1MiB", on_capture_error="eager")
     with pytest.raises(lowtide.CaptureError):
         lowtide.rematerialize(model, (inputs,), budget="1MiB")
+
+
+def test_nothing_is_planned_inside() -> None:
+    """Calls of other shapes than the planned ones run within the online budget."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    plain = copy.deepcopy(model)
+    x = torch.randn(8, 16)
+    lowtide.rematerialize(model, (x,), budget="100%", planner="greedy")
+    for rows in (8, 5):
+        with lowtide.online("1MiB"):
+            model(x[:rows]).square().mean().backward()
+            with pytest.raises(lowtide.PlanError, match="outside of lowtide"):
+                lowtide.plan(plain, (x,), budget="100%", planner="greedy")
+        plain(x[:rows]).square().mean().backward()
+    assert len(lowtide.plans(model)) == 1
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)

@@ -377,6 +377,12 @@ class _Session:
         return OnlineStatistics(self.budget_bytes, peak, **{name: now[name] - before[name] for name in before})
 
 
+def is_inside() -> bool:
+    """Whether this thread is inside a context."""
+    run = _run
+    return run is not None and getattr(run.modes, "depth", 0) > 0
+
+
 _PLAIN = torch.Tensor.__torch_dispatch__
 
 

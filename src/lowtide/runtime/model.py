@@ -25,7 +25,7 @@ from lowtide.capture.followed import held_tensors
 from lowtide.capture.module import GradientMask, model_state
 from lowtide.capture.places import Place, value_at
 from lowtide.capture.program import Conditions
-from lowtide.dynamic.context import online
+from lowtide.dynamic.context import is_inside, online
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.lower import Lowered, lower
 from lowtide.pipeline import Settings, captured_program, planned_program
@@ -168,7 +168,8 @@ class Rematerialized:
     def entry(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: list[torch.Tensor], arguments: Arguments
     ) -> Entry | None:
-        """The planned program for this call, made now if it is new; ``None`` where eager was asked for."""
+        """The planned program for this call, made now if it is new; ``None`` where eager was asked for, or the
+        online mode is there."""
         modules = list(self.model.modules())
         key = signature(modules, inputs, arguments)
         memo: dict[int, Any] = {}
@@ -177,6 +178,9 @@ class Rematerialized:
                 if conditions.hold(modules, inputs, memo):
                     entry.conditions.insert(0, entry.conditions.pop(index))
                     return entry
+        if is_inside():
+            _LOG.info("%s is not planned inside lowtide.online: it runs within that budget", type(self.model).__name__)
+            return None
         if self.entries and self.settings.on_new_signature != "plan":
             self._refuse(key, inputs)
             return None
