@@ -144,6 +144,11 @@ class _SetsState(_Linear):
         return F.dropout(self.linear(x)).square().mean()
 
 
+class _Lengths(_Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.ctc_loss(self.linear(x)[:, None].log_softmax(-1), torch.ones(1, 2, dtype=torch.long), [len(x)], [2])
+
+
 class _FreshGenerator(_Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.linear(x) * np.random.default_rng().random()).square().mean()
@@ -196,6 +201,7 @@ def _rows() -> torch.Tensor:
         (_Seeds, lambda: (_rows(),), "calls torch.manual_seed"),
         (_Forks, lambda: (_rows(),), "calls torch.set_rng_state"),
         (_SetsState, lambda: (_rows(),), "calls torch.set_rng_state"),
+        (_Lengths, lambda: (_rows(),), "lengths are given as lists"),
         (_FreshGenerator, lambda: (_rows(),), "default_rng.. without a seed"),
         (_GlobalMean, lambda: (_rows(),), "register_buffer"),
         (_Lazy, lambda: (_rows(),), "call the model once"),

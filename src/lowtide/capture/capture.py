@@ -45,6 +45,7 @@ from lowtide.errors import CaptureError, LowtideError, PlanError
 from lowtide.ir import Graph
 from lowtide.ir.graph import TANGENT_TARGET
 
+_NO_VALUES = "data is not allocated yet"
 _WRITES = (  # what PyTorch says of writes into a tensor that is no argument of the program
     "mutating a non-functional tensor with a functional tensor",
     "aot_autograd expected to have an entirely functional graph",
@@ -268,6 +269,11 @@ def _capture_error(error: Exception) -> CaptureError:
             source=source,
         )
     summary = str(error).strip().split("\n")[0].rstrip(".")
+    if _NO_VALUES in summary:
+        summary = (
+            "an operator reads the values of a tensor, which there are none of yet (F.ctc_loss does where lengths are given as "
+            "lists: pass tensors)"
+        )
     return CaptureError(
         f"the program cannot be captured as one graph{place}: {type(error).__name__}: {summary}. Where model(*args, **kwargs) "
         "fails alone too, correct the model or the sample; where the program depends on the data, run it under lowtide.online.",
