@@ -15,6 +15,10 @@ class CaptureError(LowtideError):
         self.source = source
 
 
+class NoGradientError(CaptureError):
+    """No output of the model requires a gradient."""
+
+
 class CostError(LowtideError):
     """An operator could not be measured or modelled."""
 

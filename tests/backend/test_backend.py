@@ -168,6 +168,97 @@ def test_budget_too_small_for_the_graphs_together() -> None:
         _step(compiled, x)
 
 
+@pytest.mark.parametrize("rows", [ROWS, ROWS // 2], ids=["same shape", "two shapes"])
+def test_a_graph_that_runs_twice_before_the_backward_pass(rows: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The views of a siamese network: what the first call saved is there while the second one runs."""
+
+    def step(model: Any, x: torch.Tensor) -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        torch.manual_seed(0)
+        (model(x) - model(other)).square().backward()
+
+    plain, model, x = _pair(dropout=0.1)
+    other = x[:rows] + 1
+    step(plain, x)
+    for parameter in plain.parameters():
+        parameter.grad = None
+    budget = int(0.7 * lowtide.measure(step, plain, x).peak_bytes)
+    compiled = _compile(model, budget)
+    for _ in range(3):  # Dynamo makes a graph for changing shapes when it meets the second one
+        step(compiled, x)
+    assert "all are replanned" in caplog.text
+    for parameter in model.parameters():
+        parameter.grad = None
+    for _ in range(2):
+        assert lowtide.measure(step, compiled, x).peak_bytes <= budget
+        _assert_same_gradients(plain, model)
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+def test_options_that_are_changed_belong_to_another_budget() -> None:
+    options = {"budget": "100%", "planner": PLANNER, "compiler": "eager"}
+    peaks = []
+    for budget in ("100%", "50%"):
+        torch._dynamo.reset()  # it knows the code by options that are equal now
+        options["budget"] = budget
+        _, model, x = _pair()
+        compiled = torch.compile(model, backend=backend, options=options)
+        _step(compiled, x)
+        model.zero_grad()
+        peaks.append(lowtide.measure(_step, compiled, x).peak_bytes)
+    assert peaks[1] <= 0.5 * peaks[0] + 1024
+
+
+def test_a_graph_without_gradients_runs_as_it_is() -> None:
+    """A teacher before a break."""
+
+    class Distilled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher, self.student = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                target = self.teacher(x)
+            torch._dynamo.graph_break()
+            return (self.student(x) - target).square().mean()
+
+    plain, x = Distilled(), torch.randn(4, 8)
+    model = copy.deepcopy(plain)
+    compiled = _compile(model, "100%")
+    for _ in range(2):
+        assert torch.equal(compiled(x), plain(x))
+    for each in (compiled, plain):
+        each(x).backward()
+    assert torch.equal(model.student.weight.grad, plain.student.weight.grad)
+
+
+class _Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clamp(-1e-4, 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
+def test_an_autograd_function_at_the_end_of_a_graph() -> None:
+    plain, x = nn.Linear(8, 8), torch.randn(4, 8)
+    model = copy.deepcopy(plain)
+    compiled = torch.compile(
+        lambda x: (_Clipped.apply(model(x)), model(x).sum()),
+        backend=backend,
+        options={"budget": "100%", "planner": PLANNER, "compiler": "eager"},
+    )
+    for one, other in (compiled(x), (_Clipped.apply(plain(x)), plain(x).sum())):
+        (one.square().mean() + other).backward()
+    assert torch.equal(model.weight.grad, plain.weight.grad)
+
+
 def test_other_shapes_are_planned() -> None:
     plain, model, x = _pair()
     compiled = _compile(model, "60%")

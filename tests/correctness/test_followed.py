@@ -361,3 +361,21 @@ def test_what_is_measured_writes_nothing() -> None:
     model = make(lambda: _Model(use, keys=torch.zeros(8, WIDTH)))
     lowtide.max_batch(lambda batch: ((torch.ones(batch, WIDTH),), {}), model, budget="256KiB", max_overhead=0.5)
     assert not model.keys.any()
+
+
+def test_a_planned_forward_that_a_wrapper_keeps() -> None:
+    """accelerate's mixed precision keeps it in an attribute; what it holds is no state of the model."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    model = copy.deepcopy(plain)
+    lowtide.rematerialize(model, budget="100%", planner="greedy")
+    model._original_forward = model.forward
+    for rows in (16, 8, 16, 8):
+        for requires_grad in (True, False):
+            x = torch.randn(rows, 16, requires_grad=requires_grad)
+            found = []
+            for each in (model, plain):
+                each.zero_grad()
+                each(x).square().mean().backward()
+                found.append([parameter.grad for parameter in each.parameters()])
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))

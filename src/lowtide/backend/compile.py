@@ -17,9 +17,8 @@ from lowtide.errors import PlanError
 from lowtide.pipeline import Settings
 
 _OPTIONS = ("budget", "total_budget", "reserve", "planner", "compiler", "seed")
-_shared: list[
-    tuple[Mapping[str, Any], SharedBudget]
-] = []  # by the identity of the options that torch.compile was given
+# By the options that torch.compile was given: the very object, and what was in it.
+_shared: list[tuple[Mapping[str, Any], dict[str, Any], SharedBudget]] = []
 
 
 def backend(
@@ -37,9 +36,9 @@ def backend(
 
 
 def shared_budget(options: Mapping[str, Any]) -> SharedBudget:
-    """One per ``torch.compile``: graphs that come with the same options object belong together."""
-    for known, shared in _shared:
-        if known is options:
+    """One per ``torch.compile``: graphs that come with the same options object, as it was, belong together."""
+    for known, contents, shared in _shared:
+        if known is options and contents == options:
             return shared
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
@@ -47,7 +46,7 @@ def shared_budget(options: Mapping[str, Any]) -> SharedBudget:
     if options.get("total_budget") is not None:
         raise PlanError('backend="lowtide" shares a budget= among graphs; total_budget= is for lowtide.rematerialize.')
     shared = SharedBudget(Settings(**{"compiler": "inductor", **options}))
-    _shared.append((options, shared))
+    _shared.append((options, dict(options), shared))
     return shared
 
 

@@ -8,7 +8,8 @@ every i::
 
 A graph becomes known when it is first called: it gets what the graphs before it leave. Where that does not suffice, or the
 inequality fails for another graph, the step goes on with the lowest plan there is (said in the log), and all graphs are
-planned together before the next: each at the same share of the way from its lowest peak to its peak without recomputation, the
+planned together before the next (also where a graph that is known runs a second time, or at another shape, before the backward
+pass): each at the same share of the way from its lowest peak to its peak without recomputation, the
 largest share with which the step fits. A budget in percent grows with the graphs that are known, so where Dynamo says that
 more will come, the first cannot fail it either.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Program
 from lowtide.capture.module import GradientMask
-from lowtide.errors import InfeasibleBudgetError
+from lowtide.errors import InfeasibleBudgetError, NoGradientError
 from lowtide.ir import Compute, Costs, Free, Schedule, keep_all_schedule, simulate
 from lowtide.ir.simulator import owned_storages
 from lowtide.lower import lower
@@ -74,30 +75,41 @@ def step_peak(extents: Sequence[Extent]) -> int:
 
 
 class SharedBudget:
-    """The graphs of one ``torch.compile``. ``graphs`` are those of the current step, in the order in which they ran."""
+    """The graphs of one ``torch.compile``. ``ran`` is what ran in the current step, in that order: a graph may run several
+    times, by different plans, too."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.graphs: list[SharingGraph] = []
+        self.ran: list[tuple[SharingGraph, Entry]] = []
         self.exceeded = False
         self._calls: list[weakref.ref[ModelCall]] = []
+        self._fitting: set[tuple[Entry, ...]] = set()  # what is known to fit when it runs in this order
 
-    def enter(self, graph: SharingGraph) -> None:
-        """``graph`` is about to run: in a new step where nothing of the last one waits for its backward pass."""
+    def enter(self) -> None:
+        """A graph is about to run: in a new step where nothing of the last one waits for its backward pass."""
         self._calls = [call for call in self._calls if _waits(call)]
         if not self._calls:
             if self.exceeded:
                 self._settle()
-            self.graphs = []
+            self.ran = []
 
-    def ran(self, graph: SharingGraph, call: ModelCall | None) -> None:
-        if call is not None:
-            self._calls.append(weakref.ref(call))
-            self.graphs.append(graph)
+    def add(self, graph: SharingGraph, entry: Entry, call: ModelCall | None) -> None:
+        """``graph`` ran by ``entry``."""
+        if call is None:
+            return
+        self._calls.append(weakref.ref(call))
+        self.ran.append((graph, entry))
+        entries = tuple(entry for _, entry in self.ran)
+        if self.exceeded or len(entries) == 1 or entries in self._fitting:
+            return
+        if _peak(entries, [entry.plan for entry in entries]) <= self._budget_of(entries):
+            self._fitting.add(entries)
+        else:
+            _LOG.warning("%d graphs exceed the budget together in this step: all are replanned", len(entries))
+            self.exceeded = True
 
-    def plan(self, program: Program, graphs: Sequence[SharingGraph], more: bool) -> Plan:
-        """A plan for what ``graphs``, which ran before, leave of the budget; ``more`` graphs will run after it."""
-        earlier = [graph.current for graph in graphs if graph.current is not None]
+    def plan(self, program: Program, earlier: Sequence[Entry], more: bool) -> Plan:
+        """A plan for what ``earlier`` ones, which ran before, leave of the budget; ``more`` graphs will run after it."""
         before = [extent(entry.program, entry.plan.costs, entry.plan.schedule) for entry in earlier]
         costs = program_costs(program)
         budget = self._budget([*((entry.program, entry.plan.costs) for entry in earlier), (program, costs)])
@@ -117,30 +129,34 @@ class SharedBudget:
         return plan
 
     def _settle(self) -> None:
-        """Plan all graphs of the last step together."""
+        """Plan all that ran in the last step together."""
         self.exceeded = False
-        graphs = list(dict.fromkeys(self.graphs))
-        current = [graph.current for graph in graphs if graph.current is not None]
-        lowest = [self._lowest(entry) for entry in current]
-        budget = self._budget([(entry.program, entry.plan.costs) for entry in current])
+        self._fitting.clear()
+        order = [entry for _, entry in self.ran]
+        entries = list(dict.fromkeys(order))
+        lowest = {entry: self._lowest(entry) for entry in entries}
+        budget = self._budget_of(order)
         best = lowest
-        if _peak(current, lowest) > budget:
-            needed = _peak(current, lowest)
+        needed = _peak(order, [lowest[entry] for entry in order])
+        if needed > budget:
             raise InfeasibleBudgetError(
-                f"the {len(current)} graphs of the step need {needed} bytes together, more than the budget of {budget}; "
+                f"the {len(order)} graphs of the step need {needed} bytes together, more than the budget of {budget}; "
                 "raise it, or avoid the graph breaks.",
                 minimum_bytes=needed,
             )
         low, high = 0.0, 1.0
         for _ in range(_HALVINGS):
             share = (low + high) / 2
-            plans = [self._at(entry, plan, share) for entry, plan in zip(current, lowest, strict=True)]
-            if _peak(current, plans) <= budget:
+            plans = {entry: self._at(entry, lowest[entry], share) for entry in entries}
+            if _peak(order, [plans[entry] for entry in order]) <= budget:
                 best, low = plans, share
             else:
                 high = share
-        for graph, plan in zip(graphs, best, strict=True):
-            graph.replan(plan)
+        for graph in dict.fromkeys(graph for graph, _ in self.ran):
+            graph.replan(best)
+
+    def _budget_of(self, entries: Sequence[Entry]) -> int:
+        return self._budget([(entry.program, entry.plan.costs) for entry in entries])
 
     def _lowest(self, entry: Entry) -> Plan:
         try:
@@ -183,45 +199,51 @@ class SharingGraph(Rematerialized):
         self.shared = shared
         # Why Dynamo ended the graph: at a break another one follows.
         self.more = bool(getattr(getattr(module, "compile_subgraph_reason", None), "graph_break", False))
-        self.current: Entry | None = None
-        self._remaking = False
+        self._replaced: Entry | None = None  # by what is being planned in the backward pass
+        self.untrained = False  # whether it is a teacher's, say: Dynamo cuts graphs where it must
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.shared.enter(self)
-        return super().__call__(*args, **kwargs)
-
-    def entry(self, *args: Any, **kwargs: Any) -> Entry | None:
-        found = super().entry(*args, **kwargs)
-        if found is not None:
-            self.current = found
-        return found
+        if self.untrained:
+            return self.original_forward(*args, **kwargs)
+        self.shared.enter()
+        try:
+            return super().__call__(*args, **kwargs)
+        except NoGradientError:
+            self.untrained = True
+            return self.original_forward(*args, **kwargs)
 
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         outputs = super().run(entry, inputs)
         call = next((getattr(output.grad_fn, "call", None) for output in outputs if output.grad_fn is not None), None)
-        self.shared.ran(self, call)
+        self.shared.add(self, entry, call)
         return outputs
 
     def planned(self, captured: Program, sample: Sample) -> tuple[Program, Plan]:
         program = fused(captured, self.settings)
-        ran = self.shared.graphs
-        earlier = ran[: ran.index(self)] if self._remaking and self in ran else ran
+        earlier = [entry for _, entry in self.shared.ran]
+        if self._replaced in earlier:
+            earlier = earlier[: earlier.index(self._replaced)]
         return program, self.shared.plan(program, earlier, self.more)
 
     def remake(self, old: Entry, mask: GradientMask) -> Entry:
         """In the backward pass, in the place of what ran in the forward pass."""
-        self._remaking = True
+        self._replaced = old
         try:
-            self.current = super().remake(old, mask)
+            new = super().remake(old, mask)
         finally:
-            self._remaking = False
-        return self.current
+            self._replaced = None
+        self.shared.ran = [(graph, new if entry is old else entry) for graph, entry in self.shared.ran]
+        return new
 
-    def replan(self, plan: Plan) -> None:
-        """Run the current program by another plan from now on; other signatures are planned when they come."""
-        assert self.current is not None
-        old = self.current
-        self.current = dataclasses.replace(old, plan=plan, lowered=lower(old.program, plan.schedule))
-        key = next(key for key, entries in self.entries.items() if old in entries)
-        self.entries = {key: [self.current]}
+    def replan(self, plans: Mapping[Entry, Plan]) -> None:
+        """Run these by other plans from now on; other signatures are planned when they come."""
+        self.entries = {
+            key: [_replanned(entry, plans[entry]) for entry in entries if entry in plans]
+            for key, entries in self.entries.items()
+            if any(entry in plans for entry in entries)
+        }
         self.spare.clear()
+
+
+def _replanned(entry: Entry, plan: Plan) -> Entry:
+    return dataclasses.replace(entry, plan=plan, lowered=lower(entry.program, plan.schedule))

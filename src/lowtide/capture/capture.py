@@ -41,7 +41,7 @@ from lowtide.capture.places import Place, of_modules, sharing, tensors_in
 from lowtide.capture.program import Conditions, Program, Result
 from lowtide.capture.rehearsal import Effects, rehearse
 from lowtide.capture.sharded import refuse_sharded_parts
-from lowtide.errors import CaptureError, LowtideError, PlanError
+from lowtide.errors import CaptureError, LowtideError, NoGradientError, PlanError
 from lowtide.ir import Graph
 from lowtide.ir.graph import TANGENT_TARGET
 
@@ -149,7 +149,7 @@ def capture(
     if recorder.used_otherwise(failed=False):
         return again(effects=effects)
     if all(entry is False for entry in traced.used_mask):
-        raise CaptureError(
+        raise NoGradientError(
             "no output of the model requires a gradient, so there is nothing to rematerialize: check requires_grad of "
             "the parameters and inputs, and that the model is not under torch.no_grad()."
         )

@@ -69,7 +69,7 @@ class _Walk:
         tangents = self._placeholders(nodes)
         live = _ancestors([nodes[-1], *(n for n in nodes if _runs_anyway(n))])
         calls = [n for n in nodes if n.op in ("call_function", "get_attr") and n in live]
-        split = next((i for i, n in enumerate(calls) if _is_backward(n)), len(calls))
+        split = next((i for i, n in enumerate(calls) if _begins_backward(n)), len(calls))
         output = nodes[-1]
         descriptors = dict(zip(output.meta["desc"], output.args[0], strict=True))
         needed = _ancestors(n for desc, n in descriptors.items() if not isinstance(desc, d.GradAOTOutput))
@@ -112,10 +112,11 @@ class _Walk:
         self, forward: Sequence[fx.Node], backward: Sequence[fx.Node], descriptors: dict[Any, Any]
     ) -> None:
         """Give operators that reach the backward pass a copy of what the forward pass overwrites."""
-        reaching = _reaching(forward, set(backward))
+        later = set(backward)
+        reaching = _reaching(forward, later)
         mutated = [desc.mutated_input for desc in descriptors if isinstance(desc, d.InputMutationAOTOutput)]
         for node in [n for n in self.value_of if n.meta["desc"] in mutated]:
-            readers = [user for user in node.users if user in reaching or _is_backward(user)]
+            readers = [user for user in node.users if user in reaching or user in later]
             if any(not _is_training_norm(user) for user in readers):
                 external: int = self.value_of[node]
                 op = self._new_op(f"{node.name}_before", "lowtide.keep_value", (external,), ("", ""), effect=True)
@@ -257,8 +258,9 @@ def _owned_layout(fake: torch.Tensor) -> tuple[Any, ...]:
     return (tuple(fake.shape), tuple(fake.stride()), fake.dtype, fake.device)
 
 
-def _is_backward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"
+def _begins_backward(node: fx.Node) -> bool:
+    """The backward of an autograd function that Dynamo traced has no tag."""
+    return node.meta.get("partitioner_tag") == "is_backward" or any(map(_is_tangent, node.all_input_nodes))
 
 
 def _is_tangent(node: Any) -> bool:

@@ -67,7 +67,7 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[int, ...]) -> Any
     if isinstance(node, torch.Tensor):
         tensors.append(node)
         return Slot(len(tensors) - 1)
-    if isinstance(node, (*PLAIN, type, types.ModuleType, types.FunctionType, torch.nn.Module)) or id(node) in seen:
+    if isinstance(node, (*PLAIN, *_CLOSED)) or id(node) in seen or getattr(type(node), "_lowtide_runtime", False):
         return node
     within = (*seen, id(node))
     if not _is_pytree_leaf(node):
@@ -195,7 +195,9 @@ def is_comparable(value: Any) -> bool:
 
 def is_open(value: Any) -> bool:
     """Whether it is an object with attributes of its own, such as a configuration, that may be looked into."""
-    return not isinstance(value, (*PLAIN, *CONTAINERS, *_CLOSED)) and bool(fields(value))
+    if isinstance(value, (*PLAIN, *CONTAINERS, *_CLOSED)) or getattr(type(value), "_lowtide_runtime", False):
+        return False  # a planned forward that a wrapper keeps is none of the model's state
+    return bool(fields(value))
 
 
 def fields(value: Any) -> dict[str, Any]:
