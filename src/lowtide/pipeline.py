@@ -24,6 +24,7 @@ from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.planning import Plan, make_plan
+from lowtide.solve import check_seed, get_planner
 from lowtide.stages import stage
 
 Progress = Callable[[str, float], None]
@@ -67,6 +68,8 @@ class Settings:
         parse_budget(given, 1 << 40)  # a malformed budget is an error now, not at the first call
         if self.reserve != 0:
             parse_budget(self.reserve, 1 << 40, what="reserve")
+        get_planner(self.planner)
+        check_seed(self.seed)
 
 
 def captured_program(
@@ -136,7 +139,7 @@ def planned_program(
     except InfeasibleBudgetError as error:
         if isinstance(answer, Plan):
             return program, answer
-        raise min(answer, _with_aside(error, answer.aside_bytes), key=lambda e: e.minimum_bytes) from None
+        raise min(answer, with_aside(error, answer.aside_bytes), key=lambda e: e.minimum_bytes) from None
     if isinstance(answer, Plan) and answer.time_ns <= other.time_ns:
         return program, answer
     _LOG.info(
@@ -215,7 +218,7 @@ def _make_program_plan(
     given = settings.budget if settings.budget is not None else settings.total_budget
     assert given is not None
     total = parse_budget(given, unconstrained + (aside if settings.budget is None else 0))
-    _check_device(program, total)
+    check_device(program, total)
     budget = total - aside
     if is_percentage(given):
         budget = max(budget, granted_bytes)
@@ -223,10 +226,10 @@ def _make_program_plan(
         with stage("search"):
             return _kept_or_made(program, costs, max(budget, 1), settings, on_progress)
     except InfeasibleBudgetError as error:
-        raise _with_aside(error, aside) from None
+        raise with_aside(error, aside) from None
 
 
-def _with_aside(error: InfeasibleBudgetError, aside: int) -> InfeasibleBudgetError:
+def with_aside(error: InfeasibleBudgetError, aside: int) -> InfeasibleBudgetError:
     """The error for a budget of which ``aside`` bytes are not the pass's."""
     if not aside:
         return error
@@ -283,7 +286,8 @@ def resident_bytes(program: Program, model: nn.Module | None) -> int:
     return sum(inputs.values()) + 2 * trainable + gradients
 
 
-def _check_device(program: Program, budget: int) -> None:
+def check_device(program: Program, budget: int) -> None:
+    """Raises ``PlanError`` for a budget above the memory of the program's device."""
     device = program.metas[0].device
     memory = _device_memory(device)
     if memory is not None and budget > memory:

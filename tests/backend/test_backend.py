@@ -300,8 +300,24 @@ def test_known_by_name() -> None:
         ({"budgets": 1}, "no option 'budgets'"),
         ({"total_budget": "1GiB"}, "total_budget= is for lowtide.rematerialize"),
         ({}, "give either budget="),
+        ({"budget": "1GiB", "seed": "0"}, "seed is '0', but must be an integer"),
+        ({"budget": "1GiB", "planner": "automatic"}, "no planner is named 'automatic'"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(lowtide.PlanError, match=message):
         backend(torch.fx.symbolic_trace(nn.Linear(2, 2)), [], options=options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": "1MiB", "reserve": "2MiB"}, "2097152 bytes are reserved.* leaves nothing of the budget"),
+        ({"budget": "4000TiB"}, "more than the device cpu has"),
+    ],
+)
+def test_budgets_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    _, model, x = _pair()
+    compiled = torch.compile(model, backend=backend, options={"planner": PLANNER, "compiler": "eager", **options})
+    with pytest.raises(lowtide.PlanError, match=message):
+        compiled(x)

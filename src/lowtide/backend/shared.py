@@ -32,7 +32,7 @@ from lowtide.errors import InfeasibleBudgetError, NoGradientError
 from lowtide.ir import Compute, Costs, Free, Schedule, keep_all_schedule, simulate
 from lowtide.ir.simulator import owned_storages
 from lowtide.lower import lower
-from lowtide.pipeline import Settings, fused, program_costs
+from lowtide.pipeline import Settings, check_device, fused, program_costs, with_aside
 from lowtide.planning import Plan, make_plan
 from lowtide.runtime.model import Entry, Rematerialized, Sample
 from lowtide.runtime.step import ModelCall
@@ -102,7 +102,7 @@ class SharedBudget:
         entries = tuple(entry for _, entry in self.ran)
         if self.exceeded or len(entries) == 1 or entries in self._fitting:
             return
-        if _peak(entries, [entry.plan for entry in entries]) <= self._budget_of(entries):
+        if _peak(entries, [entry.plan for entry in entries]) <= self._budget_of(entries)[0]:
             self._fitting.add(entries)
         else:
             _LOG.warning("%d graphs exceed the budget together in this step: all are replanned", len(entries))
@@ -112,13 +112,14 @@ class SharedBudget:
         """A plan for what ``earlier`` ones, which ran before, leave of the budget; ``more`` graphs will run after it."""
         before = [extent(entry.program, entry.plan.costs, entry.plan.schedule) for entry in earlier]
         costs = program_costs(program)
-        budget = self._budget([*((entry.program, entry.plan.costs) for entry in earlier), (program, costs)])
+        budget, reserve = self._budget([*((entry.program, entry.plan.costs) for entry in earlier), (program, costs)])
+        check_device(program, budget + reserve)
         left = budget - sum(each.held_bytes for each in before)
         try:
             plan = self._make(program, costs, max(left, 1))
         except InfeasibleBudgetError as error:
             if not before and not (more and is_percentage(self.settings.budget)):
-                raise
+                raise with_aside(error, reserve) from None
             _LOG.warning(
                 "graph %d of the step needs %d bytes and has %d left: this step may exceed the budget; all are replanned",
                 len(before) + 1, error.minimum_bytes, left,
@@ -135,15 +136,17 @@ class SharedBudget:
         order = [entry for _, entry in self.ran]
         entries = list(dict.fromkeys(order))
         lowest = {entry: self._lowest(entry) for entry in entries}
-        budget = self._budget_of(order)
+        budget, reserve = self._budget_of(order)
         best = lowest
         needed = _peak(order, [lowest[entry] for entry in order])
         if needed > budget:
-            raise InfeasibleBudgetError(
+            error = InfeasibleBudgetError(
                 f"the {len(order)} graphs of the step need {needed} bytes together, more than the budget of {budget}; "
                 "raise it, or avoid the graph breaks.",
                 minimum_bytes=needed,
+                budget_bytes=budget,
             )
+            raise with_aside(error, reserve)
         low, high = 0.0, 1.0
         for _ in range(_HALVINGS):
             share = (low + high) / 2
@@ -155,7 +158,7 @@ class SharedBudget:
         for graph in dict.fromkeys(graph for graph, _ in self.ran):
             graph.replan(best)
 
-    def _budget_of(self, entries: Sequence[Entry]) -> int:
+    def _budget_of(self, entries: Sequence[Entry]) -> tuple[int, int]:
         return self._budget([(entry.program, entry.plan.costs) for entry in entries])
 
     def _lowest(self, entry: Entry) -> Plan:
@@ -171,12 +174,13 @@ class SharedBudget:
     def _make(self, program: Program, costs: Costs, budget: int) -> Plan:
         return make_plan(program.graph, costs, budget=budget, planner=self.settings.planner, seed=self.settings.seed)
 
-    def _budget(self, programs: Sequence[tuple[Program, Costs]]) -> int:
-        """In bytes; a percentage is of the peak of the graphs together, without recomputation."""
+    def _budget(self, programs: Sequence[tuple[Program, Costs]]) -> tuple[int, int]:
+        """The bytes that the graphs share, and those that are reserved; a percentage is of the peak of the graphs
+        together, without recomputation."""
         assert self.settings.budget is not None
         whole = step_peak([extent(program, costs, keep_all_schedule(program.graph)) for program, costs in programs])
         reserve = parse_budget(self.settings.reserve, whole, what="reserve") if self.settings.reserve else 0
-        return parse_budget(self.settings.budget, whole) - reserve
+        return parse_budget(self.settings.budget, whole) - reserve, reserve
 
 
 def _waits(call: weakref.ref[ModelCall]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lowtide.errors import ScheduleError
 from lowtide.ir import check, simulate
 from lowtide.solve.minimum import minimum_peak, peak_lower_bound, working_set_bound
-from lowtide.solve.problem import Planner, Problem, Progress, Solution, Status
+from lowtide.solve.problem import Planner, Problem, Progress, Solution, Status, check_seed
 from lowtide.solve.registry import format_spec, get_planner, planner_names, planner_summary
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Progress",
     "Solution",
     "Status",
+    "check_seed",
     "format_spec",
     "get_planner",
     "minimum_peak",

@@ -29,10 +29,16 @@ class Status(enum.Enum):
         return self in (Status.OPTIMAL, Status.FEASIBLE)
 
 
+def check_seed(seed: object) -> None:
+    """Raises ``PlanError`` for what is not an integer of 0 or more."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise PlanError(f"seed is {seed!r}, but must be an integer of 0 or more")
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Find the quickest schedule of ``graph`` whose peak is at most ``budget_bytes`` (``graph.fixed_bytes``
-    included). Raises ``PlanError`` for a seed below 0."""
+    included). Raises ``PlanError`` for a seed that ``check_seed`` refuses."""
 
     graph: Graph
     costs: Costs
@@ -41,8 +47,7 @@ class Problem:
     on_progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise PlanError(f"seed is {self.seed}, but must be 0 or more")
+        check_seed(self.seed)
 
     def progress(self, stage: str, fraction: float) -> None:
         if self.on_progress is not None:

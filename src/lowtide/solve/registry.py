@@ -68,6 +68,8 @@ def planner_summary(name: str) -> str:
 
 def get_planner(spec: str) -> Planner:
     """The planner that a spec names, options applied. Raises ``PlanError`` naming what is known."""
+    if not isinstance(spec, str):
+        raise PlanError(f"a planner is named by a string such as 'auto{{effort=2}}', not by {spec!r}")
     name, brace, rest = spec.strip().partition("{")
     module, class_name, _ = _entry(name.strip())
     cls = getattr(importlib.import_module(module), class_name)
