@@ -12,7 +12,6 @@ O(operators x storages) per run.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lowtide.ir import Schedule, keep_all_schedule, schedule_from_sequence
@@ -20,6 +19,7 @@ from lowtide.solve.model.compact import Compact, Indices, compact
 from lowtide.solve.model.tables import Tables, decode, make_tables
 from lowtide.solve.outcome import answer, reachable
 from lowtide.solve.problem import Problem, Solution
+from lowtide.solve.search.threads import in_threads
 
 _LIMITS = (1.0, 0.97, 0.93, 0.88, 0.8, 0.7, 0.6, 0.5)
 _STEPS_PER_NODE = 6
@@ -48,17 +48,16 @@ class Greedy:
         return replace(solution, minimum_bytes=reachable(attempt, solution.minimum_bytes or problem.budget_bytes))
 
 
-def greedy_sequences(
-    model: Compact, tables: Tables, budget_bytes: int, limits: int = len(_LIMITS)
-) -> Iterator[Indices]:
+def greedy_sequences(model: Compact, tables: Tables, budget_bytes: int, limits: int = len(_LIMITS)) -> list[Indices]:
     """Encoded sequences, one per limit for which greedy comes to an end."""
     from lowtide.solve.search.greedy_kernel import greedy_sequence
 
     room = max(budget_bytes - model.fixed_bytes, 0)
-    for limit in _LIMITS[: max(limits, 1)]:
-        codes = greedy_sequence(tables, int(room * limit), _STEPS_PER_NODE * (model.nodes + 1))
-        if len(codes):
-            yield codes
+
+    def run(limit: float) -> Indices:
+        return greedy_sequence(tables, int(room * limit), _STEPS_PER_NODE * (model.nodes + 1))
+
+    return [codes for codes in in_threads(run, _LIMITS[: max(limits, 1)]) if len(codes)]
 
 
 def _schedule(problem: Problem, model: Compact, codes: Indices) -> Schedule:

@@ -160,7 +160,7 @@ def lazy_codes(t: Tables, span: Span, kept: Flags, retain: bool) -> Indices:
                 codes[size] = ~owner
                 size += 1
                 have[owner] = retain or direct[owner]
-        wanted[:] = False
+        wanted[span.low : top + 1] = False
         if size + 2 >= len(codes):
             grown = np.empty(len(codes) * 2, np.int32)
             grown[:size] = codes[:size]

@@ -64,6 +64,7 @@ def anneal(t: Tables, classes: Classes, line: Timeline, first: Indices, settings
     cost = weight * now_ns + pressure * (largest + share * total)
     best, best_time, best_peak = first[:0].copy(), 0, 0
     fresh, accepted = True, True
+    cramped = max(8, t.nodes >> 8)  # spreading the steps anew takes time in proportion to their number
     low, high = settings.pressure / 100.0, settings.pressure * 100.0
     temperature = settings.hot
     cooling = (settings.cold / settings.hot) ** (1.0 / max(settings.iterations // 64, 1))
@@ -96,7 +97,7 @@ def anneal(t: Tables, classes: Classes, line: Timeline, first: Indices, settings
         if accepted:
             now_ns, largest, total, cost = line.totals[RECOMPUTE_NS], over, sum_over, trial
             fresh = True
-            if line.totals[CRAMPED] > 8:
+            if line.totals[CRAMPED] > cramped:
                 load(t, line, codes_of(line))
                 largest, total = excess_of(line.profile, budget)
                 cost = weight * now_ns + pressure * (largest + share * total)

@@ -77,6 +77,17 @@ def overwritten(t: Tables, pins: Indices, node: int, at: int) -> int:
 
 
 @kernel
+def dropped(t: Tables, live: Indices, storage: int, node: int) -> int:
+    """Let go of a storage that nothing after ``node`` reads; its bytes, 0 where it stays."""
+    if live[storage] == 0 or t.held[storage] or not t.recomputable[t.storage_node[storage]]:
+        return 0
+    if next_use(t, storage, node) >= 0:
+        return 0
+    live[storage] = 0
+    return int(t.storage_bytes[storage])
+
+
+@kernel
 def greedy_sequence(t: Tables, budget: int, capacity: int) -> Indices:
     """An encoded sequence that evicts whenever the next compute would exceed the budget; it may still exceed it.
 
@@ -95,7 +106,7 @@ def greedy_sequence(t: Tables, budget: int, capacity: int) -> Indices:
     out = np.zeros(capacity, np.int32)
     length, resident = 0, 0
     for node in range(t.nodes + 1):
-        depth = 1
+        depth, begun = 1, length
         stack[0] = node
         for i in range(t.reads_start[node], t.reads_start[node + 1]):
             pins[t.reads[i]] += 1
@@ -138,9 +149,10 @@ def greedy_sequence(t: Tables, budget: int, capacity: int) -> Indices:
             for i in range(t.reads_start[top], t.reads_start[top + 1]):
                 pins[t.reads[i]] -= 1
             depth -= 1
-        for storage in range(storages):
-            unused = next_use(t, storage, node) < 0 and not t.held[storage]
-            if live[storage] == 1 and unused and t.recomputable[t.storage_node[storage]]:
-                live[storage] = 0
-                resident -= t.storage_bytes[storage]
+        for i in range(t.reads_start[node], t.reads_start[node + 1]):
+            resident -= dropped(t, live, t.reads[i], node)
+        for position in range(begun, length):
+            made = out[position] if out[position] >= 0 else ~out[position]
+            for i in range(t.owns_start[made], t.owns_start[made + 1]):
+                resident -= dropped(t, live, t.owns[i], node)
     return out[:length]

@@ -2,10 +2,12 @@
 
 ``coin`` of 256 is the chance that an inserted recompute brings recomputes of what it reads and is gone by then: the
 lazy closure. ``classes`` numbers the nodes that stand at the same place of a repeated block alike; group moves do in
-every repeat what they do in one.
+every repeat what they do in one, or in those around it where there are many.
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 from lowtide.solve.model.classes import Classes
 from lowtide.solve.model.compiled import inner
@@ -27,6 +29,7 @@ from lowtide.solve.search.timeline import (
 )
 
 _SPREAD = 16  # slots per step, about
+_GROUP = 64  # repeats that a group move takes; a loop over a sequence has thousands
 
 
 @inner
@@ -106,6 +109,18 @@ def insert_before_use(t: Tables, line: Timeline) -> None:
 
 
 @inner
+def group_around(classes: Classes, line: Timeline, node: int) -> tuple[int, int]:
+    """From where to where in ``classes.members`` a group move about the node goes."""
+    first, end = classes.start[classes.number[node]], classes.start[classes.number[node] + 1]
+    if end - first > _GROUP:
+        size = _GROUP >> random_below(line.rng, 4)
+        place = first + np.searchsorted(classes.members[first:end], node)
+        first = min(max(place - random_below(line.rng, size), first), end - size)
+        end = first + size
+    return first, end
+
+
+@inner
 def insert_in_group(t: Tables, classes: Classes, line: Timeline) -> None:
     """As ``insert_before_use``, for the same read of every step of the same class."""
     slot, read = random_read(t, line)
@@ -114,8 +129,8 @@ def insert_in_group(t: Tables, classes: Classes, line: Timeline) -> None:
     node = line.node_at[slot]
     index = 1 if is_recompute(line, slot) else 0
     kind = classes.number[t.storage_node[t.reads[read]]]
-    number = classes.number[node]
-    for i in range(classes.start[number], classes.start[number + 1]):
+    first, end = group_around(classes, line, node)
+    for i in range(first, end):
         member = classes.members[i]
         if index >= line.computes[member]:
             continue
@@ -149,12 +164,12 @@ def remove_run(line: Timeline) -> None:
 
 @inner
 def remove_in_group(classes: Classes, line: Timeline) -> None:
-    """Remove every recompute of one class."""
+    """Remove every recompute of a group."""
     slot = random_recompute(line)
     if slot < 0:
         return
-    number = classes.number[line.node_at[slot]]
-    for i in range(classes.start[number], classes.start[number + 1]):
+    first, end = group_around(classes, line, line.node_at[slot])
+    for i in range(first, end):
         member = classes.members[i]
         for index in range(1, line.computes[member]):
             ask(line, member, line.slots[member, index], -1)

@@ -26,6 +26,7 @@ from lowtide.solve.search.segments import segment_sequences
 from lowtide.solve.search.threads import in_threads
 
 _STREAMS = 1024  # of random numbers per seed
+_MANY_NODES = 4000  # from which on the iterations grow more slowly than the program
 _COLD = 0.01  # last temperature, in mean node times
 
 
@@ -67,7 +68,8 @@ class Portfolio:
     def iterations(self) -> int:
         """Of one run at default effort: one iteration takes 1 to 10 microseconds, more in longer programs."""
         nodes = max(self.model.nodes, 1)
-        return int(max(min(20.0 * nodes**2, 2.4e10 / nodes**1.6), 30.0 * nodes))
+        least = 30.0 * min(nodes, (_MANY_NODES * nodes) ** 0.5)
+        return int(max(min(20.0 * nodes**2, 2.4e10 / nodes**1.6), least))
 
     def schedule(self, candidate: Candidate) -> Schedule:
         return schedule_from_sequence(self.graph, decode(self.model, candidate.codes))

@@ -11,30 +11,44 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from lowtide.solve.model.compact import Indices
 from lowtide.solve.model.splitmix import States, random_below
 from lowtide.solve.search.portfolio import Candidate
+
+Places = npt.NDArray[np.intp]
 
 
 def crossed(first: Candidate, second: Candidate, rng: States) -> Indices:
     """The codes of ``first``, but those of ``second`` from one to another of the nodes before which the two differ: a
     quarter to three quarters of these nodes."""
     ours, theirs = _stretches(first.codes), _stretches(second.codes)
-    pairs = zip(ours, theirs, strict=True)
-    differing = [node for node, (a, b) in enumerate(pairs) if not np.array_equal(a, b)]
+    differing = _differing(first.codes, np.diff(ours), second.codes, np.diff(theirs))
     count = len(differing)
     if count < 2:
         return first.codes
     taken = max(count // 4, 1) + random_below(rng, count // 2)
     begin = random_below(rng, count - taken + 1)
     low, high = differing[begin], differing[begin + taken - 1]
-    return np.concatenate([*ours[:low], *theirs[low : high + 1], *ours[high + 1 :]])
+    head, tail = first.codes[: ours[low]], first.codes[ours[high + 1] :]
+    return np.concatenate([head, second.codes[theirs[low] : theirs[high + 1]], tail])
 
 
-def _stretches(codes: Indices) -> list[Indices]:
-    """Per node, the end included, its first compute with the recomputes right before it."""
-    return np.split(codes, np.flatnonzero(codes >= 0)[:-1] + 1)
+def _stretches(codes: Indices) -> Places:
+    """Where each node's stretch begins, its first compute with the recomputes right before it, the end node's included;
+    and where the last one ends."""
+    return np.concatenate([[0], np.flatnonzero(codes >= 0) + 1])
+
+
+def _differing(ours: Indices, our_lengths: Places, theirs: Indices, their_lengths: Places) -> Places:
+    """The nodes whose stretches are not equal."""
+    differ = our_lengths != their_lengths
+    alike = np.flatnonzero(~differ)  # in length
+    nodes = np.repeat(alike, our_lengths[alike])
+    unequal = ours[np.repeat(~differ, our_lengths)] != theirs[np.repeat(~differ, their_lengths)]
+    differ[nodes[unequal]] = True
+    return np.flatnonzero(differ)
 
 
 def children(population: Sequence[Candidate], count: int, rng: States) -> list[Indices]:
