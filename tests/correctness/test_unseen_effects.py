@@ -117,6 +117,15 @@ class _Sparse(nn.Module):
         return self.embedding(tokens).square().mean()
 
 
+class _SparseFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(10, 8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(tokens, self.table, sparse=True).square().mean()
+
+
 class _DrawsByItself(_Linear):
     def __init__(self, generator: Any) -> None:
         super().__init__()
@@ -189,6 +198,7 @@ def _rows() -> torch.Tensor:
         (_SharedBuffers, lambda: (_rows(),), "several buffers or arguments share"),
         (_SharedArguments, lambda: (lambda x: (x, x[:]))(_rows()), "several buffers or arguments share"),
         (_Sparse, lambda: (torch.arange(6),), "sparse=False"),
+        (_SparseFunction, lambda: (torch.arange(6),), "makes a sparse tensor .*sparse=False"),
         (lambda: _DrawsByItself(random.Random(0)), lambda: (_rows(),), "a random generator of its own"),
         (lambda: _DrawsByItself(np.random.default_rng(0)), lambda: (_rows(),), "a random generator of its own"),
         (lambda: _DrawsByItself(np.random.RandomState(0)), lambda: (_rows(),), "a random generator of its own"),

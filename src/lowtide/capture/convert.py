@@ -69,6 +69,8 @@ class _Walk:
         tangents = self._placeholders(nodes)
         live = _ancestors([nodes[-1], *(n for n in nodes if _runs_anyway(n))])
         calls = [n for n in nodes if n.op in ("call_function", "get_attr") and n in live]
+        for node in calls:
+            self._refuse_sparse(node)
         split = next((i for i, n in enumerate(calls) if _begins_backward(n)), len(calls))
         output = nodes[-1]
         descriptors = dict(zip(output.meta["desc"], output.args[0], strict=True))
@@ -95,6 +97,18 @@ class _Walk:
         return Converted(
             self.builder, forward_ops, tuple(self.inputs), self.constants, tangent_outputs, outputs, self.kept
         )
+
+    def _refuse_sparse(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        for tensor in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
+                module, source = self._origin(node)
+                place = "".join((f" in module {module!r}" if module else "", f" at {source}" if source else ""))
+                raise CaptureError(
+                    f"operator {node.target}{place} makes a sparse tensor ({tensor.layout}), which a plan cannot hold. Compute "
+                    "densely (sparse=False), or run the model under lowtide.online.",
+                    source=source,
+                )
 
     def _placeholders(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         tangents = []
