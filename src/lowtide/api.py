@@ -73,8 +73,7 @@ def rematerialize(
     PlanError
         If an argument makes no sense, or the model is rematerialized already.
     """
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"rematerialize takes a torch.nn.Module, not a {type(model).__name__}.")
+    pipeline.require_module(model, "rematerialize")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise PlanError("rematerialize the model inside: DistributedDataParallel(lowtide.rematerialize(model, ...)).")
     if runtime_of(model) is not None:

@@ -35,6 +35,11 @@ def is_percentage(budget: int | str | None) -> bool:
     return isinstance(budget, str) and budget.strip().endswith("%")
 
 
+def is_amount(value: object) -> bool:
+    """Whether ``value`` is a number from 0 on."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+
 def _amount(budget: int | str, unconstrained_peak_bytes: int, what: str) -> int:
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise PlanError(f"{budget!r} is not a {what}; {_EXAMPLES}.")

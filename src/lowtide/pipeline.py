@@ -312,6 +312,13 @@ def free_memory(device: torch.device) -> int | None:
     return None
 
 
+def require_module(model: object, verb: str) -> None:
+    """Raises ``PlanError`` for what is not an ``nn.Module``."""
+    if not isinstance(model, nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise PlanError(f"{verb} takes a torch.nn.Module, not {given}.")
+
+
 def plan(
     model: nn.Module,
     args: Any = (),
@@ -323,6 +330,7 @@ def plan(
     on_progress: Progress | None = None,
 ) -> Plan:
     """See ``lowtide.plan``."""
+    require_module(model, "plan")
     settings = Settings(budget=budget, planner=planner, seed=seed)
     with torch.enable_grad():
         program = capture(model, args, kwargs)

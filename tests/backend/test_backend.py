@@ -14,6 +14,7 @@ from torch import nn
 
 import lowtide
 from lowtide.backend import backend
+from lowtide.backend.compile import shared_budget
 
 # Dynamo looks at .grad of what one graph hands to the next.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -195,6 +196,26 @@ def test_a_graph_that_runs_twice_before_the_backward_pass(rows: int, caplog: pyt
         _assert_same_gradients(plain, model)
         for parameter in model.parameters():
             parameter.grad = None
+
+
+def test_a_pass_that_always_waits_for_its_backward_pass() -> None:
+    """A loss that is kept until the next step (a validation without ``no_grad``) does not keep the steps before it."""
+    plain, model, x = _pair()
+    options = {"budget": "100%", "planner": PLANNER, "compiler": "eager"}
+    compiled = torch.compile(model, backend=backend, options=options)
+    sizes = []
+    for _ in range(6):
+        kept = compiled(x[: ROWS // 2])
+        compiled(x).backward()
+        shared = shared_budget(options)
+        sizes.append((len(shared.ran), len(shared._fitting)))
+    assert kept.requires_grad
+    assert len(set(sizes[3:])) == 1
+    assert sizes[-1][0] == 2
+    for _ in range(6):
+        plain(x).backward()
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)  # type: ignore[arg-type]
 
 
 def test_options_that_are_changed_belong_to_another_budget() -> None:

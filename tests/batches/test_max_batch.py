@@ -162,6 +162,7 @@ def _raising(batch: int) -> Any:
         (_sample, {}, "either budget= .* or total_budget="),
         (_sample, {"budget": "40%"}, "would grow with the batch"),
         (_sample, {"budget": "1MiB", "max_overhead": -0.1}, "a fraction"),
+        (_sample, {"budget": "1MiB", "max_overhead": "33%"}, "a fraction"),
         (_sample, {"budget": "1MiB", "limit": 0}, "at least one sample"),
         (_sample, {"budget": "1MiB", "planner": "fastest"}, "known: auto"),
         (_raising, {"budget": "1MiB"}, r"make_sample\(2\) raised OSError: no data"),
@@ -172,6 +173,13 @@ def _raising(batch: int) -> Any:
 def test_errors(make_sample: MakeSample, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(lowtide.PlanError, match=reason):
         max_batch(make_sample, _model(), **options)
+
+
+def test_arguments_in_the_wrong_order() -> None:
+    with pytest.raises(
+        lowtide.PlanError, match=r"max_batch\(make_sample, model\) takes a torch.nn.Module, not a function"
+    ):
+        max_batch(_model(), _sample, budget="1MiB")
 
 
 def test_samples_take_no_memory() -> None:

@@ -151,3 +151,17 @@ def test_refusal(counter: AllocationCounter) -> None:
 def test_devices_without_budgets(device: str, message: str) -> None:
     with pytest.raises(lowtide.PlanError, match=message):
         lowtide.online("1GiB", device=device)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warn_above": "2"}, "warn_above is '2', but is a multiple"),
+        ({"warn_above": -1}, "warn_above is -1"),
+        ({"seed": "a"}, "seed is 'a', but must be an integer"),
+        ({"heuristic": ["lru"]}, "no heuristic is named"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(lowtide.PlanError, match=message):
+        lowtide.online("1GiB", **options)

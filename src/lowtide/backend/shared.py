@@ -74,32 +74,44 @@ def step_peak(extents: Sequence[Extent]) -> int:
     return peak
 
 
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A forward pass of the current step."""
+
+    graph: SharingGraph
+    entry: Entry
+    call: weakref.ref[ModelCall]
+
+    @property
+    def waits(self) -> bool:
+        """Whether it still holds what its backward pass needs."""
+        found = self.call()
+        return found is not None and found.generator is not None
+
+
 class SharedBudget:
     """The graphs of one ``torch.compile``. ``ran`` is what ran in the current step, in that order: a graph may run several
-    times, by different plans, too."""
+    times, by different plans, too. What waits from earlier steps (a loss that is kept, say) is a part of every step."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.ran: list[tuple[SharingGraph, Entry]] = []
+        self.ran: list[Ran] = []
         self.exceeded = False
-        self._calls: list[weakref.ref[ModelCall]] = []
         self._fitting: set[tuple[Entry, ...]] = set()  # what is known to fit when it runs in this order
 
     def enter(self) -> None:
-        """A graph is about to run: in a new step where nothing of the last one waits for its backward pass."""
-        self._calls = [call for call in self._calls if _waits(call)]
-        if not self._calls:
-            if self.exceeded:
-                self._settle()
-            self.ran = []
+        """A graph is about to run: in a new step where most of what ran waits no more for its backward pass."""
+        waiting = [one for one in self.ran if one.waits]
+        if self.exceeded and 2 * len(waiting) <= len(self.ran):
+            self._settle()
+        self.ran = waiting
 
     def add(self, graph: SharingGraph, entry: Entry, call: ModelCall | None) -> None:
         """``graph`` ran by ``entry``."""
         if call is None:
             return
-        self._calls.append(weakref.ref(call))
-        self.ran.append((graph, entry))
-        entries = tuple(entry for _, entry in self.ran)
+        self.ran.append(Ran(graph, entry, weakref.ref(call)))
+        entries = tuple(one.entry for one in self.ran)
         if self.exceeded or len(entries) == 1 or entries in self._fitting:
             return
         if _peak(entries, [entry.plan for entry in entries]) <= self._budget_of(entries)[0]:
@@ -133,7 +145,7 @@ class SharedBudget:
         """Plan all that ran in the last step together."""
         self.exceeded = False
         self._fitting.clear()
-        order = [entry for _, entry in self.ran]
+        order = [one.entry for one in self.ran]
         entries = list(dict.fromkeys(order))
         lowest = {entry: self._lowest(entry) for entry in entries}
         budget, reserve = self._budget_of(order)
@@ -155,7 +167,7 @@ class SharedBudget:
                 best, low = plans, share
             else:
                 high = share
-        for graph in dict.fromkeys(graph for graph, _ in self.ran):
+        for graph in dict.fromkeys(one.graph for one in self.ran):
             graph.replan(best)
 
     def _budget_of(self, entries: Sequence[Entry]) -> tuple[int, int]:
@@ -181,12 +193,6 @@ class SharedBudget:
         whole = step_peak([extent(program, costs, keep_all_schedule(program.graph)) for program, costs in programs])
         reserve = parse_budget(self.settings.reserve, whole, what="reserve") if self.settings.reserve else 0
         return parse_budget(self.settings.budget, whole) - reserve, reserve
-
-
-def _waits(call: weakref.ref[ModelCall]) -> bool:
-    """Whether a forward pass still holds what its backward pass needs."""
-    found = call()
-    return found is not None and found.generator is not None
 
 
 def _peak(entries: Sequence[Entry], plans: Sequence[Plan]) -> int:
@@ -224,7 +230,7 @@ class SharingGraph(Rematerialized):
 
     def planned(self, captured: Program, sample: Sample) -> tuple[Program, Plan]:
         program = fused(captured, self.settings)
-        earlier = [entry for _, entry in self.shared.ran]
+        earlier = [one.entry for one in self.shared.ran]
         if self._replaced in earlier:
             earlier = earlier[: earlier.index(self._replaced)]
         return program, self.shared.plan(program, earlier, self.more)
@@ -236,7 +242,7 @@ class SharingGraph(Rematerialized):
             new = super().remake(old, mask)
         finally:
             self._replaced = None
-        self.shared.ran = [(graph, new if entry is old else entry) for graph, entry in self.shared.ran]
+        self.shared.ran = [dataclasses.replace(one, entry=new) if one.entry is old else one for one in self.shared.ran]
         return new
 
     def replan(self, plans: Mapping[Entry, Plan]) -> None:

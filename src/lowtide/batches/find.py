@@ -12,11 +12,11 @@ from lowtide.batches.result import MaxBatch
 from lowtide.batches.samples import MakeSample, Samples
 from lowtide.batches.search import largest
 from lowtide.batches.verify import measured_peak
-from lowtide.budget import is_percentage, parse_budget
+from lowtide.budget import is_amount, is_percentage, parse_budget
 from lowtide.capture import Program
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Schedule, keep_all_schedule, simulate
-from lowtide.pipeline import Progress, Settings, free_memory
+from lowtide.pipeline import Progress, Settings, free_memory, require_module
 from lowtide.planning import Plan
 from lowtide.solve import Problem, Solution, format_spec, get_planner, solve, working_set_bound
 
@@ -51,15 +51,17 @@ def max_batch(
     Raises ``InfeasibleBudgetError`` where not even one sample fits, ``PlanError`` for a budget in percent or a ``make_sample``
     that fails.
     """
+    require_module(model, "max_batch(make_sample, model)")
     settings = Settings(budget=budget, total_budget=total_budget, planner=planner, seed=seed)
     given = budget if budget is not None else total_budget
     if is_percentage(given):
         raise PlanError('max_batch needs a budget in bytes, such as "8GiB": a percentage would grow with the batch.')
-    if max_overhead is not None and not max_overhead >= 0:
-        raise PlanError(f"max_overhead is {max_overhead}, but is a fraction from 0 on, such as 0.33, or None for any.")
+    if max_overhead is not None and not is_amount(max_overhead):
+        raise PlanError(
+            f"max_overhead is {max_overhead!r}, but is a fraction from 0 on, such as 0.33, or None for any."
+        )
     if limit < 1:
         raise PlanError(f"limit is {limit}, but at least one sample is tried.")
-    get_planner(planner)
     assert given is not None
     samples = Samples(make_sample, SMALL_BATCHES[0])
     family = Family(model, samples, on_progress)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lowtide.budget import is_percentage, parse_budget
+from lowtide.budget import is_amount, is_percentage, parse_budget
 from lowtide.capture.source import user_source
 from lowtide.dynamic import threads, touch
 from lowtide.dynamic.engine import Engine
@@ -27,6 +27,7 @@ from lowtide.dynamic.uncompiled import as_written, uncompiled
 from lowtide.errors import ExecutionError, OnlineBudgetError, PlanError
 from lowtide.eviction import HEURISTICS, Pool
 from lowtide.report.units import format_bytes
+from lowtide.solve import check_seed
 from lowtide.trace import TraceWriter
 
 POLICIES = ("eager", "ignore", "banish")
@@ -123,10 +124,13 @@ class online:
                 "such as '2GiB', or measure the run first: lowtide.measure(train_step).peak_bytes."
             )
         self.budget_bytes = parse_budget(budget, 0)
-        if heuristic not in HEURISTICS:
+        if heuristic not in tuple(HEURISTICS):
             raise PlanError(f"no heuristic is named {heuristic!r}; known: {', '.join(HEURISTICS)}.")
         if policy not in POLICIES:
             raise PlanError(f"no policy is named {policy!r}; known: {', '.join(POLICIES)}.")
+        if not is_amount(warn_above):
+            raise PlanError(f"warn_above is {warn_above!r}, but is a multiple of the program's own time, such as 2.0.")
+        check_seed(seed)
         self.heuristic = heuristic
         self.policy = policy
         self.sample = sample
