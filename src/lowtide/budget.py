@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from fractions import Fraction
 
@@ -37,7 +38,7 @@ def is_percentage(budget: int | str | None) -> bool:
 
 def is_amount(value: object) -> bool:
     """Whether ``value`` is a number from 0 on."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+    return not isinstance(value, bool) and isinstance(value, numbers.Real) and float(value) >= 0
 
 
 def _amount(budget: int | str, unconstrained_peak_bytes: int, what: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -31,7 +32,7 @@ class Status(enum.Enum):
 
 def check_seed(seed: object) -> None:
     """Raises ``PlanError`` for what is not an integer of 0 or more."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or int(seed) < 0:
         raise PlanError(f"seed is {seed!r}, but must be an integer of 0 or more")
 
 
