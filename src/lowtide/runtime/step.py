@@ -198,7 +198,7 @@ def _has_layout(gradient: torch.Tensor | None, stride: Sequence[int]) -> bool:
 def _wanted(result: Result, gradients: Sequence[torch.Tensor | None]) -> bool | tuple[int, ...]:
     """The mask entry for a result whose gradient arrived like this."""
     place = result.returned if result.returned is not None else result.base
-    gradient = gradients[place] if place is not None else None
+    gradient = gradients[place] if place is not None and result.requires_grad else None  # not of one that is detached
     if gradient is None:
         return False
     return tuple(gradient.stride()) if result.returned is not None and gradient.numel() > 1 else True
