@@ -16,8 +16,8 @@ from torch import nn
 from lowtide import __version__, plan_cache
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Program, capture
-from lowtide.capture.module import GradientMask
 from lowtide.capture.places import Place
+from lowtide.capture.results import GradientMask
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.cache import cache_folder
 from lowtide.errors import InfeasibleBudgetError, PlanError

@@ -27,7 +27,7 @@ import torch
 
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Program
-from lowtide.capture.module import GradientMask
+from lowtide.capture.results import GradientMask
 from lowtide.errors import InfeasibleBudgetError, NoGradientError
 from lowtide.ir import Compute, Costs, Free, Schedule, keep_all_schedule, simulate
 from lowtide.ir.simulator import owned_storages

@@ -11,7 +11,8 @@ from torch import nn
 from lowtide.batches.samples import Sample
 from lowtide.capture import Program
 from lowtide.capture.capture import flat_arguments
-from lowtide.capture.module import GradientMask, model_state
+from lowtide.capture.module import model_state
+from lowtide.capture.results import GradientMask
 from lowtide.errors import ExecutionError
 from lowtide.lower import Lowered, lower
 from lowtide.planning import Plan

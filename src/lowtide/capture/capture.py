@@ -27,7 +27,6 @@ from lowtide.capture.followed import Followed, follow_places, holding
 from lowtide.capture.guards import Guards
 from lowtide.capture.joint import export_joint
 from lowtide.capture.module import (
-    GradientMask,
     State,
     TracedModel,
     WriteError,
@@ -38,8 +37,9 @@ from lowtide.capture.module import (
 )
 from lowtide.capture.overwrites import with_overwrites
 from lowtide.capture.places import Place, of_modules, sharing, tensors_in
-from lowtide.capture.program import Conditions, Program, Result
+from lowtide.capture.program import Conditions, Program
 from lowtide.capture.rehearsal import Effects, rehearse
+from lowtide.capture.results import GradientMask, Result
 from lowtide.capture.sharded import refuse_sharded_parts
 from lowtide.errors import CaptureError, LowtideError, NoGradientError, PlanError
 from lowtide.ir import Graph
@@ -50,7 +50,6 @@ _WRITES = (  # what PyTorch says of writes into a tensor that is no argument of 
     "mutating a non-functional tensor with a functional tensor",
     "aot_autograd expected to have an entirely functional graph",
 )
-_AS_IS = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
 
 
 def flat_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[torch.Tensor], Any]:
@@ -348,22 +347,15 @@ def _results(converted: Converted, metadata: Any, traced: TracedModel) -> tuple[
             returned.append(value)
         return returned.index(value)
 
-    bases = [desc for desc in converted.outputs if isinstance(desc, d.IntermediateBaseAOTOutput)]
     results = []
-    for index, info in enumerate(metadata.output_info):
-        descriptor = d.PlainAOTOutput(index)
-        grad = requires_grad[index]
-        kind = info.output_type
-        if kind in _AS_IS:
+    for grad, (number, view) in zip(requires_grad, traced.places, strict=True):
+        descriptor, info = d.PlainAOTOutput(number), metadata.output_info[number]
+        if info.output_type is OutputType.is_input:
+            results.append(Result(grad, argument=info.base_idx))
+        elif info.output_type is OutputType.alias_of_input:
+            results.append(Result(grad, argument=info.base_idx, view=view))
+        elif view is None:
             results.append(Result(grad, returned=position(descriptor)))
-            continue
-        meta = converted.builder.metas[converted.outputs[descriptor]]
-        view = (meta.shape, meta.stride, meta.storage_offset)
-        if kind in (OutputType.is_input, OutputType.alias_of_input):
-            same = kind is OutputType.is_input
-            results.append(Result(grad, argument=info.base_idx, view=None if same else view))
-        elif kind is OutputType.alias_of_intermediate_base_is_user_output:
-            results.append(Result(grad, base=position(d.PlainAOTOutput(info.base_idx)), view=view))
         else:
-            results.append(Result(grad, base=position(bases[info.base_idx]), view=view))
+            results.append(Result(grad, base=position(descriptor), view=view))
     return returned, results

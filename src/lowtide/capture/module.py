@@ -31,12 +31,11 @@ from lowtide.capture.followed import held_tensors
 from lowtide.capture.guards import accesses
 from lowtide.capture.hooks import Reached, hooks_of
 from lowtide.capture.places import Place
+from lowtide.capture.results import GradientMask, Outputs, View, below
 from lowtide.capture.sharded import copy_module
 from lowtide.capture.source import user_source
 from lowtide.errors import CaptureError
 
-# Per tensor of the result: no gradient (False), one in the layout of the tensor (True), or one with these strides.
-GradientMask = tuple[bool | tuple[int, ...], ...]
 _NO_SAVED_TENSORS_HOOKS = (
     "the model checkpoints or offloads activations by itself (torch.utils.checkpoint, saved_tensors_hooks), which a plan "
     "replaces; switch that off"
@@ -125,6 +124,7 @@ class TracedModel:
     requires_grad: tuple[bool, ...] = ()
     used_mask: GradientMask = ()
     reassigned: dict[str, int] = field(default_factory=dict)
+    places: tuple[tuple[int, View | None], ...] = ()
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = len(self.names)
@@ -184,9 +184,11 @@ class TracedModel:
         self.requires_grad = tuple(tensor.requires_grad for tensor in flat)
         self.used_mask = self.mask if self.mask and _fits(self.mask, flat) else guess_mask(flat, self.result)
         self.reassigned = {name: len(flat) + index for index, (name, _) in enumerate(extra)}
-        own = set(map(id, tensors))  # results that are arguments or parameters themselves stay so
-        kept = [t if id(t) in own else _expecting(t, entry) for t, entry in zip(flat, self.used_mask, strict=True)]
-        return (*kept, *(tensor.detach() for _, tensor in extra))
+        outputs = Outputs.of(
+            [*flat, *(tensor.detach() for _, tensor in extra)], self.used_mask + (False,) * len(extra), tensors
+        )
+        self.places = outputs.places
+        return outputs.tensors
 
     def _places(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> list[tuple[str, dict[str, Any], str, Any]]:
         named = [(name, tensor) for names, tensor in zip(self.names, tensors, strict=True) for name in names]
@@ -226,17 +228,6 @@ def _restored(now: dict[str, Any], before: dict[str, Any]) -> bool:
     return True
 
 
-def _expecting(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Tensor:
-    if entry is False:
-        return tensor.detach()
-    if entry is True:
-        return tensor
-    # A layer of its own, so that the hook sees just the gradient that arrives from outside.
-    result: torch.Tensor = torch.ops.aten.alias.default(tensor)
-    result.register_hook(lambda gradient: gradient.as_strided(gradient.shape, entry))  # type: ignore[no-untyped-call]
-    return result
-
-
 def _fits(mask: GradientMask, results: Sequence[torch.Tensor]) -> bool:
     return len(mask) == len(results) and all(
         entry is False or (tensor.requires_grad and (entry is True or len(entry) == tensor.dim()))
@@ -257,23 +248,11 @@ def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested) -> Gra
     chosen = [index for index in inner if results[index].numel() == 1]
     carried = structure.held_slots(result)
     if chosen:
-        known = _below([results[index] for index in chosen])
-        chosen += [index for index in inner if index not in carried and _has_leaf(_below([results[index]], known))]
+        known = below([results[index] for index in chosen])
+        chosen += [index for index in inner if index not in carried and _has_leaf(below([results[index]], known))]
     else:
         chosen = [index for index in inner if index not in carried] or inner or able
     return tuple(index in chosen for index in range(len(results)))
-
-
-def _below(results: Sequence[torch.Tensor], known: Collection[Any] = frozenset()) -> set[Any]:
-    """The nodes of the autograd graph that these depend on, beside those that are known with all below them."""
-    found: set[Any] = set()
-    waiting: list[Any] = [result.grad_fn for result in results]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found and node not in known:
-            found.add(node)
-            waiting += [child for child, _ in node.next_functions]
-    return found
 
 
 def _has_leaf(nodes: Collection[Any]) -> bool:

@@ -20,6 +20,7 @@ from lowtide.capture.guards import Guards
 from lowtide.capture.keys import fingerprint
 from lowtide.capture.places import Place
 from lowtide.capture.rehearsal import Effects
+from lowtide.capture.results import Result
 from lowtide.ir import Graph
 
 
@@ -54,22 +55,6 @@ class TensorMeta:
     device: torch.device
     storage_offset: int
     storage_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One tensor of the model's result.
-
-    ``returned``: its position among the graph's forward outputs; or ``argument``: the flat input that it is or views; or
-    ``base``: the forward output that it views. ``view`` is (shape, stride, offset) where it is a view, else ``None``.
-    ``requires_grad`` as in eager.
-    """
-
-    requires_grad: bool
-    returned: int | None = None
-    argument: int | None = None
-    base: int | None = None
-    view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +116,7 @@ class Program:
     ``inputs[i]`` is the value of flat input i, or ``None`` where the program does not read it. ``constants`` are the values of
     other tensors that the model holds. ``tangents[i]`` is the forward output that the i-th ``lowtide.tangent`` op belongs to.
     ``gradients`` pairs a flat input with the value of its gradient. ``mask`` tells for which results a gradient is
-    expected, and in which layout (``capture.module.GradientMask``). ``conditions`` are what it depends on beside the layouts.
+    expected, and in which layout (``capture.results.GradientMask``). ``conditions`` are what it depends on beside the layouts.
     ``result_structure`` is of a pair: what the model returned, and what it left in the attributes ``effects.tensors``;
     ``settings`` are the plain values that it left, see ``capture.attributes``.
     ``kept`` are the flat inputs whose first values, overwritten by the forward pass, are its last forward outputs.

@@ -22,9 +22,10 @@ from torch.autograd import forward_ad
 from lowtide.capture import Program, attributes, structure
 from lowtide.capture.capture import flat_arguments
 from lowtide.capture.followed import held_tensors
-from lowtide.capture.module import GradientMask, model_state
+from lowtide.capture.module import model_state
 from lowtide.capture.places import Place, value_at
 from lowtide.capture.program import Conditions
+from lowtide.capture.results import GradientMask
 from lowtide.dynamic.context import is_inside, online
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.lower import Lowered, lower
@@ -41,7 +42,7 @@ _MOST_PROGRAMS = 32  # kept
 _MOST_CONDITIONS = 16  # kept, of each
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)  # printing a tensor without memory ends the process
 class Sample:
     """A call to capture, and the autocast state to do it in, where that is not the one of now."""
 
@@ -374,15 +375,7 @@ def _tensors(
     program: Program, outputs: list[torch.Tensor], inputs: list[torch.Tensor], model: nn.Module
 ) -> list[torch.Tensor]:
     """Those of the result. Buffers that the forward pass replaces are replaced."""
-    tensors = []
-    for result in program.results:
-        source = (
-            inputs[result.argument]
-            if result.argument is not None
-            else outputs[result.returned if result.returned is not None else result.base or 0]
-        )
-        tensor = source if result.view is None else source.as_strided(*result.view)
-        tensors.append(tensor.detach() if tensor.requires_grad and not result.requires_grad else tensor)
+    tensors = [result.form(outputs, inputs) for result in program.results]
     for name, index in program.reassigned.items():
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path)._buffers[leaf] = tensors[index].detach()

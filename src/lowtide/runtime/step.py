@@ -20,8 +20,8 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd.function import once_differentiable
 
 from lowtide.capture.hooks import is_trusted
-from lowtide.capture.module import GradientMask
-from lowtide.capture.program import Program, Result
+from lowtide.capture.program import Program
+from lowtide.capture.results import GradientMask, Result
 from lowtide.errors import ExecutionError
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.lower import Lowered
@@ -39,7 +39,7 @@ class Executable(Protocol):
         """The same program for gradients of other outputs, or in another layout."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ModelCall:
     """The state of one forward pass until its backward pass is done.
 
@@ -126,6 +126,11 @@ class ModelCall:
         program = self.executable.program
         mask = tuple(_wanted(result, gradients) for result in program.results[: len(program.mask)])
         executable = self.executable if mask == program.mask else self.executable.for_mask(mask)
+        if [result.output for result in executable.program.results] != [result.output for result in program.results]:
+            raise ExecutionError(
+                "the program for the gradients that arrived returns other tensors than the one that was run, so these cannot "
+                "be handed to it. Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
+            )
         tangents: list[torch.Tensor] = []
         device = self.inputs[0].device
         current = rng.save(device)
@@ -197,7 +202,7 @@ def _has_layout(gradient: torch.Tensor | None, stride: Sequence[int]) -> bool:
 
 def _wanted(result: Result, gradients: Sequence[torch.Tensor | None]) -> bool | tuple[int, ...]:
     """The mask entry for a result whose gradient arrived like this."""
-    place = result.returned if result.returned is not None else result.base
+    place = result.output
     gradient = gradients[place] if place is not None and result.requires_grad else None  # not of one that is detached
     if gradient is None:
         return False
@@ -315,7 +320,7 @@ def run(executable: Executable, inputs: list[torch.Tensor]) -> list[torch.Tensor
     token = None
     for node in range(len(nodes) - 1, -1, -1):
         token = StageNode.apply(call, node, token, *(inputs[i] for i in nodes[node]))  # type: ignore[no-untyped-call]
-    differentiable = {r.returned if r.returned is not None else r.base for r in program.results if r.requires_grad}
+    differentiable = {result.output for result in program.results if result.requires_grad}
     returned = len(program.graph.forward_outputs) - len(program.kept)
     fixed = tuple(i for i in range(returned) if i not in differentiable)
     outputs: list[torch.Tensor] = list(OutputNode.apply(call, fixed, token))  # type: ignore[no-untyped-call]
