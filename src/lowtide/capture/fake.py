@@ -132,7 +132,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func in _QUESTIONS:
             return self._answer(func, args, kwargs)
         real, known = self._known_result(func, args, kwargs)
-        if func is _ATEN.bernoulli.p and getattr(args[0], "_lowtide_empty", False):
+        if func is _ATEN.bernoulli.p and is_empty(args[0]):
             return super().dispatch(_ATEN.empty_like.default, types, args[:1], {})  # see targets.bernoulli
         if func is _ATEN._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             with self:
@@ -285,6 +285,11 @@ def _same_layout(mode: AnsweringFakeMode, tensor: torch.Tensor) -> torch.Tensor:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     fake._lowtide_empty = False  # type: ignore[attr-defined]
     return fake.requires_grad_(tensor.requires_grad)
+
+
+def is_empty(fake: torch.Tensor) -> bool:
+    """Whether nothing was written into its memory since it was made."""
+    return getattr(fake, "_lowtide_empty", False)
 
 
 def _attach(fake: torch.Tensor, real: torch.Tensor, known: Known) -> None:

@@ -17,8 +17,10 @@ from torch._functorch import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_capture
 from torch._higher_order_ops import effects
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from lowtide.capture.replaced import replaced
+from lowtide.capture.inplace import keeping_layouts
+from lowtide.capture.replaced import replaced, wrapped
 from lowtide.errors import CaptureError
 
 
@@ -49,10 +51,11 @@ def _eager_dispatch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_traced() -> Iterator[None]:
-    """Inside, operators are eager's, random ones leave the caller's generator as it is, the profiler's ranges are none, and
-    distributions do not look at the values of their arguments."""
+    """Inside, operators are eager's and in-place ones keep layouts, random ones leave the caller's generator as it is, the
+    profiler's ranges are none, and distributions do not look at the values of their arguments."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_eager_dispatch())
+        stack.enter_context(wrapped(FunctionalTensorMode, "__torch_dispatch__", keeping_layouts))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         ranges = torch.autograd.profiler.record_function
         stack.enter_context(replaced(ranges, "__enter__", lambda self: self))
