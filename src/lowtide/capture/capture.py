@@ -27,6 +27,7 @@ from lowtide.capture.followed import Followed, follow_places, holding
 from lowtide.capture.guards import Guards
 from lowtide.capture.joint import export_joint
 from lowtide.capture.module import (
+    NO_SAVED_TENSORS_HOOKS,
     State,
     TracedModel,
     WriteError,
@@ -45,7 +46,11 @@ from lowtide.errors import CaptureError, LowtideError, NoGradientError, PlanErro
 from lowtide.ir import Graph
 from lowtide.ir.graph import TANGENT_TARGET
 
-_NO_VALUES = "data is not allocated yet"
+_MEANINGS = {  # what PyTorch says, in words that help
+    "data is not allocated yet": "an operator reads the values of a tensor, which there are none of yet (F.ctc_loss does where "
+    "lengths are given as lists: pass tensors; recurrent layers do with packed sequences: pass padded ones)",
+    "use_reentrant=True": NO_SAVED_TENSORS_HOOKS,
+}
 _WRITES = (  # what PyTorch says of writes into a tensor that is no argument of the program
     "mutating a non-functional tensor with a functional tensor",
     "aot_autograd expected to have an entirely functional graph",
@@ -268,11 +273,7 @@ def _capture_error(error: Exception) -> CaptureError:
             source=source,
         )
     summary = str(error).strip().split("\n")[0].rstrip(".")
-    if _NO_VALUES in summary:
-        summary = (
-            "an operator reads the values of a tensor, which there are none of yet (F.ctc_loss does where lengths are given as "
-            "lists: pass tensors)"
-        )
+    summary = next((meaning for text, meaning in _MEANINGS.items() if text in summary), summary)
     return CaptureError(
         f"the program cannot be captured as one graph{place}: {type(error).__name__}: {summary}. Where model(*args, **kwargs) "
         "fails alone too, correct the model or the sample; where the program depends on the data, run it under lowtide.online.",

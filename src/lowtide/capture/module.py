@@ -36,7 +36,7 @@ from lowtide.capture.sharded import copy_module
 from lowtide.capture.source import user_source
 from lowtide.errors import CaptureError
 
-_NO_SAVED_TENSORS_HOOKS = (
+NO_SAVED_TENSORS_HOOKS = (
     "the model checkpoints or offloads activations by itself (torch.utils.checkpoint, saved_tensors_hooks), which a plan "
     "replaces; switch that off"
 )
@@ -139,7 +139,7 @@ class TracedModel:
         wanting = [tensor.requires_grad for tensor in tensors]
         try:
             # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
-            no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_NO_SAVED_TENSORS_HOOKS)
+            no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(NO_SAVED_TENSORS_HOOKS)
             with (
                 self.recorder(),
                 Reached(model) as reached,

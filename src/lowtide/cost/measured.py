@@ -51,18 +51,20 @@ def measure_costs(
     report = on_progress or (lambda text, fraction: None)
     signatures = {op.id: signature(program, op.id) for op in program.graph.ops if op.target != TANGENT_TARGET}
     missing = {key: op for op, (key, _) in reversed(signatures.items()) if cache.get(key) is None}
-    failed: set[str] = set()
+    failed: dict[str, str] = {}
     with _undisturbed(device):
         for count, (key, op) in enumerate(reversed(missing.items())):
             report("measuring operators", count / len(missing))
             record = _try_measure(program, op, device)
-            if record is None:
-                failed.add(key)
+            if isinstance(record, str):
+                failed[key] = record
             else:
                 cache.put(key, record, keep=signatures[op][1])
         measured = {key: (op, signatures[op][1]) for key, op in missing.items() if key not in failed}
         _settle_times(program, cache, measured, device)
     cache.save()
+    for reason in dict.fromkeys(failed.values()):
+        _LOG.warning("%s; its cost is estimated", reason)
     report("measuring operators", 1.0)
     return _columns(
         program, {op: None if key in failed else cache.get(key) for op, (key, _) in signatures.items()}, device
@@ -82,7 +84,7 @@ def _settle_times(
         for key in scattered:
             op, keep = measured[key]
             again = _try_measure(program, op, device)
-            if again is None:
+            if isinstance(again, str):
                 continue
             if again.time_ns < cache.records[key].time_ns:
                 cache.put(key, again, keep=keep)
@@ -95,14 +97,14 @@ def _scatters(record: Record) -> bool:
     return record.spread_ns > _SCATTERED * record.time_ns
 
 
-def _try_measure(program: Program, op: int, device: torch.device) -> Record | None:
+def _try_measure(program: Program, op: int, device: torch.device) -> Record | str:
+    """The record, or why there is none."""
     try:
         return measure_operator(program, op, device)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
         name = target_name(program.calls[op].target)
         summary = str(error).split("\n")[0]
-        _LOG.warning("%s cannot be run on synthetic tensors (%s); its cost is estimated", name, summary)
-        return None
+        return f"{name} cannot be run on synthetic tensors ({summary})"
 
 
 def measure_operator(program: Program, op: int, device: torch.device, budget_ns: int = _BUDGET_NS) -> Record:
