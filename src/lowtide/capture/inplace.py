@@ -50,7 +50,10 @@ def keeping_layouts(dispatch: Callable[..., Any]) -> Callable[..., Any]:
             if is_empty(torch._from_functional_tensor(args[0].elem)):  # see targets.bernoulli
                 return dispatch(mode, func, types, args, kwargs)
             with mode:
-                return args[0].copy_(dispatch(mode, func, types, (torch.empty_like(args[0]), *args[1:]), kwargs))
+                empty = torch.empty_like(args[0])
+            filled = dispatch(mode, func, types, (empty, *args[1:]), kwargs)
+            with mode:
+                return args[0].copy_(filled)
         with mode:
             if packet is _ATEN.masked_fill_:
                 return _in_memory_order(func, args, kwargs)

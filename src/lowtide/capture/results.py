@@ -98,19 +98,17 @@ class Outputs:
         returned: list[torch.Tensor] = []
         places: list[tuple[int, View | None]] = []
         own = {id(tensor) for tensor in inputs}
-        sharing = collections.Counter(
-            [*given, *(_storage(root) for root in {id(root): root for root in roots}.values())]
-        )
+        distinct = {id(root): root for root in roots}.values()
+        sharing = collections.Counter([*given, *map(_storage, distinct)])
         for result, root, source in zip(results, roots, viewed, strict=True):
             if id(root) not in numbers:
                 numbers[id(root)] = len(returned)
                 if source is not None:
                     returned.append(root if id(root) in own else root.detach())
                 else:
-                    apart = (
-                        root if sharing[_storage(root)] == 1 else torch.ops.aten._unsafe_view.default(root, root.shape)
-                    )
-                    returned.append(_expecting(apart, _entry(root, results, roots, mask)))
+                    alone = sharing[_storage(root)] == 1
+                    hidden = root if alone else torch.ops.aten._unsafe_view.default(root, root.shape)
+                    returned.append(_expecting(hidden, _entry(root, results, roots, mask)))
             above = root if source is None else source
             places.append((numbers[id(root)], None if result is above else View.of(result, above)))
         return cls(tuple(returned), tuple(places))
@@ -125,22 +123,20 @@ def _viewed(result: torch.Tensor, given: Mapping[int, torch.Tensor]) -> torch.Te
 def _roots(results: Sequence[torch.Tensor], views_input: Sequence[bool]) -> list[torch.Tensor]:
     """Per result, the tensor to return for it: itself, or the one that it and others are views of. The views of one call that
     makes many (``chunk``) are returned each by itself where there are no others: none of them can be written to."""
+    able = [tensor.requires_grad and not views for tensor, views in zip(results, views_input, strict=True)]
+    together = _counted(results, able)
     linked = [
-        tensor.requires_grad and not views and not _is_of_function(tensor, _base(tensor))
-        for tensor, views in zip(results, views_input, strict=True)
+        is_able and together[_storage(tensor)] > 1 and not _is_of_function(tensor, _base(tensor))
+        for tensor, is_able in zip(results, able, strict=True)
     ]
-    free = collections.Counter(
-        _storage(tensor)
-        for tensor, is_linked in zip(results, linked, strict=True)
-        if is_linked and not _is_of_many(tensor)
-    )
+    free = _counted(results, [is_linked and not _is_of_many(t) for t, is_linked in zip(results, linked, strict=True)])
     roots = [
         _base(tensor) if is_linked and free[_storage(tensor)] > 1 else tensor
         for tensor, is_linked in zip(results, linked, strict=True)
     ]
     leading: dict[Any, torch.Tensor] = {}  # for those without a gradient
-    for tensor, root, views in zip(results, roots, views_input, strict=True):
-        if tensor.requires_grad and not views:
+    for tensor, root, is_able in zip(results, roots, able, strict=True):
+        if is_able:
             leading.setdefault((_storage(tensor), tensor.dtype), root)
     return [
         root if tensor.requires_grad or views else leading.get((_storage(tensor), tensor.dtype), root)
@@ -148,13 +144,17 @@ def _roots(results: Sequence[torch.Tensor], views_input: Sequence[bool]) -> list
     ]
 
 
+def _counted(results: Sequence[torch.Tensor], chosen: Sequence[bool]) -> collections.Counter[int]:
+    """How many of the results are in each storage, of those that are chosen."""
+    return collections.Counter(_storage(tensor) for tensor, counts in zip(results, chosen, strict=True) if counts)
+
+
 def _entry(
     root: torch.Tensor, results: Sequence[torch.Tensor], roots: Sequence[torch.Tensor], mask: GradientMask
 ) -> bool | tuple[int, ...]:
     """The mask's entry for what is returned for several results."""
-    wanted = [
-        (result, entry) for result, other, entry in zip(results, roots, mask, strict=True) if other is root and entry
-    ]
+    members = zip(results, roots, mask, strict=True)
+    wanted = [(result, entry) for result, other, entry in members if other is root and entry is not False]
     return next((entry for result, entry in wanted if result is root), bool(wanted))
 
 
@@ -171,7 +171,7 @@ def _is_of_many(tensor: torch.Tensor) -> bool:
 
 def _is_of_function(tensor: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether the gradient passes through a ``torch.autograd.Function`` on its way to ``source``, which it is a view of."""
-    between = below([tensor], below([source]))
+    between = set() if tensor is source else below([tensor], below([source]))
     return any(isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction" for node in between)
 
 
