@@ -400,7 +400,7 @@ def test_hooks_that_collect(kind: str) -> None:
     hook, collected = _collecting(kind)
     model = _Plain()
     model.linear.register_forward_hook(hook)
-    with pytest.raises(lowtide.CaptureError, match="a hook of a submodule keeps tensors"):
+    with pytest.raises(lowtide.CaptureError, match="a hook of a submodule, keeps tensors outside of the model"):
         lowtide.rematerialize(model, (_rows(),), budget="100%", planner="greedy")
     assert not collected()
 

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from lowtide.capture import structure
-from lowtide.capture.hooks import hooks_of
 from lowtide.capture.keys import tensor_key
+from lowtide.capture.outside import hooks_of
 from lowtide.capture.places import ABSENT, DEPTH, MOST_OBJECTS, OWN, Place, locate, named
 
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes

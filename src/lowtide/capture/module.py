@@ -29,7 +29,7 @@ from lowtide.capture.caches import clear_caches_of_fakes
 from lowtide.capture.draws import Recorder
 from lowtide.capture.followed import held_tensors
 from lowtide.capture.guards import accesses
-from lowtide.capture.hooks import Reached, hooks_of
+from lowtide.capture.outside import Reached, hooks_of
 from lowtide.capture.places import Place
 from lowtide.capture.results import GradientMask, Outputs, View, below
 from lowtide.capture.sharded import copy_module
@@ -163,10 +163,12 @@ class TracedModel:
                 "Return what it adds instead, or run the model under lowtide.online."
             )
         if reached.tensors:
+            where = ", ".join(reached.tensors)
             raise CaptureError(
-                "a hook of a submodule keeps tensors of the pass in a list, a dict or an object outside of the model, where "
-                "planned calls would not put them. Return them from forward, keep them in an attribute of the module "
-                "(module.kept = output), remove the hook, or run the model under lowtide.online."
+                f"the forward pass, or a hook of a submodule, keeps tensors outside of the model ({where}), where planned "
+                "calls would not put them. Return them from forward, keep them in an attribute of the module "
+                "(module.kept = output), remove the hook, or run the model under lowtide.online. Where only the "
+                "first call keeps something (a cache), call the model once before it is rematerialized."
             )
         if [tensor.requires_grad for tensor in tensors] != wanting:
             raise CaptureError(

@@ -16,10 +16,10 @@ from lowtide.capture import attributes, structure
 from lowtide.capture.caches import clear_caches_of_fakes
 from lowtide.capture.draws import untouched
 from lowtide.capture.fake import AnsweringFakeMode, fakes_of
-from lowtide.capture.hooks import Reached
 from lowtide.capture.joint import as_traced
 from lowtide.capture.keys import layout
 from lowtide.capture.module import copy_without_data
+from lowtide.capture.outside import Reached
 from lowtide.capture.places import Place, attributes_of, tensors_in, texts
 from lowtide.errors import CaptureError
 
