@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,3 +154,47 @@ def test_losses_in_a_global_list() -> None:
     ):
         lowtide.rematerialize(_Collecting(_made), (torch.randn(4, 8),), budget="100%")
     assert len(_LOSSES) == 1 and _LOSSES[0] is earlier
+
+
+class _Callback(_Model):
+    def __init__(self, keep: Any) -> None:
+        super().__init__(_made)
+        self.keep = keep
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).relu()
+        self.keep(h.mean())
+        return self.second(h).square().mean()
+
+
+class _Passing(_Model):
+    def forward(self, x: torch.Tensor, into: Any, put: Callable[[Any, torch.Tensor], None]) -> torch.Tensor:
+        h = self.first(x).relu()
+        put(into, h.mean())
+        return self.second(h).square().mean()
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_callback_that_keeps_tensors(bound: bool) -> None:
+    kept: list[torch.Tensor] = []
+    model = _Callback(kept.append if bound else lambda tensor: kept.append(tensor))
+    with pytest.raises(lowtide.CaptureError, match=r"outside of the model \(.*_Callback\.keep\)"):
+        lowtide.rematerialize(model, (torch.randn(4, 8),), budget="100%")
+    assert not kept
+
+
+@pytest.mark.parametrize("kind", ["a queue", "a list of an object", "an object in an object", "a callback"])
+def test_arguments_that_keep_tensors(kind: str) -> None:
+    kept: list[torch.Tensor] = []
+    queue: collections.deque[torch.Tensor] = collections.deque()
+    inner, outer = SimpleNamespace(value=None), SimpleNamespace(kept=kept)
+    outer.inner = inner
+    given: dict[str, tuple[Any, Callable[[Any, torch.Tensor], None]]] = {
+        "a queue": (queue, lambda into, tensor: into.append(tensor)),
+        "a list of an object": (outer, lambda into, tensor: into.kept.append(tensor)),
+        "an object in an object": (outer, lambda into, tensor: setattr(into.inner, "value", tensor)),
+        "a callback": (kept.append, lambda into, tensor: into(tensor)),
+    }
+    with pytest.raises(lowtide.CaptureError, match="adds to a list, a dict or an object among its arguments"):
+        lowtide.rematerialize(_Passing(_made), (torch.randn(4, 8), *given[kind]), budget="100%")
+    assert not kept and not queue and inner.value is None

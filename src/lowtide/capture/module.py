@@ -29,7 +29,7 @@ from lowtide.capture.caches import clear_caches_of_fakes
 from lowtide.capture.draws import Recorder
 from lowtide.capture.followed import held_tensors
 from lowtide.capture.guards import accesses
-from lowtide.capture.outside import Reached, hooks_of
+from lowtide.capture.outside import ARGUMENT, Reached, hooks_of
 from lowtide.capture.places import Place
 from lowtide.capture.results import GradientMask, Outputs, View, below
 from lowtide.capture.sharded import copy_module
@@ -142,7 +142,7 @@ class TracedModel:
             no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(NO_SAVED_TENSORS_HOOKS)
             with (
                 self.recorder(),
-                Reached(model) as reached,
+                Reached(model, (*args, *kwargs.values())) as reached,
                 draws.none_by(model),
                 accesses(model) as access,
                 no_hooks,
@@ -157,7 +157,8 @@ class TracedModel:
         # Buffers that the forward pass replaced by new tensors (``self.buffer = ...``).
         extra = [(name, registry[leaf]) for name, registry, leaf, tensor in places if registry[leaf] is not tensor]
         restored = [_restored(now, then) for now, then in objects]
-        if any(restored) or not all(_nothing_new(now, then) for now, then in containers):
+        new = any(restored) or not all(_nothing_new(now, then) for now, then in containers)
+        if new or ARGUMENT in reached.tensors:
             raise CaptureError(
                 "the forward pass adds to a list, a dict or an object among its arguments, which planned calls would not do. "
                 "Return what it adds instead, or run the model under lowtide.online."

@@ -1,5 +1,5 @@
 """What a pass keeps outside of the model: in global variables, in class attributes, in lists, dictionaries and objects that the
-code of its modules, or a forward hook of a submodule, can name.
+code of its modules, or a forward hook of a submodule, can name, or that are among its arguments.
 
 A planned call runs none of that code, so what is kept there would be missing, and what was put there while the model was traced
 are no tensors that the user could use. Attributes of the model itself are another matter, see ``capture.attributes``.
@@ -14,7 +14,7 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ _CONTAINERS = (
     collections.OrderedDict,
     collections.defaultdict,
 )  # not what fills itself
+_CODE = (types.FunctionType, types.MethodType, functools.partial, type)
+ARGUMENT = "an argument"
 _STORES_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _ABSENT = object()
 
@@ -45,12 +47,12 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
 
 class Reached:
     """Inside, ``model`` runs; afterwards what its hooks can reach outside of it is as it was, and so is what its code can reach
-    where that put tensors. ``tensors`` names these places.
+    where that put tensors. ``tensors`` names these places. ``arguments``: all that it is called with.
 
     What else the code keeps is left: a library may have been imported meanwhile, whose state is in more places than these.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, arguments: Iterable[Any]) -> None:
         self._inside = set(map(id, model.modules()))
         self._holders: dict[int, tuple[Any, Any, str]] = {}
         self._variables: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
@@ -62,6 +64,12 @@ class Reached:
                 if not is_trusted(hook):
                     self._collect(hook, _DEPTH + 1, _name(hook))
         self._of_hooks = {*self._holders}
+        for argument in arguments:
+            self._collect(argument, _DEPTH + 1, ARGUMENT)
+        for module in model.modules():
+            for name, value in module.__dict__.items():
+                if isinstance(value, (types.FunctionType, types.BuiltinMethodType, functools.partial)):
+                    self._collect(value, _DEPTH + 1, f"{_name(type(module))}.{name}")
         for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
             self._collect(kind, _DEPTH + 1, _name(kind))
 
@@ -99,13 +107,17 @@ class Reached:
     def _collect(self, value: Any, depth: int, name: str) -> None:
         if depth == 0 or id(value) in self._inside or self._seen.get(id(value), 0) >= depth:
             return
-        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type)):
+        if isinstance(value, types.BuiltinMethodType):  # the append of a list
+            self._collect(value.__self__, depth - 1, name)
+        elif isinstance(value, _CODE):
             self._seen[id(value)] = depth
             if not is_trusted(value):
                 self._collect_code(value, depth, name)
         elif type(value) in _CONTAINERS:
             self._hold(value, depth, name)
-        elif not _is_standard(type(value).__module__) and (isinstance(value, nn.Module) or structure.is_open(value)):
+        elif isinstance(value, (nn.Module, types.SimpleNamespace)) or (
+            not _is_standard(type(value).__module__) and structure.is_open(value)
+        ):
             own = getattr(value, "__dict__", None)
             if type(own) is dict:
                 self._hold(own, depth, name)

@@ -55,7 +55,7 @@ def rehearse(
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in fakes[count:]]
         call, before = Call(fakes[:count], inputs), attributes.snapshot(clone)
         args, kwargs = structure.unflatten(arguments, inputs)
-        with as_traced(), untouched(), Reached(clone), mode, call:
+        with as_traced(), untouched(), Reached(clone, (*args, *kwargs.values())), mode, call:
             clone.forward(*args, **kwargs)
         clear_caches_of_fakes()
         call.ended(clone, before)
