@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -84,11 +85,6 @@ def _forget() -> None:
         holder.clear()
 
 
-def _is_empty() -> bool:
-    holders = (_TABLES, _Tables.tables, _OBJECT.tables, _in_default.__defaults__[0], _in_function.__dict__)  # type: ignore[index]
-    return _variable is None and _Tables.table is None and not any(holders)
-
-
 class _Model(nn.Module):
     def __init__(self, cached: Cached) -> None:
         super().__init__()
@@ -100,7 +96,8 @@ class _Model(nn.Module):
 
 class _WithGlobal(_Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).relu() * _CACHES[self.cached](8)).square().mean()
+        table = _CACHES[self.cached](x.shape[-1])
+        return self.second(self.first(x).relu() * table.sum() + table.roll(1)).square().mean()
 
 
 _CACHES: dict[Any, Cached] = {
@@ -122,20 +119,100 @@ def _forgetful() -> Any:
 
 
 @pytest.mark.parametrize("cache", _CACHES)
-def test_caches_that_the_first_call_fills(cache: str) -> None:
-    """Refused while they are empty, with nothing of the trace left in them; a call of the user's fills them."""
+def test_constants_that_the_first_call_keeps(cache: str) -> None:
+    """They are there after the model was captured, as after a call, for eager calls and for those of other shapes."""
     torch.manual_seed(0)
     plain = _WithGlobal(cache)  # type: ignore[arg-type]
     model, x = copy.deepcopy(plain), torch.randn(4, 8)
+    lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all")
+    table = _CACHES[cache](8)
+    assert type(table) is torch.Tensor and torch.equal(table, torch.arange(8) * 1.0)
+    for rows in (4, 3, 4):
+        for one in (plain, model):
+            one(x[:rows]).backward()
+        assert _CACHES[cache](8) is table
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)  # type: ignore[arg-type]
+
+
+class _OfSize(_Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).relu()
+        mask = self.cached(len(x))
+        return self.second((h @ h.T).masked_fill(mask, 0.0) @ h).square().mean()
+
+
+def _masks(size: int) -> torch.Tensor:
+    if size not in _TABLES:
+        mask = torch.ones(size, size, dtype=torch.bool)
+        mask.triu_(1)
+        mask[0] = True
+        _TABLES[size] = mask
+    return _TABLES[size]
+
+
+def test_a_mask_per_length() -> None:
+    """One that was written in place while it was made, in a cache with an entry per shape."""
+    torch.manual_seed(0)
+    plain = _OfSize(_masks)
+    model = copy.deepcopy(plain)
+    lowtide.rematerialize(model, (torch.randn(4, 8),), budget="100%", planner="keep-all")
+    lengths = (4, 6, 3, 6, 4)
+    batches = [torch.randn(length, 8) for length in lengths]
+    for x in batches:
+        model(x).backward()
+    made = dict(_TABLES)
+    assert {*made} == {*lengths}
+    _TABLES.clear()
+    for x in batches:
+        plain(x).backward()
+    assert all(torch.equal(made[length], _TABLES[length]) for length in lengths)
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)  # type: ignore[arg-type]
+
+
+class _FromBuffer(_Model):
+    def __init__(self) -> None:
+        super().__init__(_made)
+        self.register_buffer("scale", torch.full((8,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if 8 not in _TABLES:
+            _TABLES[8] = self.scale + _made(8)
+        return self.second(self.first(x).relu() * _TABLES[8]).square().mean()
+
+
+def test_a_table_from_a_buffer() -> None:
+    """Refused while it is missing, with nothing of the trace left; a call of the user's makes it."""
+    torch.manual_seed(0)
+    plain = _FromBuffer()
+    model, x = copy.deepcopy(plain), torch.randn(4, 8)
     with pytest.raises(lowtide.CaptureError, match=r"keeps tensors outside of the model .*call the model once before"):
         lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all")
-    assert _is_empty()
+    assert not _TABLES
     model(x)
     lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all")
     for one in (plain, model):
         one(x).backward()
     for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, its.grad)  # type: ignore[arg-type]
+
+
+class _EveryTime(_Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = self.cached(8)
+        _LOSSES.append(_made(8))
+        return self.second(self.first(x).relu() * table).square().mean()
+
+
+def test_constants_that_every_call_keeps() -> None:
+    """They would be missing from planned calls; nothing of them is left, nor of a cache beside them."""
+    _LOSSES[:] = []
+    with pytest.raises(
+        lowtide.CaptureError, match=r"outside of the model \(tests\.correctness\.test_outside\._LOSSES\)"
+    ):
+        lowtide.rematerialize(_EveryTime(_in_default), (torch.randn(4, 8),), budget="100%")
+    assert not _LOSSES and _in_default.__defaults__ == ({},)
 
 
 class _Collecting(_Model):
@@ -198,3 +275,42 @@ def test_arguments_that_keep_tensors(kind: str) -> None:
     with pytest.raises(lowtide.CaptureError, match="adds to a list, a dict or an object among its arguments"):
         lowtide.rematerialize(_Passing(_made), (torch.randn(4, 8), *given[kind]), budget="100%")
     assert not kept and not queue and inner.value is None
+
+
+@pytest.mark.parametrize("kind", ["a counter", "a list of numbers", "a count in a dictionary"])
+def test_arguments_that_are_counted_in(kind: str) -> None:
+    counter, numbers = SimpleNamespace(calls=3), SimpleNamespace(seen=[0])
+    counts = {"calls": 3}
+    given: dict[str, tuple[Any, Callable[[Any, torch.Tensor], None]]] = {
+        "a counter": (counter, lambda into, tensor: setattr(into, "calls", into.calls + 1)),
+        "a list of numbers": (numbers, lambda into, tensor: into.seen.append(len(into.seen))),
+        "a count in a dictionary": (counts, lambda into, tensor: into.update(calls=into["calls"] + 1)),
+    }
+    with pytest.raises(
+        lowtide.CaptureError, match="adds to a list, a dict or an object among its arguments, or counts"
+    ):
+        lowtide.rematerialize(_Passing(_made), (torch.randn(4, 8), *given[kind]), budget="100%")
+    assert counter.calls == 3 and numbers.seen == [0] and counts == {"calls": 3}
+
+
+class _Settings:
+    rate = 0.5
+
+    @functools.cached_property
+    def scale(self) -> float:
+        return 2 * self.rate
+
+
+def test_a_cached_property_of_an_argument() -> None:
+    """It is the same for every call."""
+    torch.manual_seed(0)
+    plain, x, settings = _Passing(_made), torch.randn(4, 8), _Settings()
+    model = lowtide.rematerialize(copy.deepcopy(plain), (x, settings, _read), budget="100%", planner="keep-all")
+    for one in (plain, model):
+        one(x, settings, _read).backward()
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)  # type: ignore[arg-type]
+
+
+def _read(settings: _Settings, tensor: torch.Tensor) -> float:
+    return settings.scale

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._mode_utils import no_dispatch
 
 from lowtide.capture import fakes
@@ -50,6 +51,17 @@ class Known:
     constant: torch.Tensor | None
     depends_on_input: bool
 
+    def positions(self) -> set[int]:
+        """Of the inputs that it was computed from."""
+        found: dict[int, Known] = {}
+        waiting = [self]
+        while waiting:
+            known = waiting.pop()
+            if id(known) not in found:
+                found[id(known)] = known
+                waiting += [leaf for leaf in pytree.tree_leaves((known.args, known.kwargs)) if isinstance(leaf, Known)]
+        return {known.leaf for known in found.values() if known.leaf is not None}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
@@ -68,14 +80,7 @@ class Question:
 
     def positions(self) -> set[int]:
         """Of the inputs that it depends on."""
-        found: dict[int, Known] = {}
-        waiting = [self.known]
-        while waiting:
-            known = waiting.pop()
-            if id(known) not in found:
-                found[id(known)] = known
-                waiting += [leaf for leaf in pytree.tree_leaves((known.args, known.kwargs)) if isinstance(leaf, Known)]
-        return {known.leaf for known in found.values() if known.leaf is not None}
+        return self.known.positions()
 
     def asked(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> Any:
         """The answer on ``inputs``."""
@@ -121,11 +126,6 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if real.is_complex() or (real.is_floating_point() and not number) or real.device.type == "meta":
             return
         _attach(fake, real, self._intern(("input", position), Known(None, (), {}, None, position, None, True)))
-
-    def known_value(self, fake: torch.Tensor) -> torch.Tensor | None:
-        """The real value of a fake tensor that derives only from constants and integer inputs, else ``None``."""
-        pair = self._known_tensor(fake)
-        return None if pair is None else pair[0]
 
     def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -285,6 +285,14 @@ def _same_layout(mode: AnsweringFakeMode, tensor: torch.Tensor) -> torch.Tensor:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     fake._lowtide_empty = False  # type: ignore[attr-defined]
     return fake.requires_grad_(tensor.requires_grad)
+
+
+def known_value(traced: torch.Tensor, constant: bool = False) -> torch.Tensor | None:
+    """The real value of a traced tensor that derives only from constants and integer inputs, or only from constants; else
+    ``None``."""
+    fake = traced.from_functional() if isinstance(traced, FunctionalTensor) else traced
+    real, known = getattr(fake, "_lowtide_known", (None, None))
+    return None if constant and known is not None and known.positions() else real
 
 
 def is_empty(fake: torch.Tensor) -> bool:

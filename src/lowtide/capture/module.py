@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -27,6 +27,7 @@ from lowtide.capture import attributes, draws, structure
 from lowtide.capture.autocast import Period, periods_of_casts
 from lowtide.capture.caches import clear_caches_of_fakes
 from lowtide.capture.draws import Recorder
+from lowtide.capture.fake import known_value
 from lowtide.capture.followed import held_tensors
 from lowtide.capture.guards import accesses
 from lowtide.capture.outside import ARGUMENT, Reached, hooks_of
@@ -117,6 +118,7 @@ class TracedModel:
     recorder: Recorder = field(default_factory=Recorder)
     keep_casts: bool = True
     read: set[tuple[int, str]] = field(default_factory=set)
+    reached: Reached | None = None  # of the first call
     changes: attributes.Changes = field(default_factory=attributes.Changes)
     settings: tuple[attributes.Setting, ...] = ()
     unknown: tuple[Place, ...] = ()
@@ -133,8 +135,6 @@ class TracedModel:
         places = self._places(model, tensors[:count])
         before = attributes.snapshot(model)
         args, kwargs = structure.unflatten(self.arguments, given)
-        containers = [(found, copy.copy(found)) for found in _containers((*args, *kwargs.values()), set())]
-        objects = [(own, dict(own)) for own in map(_own, (*args, *kwargs.values())) if own is not None]
         hooks = [hooks_of(module) for module in model.modules()]
         wanting = [tensor.requires_grad for tensor in tensors]
         try:
@@ -142,7 +142,7 @@ class TracedModel:
             no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(NO_SAVED_TENSORS_HOOKS)
             with (
                 self.recorder(),
-                Reached(model, (*args, *kwargs.values())) as reached,
+                Reached(model, (*args, *kwargs.values()), _constant if self.reached is None else None) as reached,
                 draws.none_by(model),
                 accesses(model) as access,
                 no_hooks,
@@ -156,20 +156,22 @@ class TracedModel:
             clear_caches_of_fakes()
         # Buffers that the forward pass replaced by new tensors (``self.buffer = ...``).
         extra = [(name, registry[leaf]) for name, registry, leaf, tensor in places if registry[leaf] is not tensor]
-        restored = [_restored(now, then) for now, then in objects]
-        new = any(restored) or not all(_nothing_new(now, then) for now, then in containers)
-        if new or ARGUMENT in reached.tensors:
+        self.reached = self.reached or reached
+        if reached.lost:
+            self.reached.undo()
+        if ARGUMENT in reached.lost:
             raise CaptureError(
-                "the forward pass adds to a list, a dict or an object among its arguments, which planned calls would not do. "
-                "Return what it adds instead, or run the model under lowtide.online."
+                "the forward pass adds to a list, a dict or an object among its arguments, or counts in it, which planned "
+                "calls would not do. Return what it adds instead, or run the model under lowtide.online."
             )
-        if reached.tensors:
-            where = ", ".join(reached.tensors)
+        if reached.lost:
+            where = ", ".join(reached.lost)
             raise CaptureError(
                 f"the forward pass, or a hook of a submodule, keeps tensors outside of the model ({where}), where planned "
                 "calls would not put them. Return them from forward, keep them in an attribute of the module "
                 "(module.kept = output), remove the hook, or run the model under lowtide.online. Where only the "
-                "first call keeps something (a cache), call the model once before it is rematerialized."
+                "first call keeps something (a cache that depends on parameters or buffers), call the model once before it is "
+                "rematerialized."
             )
         if [tensor.requires_grad for tensor in tensors] != wanting:
             raise CaptureError(
@@ -198,37 +200,10 @@ class TracedModel:
         return [(name, *_registry(model, name), tensor) for name, tensor in named]
 
 
-def _containers(values: Iterable[Any], seen: set[int]) -> Iterator[list[Any] | dict[Any, Any]]:
-    """Lists and dicts among arguments, those inside each other included, each once."""
-    for value in values:
-        if not isinstance(value, (list, tuple, dict)) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if not isinstance(value, tuple):
-            yield value
-        yield from _containers(value.values() if isinstance(value, dict) else value, seen)
-
-
-def _nothing_new(now: list[Any] | dict[Any, Any], before: list[Any] | dict[Any, Any]) -> bool:
-    """What was taken out (``batch.pop("labels")``) is of no consequence."""
-    if isinstance(now, dict) and isinstance(before, dict):
-        return all(key in before and value is before[key] for key, value in now.items())
-    return len(now) <= len(before) and {*map(id, now)} <= {*map(id, before)}
-
-
-def _own(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object among the arguments that is none of PyTorch's."""
-    own = None if isinstance(value, (nn.Module, torch.Tensor)) else getattr(value, "__dict__", None)
-    return own if type(own) is dict else None
-
-
-def _restored(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether tensors were put into an object; it is as before then, since it may be the caller's own."""
-    if not any(structure.flatten(value)[0] for key, value in now.items() if before.get(key) is not value):
-        return False
-    now.clear()
-    now.update(before)
-    return True
+def _constant(traced: torch.Tensor) -> torch.Tensor | None:
+    """The real tensor, where it is one that eager's first call would have left."""
+    real = None if traced.requires_grad else known_value(traced, constant=True)
+    return real if real is not None and real.device == traced.device else None
 
 
 def _fits(mask: GradientMask, results: Sequence[torch.Tensor]) -> bool:

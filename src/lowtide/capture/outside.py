@@ -2,7 +2,8 @@
 code of its modules, or a forward hook of a submodule, can name, or that are among its arguments.
 
 A planned call runs none of that code, so what is kept there would be missing, and what was put there while the model was traced
-are no tensors that the user could use. Attributes of the model itself are another matter, see ``capture.attributes``.
+are no tensors that the user could use. Only what is constant is no loss: a table that the first call puts into a cache is put
+there while it is traced, with its values. Attributes of the model itself are another matter, see ``capture.attributes``.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ _CONTAINERS = (
 )  # not what fills itself
 _CODE = (types.FunctionType, types.MethodType, functools.partial, type)
 ARGUMENT = "an argument"
+Constant = Callable[[torch.Tensor], torch.Tensor | None]
 _STORES_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _ABSENT = object()
 
@@ -45,20 +47,67 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
     return (*(hook for name in _HOOKS if own[name] for hook in own[name].values()), own.get("forward"))
 
 
+class _Holder(NamedTuple):
+    """A container, or the attributes ``of_object``, and a copy of what it was."""
+
+    now: Any
+    then: Any
+    name: str
+    of_object: bool
+
+    def added(self) -> list[Any]:
+        """What was not there, or not there under this key."""
+        if isinstance(self.now, dict):
+            return [value for key, value in self.now.items() if self.then.get(key, _ABSENT) is not value]
+        known = {*map(id, self.then)}
+        return [item for item in self.now if id(item) not in known]
+
+    def has_other_values(self) -> bool:
+        """Whether there are more than were there, or, of an object, plain ones instead of others: a new one may be a cached
+        property. What was taken out (``batch.pop("labels")``) is of no consequence."""
+        if not self.of_object:
+            return bool(self.added()) or len(self.now) > len(self.then)
+        return any(
+            isinstance(value, structure.PLAIN) and key in self.then and value != self.then[key]
+            for key, value in self.now.items()
+        )
+
+
+class _Change(NamedTuple):
+    """``leave``: other items for some of those ``added``, by their ids; ``restore``: what was there before. ``lost``: also
+    without tensors it is missing where it is not made; ``hook``: it is a hook's."""
+
+    name: str
+    added: list[Any]
+    leave: Callable[[dict[int, Any]], None]
+    restore: Callable[[], None]
+    lost: bool = False
+    hook: bool = False
+
+    @classmethod
+    def of(cls, name: str, put: Callable[[Any], None], now: Any, then: Any) -> _Change:
+        """Of a variable that is ``now``, and was ``then``."""
+        return cls(name, [now], lambda left: put(left[id(now)]), functools.partial(put, then))
+
+
 class Reached:
     """Inside, ``model`` runs; afterwards what its hooks can reach outside of it is as it was, and so is what its code can reach
-    where that put tensors. ``tensors`` names these places. ``arguments``: all that it is called with.
+    where that put tensors. ``lost`` names these places. ``arguments``: all that it is called with.
 
-    What else the code keeps is left: a library may have been imported meanwhile, whose state is in more places than these.
+    ``constant`` gives real tensors for traced ones that are constant: where the code put such ones alone, the real ones stay
+    there. What else the code keeps is left, too: a library may have been imported meanwhile, whose state is in more places than
+    these.
     """
 
-    def __init__(self, model: nn.Module, arguments: Iterable[Any]) -> None:
+    def __init__(self, model: nn.Module, arguments: Iterable[Any], constant: Constant | None = None) -> None:
+        self._constant = constant
         self._inside = set(map(id, model.modules()))
-        self._holders: dict[int, tuple[Any, Any, str]] = {}
+        self._holders: dict[int, _Holder] = {}
         self._variables: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self._classes: dict[type, dict[str, Any]] = {}
         self._seen: dict[int, int] = {}
-        self.tensors: list[str] = []
+        self._filled: list[_Change] = []
+        self.lost: list[str] = []
         for module in [*model.modules()][1:]:
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
                 if not is_trusted(hook):
@@ -77,32 +126,52 @@ class Reached:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for key, (now, then, name) in self._holders.items():
-            items, before = _items(now), _items(then)
-            if [*map(id, items)] != [*map(id, before)]:
-                known = {*map(id, before)}
-                if self._has_tensors(name, [item for item in items if id(item) not in known]) or key in self._of_hooks:
-                    structure.refill(now, then)
+        for change in self._changes():
+            left = self._left(change)
+            if left is None or change.hook:
+                change.restore()
+            elif left:
+                change.leave(left)
+                self._filled.append(change)
+
+    def undo(self) -> None:
+        """Take away what was left, too."""
+        for change in self._filled:
+            change.restore()
+
+    def _changes(self) -> Iterator[_Change]:
+        for key, holder in self._holders.items():
+            now, then = holder.now, holder.then
+            if [*map(id, _items(now))] != [*map(id, _items(then))]:
+                leave, restore = functools.partial(_exchange, now), functools.partial(structure.refill, now, then)
+                lost = holder.name == ARGUMENT and holder.has_other_values()
+                yield _Change(holder.name, holder.added(), leave, restore, lost, key in self._of_hooks)
         for variables, name, then in self._variables.values():
             now = variables.get(name, _ABSENT)
-            if now is not then and self._has_tensors(f"{variables.get('__name__')}.{name}", [now]):
-                variables.pop(name, None)
-                variables.update({} if then is _ABSENT else {name: then})
+            if now is not then:
+                yield _Change.of(
+                    f"{variables.get('__name__')}.{name}", functools.partial(_put, variables, name), now, then
+                )
         for kind, attributes in self._classes.items():
-            for name, value in [*vars(kind).items()]:
+            for name, now in [*vars(kind).items()]:
                 then = attributes.get(name, _ABSENT)
-                if value is then or not self._has_tensors(f"{_name(kind)}.{name}", [value]):
-                    continue
-                if then is _ABSENT:
-                    delattr(kind, name)
-                else:
-                    setattr(kind, name, then)
+                if now is not then:
+                    yield _Change.of(f"{_name(kind)}.{name}", functools.partial(_set, kind, name), now, then)
 
-    def _has_tensors(self, name: str, added: list[Any]) -> bool:
-        found = any(structure.flatten(item)[0] for item in added)
-        if found and name not in self.tensors:
-            self.tensors.append(name)
-        return found
+    def _left(self, change: _Change) -> dict[int, Any] | None:
+        """Instead of what was added with tensors in it, by its id, the same with real ones; ``None`` where it must go."""
+        left = {}
+        constant = None if change.name == ARGUMENT else self._constant
+        must_go = change.lost
+        for item in change.added:
+            traced, tree = structure.flatten(item)
+            real = [constant(tensor) if constant else None for tensor in traced]
+            must_go = must_go or any(tensor is None for tensor in real)
+            if traced and not must_go:
+                left[id(item)] = structure.unflatten(tree, real)
+        if must_go and change.name not in self.lost:
+            self.lost.append(change.name)
+        return None if must_go else left
 
     def _collect(self, value: Any, depth: int, name: str) -> None:
         if depth == 0 or id(value) in self._inside or self._seen.get(id(value), 0) >= depth:
@@ -120,7 +189,7 @@ class Reached:
         ):
             own = getattr(value, "__dict__", None)
             if type(own) is dict:
-                self._hold(own, depth, name)
+                self._hold(own, depth, name, of_object=True)
 
     def _collect_code(self, value: Any, depth: int, name: str) -> None:
         if isinstance(value, type):
@@ -141,9 +210,9 @@ class Reached:
         for label, named in _named_by(value):
             self._collect(named, depth - 1, label or name)
 
-    def _hold(self, own: Any, depth: int, name: str) -> None:
+    def _hold(self, own: Any, depth: int, name: str, of_object: bool = False) -> None:
         if id(own) not in self._holders:
-            self._holders[id(own)] = (own, copy.copy(own), name)
+            self._holders[id(own)] = _Holder(own, copy.copy(own), name, of_object)
         if self._seen.get(id(own), 0) < depth:
             self._seen[id(own)] = depth
             for item in _items(own):
@@ -195,6 +264,23 @@ def _parts(member: Any) -> tuple[Any, ...]:
 
 def _name(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def _exchange(holder: Any, others: dict[int, Any]) -> None:
+    items = [others.get(id(item), item) for item in _items(holder)]
+    structure.refill(holder, dict(zip(holder, items, strict=True)) if isinstance(holder, dict) else items)
+
+
+def _put(variables: dict[str, Any], name: str, value: Any) -> None:
+    variables.pop(name, None)
+    variables.update({} if value is _ABSENT else {name: value})
+
+
+def _set(kind: type, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        delattr(kind, name)
+    else:
+        setattr(kind, name, value)
 
 
 def _items(holder: Any) -> list[Any]:

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture import structure
-from lowtide.capture.fake import AnsweringFakeMode
+from lowtide.capture.fake import known_value
 from lowtide.errors import PlanError
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -50,10 +49,9 @@ class BlockCalls:
 
 def _without_memory(traced: torch.Tensor) -> torch.Tensor:
     requires_grad = traced.requires_grad
+    known = known_value(traced)
     if isinstance(traced, FunctionalTensor):
         traced = torch._from_functional_tensor(traced.elem)
-    mode = traced.fake_mode if isinstance(traced, FakeTensor) else None
-    known = mode.known_value(traced) if isinstance(mode, AnsweringFakeMode) else None
     with _disable_current_modes():
         if known is not None:
             return known.clone()
