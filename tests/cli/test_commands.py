@@ -24,6 +24,12 @@ def build():
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))), (torch.randn(2048, 64),), {}
 
+def pair():
+    return build()[:2]
+
+def four():
+    return 1, 2, 3, 4
+
 def broken():
     raise ValueError("no weights")
 
@@ -54,6 +60,15 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     plan = Plan.load("plan.json")
     assert printed.strip() == str(plan)
     assert plan.peak_bytes <= plan.budget_bytes < plan.unconstrained_peak_bytes
+
+
+@pytest.mark.usefixtures("_module")
+def test_plan_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Named by its path, from another folder; the arguments by keyword may be left out."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["plan", "../command_line_sample.py:pair", "--budget", "60%"]) == 0
+    assert "60.0 %" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("_module")
@@ -100,6 +115,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         (["plan.json", "--measurement", "plan.json"], "not a measurement"),
         (["run.trace.gz", "--budget", "1%"], "larger --budget"),
         (["notes.txt"], "not JSON"),
+        (["result.json"], "neither a saved plan nor a trace: a JSON object with models, rounds"),
     ],
 )
 def test_report_refuses(
@@ -113,6 +129,7 @@ def test_report_refuses(
     small_plan().save("plan.json")
     write_trace(trace_of_chain(), "run.trace.gz")
     Path("notes.txt").write_text("buy milk\n")
+    Path("result.json").write_text('{\n"models": [],\n"rounds": 3\n}\n')
     assert main(["report", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -134,6 +151,8 @@ def test_plan_infeasible(capsys: pytest.CaptureFixture[str]) -> None:
         ("command_line_sample:number", "not a callable"),
         ("command_line_sample:broken", "raised ValueError: no weights"),
         ("command_line_sample:alone", "not a tuple"),
+        ("command_line_sample:four", "returned (int, int, int, int), not a tuple"),
+        ("folder/no_such_file.py:build", "there is no file"),
     ],
 )
 def test_plan_bad_target(target: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,6 +171,11 @@ def test_env(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     printed = capsys.readouterr().out
     assert str(tmp_path / "cache") in printed
     assert all(word in printed for word in ("torch", "numba", "cpu", "highspy (optional)"))
+
+
+def test_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "lowtide", "planners"], capture_output=True, text=True, check=True)
+    assert "effort=" in done.stdout
 
 
 def test_solving_needs_no_torch() -> None:

@@ -100,9 +100,12 @@ def sample(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     from torch import nn
 
     result = call(target)
-    if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[0], nn.Module):
-        raise PlanError(f"{target} returned {type(result).__name__}, not a tuple (model, args, kwargs); {_EXAMPLE}.")
-    model, args, kwargs = result
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
+        returned = type(result).__name__
+        if isinstance(result, tuple):
+            returned = f"({', '.join(type(item).__name__ for item in result)})"
+        raise PlanError(f"{target} returned {returned}, not a tuple (model, args, kwargs); {_EXAMPLE}.")
+    model, args, kwargs = result if len(result) == 3 else (*result, {})
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
         kinds = f"{type(args).__name__} and {type(kwargs).__name__}"
         raise PlanError(f"{target} returned args and kwargs of types {kinds}; they are a tuple and a dict.")
@@ -120,12 +123,18 @@ def call(target: str) -> Any:
 
 
 def find_callable(target: str) -> Callable[[], Any]:
-    """The callable that ``PACKAGE.MODULE:CALLABLE`` names."""
+    """The callable that ``PACKAGE.MODULE:CALLABLE`` or ``FILE.py:CALLABLE`` names."""
     module_name, colon, path = target.partition(":")
     if not colon or not module_name or not path:
         raise PlanError(f"{target!r} does not name a callable; write PACKAGE.MODULE:CALLABLE, {_EXAMPLE}.")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    folder = os.getcwd()
+    if module_name.endswith(".py"):
+        folder, file = os.path.split(os.path.abspath(module_name))
+        module_name = file.removesuffix(".py")
+        if not os.path.isfile(os.path.join(folder, file)):
+            raise PlanError(f"cannot load {target}: there is no file {os.path.join(folder, file)}.")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         found: Any = importlib.import_module(module_name)
         for name in path.split("."):

@@ -66,17 +66,21 @@ def _report(options: argparse.Namespace, outputs: list[str]) -> Report:
 
 
 def _is_plan(path: str) -> bool:
-    """One JSON object is a plan; a trace is compressed, or has a line per event."""
+    """One JSON object is a plan; a trace is compressed, or has a line per event. Raises ``PlanError`` where it is neither."""
     if path.endswith(".gz"):
         return False
     from lowtide.ir.serial import read_json
 
     try:
-        return "schedule" in read_json(path)
+        found = read_json(path)
     except PlanError as error:
         if "is not JSON" not in str(error):
             raise
         return False
+    if "schedule" not in found and "format" not in found:
+        keys = ", ".join([*found][:5])
+        raise PlanError(f"{path} is neither a saved plan nor a trace: a JSON object with {keys or 'nothing in it'}.")
+    return "schedule" in found
 
 
 def _of_plan(path: str, measured: Measured | None, *, with_curve: bool) -> Report:
