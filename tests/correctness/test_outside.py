@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import types
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -78,10 +79,23 @@ def _in_object(size: int) -> torch.Tensor:
     return table
 
 
+_MODULE: Any = types.ModuleType("a_module_of_the_user")
+_CODE = """
+tables = {}
+
+def entry(size, made):
+    if size not in tables:
+        tables[size] = made(size)
+    return tables[size]
+"""
+exec(_CODE, vars(_MODULE))  # as an imported file has it
+
+
 def _forget() -> None:
     global _variable
     _variable, _Tables.table = None, None
-    for holder in (_TABLES, _Tables.tables, _OBJECT.tables, _in_default.__defaults__[0], _in_function.__dict__):  # type: ignore[index]
+    of_objects = (_Tables.tables, _OBJECT.tables, _MODULE.tables)
+    for holder in (_TABLES, *of_objects, _in_default.__defaults__[0], _in_function.__dict__):  # type: ignore[index]
         holder.clear()
 
 
@@ -108,6 +122,7 @@ _CACHES: dict[Any, Cached] = {
     "a class attribute": lambda size: _Tables.of(size),
     "a dictionary of a class": lambda size: _Tables().entry(size),
     "an object": lambda size: _in_object(size),
+    "a module": lambda size: _MODULE.entry(size, _made),
 }
 
 

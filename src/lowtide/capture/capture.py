@@ -24,7 +24,7 @@ from lowtide.capture.convert import Converted, convert
 from lowtide.capture.draws import Recorder
 from lowtide.capture.fake import AnsweringFakeMode, fakes_of
 from lowtide.capture.followed import Followed, follow_places, holding
-from lowtide.capture.guards import Guards
+from lowtide.capture.guards import Guards, Outer, outer_variables
 from lowtide.capture.joint import export_joint
 from lowtide.capture.module import (
     NO_SAVED_TENSORS_HOOKS,
@@ -118,6 +118,7 @@ def capture(
         capture, model, args, kwargs, mask=mask, rewrite=rewrite, watch=watch, follow=follow, recorder=recorder
     )
     real = (*state.tensors, *held)
+    outer = outer_variables(model)
 
     def make_model(own: Sequence[torch.Tensor]) -> nn.Module:
         clone = copy_without_data(model, real, own)
@@ -163,7 +164,7 @@ def capture(
         rewrite(module)
     settings = tuple(setting for setting in traced.settings if setting.place not in effects.counted)
     attributes.say_unknown(model, [place for place in traced.unknown if place not in effects.counted])
-    guards = _guards(model, traced, effects, settings, held)
+    guards = _guards(model, traced, effects, settings, held, outer)
     conditions = Conditions(tuple(mode.questions), guards, recorder.draws)
     program = _assemble(convert(module), metadata, traced, conditions, state, type(model).__name__)
     read = _read_inputs(program)
@@ -206,15 +207,16 @@ def _guards(
     effects: Effects,
     settings: Sequence[attributes.Setting],
     held: Sequence[torch.Tensor],
+    outer: Outer,
 ) -> tuple[Guards, ...]:
     """What the model must be like: as it is now or, where the next call has the same program, as this one leaves it."""
     written = [one.place for one in effects.tensors if not one.once and one.place not in effects.carried]
     every = sharing(model, written)
-    guards = Guards.of(model, traced.read, every, held)
+    guards = Guards.of(model, traced.read, every, held, outer=outer)
     left = [(setting.place, setting.value) for setting in settings if setting.place in traced.changes.plain]
     if not left or not effects.settled:
         return (guards,)
-    return guards, Guards.of(model, traced.read, every, held, left)
+    return guards, Guards.of(model, traced.read, every, held, left, outer)
 
 
 def _check(model: nn.Module, state: State, tensors: Sequence[torch.Tensor]) -> None:

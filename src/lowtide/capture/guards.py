@@ -3,7 +3,8 @@
 While a model is captured, the attributes that its forward pass reads are noted (``accesses``). ``Guards`` keeps what they were
 in the model itself, along with every module's class, children and hooks, and tells later whether all of it is still so:
 numbers, strings, arrays and containers of such are compared by value, and everything else is the very same object. An object
-that is no module and no tensor, such as a configuration, is looked into, and so are the objects that it holds.
+that is no module and no tensor, such as a configuration, is looked into, and so are the objects that it holds. Variables
+outside of the model that its code names are guarded as well (``capture.variables``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lowtide.capture import structure
 from lowtide.capture.keys import tensor_key
 from lowtide.capture.outside import hooks_of
 from lowtide.capture.places import ABSENT, DEPTH, MOST_OBJECTS, OWN, Place, locate, named
+from lowtide.capture.variables import Variable, variables_of
 
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
 _ASKING = (nn.Module.__module__, "functools")  # who reads them to find one
@@ -86,14 +88,25 @@ def _write(module: nn.Module, name: str, value: Any) -> None:
 _NOTING = {"__getattribute__": _read, "__setattr__": _write}
 
 
+Outer = Sequence[tuple[Variable, Any]]
+
+
+def outer_variables(model: nn.Module) -> Outer:
+    """The variables outside of the model that its code names, and what they are now."""
+    keeper = _Keeper(model, (), (), {})
+    return [(variable, keeper.kept(variable.value(), DEPTH)) for variable in variables_of(model)]
+
+
 @dataclass(frozen=True, slots=True)
 class Guards:
     """``wiring``: of the modules, in order, see ``_wiring``. ``values``: of a module by its number, names of attributes and
-    what they were. ``shared``: the same for classes, of which modules have some attributes."""
+    what they were. ``shared``: the same for classes, of which modules have some attributes; ``outer``: for variables outside of
+    the model."""
 
     wiring: tuple[Any, ...] = ()
     values: tuple[tuple[int, tuple[tuple[str, Any], ...]], ...] = ()
     shared: tuple[tuple[type, str, Any], ...] = ()
+    outer: Outer = ()
 
     @classmethod
     def of(
@@ -103,9 +116,11 @@ class Guards:
         but: Collection[Place] = (),
         followed: Sequence[torch.Tensor] = (),
         after: Collection[tuple[Place, Any]] = (),
+        outer: Outer = (),
     ) -> Guards:
         """``read``: as ``accesses`` found them; ``but``: attributes that may be anything; ``followed``: tensors whose
-        layout alone matters; ``after``: other values than the model has now."""
+        layout alone matters; ``after``: other values than the model has now; ``outer``: what ``outer_variables`` were before
+        the model ran: those that it left alone are guarded."""
         modules = list(model.modules())
         names: dict[int, set[str]] = {}
         for number, name in read:
@@ -121,7 +136,8 @@ class Guards:
             for key, value in own.items():
                 if value is ABSENT:
                     shared[type(module), key] = keeper.kept(_of_class(type(module), key))
-        return cls(_wiring(modules), tuple(values), tuple((*place, kept) for place, kept in shared.items()))
+        left = tuple((variable, kept) for variable, kept in outer if _same(kept, variable.value()))
+        return cls(_wiring(modules), tuple(values), tuple((*place, kept) for place, kept in shared.items()), left)
 
     def hold(self, modules: Sequence[nn.Module]) -> bool:
         """Whether everything is as it was; ``modules`` are all of the model's."""
@@ -133,7 +149,9 @@ class Guards:
                 value = own.get(name, ABSENT)
                 if value is not kept and not _same(kept, value):
                     return False
-        return all(_same(kept, _of_class(kind, name)) for kind, name, kept in self.shared)
+        return all(_same(kept, _of_class(kind, name)) for kind, name, kept in self.shared) and all(
+            _same(kept, variable.value()) for variable, kept in self.outer
+        )
 
     def other_tensors(self, model: nn.Module) -> set[Place]:
         """Attributes whose tensors are not those that they were."""
@@ -171,6 +189,9 @@ class Guards:
         for kind, name, kept in self.shared:
             if not _same(kept, _of_class(kind, name)):
                 found.append(f"{kind.__name__}.{name} is {_shown(_of_class(kind, name))}")
+        for variable, kept in self.outer:
+            if not _same(kept, variable.value()):
+                found.append(f"{variable.text} is {_shown(variable.value())}")
         return named(found)
 
 

@@ -9,11 +9,9 @@ there while it is traced, with its values. Attributes of the model itself are an
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import dis
 import functools
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -22,10 +20,10 @@ import torch
 from torch import nn
 
 from lowtide.capture import structure
+from lowtide.capture.codes import codes, full_name, is_standard, is_trusted, named_by, parts_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH = 5  # of containers, objects and functions in each other
-_TRUSTED = (__name__.partition(".")[0] + ".", "torch.")  # whose code knows what it does
 _CONTAINERS = (
     list,
     dict,
@@ -111,16 +109,16 @@ class Reached:
         for module in [*model.modules()][1:]:
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
                 if not is_trusted(hook):
-                    self._collect(hook, _DEPTH + 1, _name(hook))
+                    self._collect(hook, _DEPTH + 1, full_name(hook))
         self._of_hooks = {*self._holders}
         for argument in arguments:
             self._collect(argument, _DEPTH + 1, ARGUMENT)
         for module in model.modules():
             for name, value in module.__dict__.items():
                 if isinstance(value, (types.FunctionType, types.BuiltinMethodType, functools.partial)):
-                    self._collect(value, _DEPTH + 1, f"{_name(type(module))}.{name}")
+                    self._collect(value, _DEPTH + 1, f"{full_name(type(module))}.{name}")
         for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
-            self._collect(kind, _DEPTH + 1, _name(kind))
+            self._collect(kind, _DEPTH + 1, full_name(kind))
 
     def __enter__(self) -> Reached:
         return self
@@ -156,7 +154,7 @@ class Reached:
             for name, now in [*vars(kind).items()]:
                 then = attributes.get(name, _ABSENT)
                 if now is not then:
-                    yield _Change.of(f"{_name(kind)}.{name}", functools.partial(_set, kind, name), now, then)
+                    yield _Change.of(f"{full_name(kind)}.{name}", functools.partial(_set, kind, name), now, then)
 
     def _left(self, change: _Change) -> dict[int, Any] | None:
         """Instead of what was added with tensors in it, by its id, the same with real ones; ``None`` where it must go."""
@@ -185,7 +183,7 @@ class Reached:
         elif type(value) in _CONTAINERS:
             self._hold(value, depth, name)
         elif isinstance(value, (nn.Module, types.SimpleNamespace)) or (
-            not _is_standard(type(value).__module__) and structure.is_open(value)
+            not is_standard(type(value).__module__) and structure.is_open(value)
         ):
             own = getattr(value, "__dict__", None)
             if type(own) is dict:
@@ -195,19 +193,19 @@ class Reached:
         if isinstance(value, type):
             self._classes.setdefault(value, dict(vars(value)))
             for attribute, member in [*vars(value).items()]:
-                for part in _parts(member):
+                for part in parts_of(member):
                     self._collect(part, depth, f"{name}.{attribute}")
             return
         if isinstance(value, types.FunctionType):
             self._hold(value.__dict__, depth, name)
-            for code in _codes(value.__code__):
+            for code in codes(value.__code__):
                 if _STORES_GLOBAL in code.co_code[::2]:
                     for variable in code.co_names:
                         now = value.__globals__.get(variable, _ABSENT)
                         self._variables.setdefault(
                             (id(value.__globals__), variable), (value.__globals__, variable, now)
                         )
-        for label, named in _named_by(value):
+        for label, named in named_by(value):
             self._collect(named, depth - 1, label or name)
 
     def _hold(self, own: Any, depth: int, name: str, of_object: bool = False) -> None:
@@ -218,52 +216,6 @@ class Reached:
             for item in _items(own):
                 if not isinstance(item, torch.Tensor):
                     self._collect(item, depth - 1, name)
-
-
-def is_trusted(hook: Any) -> bool:
-    """Whether it is a hook, or other code, of PyTorch's, of Python's or of this project's own."""
-    function = hook.func if isinstance(hook, functools.partial) else hook
-    module = str(getattr(function, "__module__", None) or type(function).__module__)
-    return module.startswith(_TRUSTED) or module == "torch" or _is_standard(module)
-
-
-def _is_standard(module: str) -> bool:
-    return module != "__main__" and module.partition(".")[0] in sys.stdlib_module_names
-
-
-def _named_by(value: Any) -> Iterator[tuple[str, Any]]:
-    """The values that a function can name, with the names of global ones."""
-    if isinstance(value, functools.partial):
-        yield from (("", item) for item in (*value.args, *value.keywords.values(), value.func))
-    elif isinstance(value, types.MethodType):
-        yield from (("", item) for item in (value.__self__, value.__func__))
-    elif isinstance(value, types.FunctionType):
-        for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # empty
-                yield "", cell.cell_contents
-        variables = value.__globals__
-        names = {name for code in _codes(value.__code__) for name in code.co_names if name in variables}
-        yield from ((f"{variables.get('__name__')}.{name}", variables[name]) for name in names)
-        yield from (("", default) for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()))
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of a function and of those inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-def _parts(member: Any) -> tuple[Any, ...]:
-    """What there is to run, or to write to, in an attribute of a class."""
-    if isinstance(member, property):
-        return (member.fget,)
-    return (getattr(member, "__func__", member),)
-
-
-def _name(value: Any) -> str:
-    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
 def _exchange(holder: Any, others: dict[int, Any]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd.function import once_differentiable
 
-from lowtide.capture.outside import is_trusted
+from lowtide.capture.codes import is_trusted
 from lowtide.capture.program import Program
 from lowtide.capture.results import GradientMask, Result
 from lowtide.errors import ExecutionError
