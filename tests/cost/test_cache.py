@@ -53,12 +53,12 @@ def test_two_processes_add_to_each_other() -> None:
         "[1, 2]",
         "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
         json.dumps({"format": "another/1", "records": {}}),
-        json.dumps({"format": "lowtide-costs/2"}),
-        json.dumps({"format": "lowtide-costs/2", "records": {"a": [1, 2]}}),
-        json.dumps({"format": "lowtide-costs/2", "records": {"a": [1, 2, "3", [4], [1]]}}),
-        json.dumps({"format": "lowtide-costs/2", "records": {"a": [1, 2, 3, [4], [1, 2]]}}),
-        json.dumps({"format": "lowtide-costs/2", "records": {"a": [1, 2, -3, [4], [1]]}}),
-        json.dumps({"format": "lowtide-costs/2", "records": 7}),
+        json.dumps({"format": "lowtide-costs/3"}),
+        json.dumps({"format": "lowtide-costs/3", "records": {"a": [1, 2]}}),
+        json.dumps({"format": "lowtide-costs/3", "records": {"a": [1, 2, "3", [4], [1]]}}),
+        json.dumps({"format": "lowtide-costs/3", "records": {"a": [1, 2, 3, [4], [1, 2]]}}),
+        json.dumps({"format": "lowtide-costs/3", "records": {"a": [1, 2, -3, [4], [1]]}}),
+        json.dumps({"format": "lowtide-costs/3", "records": 7}),
     ],
 )
 def test_foreign_files_are_ignored_and_rewritten(text: str, caplog: pytest.LogCaptureFixture) -> None:

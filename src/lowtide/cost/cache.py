@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 _LOG = logging.getLogger(__name__)
-FORMAT = "lowtide-costs/2"
+FORMAT = "lowtide-costs/3"
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,14 @@ _SCATTERED = 0.25  # spread over time, from which an operator is timed again
 _AGAIN = 3  # times at most
 # Kernels that return the state for their backward only where gradients are recorded.
 _NEEDS_GRAD_MODE = ("aten.mkldnn_rnn_layer.default",)
+# Arguments, by position, that must be other than synthetic tensors are: pivots and bags count from one, rates are positive.
+_VALID: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {
+    "aten.linalg_lu_solve.default": (1, lambda pivots: pivots.fill_(1)),
+    "aten.lu_unpack.default": (1, lambda pivots: pivots.fill_(1)),
+    "aten._embedding_bag_backward.default": (4, lambda sizes: sizes.fill_(1)),
+    "aten.multinomial.default": (0, lambda weights: weights.abs_()),
+    "aten.poisson.default": (0, lambda rates: rates.abs_()),
+}
 _ARGUMENT = -1  # output group of what lives in an argument's storage
 
 
@@ -140,6 +148,9 @@ def _arguments(program: Program, op: int) -> tuple[tuple[Any, ...], dict[str, An
         return tensors[ref.value]
 
     args, kwargs = map_refs(program.calls[op], tensor)
+    position, make_valid = _VALID.get(target_name(program.calls[op].target), (0, None))
+    if make_valid is not None and isinstance(args[position], torch.Tensor):
+        make_valid(args[position])
     return args, kwargs, list(tensors.values())
 
 

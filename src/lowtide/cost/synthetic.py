@@ -11,7 +11,8 @@ _PATTERN_ELEMENTS = 1 << 16
 
 
 def synthetic_tensor(meta: TensorMeta, *, whole: bool = False) -> torch.Tensor:
-    """A tensor of this layout: integers 0, booleans in turn, floating values normal (a short pattern, repeated).
+    """A tensor of this layout: integers 0, booleans true (what a mask selects takes the most memory then), floating values
+    normal (a short pattern, repeated).
 
     The storage is only as large as the layout reaches, its offset only the original's alignment; ``whole``: both are the
     original's.
@@ -41,7 +42,7 @@ def _fill(flat: torch.Tensor) -> None:
 def _pattern(dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     generator = torch.Generator(device="cpu").manual_seed(0)
     if dtype == torch.bool:
-        return torch.rand(_PATTERN_ELEMENTS, generator=generator).lt(0.5).to(device)
+        return torch.ones(_PATTERN_ELEMENTS, dtype=torch.bool, device=device)
     if not (dtype.is_floating_point or dtype.is_complex):
         return None
     drawn = torch.complex64 if dtype.is_complex else torch.float32
