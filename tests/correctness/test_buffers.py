@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+import lowtide
 from tests.support.networks import WithLoss, generator, residual_blocks, rows
 from tests.support.training import compare_training, prepared
 
@@ -44,6 +48,100 @@ def test_statistics_are_updated_once_per_forward() -> None:
     model(*_images(0)[0]).backward()
     model(*_images(1)[0])
     assert norm.num_batches_tracked.item() == 2
+
+
+class _Averaging(nn.Module):
+    """Makes a buffer in its first call, in one of several ways, and computes from it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear, self.part = how, nn.Linear(16, 16), nn.Module()
+        if how in ("declared", "declared, then registered"):
+            self.register_buffer("kept", None)
+        self.part.register_buffer("kept", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        mean = y.detach().mean(0)
+        if self.how == "of a submodule":
+            self.part.kept = mean if self.part.kept is None else self.part.kept * 0.9 + mean
+            return y - self.part.kept
+        if getattr(self, "kept", None) is None:
+            if self.how == "declared":
+                self.kept = mean
+            else:
+                self.register_buffer("kept", mean, persistent=self.how != "not persistent")
+        elif self.how == "growing":
+            self.kept = torch.cat([self.kept, mean])
+        else:
+            self.kept = self.kept * 0.9 + mean
+        return y - self.kept[-16:]
+
+
+@pytest.mark.parametrize(
+    "how", ["declared", "declared, then registered", "registered", "not persistent", "of a submodule", "growing"]
+)
+@pytest.mark.parametrize("expanded", [False, True])  # gradients in another layout than expected: another program
+def test_buffers_that_the_first_call_makes(how: str, expanded: bool) -> None:
+    torch.manual_seed(0)
+    plain = _Averaging(how)
+    batches = [torch.randn(8, 16) for _ in range(4)]
+    model = lowtide.rematerialize(copy.deepcopy(plain), (batches[0],), budget="100%", planner="keep-all")
+    for x in batches:
+        for one in (plain, model):
+            y = one(x)
+            (y.sum() if expanded else y.square().mean()).backward()
+        ours, theirs = dict(model.named_buffers()), dict(plain.named_buffers())
+        assert ours.keys() == theirs.keys() == {"part.kept" if how == "of a submodule" else "kept"}
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert model.state_dict().keys() == plain.state_dict().keys()
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)  # type: ignore[arg-type]
+
+
+class _Registering(nn.Module):
+    def __init__(self, does: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.linear, self.does = nn.Linear(16, 16), does
+        self.register_parameter("scale", None)
+        self.register_buffer("shift", torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.does(self)
+        return self.linear(x).square().mean()
+
+
+def _make_parameter(model: Any) -> None:
+    if model.scale is None:
+        model.scale = nn.Parameter(torch.ones(16))
+
+
+def _replace_parameter(model: Any) -> None:
+    model.linear.bias = nn.Parameter(model.linear.bias.detach() * 0.9)
+
+
+def _delete_buffer(model: Any) -> None:
+    del model.shift
+
+
+def _empty_buffer(model: Any) -> None:
+    model.shift = None
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (_make_parameter, r"makes or replaces parameters \(scale\)"),
+        (_replace_parameter, r"makes or replaces parameters \(linear\.bias\)"),
+        (_delete_buffer, r"takes away parameters or buffers \(shift\)"),
+        (_empty_buffer, r"takes away parameters or buffers \(shift\)"),
+    ],
+)
+def test_what_no_plan_can_register(does: Callable[[Any], None], said: str) -> None:
+    model = _Registering(does)
+    with pytest.raises(lowtide.CaptureError, match=said):
+        lowtide.rematerialize(model, (torch.randn(8, 16),), budget="100%")
+    assert model.scale is None and model.shift is not None and type(model.linear.bias) is nn.Parameter
 
 
 class _Counters(nn.Module):

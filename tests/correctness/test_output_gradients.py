@@ -140,6 +140,30 @@ def test_hooks_on_a_result_that_another_is_computed_from(hook: bool, both: bool)
         loss.backward()
 
 
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("both", [False, True])
+def test_the_gradient_of_a_result_that_another_is_computed_from(both: bool, more: bool, unused: bool) -> None:
+    """``torch.autograd.grad`` got a part of it, or none."""
+    model, (scores, features, _) = _features(planned=True)
+    loss = scores.square().mean() + (features.square().mean() if both else 0)
+    asked = [features, next(model.parameters())] if more else features
+    with pytest.raises(lowtide.ExecutionError, match=r"torch\.autograd\.grad.*other results are computed from it"):
+        torch.autograd.grad(loss, asked, allow_unused=unused, retain_graph=True)
+    with pytest.raises(lowtide.ExecutionError, match=r"torch\.autograd\.grad"):
+        loss.backward(inputs=[features])
+
+
+def test_gradients_of_results_that_none_is_computed_from() -> None:
+    found = []
+    for planned in (True, False):
+        model, (scores, features, part) = _features(planned=planned)
+        loss = scores.square().mean() + features.square().mean() + part.square().mean()
+        found.append(torch.autograd.grad(loss, [scores, part], retain_graph=True))
+        found[-1] += torch.autograd.grad(loss, [scores, *model.parameters()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
 def test_hooks_on_results_that_none_is_computed_from() -> None:
     found = []
     for planned in (True, False):

@@ -32,6 +32,7 @@ from lowtide.capture.followed import held_tensors
 from lowtide.capture.guards import accesses
 from lowtide.capture.outside import ARGUMENT, Reached, hooks_of
 from lowtide.capture.places import Place
+from lowtide.capture.registered import Registered, declared_buffers, new_buffers, registered
 from lowtide.capture.results import GradientMask, Outputs, View, below
 from lowtide.capture.sharded import copy_module
 from lowtide.capture.source import user_source
@@ -39,7 +40,8 @@ from lowtide.errors import CaptureError
 
 NO_SAVED_TENSORS_HOOKS = (
     "the model checkpoints or offloads activations by itself (torch.utils.checkpoint, saved_tensors_hooks), which a plan "
-    "replaces; switch that off"
+    "replaces: switch that off or, where the model is planned in a call that is checkpointed itself, give rematerialize a "
+    "sample"
 )
 
 
@@ -125,14 +127,14 @@ class TracedModel:
     result: Any = None
     requires_grad: tuple[bool, ...] = ()
     used_mask: GradientMask = ()
-    reassigned: dict[str, int] = field(default_factory=dict)
+    reassigned: dict[str, Registered] = field(default_factory=dict)
     places: tuple[tuple[int, View | None], ...] = ()
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = len(self.names)
         given = tensors[count : count + self.argument_tensors]
         model = self.make_model([*tensors[:count], *tensors[count + self.argument_tensors :]])
-        places = self._places(model, tensors[:count])
+        declared = declared_buffers(model)
         before = attributes.snapshot(model)
         args, kwargs = structure.unflatten(self.arguments, given)
         hooks = [hooks_of(module) for module in model.modules()]
@@ -154,8 +156,7 @@ class TracedModel:
             self.read |= access.read
         finally:
             clear_caches_of_fakes()
-        # Buffers that the forward pass replaced by new tensors (``self.buffer = ...``).
-        extra = [(name, registry[leaf]) for name, registry, leaf, tensor in places if registry[leaf] is not tensor]
+        extra = new_buffers(model, self.names, tensors[:count])
         self.reached = self.reached or reached
         if reached.lost:
             self.reached.undo()
@@ -188,16 +189,13 @@ class TracedModel:
         self.result = structure.with_given(result, structure.objects(self.arguments))
         self.requires_grad = tuple(tensor.requires_grad for tensor in flat)
         self.used_mask = self.mask if self.mask and _fits(self.mask, flat) else guess_mask(flat, self.result)
-        self.reassigned = {name: len(flat) + index for index, (name, _) in enumerate(extra)}
+        known = frozenset(name for names in self.names for name in names)
+        self.reassigned = registered(model, extra, known, declared, len(flat))
         outputs = Outputs.of(
-            [*flat, *(tensor.detach() for _, tensor in extra)], self.used_mask + (False,) * len(extra), tensors
+            [*flat, *(tensor.detach() for tensor in extra.values())], self.used_mask + (False,) * len(extra), tensors
         )
         self.places = outputs.places
         return outputs.tensors
-
-    def _places(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> list[tuple[str, dict[str, Any], str, Any]]:
-        named = [(name, tensor) for names, tensor in zip(self.names, tensors, strict=True) for name in names]
-        return [(name, *_registry(model, name), tensor) for name, tensor in named]
 
 
 def _constant(traced: torch.Tensor) -> torch.Tensor | None:
@@ -320,9 +318,3 @@ class _RefuseWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(leaf, torch.Tensor) and not isinstance(leaf, (FakeTensor, FunctionalTensor)):
                     raise WriteError(leaf)
         return function(*args, **kwargs)
-
-
-def _registry(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    return (module._parameters if leaf in module._parameters else module._buffers), leaf

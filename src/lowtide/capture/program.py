@@ -19,6 +19,7 @@ from lowtide.capture.followed import Followed
 from lowtide.capture.guards import Guards
 from lowtide.capture.keys import fingerprint
 from lowtide.capture.places import Place
+from lowtide.capture.registered import Registered
 from lowtide.capture.rehearsal import Effects
 from lowtide.capture.results import Result
 from lowtide.ir import Graph
@@ -132,7 +133,7 @@ class Program:
     results: tuple[Result, ...]
     result_structure: Any
     mask: tuple[bool | tuple[int, ...], ...]
-    reassigned: dict[str, int]
+    reassigned: dict[str, Registered]
     conditions: Conditions
     state_names: tuple[tuple[str, ...], ...]
     parameters: int

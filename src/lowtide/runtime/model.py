@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-from lowtide.capture import Program, attributes, structure
+from lowtide.capture import Program, attributes, registered, structure
 from lowtide.capture.capture import flat_arguments
 from lowtide.capture.followed import held_tensors
 from lowtide.capture.module import model_state
@@ -295,7 +295,12 @@ class Rematerialized:
         made = (e for e in (*known, *spare) if e.conditions is old.conditions and e.program.mask == mask)
         entry = next(made, None)
         if entry is None:
-            with attributes.undone(self.model, old.before), torch.enable_grad(), old.sample.autocast:
+            with (
+                attributes.undone(self.model, old.before),
+                registered.not_made(self.model, old.program.reassigned),
+                torch.enable_grad(),
+                old.sample.autocast,
+            ):
                 changed = old.conditions[0].changed(self.model)
                 if changed:
                     raise ExecutionError(
@@ -374,11 +379,9 @@ def _is_transformed() -> bool:
 def _tensors(
     program: Program, outputs: list[torch.Tensor], inputs: list[torch.Tensor], model: nn.Module
 ) -> list[torch.Tensor]:
-    """Those of the result. Buffers that the forward pass replaces are replaced."""
+    """Those of the result. Buffers that the forward pass makes or replaces are put in place."""
     tensors = [result.form(outputs, inputs) for result in program.results]
-    for name, index in program.reassigned.items():
-        path, _, leaf = name.rpartition(".")
-        model.get_submodule(path)._buffers[leaf] = tensors[index].detach()
+    registered.put(model, program.reassigned, tensors)
     return tensors
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +28,8 @@ from lowtide.errors import ExecutionError
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.lower import Lowered
 from lowtide.lower import random as rng
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__  # with the inputs whose gradients are asked for
 
 
 class Executable(Protocol):
@@ -171,14 +175,29 @@ def _refuse_hooks(tensor: torch.Tensor) -> None:
         result = reference()
         if result is None:
             return
-        if result.retains_grad or not all(map(is_trusted, (result._backward_hooks or {}).values())):
+        hooks = (result._backward_hooks or {}).values()
+        if result.retains_grad or _is_asked_for(result) or not all(map(is_trusted, hooks)):
             raise ExecutionError(
-                "a result of the model has a hook or retain_grad(), and other results are computed from it inside the model: "
-                "in a planned call its gradient is never there as a whole. Call lowtide.restore(model) for that part of the "
-                "work, or run it under lowtide.online."
+                "a result of the model has a hook or retain_grad(), or its gradient is asked for (torch.autograd.grad), and "
+                "other results are computed from it inside the model: in a planned call its gradient is never there as a "
+                "whole. Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
             )
 
     tensor.register_hook(check)  # type: ignore[no-untyped-call]
+
+
+def _is_asked_for(result: torch.Tensor) -> bool:
+    """Whether a backward pass that runs now is for the gradient of this very tensor (``torch.autograd.grad``). The engine does
+    not say so; the call that started it, perhaps in another thread, does."""
+    for frame in sys._current_frames().values():
+        caller: FrameType | None = frame
+        while caller is not None:
+            if caller.f_code is _ENGINE:
+                given = caller.f_locals.get("args", ())
+                if any(asked is result for asked in (given[3] if len(given) > 3 else ())):
+                    return True
+            caller = caller.f_back
+    return False
 
 
 def _version(tensor: torch.Tensor) -> int | None:

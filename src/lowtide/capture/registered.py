@@ -1,0 +1,110 @@
+"""Buffers that a forward pass registers, or replaces by new tensors: results of the program, put in place after every call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from lowtide.capture.places import named
+from lowtide.errors import CaptureError
+
+
+class Registered(NamedTuple):
+    """A buffer that gets the ``result`` of this number. ``made``: there was none before; ``declared``: but it was registered as
+    ``None``."""
+
+    result: int
+    made: bool
+    declared: bool
+    persistent: bool
+
+
+def new_buffers(
+    model: nn.Module, names: Sequence[Sequence[str]], tensors: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Buffers of ``model`` that are not the ``tensors`` which had these names before its forward pass.
+
+    Raises ``CaptureError`` where parameters are others, or where a buffer is gone.
+    """
+    before = {name: tensor for places, tensor in zip(names, tensors, strict=True) for name in places}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    made = [name for name, parameter in parameters.items() if before.get(name) is not parameter]
+    if made:
+        raise CaptureError(
+            f"the forward pass makes or replaces parameters ({named(made)}), which planned calls would not do. Where only the "
+            "first call does, call the model once before it is rematerialized; otherwise write into them outside of the "
+            "forward pass, or run the model under lowtide.online."
+        )
+    gone = [name for name in before if name not in parameters and name not in buffers]
+    if gone:
+        raise CaptureError(
+            f"the forward pass takes away parameters or buffers ({named(gone)}), which planned calls would not do. Where only "
+            "the first call does, call the model once before it is rematerialized; otherwise run it under lowtide.online."
+        )
+    return {name: buffer for name, buffer in buffers.items() if before.get(name) is not buffer}
+
+
+def declared_buffers(model: nn.Module) -> frozenset[str]:
+    """Names of buffers that are registered as ``None``."""
+    return frozenset(
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is None
+    )
+
+
+def registered(
+    model: nn.Module, buffers: Mapping[str, torch.Tensor], known: frozenset[str], declared: frozenset[str], first: int
+) -> dict[str, Registered]:
+    """How to put ``buffers`` in place, whose results begin at ``first``. ``known``: names that there were before."""
+    return {
+        name: Registered(first + number, name not in known, name in declared, _is_persistent(model, name))
+        for number, name in enumerate(buffers)
+    }
+
+
+def put(model: nn.Module, places: Mapping[str, Registered], tensors: Sequence[torch.Tensor]) -> None:
+    for name, place in places.items():
+        module, leaf = _owner(model, name)
+        module._buffers[leaf] = tensors[place.result].detach()
+        if place.made:
+            (
+                module._non_persistent_buffers_set.discard
+                if place.persistent
+                else module._non_persistent_buffers_set.add
+            )(leaf)
+
+
+@contextlib.contextmanager
+def not_made(model: nn.Module, places: Mapping[str, Registered]) -> Iterator[None]:
+    """Inside, the buffers that a call makes are not there."""
+    held = []
+    for name, place in places.items():
+        module, leaf = _owner(model, name)
+        if place.made and leaf in module._buffers:
+            held.append((module, dict(module._buffers)))
+            module._buffers[leaf] = None
+            if not place.declared:
+                del module._buffers[leaf]
+    try:
+        yield
+    finally:
+        for module, buffers in reversed(held):
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+def _is_persistent(model: nn.Module, name: str) -> bool:
+    module, leaf = _owner(model, name)
+    return leaf not in module._non_persistent_buffers_set
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
