@@ -99,13 +99,16 @@ def captured_program(
 
 
 def fused(program: Program, settings: Settings) -> Program:
-    """The program as it will run: with ``compiler="inductor"`` its chains of cheap operators are compiled kernels."""
+    """The program as it will run: with ``compiler="inductor"`` its chains of cheap operators are compiled kernels, its library
+    calls the quickest routines that there are."""
     if settings.compiler == "eager":
         return program
-    from lowtide.fusion import fuse
+    from lowtide.fusion import autotuned, fuse
 
     with stage("kernels"):
-        return fuse(program)
+        kernels = fuse(program)
+    with stage("costs"):
+        return autotuned(kernels)
 
 
 def planned_program(

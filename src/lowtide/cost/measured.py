@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,10 +54,25 @@ def measure_costs(
     ``cache`` defaults to the file of this device and torch version; ``CostCache(None)`` keeps nothing.
     ``on_progress(text, fraction)`` is called as signatures are measured.
     """
+    ops = [op.id for op in program.graph.ops if op.target != TANGENT_TARGET]
+    records, failed = measure_operators(program, ops, cache=cache, on_progress=on_progress)
+    for reason in dict.fromkeys(failed.values()):
+        _LOG.warning("%s; its cost is estimated", reason)
+    return _columns(program, {op: records.get(op) for op in ops}, program_device(program))
+
+
+def measure_operators(
+    program: Program,
+    ops: Sequence[int],
+    *,
+    cache: CostCache | None = None,
+    on_progress: Callable[[str, float], None] | None = None,
+) -> tuple[dict[int, Record], dict[int, str]]:
+    """The records of ``ops``, and of those that cannot be run on synthetic tensors why. Arguments as of ``measure_costs``."""
     device = program_device(program)
     cache = CostCache.open(device) if cache is None else cache
     report = on_progress or (lambda text, fraction: None)
-    signatures = {op.id: signature(program, op.id) for op in program.graph.ops if op.target != TANGENT_TARGET}
+    signatures = {op: signature(program, op) for op in ops}
     missing = {key: op for op, (key, _) in reversed(signatures.items()) if cache.get(key) is None}
     failed: dict[str, str] = {}
     with _undisturbed(device):
@@ -71,12 +86,10 @@ def measure_costs(
         measured = {key: (op, signatures[op][1]) for key, op in missing.items() if key not in failed}
         _settle_times(program, cache, measured, device)
     cache.save()
-    for reason in dict.fromkeys(failed.values()):
-        _LOG.warning("%s; its cost is estimated", reason)
     report("measuring operators", 1.0)
-    return _columns(
-        program, {op: None if key in failed else cache.get(key) for op, (key, _) in signatures.items()}, device
-    )
+    keys = {op: key for op, (key, _) in signatures.items()}
+    records = {op: cache.records[key] for op, key in keys.items() if key not in failed}
+    return records, {op: failed[key] for op, key in keys.items() if key in failed}
 
 
 def _settle_times(
@@ -118,7 +131,7 @@ def _try_measure(program: Program, op: int, device: torch.device) -> Record | st
 def measure_operator(program: Program, op: int, device: torch.device, budget_ns: int = _BUDGET_NS) -> Record:
     """Run one operator of ``program`` on synthetic tensors. Raises whatever it raises."""
     call = program.calls[op]
-    args, kwargs, tensors = _arguments(program, op)
+    args, kwargs, tensors = synthetic_arguments(program, op)
     target = _runnable(call.target)
     before = _restoring(call, args)
     output_bytes, output_groups = _returned(target(*args, **kwargs), call.positions, tensors)
@@ -136,7 +149,7 @@ def _restoring(call: Call, args: tuple[Any, ...]) -> Callable[[], Any]:
     return lambda: args[position].copy_(first)
 
 
-def _arguments(program: Program, op: int) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
+def synthetic_arguments(program: Program, op: int) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
     """The call's arguments, and the distinct tensors among them."""
     tensors: dict[int, torch.Tensor] = {}
     whole = copies_storage(program.calls[op].target)
@@ -169,7 +182,7 @@ def _opaque(program: Program, value: int) -> torch.Tensor | None:
     if producer is None or not is_opaque(program.metas[value]):
         return None
     call = program.calls[producer]
-    args, kwargs, _ = _arguments(program, producer)
+    args, kwargs, _ = synthetic_arguments(program, producer)
     result = _runnable(call.target)(*args, **kwargs)
     index = program.graph.ops[producer].outputs.index(value)
     made = result if call.positions is None else result[call.positions[index]]

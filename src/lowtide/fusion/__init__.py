@@ -3,8 +3,9 @@
 The result is a program like any other: its kernels are measured, planned, simulated and run as single operators are.
 """
 
+from lowtide.fusion.autotune import autotuned
 from lowtide.fusion.kernel import Kernel, checked
 from lowtide.fusion.norms import split_norms
 from lowtide.fusion.rewrite import fuse, rewrite
 
-__all__ = ["Kernel", "checked", "fuse", "rewrite", "split_norms"]
+__all__ = ["Kernel", "autotuned", "checked", "fuse", "rewrite", "split_norms"]

@@ -1,7 +1,7 @@
 """Which operators Inductor turns into loops that can be fused, and which stay calls.
 
 Matrix products, convolutions, attention, sorting, scatter additions, random operators, effects and everything unknown
-stay the ATen calls that they are: Inductor would call the same libraries.
+stay calls: Inductor would call the same libraries (``fusion.autotune`` may choose another).
 """
 
 from __future__ import annotations

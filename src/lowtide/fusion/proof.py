@@ -15,6 +15,7 @@ from typing import Any
 from lowtide.capture.program import Call, Program, Ref
 from lowtide.errors import CompiledMismatchError
 from lowtide.fusion.kernel import Kernel
+from lowtide.fusion.routines import stands_for
 from lowtide.ir import Op
 from lowtide.ir.graph import UPDATE_TARGET
 
@@ -87,7 +88,7 @@ class _Reading:
         """``turn``: among random operators and effects, 0 for all others."""
         written = {} if _is_view(call.target) else self.written
         arguments = _frozen((call.args, tuple(sorted(call.kwargs.items()))), known, written)
-        return self._number((id(call.target), arguments, turn))
+        return self._number((id(stands_for(call)), arguments, turn))
 
     def _pieces(self, number: int, positions: Sequence[int] | None, count: int) -> Iterator[int]:
         if positions is None:

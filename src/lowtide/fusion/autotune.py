@@ -1,0 +1,88 @@
+"""Library calls by the routine that is quickest here: each is measured beside the ATen operator that it stands for.
+
+A routine takes the operator's place where it takes a tenth less time at least, and not much more memory: nothing that the
+smallest budgets would feel. What is measured is kept with the costs of operators, so every process on a machine chooses alike,
+at every budget. In a training of several processes, each of which would choose for itself, the operators stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from lowtide.capture.program import Program
+from lowtide.cost.cache import Record
+from lowtide.cost.columns import storage_bytes
+from lowtide.cost.measured import measure_operators, synthetic_arguments
+from lowtide.cost.signature import signature
+from lowtide.fusion.routines import Routine, disagreement, is_available, routines
+from lowtide.ir import Costs, keep_all_schedule, simulate
+
+_QUICKER = 0.9  # of the operator's time, at most
+_OF_OPERANDS, _OF_PEAK = 16, 100  # the fraction that a routine may take in memory beyond what the operator does
+_agree: dict[str, bool] = {}  # by signature
+
+
+def autotuned(program: Program, on_progress: Callable[[str, float], None] | None = None) -> Program:
+    """``program`` with quicker routines in the place of operators."""
+    if (program.graph.ops and program.metas[0].device.type != "cpu") or not is_available() or _is_shared():
+        return program
+    spare = _spare_bytes(program)
+    found = {op.id: routines(program, op.id, spare[op.id]) for op in program.graph.ops}
+    chosen: dict[int, Routine] = {}
+    candidates = {op: routine for op, several in found.items() for routine in several[:1]}
+    known, _ = measure_operators(program, list(candidates), on_progress=on_progress)
+    best = dict(known)
+    for turn in range(max(map(len, found.values()), default=0)):
+        candidates = {op: several[turn] for op, several in found.items() if len(several) > turn and op in known}
+        other = with_routines(program, candidates)
+        agreeing = [op for op in candidates if _agrees(other, op)]
+        records, _ = measure_operators(other, agreeing, on_progress=on_progress)
+        for op, record in records.items():
+            if _is_better(record, best[op], known[op], spare[op]):
+                best[op], chosen[op] = record, candidates[op]
+    return with_routines(program, chosen) if chosen else program
+
+
+def with_routines(program: Program, chosen: dict[int, Routine]) -> Program:
+    calls = list(program.calls)
+    for op, routine in chosen.items():
+        calls[op] = dataclasses.replace(calls[op], target=routine)
+    return dataclasses.replace(program, calls=tuple(calls))
+
+
+def _is_better(record: Record, best: Record, own: Record, spare_bytes: int) -> bool:
+    quicker = record.time_ns < min(best.time_ns, _QUICKER * own.time_ns)
+    return quicker and record.peak_bytes <= own.peak_bytes + spare_bytes
+
+
+def _is_shared() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _spare_bytes(program: Program) -> list[int]:
+    """By op, the memory that a routine may take beyond what the operator does."""
+    graph, sizes = program.graph, storage_bytes(program)
+    none = [0] * len(graph.ops)
+    costs = Costs(none, none, sizes)  # type: ignore[arg-type]
+    peak = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+    operands = [{graph.values[value].storage for value in (*op.inputs, *op.outputs)} for op in graph.ops]
+    return [max(sum(sizes[s] for s in storages) // _OF_OPERANDS, peak // _OF_PEAK) for storages in operands]
+
+
+def _agrees(program: Program, op: int) -> bool:
+    """Whether the routine of ``op`` gives the operator's results on synthetic tensors."""
+    key, _ = signature(program, op)
+    if key not in _agree:
+        routine = program.calls[op].target
+        assert isinstance(routine, Routine)
+        args, _, _ = synthetic_arguments(program, op)
+        try:
+            with torch.no_grad():
+                _agree[key] = not disagreement(routine.operator(*args), routine.compute(*args))
+        except RuntimeError:
+            _agree[key] = False
+    return _agree[key]

@@ -1,0 +1,194 @@
+"""Routines that stand for ATen operators: oneDNN's, for products of single-precision matrices on the CPU.
+
+ATen takes such products to the BLAS library that PyTorch was built with. Where that has no kernel made for the processor,
+oneDNN's take half the time; where it has, they are about as quick. A convolution with a kernel of one element is such a product
+for each image, and ATen may take it to BLAS too. A routine takes the operator's arguments and returns its results, in the same
+layouts, equal but for rounding; ``fusion.autotune`` chooses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lowtide.capture.program import Call, Program, Ref, TensorMeta
+from lowtide.errors import CompiledMismatchError
+from lowtide.fusion.kernel import checking, compare
+from lowtide.fusion.kinds import operator_name
+
+_FEWEST_ROWS = 32  # of a part: fewer are not worth a call
+
+
+class Routine:
+    """Callable as ``operator`` is."""
+
+    def __init__(self, operator: Callable[..., Any], compute: Callable[..., Any], name: str) -> None:
+        self.operator = operator
+        self.compute = compute
+        self.__name__ = name
+        self.__qualname__ = name  # what costs are kept under
+
+    def __call__(self, *args: Any) -> Any:
+        result = self.compute(*args)
+        if checking():
+            complaint = disagreement(self.operator(*args), result)
+            if complaint:
+                raise CompiledMismatchError(
+                    f"{self.__name__}, which stands for {self.operator}, {complaint}: the operator, run on the same tensors, "
+                    'gives something else. Please report it; compiler="eager" runs the operators.',
+                    operators=(str(self.operator),),
+                )
+        return result
+
+
+def disagreement(expected: Any, found: Any) -> str:
+    """What is wrong with the result ``found`` of a routine; empty where nothing is."""
+    wanted, got = (
+        [r for r in (result if isinstance(result, (tuple, list)) else (result,)) if r is not None]
+        for result in (expected, found)
+    )
+    return compare(wanted, got, [result.stride() for result in wanted])
+
+
+def routines(program: Program, op_id: int, spare_bytes: int) -> list[Routine]:
+    """Routines for the call of ``op_id``; of those that work part by part one that takes about ``spare_bytes`` beside its
+    operands and results."""
+    call, op = program.calls[op_id], program.graph.ops[op_id]
+    metas = [program.metas[value] for value in (*op.inputs, *op.outputs)]
+    find = _ROUTINES.get(operator_name(call.target))
+    if find is None or call.kwargs or not all(_usual(meta) for meta in metas):
+        return []
+    arguments = [program.metas[a.value] if isinstance(a, Ref) else a for a in call.args]
+    return [Routine(call.target, compute, name) for name, compute in find(arguments, spare_bytes)]
+
+
+def _usual(meta: TensorMeta) -> bool:
+    """Single precision on the CPU, with no element in two places."""
+    spread = all(stride > 0 for size, stride in zip(meta.shape, meta.stride, strict=True) if size > 1)
+    return meta.dtype == torch.float32 and meta.device.type == "cpu" and all(meta.shape) and spread
+
+
+Found = Iterator[tuple[str, Callable[..., Any]]]
+
+
+def _for_mm(arguments: Sequence[Any], spare_bytes: int) -> Found:
+    left, right = arguments
+    yield "onednn_mm", _mm
+    # What is not laid out row by row is copied; where that takes too much, part by part.
+    rows = spare_bytes // (4 * (left.shape[1] + right.shape[1])) // _FEWEST_ROWS * _FEWEST_ROWS
+    if left.stride[1] != 1 and _FEWEST_ROWS <= rows < left.shape[0]:
+        yield f"onednn_mm_by_{rows}", functools.partial(_mm_in_parts, rows)
+
+
+def _for_addmm(arguments: Sequence[Any], spare_bytes: int) -> Found:
+    if len(arguments) == 3 and len(arguments[0].shape) == 1 and arguments[0].shape[0] == arguments[2].shape[1]:
+        yield "onednn_addmm", _addmm
+
+
+def _for_convolution(arguments: Sequence[Any], spare_bytes: int) -> Found:
+    images, weight, _, *geometry = arguments
+    if _is_product(images, weight, *geometry):
+        yield "onednn_convolution", _convolution
+
+
+def _for_convolution_backward(arguments: Sequence[Any], spare_bytes: int) -> Found:
+    gradient, images, weight, _, *geometry, _ = arguments
+    if _is_product(images, weight, *geometry) and _is_contiguous(gradient):
+        yield "onednn_convolution_backward", _convolution_backward
+
+
+def _is_product(
+    images: TensorMeta,
+    weight: TensorMeta,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> bool:
+    """Whether each image's result is the weight times the image."""
+    small = all(size == 1 for size in weight.shape[2:]) and all(step == 1 for step in stride) and not any(padding)
+    return small and not transposed and groups == 1 and _is_contiguous(images) and _is_contiguous(weight)
+
+
+def _is_contiguous(meta: TensorMeta) -> bool:
+    return meta.stride == torch.empty(meta.shape, device="meta").stride()
+
+
+_ROUTINES: dict[str, Callable[[Sequence[Any], int], Found]] = {
+    "mm": _for_mm,
+    "addmm": _for_addmm,
+    "convolution": _for_convolution,
+    "convolution_backward": _for_convolution_backward,
+}
+
+
+def is_available() -> bool:
+    """Whether PyTorch has oneDNN, it is switched on, and nobody asked for other precisions or the very same numbers."""
+    return bool(
+        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and torch.backends.mkldnn.enabled
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and torch.get_float32_matmul_precision() == "highest"
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _linear(left: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``left`` times the transpose of ``weight``."""
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(left, weight, bias, "none", [], "")
+    return product
+
+
+def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return _linear(left, right.t())
+
+
+def _addmm(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return _linear(left, right.t(), bias)
+
+
+def _mm_in_parts(rows: int, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    result = left.new_empty(left.shape[0], right.shape[1])
+    weight = right.t()
+    for start in range(0, left.shape[0], rows):
+        result[start : start + rows] = _linear(left[start : start + rows], weight)
+    return result
+
+
+def _convolution(images: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *geometry: Any) -> torch.Tensor:
+    result = images.new_empty(images.shape[0], weight.shape[0], *images.shape[2:])
+    matrix = weight.flatten(1)
+    for image, out in zip(images.flatten(2), result.flatten(2), strict=True):
+        product = _linear(matrix, image.t())
+        out.copy_(product if bias is None else product.add_(bias[:, None]))
+    return result
+
+
+def _convolution_backward(
+    gradient: torch.Tensor, images: torch.Tensor, weight: torch.Tensor, *geometry_and_mask: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    of_images, of_weight, of_bias = geometry_and_mask[-1]
+    back = weight.flatten(1).t().contiguous()
+    images_gradient = torch.empty_like(images) if of_images else None
+    weight_gradient = None
+    for index, (part, image) in enumerate(zip(gradient.flatten(2), images.flatten(2), strict=True)):
+        if images_gradient is not None:
+            images_gradient[index].flatten(1).copy_(_linear(back, part.t()))
+        if of_weight:
+            product = _linear(part, image)
+            weight_gradient = product if weight_gradient is None else weight_gradient.add_(product)
+    return (
+        images_gradient,
+        None if weight_gradient is None else weight_gradient.view_as(weight),
+        gradient.flatten(2).sum((0, 2)) if of_bias else None,
+    )
+
+
+def stands_for(call: Call) -> Callable[..., Any]:
+    """The operator that a call computes."""
+    return call.target.operator if isinstance(call.target, Routine) else call.target
