@@ -22,7 +22,7 @@ from lowtide.fusion.routines import Routine, disagreement, routines
 from tests.support.networks import WithLoss
 from tests.support.training import compare_training
 
-SPARE = 1 << 14
+SPARE = 1 << 15
 
 
 class _Products(nn.Module):
