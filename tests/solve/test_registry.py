@@ -30,6 +30,7 @@ def test_spaces_and_defaults_are_normalised() -> None:
     ("spec", "names"),
     [
         ("checkmait", "keep-all"),
+        ("auto(effort=2)", "written in braces"),
         ("auto{speed=2}", "effort"),
         ("auto{effort=two}", "int"),
         ("auto{exact=maybe}", "true or false"),

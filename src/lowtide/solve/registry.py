@@ -92,7 +92,8 @@ def format_spec(planner: Planner) -> str:
 
 def _entry(name: str) -> tuple[str, str, str]:
     if name not in PLANNERS:
-        raise PlanError(f"no planner is named {name!r}; known: {', '.join(PLANNERS)}")
+        braces = "; options are written in braces: 'auto{effort=2}'" if set(name) & set(":,(=[") else ""
+        raise PlanError(f"no planner is named {name!r}{braces}; known: {', '.join(PLANNERS)}")
     return PLANNERS[name]
 
 
