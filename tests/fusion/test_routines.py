@@ -59,6 +59,21 @@ class _Pointwise(nn.Module):
         return self.volume(torch.tanh(x).unsqueeze(2))
 
 
+class _Attention(nn.Module):
+    """``heads`` of ``width``, the queries of every other row."""
+
+    def __init__(self, heads: int, width: int, causal: bool = False, transposed: bool = True) -> None:
+        super().__init__()
+        self.to_all = nn.Linear(4, 3 * heads * width)
+        self.heads, self.causal, self.transposed = heads, causal, transposed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.to_all(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if not self.transposed:
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        return nn.functional.scaled_dot_product_attention(query[:, :, ::2], key, value, is_causal=self.causal)
+
+
 def _program(module: nn.Module, *shape: int) -> Program:
     return capture(WithLoss(module), (torch.randn(*shape),))
 
@@ -76,6 +91,10 @@ def _found(program: Program) -> dict[int, list[Routine]]:
         (lambda: _Products(33, 1, 70), (33, 1), {"onednn_mm", "onednn_addmm"}),
         (_Pointwise, (3, 3, 6, 5), {"onednn_convolution", "onednn_convolution_backward"}),
         (_Pointwise, (1, 3, 1, 1), {"onednn_convolution", "onednn_convolution_backward"}),
+        (lambda: _Attention(3, 8), (2, 48, 4), {"wide_attention_backward_by_1"}),
+        (lambda: _Attention(5, 3), (2, 20, 4), {"wide_attention_backward_by_3"}),
+        (lambda: _Attention(3, 1, transposed=False), (1, 3, 4), {"wide_attention_backward_by_3"}),
+        (lambda: _Attention(2, 15, causal=True), (3, 10, 4), {"wide_attention_backward_by_2"}),
     ],
 )
 def test_results_are_the_operators(make: Callable[[], nn.Module], shape: tuple[int, ...], names: set[str]) -> None:
@@ -114,10 +133,7 @@ def test_other_precisions_have_none(make: Callable[[], nn.Module]) -> None:
     ],
 )
 def test_other_convolutions_have_none(layer: nn.Module) -> None:
-    x = torch.randn(2, 4, 6, 6).to(
-        memory_format=torch.channels_last if "last" in str(layer) else torch.contiguous_format
-    )
-    assert not _found(capture(WithLoss(nn.Sequential(layer, nn.Tanh())), (x,)))
+    assert not _found(_program(nn.Sequential(layer, nn.Tanh()), 2, 4, 6, 6))
 
 
 class _Scaled(nn.Module):
@@ -142,6 +158,12 @@ def test_what_a_routine_cannot_take_stays() -> None:
     assert not taken
     spread = [op for op in program.graph.ops if any(0 in program.metas[v].stride for v in op.inputs)]
     assert spread and not set(_found(program)).intersection(op.id for op in spread)
+
+
+def test_wide_heads_and_large_parts_have_none() -> None:
+    for program in (_program(_Attention(2, 16), 2, 10, 4), _program(_Attention(2, 8), 2, 100, 4)):
+        assert any("attention" in op.target for op in program.graph.ops)
+        assert not any("attention" in routine.__name__ for several in _found(program).values() for routine in several)
 
 
 @pytest.fixture

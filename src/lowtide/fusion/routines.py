@@ -1,9 +1,10 @@
-"""Routines that stand for ATen operators: oneDNN's, for products of single-precision matrices on the CPU.
+"""Routines that stand for ATen operators on single-precision tensors on the CPU: products of matrices, and attention.
 
-ATen takes such products to the BLAS library that PyTorch was built with. Where that has no kernel made for the processor,
-oneDNN's take half the time; where it has, they are about as quick. A convolution with a kernel of one element is such a product
-for each image, and ATen may take it to BLAS too. A routine takes the operator's arguments and returns its results, in the same
-layouts, equal but for rounding; ``fusion.autotune`` chooses.
+ATen takes products to the BLAS library that PyTorch was built with. Where that has no kernel made for the processor, oneDNN's
+take half the time; where it has, they are about as quick. A convolution with a kernel of one element is such a product for
+each image, and ATen may take it to BLAS too. Attention multiplies inside of its own kernel, where heads narrower than a vector
+register take longer than heads that zeros have made as wide as one. A routine takes the operator's arguments and returns its
+results, in the same layouts, equal but for rounding; ``fusion.autotune`` chooses.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from lowtide.fusion.kernel import checking, compare
 from lowtide.fusion.kinds import operator_name
 
 _FEWEST_ROWS = 32  # of a part: fewer are not worth a call
+_WIDE = 16  # floats in the widest vector register
 
 
 class Routine:
@@ -101,6 +103,16 @@ def _for_convolution_backward(arguments: Sequence[Any], spare_bytes: int) -> Fou
         yield "onednn_convolution_backward", _convolution_backward
 
 
+def _for_attention_backward(arguments: Sequence[Any], spare_bytes: int) -> Found:
+    _, query, key, *_, dropout, _ = arguments
+    heads, width = query.shape[1], query.shape[-1]
+    a_head = 4 * _WIDE * 4 * (query.shape[2] + key.shape[2])  # four tensors each, of five operands and three results
+    room = spare_bytes // a_head
+    if width < _WIDE and room and not dropout:
+        at_once = -(-heads // -(-heads // room))  # in as few parts as there is room for, each as large as the next
+        yield f"wide_attention_backward_by_{at_once}", functools.partial(_attention_backward, at_once)
+
+
 def _is_product(
     images: TensorMeta,
     weight: TensorMeta,
@@ -125,6 +137,7 @@ _ROUTINES: dict[str, Callable[[Sequence[Any], int], Found]] = {
     "addmm": _for_addmm,
     "convolution": _for_convolution,
     "convolution_backward": _for_convolution_backward,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _for_attention_backward,
 }
 
 
@@ -190,6 +203,31 @@ def _convolution_backward(
         None if weight_gradient is None else weight_gradient.view_as(weight),
         gradient.flatten(2).sum((0, 2)) if of_bias else None,
     )
+
+
+def _attention_backward(
+    at_once: int,
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    dropout: float,
+    causal: bool,
+) -> tuple[torch.Tensor, ...]:
+    images, heads, _, width = query.shape
+    of_part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    results = [t.new_empty(images, t.shape[2], heads, width).transpose(1, 2) for t in (query, key, value)]
+    for image in range(images):
+        for head in range(0, heads, at_once):
+            part = (slice(image, image + 1), slice(head, head + at_once))
+            wide = [torch.nn.functional.pad(t[part], (0, _WIDE - width)) for t in (gradient, query, key, value, out)]
+            found = of_part(*wide, logsumexp[part], dropout, causal, scale=width**-0.5)
+            for result, gradients in zip(results, found, strict=True):
+                result[part] = gradients[..., :width]
+            del wide, found, gradients  # before the next part takes as much
+    return tuple(results)
 
 
 def stands_for(call: Call) -> Callable[..., Any]:
