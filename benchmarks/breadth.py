@@ -32,7 +32,7 @@ import lowtide
 from benchmarks.breadth_models import architectures, build
 from benchmarks.outcomes import CLOSE, error_text, gradient_error
 from benchmarks.sweep_model import SEED, State, difference_of, measured_peak, train
-from benchmarks.zoo import Sample, in_double
+from benchmarks.zoo import Sample, in_precision
 from lowtide.integrations.passes import latest_plans
 
 RESULTS = Path(__file__).parent / "results"
@@ -207,7 +207,7 @@ def _rounding(name: str, expected: dict[str, Any]) -> float:
     Far where ReLU and batch norm over few elements decide by a last bit. 0 where the model draws random numbers: double
     precision draws others.
     """
-    sample = in_double(build(name))
+    sample = in_precision(build(name), torch.float64)
     torch.manual_seed(SEED)
     before = torch.get_rng_state()
     (state,) = train(sample, 1)

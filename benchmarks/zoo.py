@@ -55,15 +55,15 @@ def loss_of(result: Any) -> torch.Tensor:
     return loss
 
 
-def in_double(sample: Sample) -> Sample:
-    """The sample in double precision; its model is converted in place."""
+def in_precision(sample: Sample, dtype: torch.dtype) -> Sample:
+    """The sample with all that is floating-point in ``dtype``; its model is converted in place."""
     model, args, kwargs = sample
-    args, kwargs = pytree.tree_map(_doubled, (args, kwargs))
-    return model.double(), args, kwargs
 
+    def converted(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
-def _doubled(value: Any) -> Any:
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    args, kwargs = pytree.tree_map(converted, (args, kwargs))
+    return model.to(dtype), args, kwargs
 
 
 class MeanSquare(nn.Module):

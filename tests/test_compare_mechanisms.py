@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.compare.__main__ import main, read_rows, settings_of
 from benchmarks.compare.mechanisms import EAGER, MECHANISMS
-from benchmarks.compare.models import COMPARED, Compared, of_class
+from benchmarks.compare.models import COMPARED, LARGE, SMALL, Compared, of_class
 from benchmarks.compare.report import document, lost
 from benchmarks.compare.worker import Row
 from benchmarks.compare.worker import main as work
@@ -82,11 +82,48 @@ def test_what_fails_is_a_result(capsys: pytest.CaptureFixture[str]) -> None:
 def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--dry-run", "--results", str(tmp_path), "--budgets", "50%"]) == 0
     printed = capsys.readouterr().out.strip().split("\n")
-    assert len(printed) == len(COMPARED) * len(MECHANISMS)
+    assert len(printed) == len(SMALL) * len(MECHANISMS)
     assert all(line.startswith("-m benchmarks.compare.worker") for line in printed)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(SystemExit, match="unknown mechanisms: magic"):
         main(["--dry-run", "--mechanisms", "magic"])
+
+
+def test_dry_run_for_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    peaks = [dataclasses.asdict(_row("checkpoint", 300, 1.3, model="gpt2-xl"))]
+    (tmp_path / "compare.json").write_text(json.dumps({"rows": peaks}))  # of another device
+    assert main(["--dry-run", "--device", "cuda", "--mechanisms", "lowtide", "--results", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out.strip().split("\n")
+    assert [line.split("auto ")[1] for line in printed] == [f"{model} lowtide 70% 50% 30%" for model in LARGE]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "blocks"),
+    [
+        ("gpt2-medium", 355e6, 24),
+        ("gpt2-xl", 1558e6, 48),
+        ("llama-1b", 1236e6, 16),
+        ("resnet101", 44.5e6, 33),
+        ("unet-sd", 860e6, 38),
+    ],
+)
+def test_large_models(name: str, parameters: float, blocks: int) -> None:
+    """Built without memory: they have the published numbers of parameters, and blocks to checkpoint."""
+    compared = LARGE[name]
+    with torch.device("meta"):
+        model, args, kwargs = compared.sample(1)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.003)
+    assert len(compared.blocks(model)) == blocks
+    given = [t for t in (*args, *kwargs.values(), *model.parameters()) if t.is_floating_point()]
+    assert given and all(tensor.dtype == compared.dtype for tensor in given)
+
+
+def test_reserved_memory_is_told() -> None:
+    rows = [_row("plain", 1000, 1.0, reserved_bytes=1500, rounding=1e-3), _row("checkpoint", 0, 0.0, message="failed")]
+    text = document(rows, {"device": "a GPU"})
+    head, _, plain, failed = [line for line in text.split("\n") if line.startswith("|")]
+    assert len({line.count("|") for line in (head, plain, failed)}) == 1
+    assert "| plain |  | 1.000 | 1.500 | 1.00 |" in text
 
 
 def _row(mechanism: str, peak: int, time: float, **changes: Any) -> Row:

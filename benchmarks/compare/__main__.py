@@ -2,8 +2,8 @@
 
 Every (model, mechanism) runs in a process of its own (``benchmarks.compare.worker``), its settings and plain eager in turn.
 ``lowtide`` and ``lowtide-inductor`` run last, at ``--budgets`` and at every peak that another mechanism of their kind, eager or
-compiled, measured on the model. Results are added to ``compare.json`` as they come, so that a run can be done in parts; the
-Markdown table and the plots are made anew from all of them. ``--dry-run`` prints what would run.
+compiled, measured on the model. Results are added to ``compare.json`` (``compare-cuda.json`` on a GPU) as they come, so that a
+run can be done in parts; the Markdown table and the plots are made anew from all of them. ``--dry-run`` prints what would run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.compare.figure import save_figures
 from benchmarks.compare.mechanisms import MATCHING, MECHANISMS, RIVALS
-from benchmarks.compare.models import COMPARED
+from benchmarks.compare.models import COMPARED, LARGE, SMALL
 from benchmarks.compare.report import document
 from benchmarks.compare.worker import Row
 
@@ -43,9 +43,9 @@ class Run:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    models, mechanisms = (_chosen(options, *pair) for pair in (("models", COMPARED), ("mechanisms", MECHANISMS)))
-    path = options.results / "compare.json"
-    rows = read_rows(path)
+    models = _chosen("models", options.models, COMPARED, SMALL if options.device == "cpu" else LARGE)
+    mechanisms = _chosen("mechanisms", options.mechanisms, MECHANISMS, MECHANISMS)
+    rows = read_rows(options.results / f"{_name(options.device)}.json")
     ordered = sorted(mechanisms, key=lambda name: name in MATCHING)
     for model in models:
         for mechanism in ordered:
@@ -117,26 +117,32 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def write(results: Path, rows: Sequence[Row], options: argparse.Namespace) -> None:
-    """``compare.json``, ``compare.md`` and a plot per model."""
+    """The data, the tables, and a plot per model."""
     results.mkdir(parents=True, exist_ok=True)
+    name = _name(options.device)
     setting = {
         "torch": torch.__version__,
         "machine": platform.machine(),
-        "device": options.device,
+        "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else options.device,
         "threads": options.threads,
         "rounds": options.rounds,
         "planner": options.planner,
         "load": round(os.getloadavg()[0], 1),
     }
     data = {"setting": setting, "rows": [dataclasses.asdict(row) for row in rows]}
-    (results / "compare.json").write_text(json.dumps(data, indent=1) + "\n")
-    (results / "compare.md").write_text(document(rows, setting))
-    save_figures(rows, results / "compare")
+    (results / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    (results / f"{name}.md").write_text(document(rows, setting))
+    save_figures(rows, results / name)
+
+
+def _name(device: str) -> str:
+    """Of what is written; the peaks of one device are no budgets on another."""
+    return "compare" if device == "cpu" else f"compare-{device.split(':')[0]}"
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
-    parser.add_argument("--models", default="all", help=f'"all" or some of {",".join(COMPARED)}')
+    parser.add_argument("--models", default="all", help=f'"all" (those for the device) or some of {",".join(COMPARED)}')
     parser.add_argument("--mechanisms", default="all", help=f'"all" or some of {",".join(MECHANISMS)}')
     parser.add_argument("--budgets", default=BUDGETS, help="of lowtide's mechanisms, in percent of plain eager's peak")
     parser.add_argument("--planner", default="auto", help="of lowtide and lowtide-inductor")
@@ -150,9 +156,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _chosen(options: argparse.Namespace, what: str, known: dict[str, object]) -> list[str]:
-    text = getattr(options, what)
-    names = list(known) if text == "all" else text.split(",")
+def _chosen(what: str, text: str, known: Collection[str], usual: Iterable[str]) -> list[str]:
+    names = list(usual) if text == "all" else text.split(",")
     unknown = [name for name in names if name not in known]
     if unknown:
         raise SystemExit(f"unknown {what}: {', '.join(unknown)}; known: {', '.join(known)}")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
+
 from benchmarks.compare.mechanisms import MECHANISMS, RIVALS
+from benchmarks.compare.models import COMPARED
 from benchmarks.compare.worker import Row
 from benchmarks.outcomes import CLOSE
 
@@ -32,14 +35,17 @@ def _table(model: str, rows: Sequence[Row]) -> Iterator[str]:
     plain = f": plain eager peaks at {measured[0].plain_peak_bytes / 2**20:.1f} MiB" if measured else ""
     yield f"## {model}{plain}"
     yield ""
-    yield "| mechanism | setting | peak | time | predicted peak | predicted time | bound | prepared in | gradients |"
-    yield "|---|---|---:|---:|---:|---:|---:|---:|---|"
+    reserving = any(row.reserved_bytes for row in rows)  # on a GPU: what the allocator took from the device
+    figures = ["peak", *["reserved"] * reserving, "time", "predicted peak", "predicted time", "bound", "prepared in"]
+    yield f"| mechanism | setting | {' | '.join(figures)} | gradients |"
+    yield f"|---|---|{'---:|' * len(figures)}---|"
     for row in sorted(rows, key=lambda row: (list(MECHANISMS).index(row.mechanism), -row.peak_bytes)):
-        yield _line(row, _most_error(rows))
+        yield _line(row, _most_error(rows), reserving)
     rounding = max((row.rounding for row in rows), default=0.0)
     if rounding:
         yield ""
-        yield f"Plain eager's own gradients are within {rounding:.0e} of those in double precision."
+        finer = {torch.float64: "double", torch.float32: "single"}[COMPARED[model].finer]
+        yield f"Plain eager's own gradients are within {rounding:.0e} of those in {finer} precision."
 
 
 def _most_error(rows: Sequence[Row]) -> float:
@@ -47,12 +53,13 @@ def _most_error(rows: Sequence[Row]) -> float:
     return max(CLOSE, _KINKS * max((row.rounding for row in rows), default=0.0))
 
 
-def _line(row: Row, most_error: float) -> str:
+def _line(row: Row, most_error: float, reserving: bool) -> str:
     setting = row.setting if not row.setting.isdigit() else f"{int(row.setting) / 2**20:.1f} MiB"
     if row.message:
-        return f"| {row.mechanism} | {setting} | {row.message.replace('|', '/')} | | | | | | |"
+        return f"| {row.mechanism} | {setting} | {row.message.replace('|', '/')} |{' |' * reserving} | | | | | |"
     predicted = row.predicted_peak_bytes / row.plain_peak_bytes
-    cells = [row.mechanism, setting, f"{row.peak_ratio:.3f}", f"{row.time_ratio:.2f}"]
+    reserved = [f"{row.reserved_bytes / row.plain_peak_bytes:.3f}"] if reserving else []
+    cells = [row.mechanism, setting, f"{row.peak_ratio:.3f}", *reserved, f"{row.time_ratio:.2f}"]
     planned = [f"{predicted:.3f}", f"{1 + row.predicted_overhead:.3f}"]
     planned.append(f"{1 + row.lower_bound:.3f}" if row.lower_bound else "")
     cells += planned if row.predicted_peak_bytes else ["", "", ""]

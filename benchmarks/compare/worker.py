@@ -26,7 +26,7 @@ import lowtide
 from benchmarks.compare.mechanisms import MECHANISMS, Job
 from benchmarks.compare.models import COMPARED
 from benchmarks.outcomes import error_text, gradient_error
-from benchmarks.zoo import Sample, in_double, loss_of
+from benchmarks.zoo import Sample, in_precision, loss_of
 
 _MESSAGE = 300
 
@@ -37,9 +37,9 @@ class Row:
 
     ``gradient_error`` is the largest difference from plain eager's gradients relative to the largest gradient of the same
     parameter (or a thousandth of the largest of all: a key's bias has none but rounding), 0 where all are equal to the bit.
-    ``rounding``, of the mechanism ``plain`` alone, is that of plain eager's gradients to those in double precision: where
-    activations have a kink, rounding decides on which side an element is. ``lower_bound`` is proven for the predicted
-    overhead: no schedule of the same operators within the budget has less.
+    ``rounding``, of the mechanism ``plain`` alone, is that of plain eager's gradients to those in double precision (in single,
+    of a model in a lower one): where activations have a kink, rounding decides on which side an element is. ``lower_bound``
+    is proven for the predicted overhead: no schedule of the same operators within the budget has less.
     ``message`` is set where the mechanism failed, and nothing else is then.
     """
 
@@ -108,7 +108,7 @@ class _Comparison:
         self.expected = self._gradients(self.plain)
         self.plain_peak_bytes, _ = self._peak(self.plain)
         plain_is_all = options.mechanism == "plain"  # once for a model
-        self.rounding = gradient_error(self.expected, self._in_double()) if plain_is_all else 0.0
+        self.rounding = gradient_error(self.expected, self._finer()) if plain_is_all else 0.0
 
     def run(self, settings: Sequence[str]) -> list[Row]:
         prepared = [self._prepared(setting) for setting in settings]
@@ -127,9 +127,10 @@ class _Comparison:
         moved = pytree.tree_map(lambda x: x.to(self.device) if isinstance(x, torch.Tensor) else x, (args, kwargs))
         return model.to(self.device), *moved
 
-    def _in_double(self) -> dict[str, torch.Tensor]:
-        """The gradients in double precision."""
-        found = self._gradients(_Ready("", in_double(self._sample()), contextlib.nullcontext(), 0.0))
+    def _finer(self) -> dict[str, torch.Tensor]:
+        """The gradients in a finer precision."""
+        sample = in_precision(self._sample(), COMPARED[self.options.model].finer)
+        found = self._gradients(_Ready("", sample, contextlib.nullcontext(), 0.0))
         return {name: gradient.float() for name, gradient in found.items()}
 
     def _prepared(self, setting: str) -> _Ready | Row:
@@ -182,18 +183,22 @@ class _Comparison:
         """Allocated bytes, and on CUDA reserved ones, above those at the start."""
         ready.sample[0].zero_grad(set_to_none=True)
         if self.device.type == "cuda":
-            return _cuda_peak(ready)
-        peak = lowtide.measure(ready.step).peak_bytes
+            peak, reserved = _cuda_peak(ready)
+        else:
+            peak, reserved = lowtide.measure(ready.step).peak_bytes, 0
         ready.sample[0].zero_grad(set_to_none=True)
-        return peak, 0
+        return peak, reserved
 
     def _timed(self, ready: _Ready) -> int:
         ready.sample[0].zero_grad(set_to_none=True)
         if self.device.type == "cuda":
-            return _cuda_time(ready)
-        start = time.perf_counter_ns()
-        ready.step()
-        return time.perf_counter_ns() - start
+            taken = _cuda_time(ready)
+        else:
+            start = time.perf_counter_ns()
+            ready.step()
+            taken = time.perf_counter_ns() - start
+        ready.sample[0].zero_grad(set_to_none=True)  # room for the others
+        return taken
 
 
 def _lower_bound(plan: lowtide.Plan) -> float:
