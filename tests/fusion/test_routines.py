@@ -225,11 +225,21 @@ def test_only_where_nobody_objects(costs: Path) -> None:
 def test_wrong_routines_are_not_taken(costs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lowtide.fusion import routines as module
 
-    right = module._linear
-    monkeypatch.setattr(module, "_linear", lambda *args: right(*args) * 1.001)
+    right, program = module._linear, _program(_Products(64, 16, 32), 64, 16)
+    monkeypatch.setattr(autotune, "_is_better", _always)
     monkeypatch.setattr(autotune, "_agree", {})
+    with monkeypatch.context() as wrong:
+        wrong.setattr(module, "_linear", lambda *args: right(*args) * 1.001)
+        assert not _taken(autotuned(program))
+    monkeypatch.setattr(autotune, "_agree", {})
+    assert _taken(autotuned(program))
+
+
+def test_what_was_measured_is_not_tried_again(costs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = _program(_Products(64, 16, 32), 64, 16)
-    assert _known(program, quicker=0.5, larger=0) and not _taken(autotuned(program))
+    tuned = _known(program, quicker=0.6, larger=0)
+    monkeypatch.setattr(autotune, "disagreement", lambda *results: pytest.fail("tried"))
+    assert _taken(autotuned(program)) == tuned
 
 
 def _always(record: Record, best: Record, own: Record, spare_bytes: int) -> bool:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 
 from lowtide.capture.program import Program
-from lowtide.cost.cache import Record
-from lowtide.cost.columns import storage_bytes
+from lowtide.cost.cache import CostCache, Record
+from lowtide.cost.columns import program_device, storage_bytes
 from lowtide.cost.measured import measure_operators, synthetic_arguments
 from lowtide.cost.signature import signature
 from lowtide.fusion.routines import Routine, disagreement, is_available, routines
@@ -33,13 +33,14 @@ def autotuned(program: Program, on_progress: Callable[[str, float], None] | None
     found = {op.id: routines(program, op.id, spare[op.id]) for op in program.graph.ops}
     chosen: dict[int, Routine] = {}
     candidates = {op: routine for op, several in found.items() for routine in several[:1]}
-    known, _ = measure_operators(program, list(candidates), on_progress=on_progress)
+    cache = CostCache.open(program_device(program))
+    known, _ = measure_operators(program, list(candidates), cache=cache, on_progress=on_progress)
     best = dict(known)
     for turn in range(max(map(len, found.values()), default=0)):
         candidates = {op: several[turn] for op, several in found.items() if len(several) > turn and op in known}
         other = with_routines(program, candidates)
-        agreeing = [op for op in candidates if _agrees(other, op)]
-        records, _ = measure_operators(other, agreeing, on_progress=on_progress)
+        agreeing = [op for op in candidates if _agrees(other, op, cache)]
+        records, _ = measure_operators(other, agreeing, cache=cache, on_progress=on_progress)
         for op, record in records.items():
             if _is_better(record, best[op], known[op], spare[op]):
                 best[op], chosen[op] = record, candidates[op]
@@ -73,9 +74,11 @@ def _spare_bytes(program: Program) -> list[int]:
     return [max(sum(sizes[s] for s in storages) // _OF_OPERANDS, peak // _OF_PEAK) for storages in operands]
 
 
-def _agrees(program: Program, op: int) -> bool:
-    """Whether the routine of ``op`` gives the operator's results on synthetic tensors."""
+def _agrees(program: Program, op: int, cache: CostCache) -> bool:
+    """Whether the routine of ``op`` gives the operator's results on synthetic tensors; one that was measured does."""
     key, _ = signature(program, op)
+    if cache.get(key) is not None:
+        return True
     if key not in _agree:
         routine = program.calls[op].target
         assert isinstance(routine, Routine)
