@@ -61,6 +61,21 @@ class _Pyramid(nn.Module):
         return self.smooth(x + functional.interpolate(small, x.shape[2:], mode="bilinear")).square().mean()
 
 
+class _Positions(nn.Module):
+    """Position embeddings behind a class token, interpolated as vision transformers do: a view of a slice whose stride in the
+    dimension of size 1 decides whether interpolation takes it as channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 17, 16))
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        grid = self.positions[:, 1:].view(1, 4, 4, 16).permute(0, 3, 1, 2)
+        grid = functional.interpolate(grid, (6, 6), mode="bilinear").view(1, 16, 36).permute(0, 2, 1)
+        return self.mix(x + torch.cat([self.positions[:, :1], grid], 1)).relu().square().mean()
+
+
 def _sequences(iteration: int) -> Any:
     return (torch.randn(16, 12, 6, generator=generator(iteration)),), {}
 
@@ -74,12 +89,25 @@ def _images(iteration: int) -> Any:
     return (images.to(memory_format=torch.channels_last),), {}
 
 
-CASES = {"patches": (_Patches, _sequences), "mixer": (_Mixer, _tokens), "pyramid": (_Pyramid, _images)}
+def _patches(iteration: int) -> Any:
+    return (torch.randn(3, 37, 16, generator=generator(iteration)),), {}
+
+
+CASES = {
+    "patches": (_Patches, _sequences),
+    "mixer": (_Mixer, _tokens),
+    "pyramid": (_Pyramid, _images),
+    "positions": (_Positions, _patches),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_training(case: str) -> None:
     compare_training(*CASES[case])
+
+
+def test_compiled_training_of_positions() -> None:
+    compare_training(*CASES["positions"], compiler="inductor", tolerance=2e-5)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -44,6 +44,19 @@ def test_compiled_kernels_are_close_to_their_operators() -> None:
             assert have.stride() == meta.stride
 
 
+def test_tensors_in_another_layout_are_copied(caplog: pytest.LogCaptureFixture) -> None:
+    """Compiled code takes elements from fixed places."""
+    for found in _kernels():
+        inputs = [torch.randn(m.shape).as_strided(m.shape, m.stride) for m in found.body.inputs]
+        others = [x.movedim(0, -1).contiguous().movedim(-1, 0) if x.dim() > 1 else x.clone() for x in inputs]
+        assert any(x.stride() != other.stride() for x, other in zip(inputs, others, strict=True))
+        with caplog.at_level(logging.WARNING, logger="lowtide"):
+            results, expected = found(*others), found.body(*inputs)
+        for want, have in zip(expected, results if isinstance(results, tuple) else (results,), strict=True):
+            torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-6)
+        assert "is copied" in caplog.text
+
+
 def test_wrong_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Code that is off by a thousandth does not run: its operators do, one by one, and the log says so."""
     from lowtide.fusion import inductor

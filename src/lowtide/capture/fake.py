@@ -159,7 +159,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 result = fakes.norm_statistics(func, args, result)
         strides = real_strides(func, args, kwargs, result)
         if strides is not None:
-            result = with_strides(result, strides, self)
+            result = with_strides(func, result, strides, self)
         if isinstance(result, FakeTensor) and isinstance(func, torch._ops.OpOverload):
             result._lowtide_uniform = func is _ATEN.rand.default  # type: ignore[attr-defined]
             result._lowtide_empty = func._schema.name.split("::")[1] in UNINITIALISED  # type: ignore[attr-defined]

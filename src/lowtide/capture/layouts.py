@@ -4,12 +4,14 @@ Shapes and types of a captured program come from PyTorch's fake kernels. So do s
 normalisation, the backward of layer normalisation and of losses) a fake kernel returns other strides than the real one where
 an input is laid out in an uncommon way. Strides decide which kernels run next and whether a view exists. So an operator
 that is given such a tensor is run for real, once for all calls with the same layouts, and its fake results are given
-the strides that came out.
+the strides that came out. Of views, too: a fake one may have another stride in a dimension of size 1, which decides what
+counts as channels last for the convolution behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ _KNOWN: dict[Any, _Strides | None] = {}  # by operator and arguments; ``None`` w
 
 def real_strides(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Strides | None:
     """The strides of each tensor that ``func`` returns, ``None`` for what is no tensor; ``None`` where the fake ones hold."""
-    if not _computes(func):
+    if not _computes(func) and not _views(func):
         return None
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -33,15 +35,17 @@ def real_strides(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
         return None
     key = (func, structure, *(_key(leaf) for leaf in leaves))
     if key not in _KNOWN:
-        _KNOWN[key] = _tried(func, leaves, structure, tensors[0].device)
+        device = torch.device("meta") if _views(func) else tensors[0].device  # a view touches no memory
+        _KNOWN[key] = _tried(func, leaves, structure, device)
     known = _KNOWN[key]
     return None if known is None or len(known) != len(_flat(result)) else known
 
 
-def with_strides(result: Any, strides: _Strides, mode: Any) -> Any:
-    """``result`` with tensors of these strides in place of those that have others."""
+def with_strides(func: Any, result: Any, strides: _Strides, mode: Any) -> Any:
+    """What ``func`` returned, with tensors of these strides in place of those that have others."""
+    restrided = _viewed if _views(func) else _restrided
     made = [
-        tensor if stride is None or tensor.stride() == stride else _restrided(tensor, stride, mode)
+        tensor if stride is None or tensor.stride() == stride else restrided(tensor, stride, mode)
         for tensor, stride in zip(_flat(result), strides, strict=True)
     ]
     if isinstance(result, list):
@@ -51,10 +55,16 @@ def with_strides(result: Any, strides: _Strides, mode: Any) -> Any:
 
 def _computes(func: Any) -> bool:
     """Whether the operator returns new memory, and nothing else happens."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
-        return False
-    schema = func._schema
-    return not schema.is_mutable and not any(returned.alias_info is not None for returned in schema.returns)
+    return _is_pure(func) and not any(returned.alias_info is not None for returned in func._schema.returns)
+
+
+def _views(func: Any) -> bool:
+    """Whether the operator returns a view, and nothing else happens."""
+    return _is_pure(func) and len(func._schema.returns) == 1 and func._schema.returns[0].alias_info is not None
+
+
+def _is_pure(func: Any) -> bool:
+    return isinstance(func, torch._ops.OpOverload) and func.namespace == "aten" and not func._schema.is_mutable
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -79,13 +89,8 @@ def _key(leaf: Any) -> Any:
 
 
 def _tried(func: Any, leaves: Sequence[Any], structure: Any, device: torch.device) -> _Strides | None:
-    with (
-        no_dispatch(),
-        torch.no_grad(),
-        generators.kept(device),
-        torch.autocast(device.type, enabled=False),
-    ):
-        real_args, real_kwargs = pytree.tree_unflatten([_stand_in(leaf) for leaf in leaves], structure)
+    with no_dispatch(), torch.no_grad(), _undisturbed(device):
+        real_args, real_kwargs = pytree.tree_unflatten([_stand_in(leaf, device) for leaf in leaves], structure)
         try:
             result = func(*real_args, **real_kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
@@ -93,16 +98,32 @@ def _tried(func: Any, leaves: Sequence[Any], structure: Any, device: torch.devic
         return tuple(tensor.stride() if isinstance(tensor, Tensor) else None for tensor in _flat(result))
 
 
-def _stand_in(leaf: Any) -> Any:
+@contextlib.contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """No casts, and no random numbers are taken."""
+    if device.type == "meta":
+        yield
+    else:
+        with generators.kept(device), torch.autocast(device.type, enabled=False):
+            yield
+
+
+def _stand_in(leaf: Any, device: torch.device) -> Any:
     """Zeros, which are valid indices too."""
     if not isinstance(leaf, Tensor):
         return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).zero_()
+    device = device if device.type == "meta" else leaf.device
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device).zero_()
 
 
 def _restrided(tensor: Tensor, stride: tuple[int, ...], mode: Any) -> Tensor:
     with mode:
         return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+
+
+def _viewed(tensor: Tensor, stride: tuple[int, ...], mode: Any) -> Tensor:
+    with mode:
+        return torch.as_strided(tensor, tensor.shape, stride, tensor.storage_offset())
 
 
 def _flat(result: Any) -> Sequence[Any]:

@@ -53,6 +53,7 @@ class Compiled:
     overwrites: bool
 
 
+_COPYING: set[str] = set()  # digests of kernels that were given tensors in another layout: said once
 _COMPILED: dict[tuple[str, int], Compiled | None] = {}  # by digest and number of threads
 
 
@@ -115,11 +116,28 @@ class Kernel:
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         assert self.code is not None, "compile_kernels comes first"
+        if any(map(_is_laid_out_otherwise, tensors, self.body.inputs)):
+            tensors = tuple(self._laid_out(tensors))
         expected = self.body(*tensors) if checking() else None
         results = self.code(list(tensors))
         if expected is not None:
             self._compare(expected, results)
         return results[0] if len(results) == 1 else tuple(results)
+
+    def _laid_out(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The tensors as the kernel was compiled for them: it would take each element from the wrong place."""
+        for tensor, meta in zip(tensors, self.body.inputs, strict=True):
+            if not _is_laid_out_otherwise(tensor, meta):
+                yield tensor
+                continue
+            if self.digest not in _COPYING:
+                _COPYING.add(self.digest)
+                _LOG.warning(
+                    "a kernel of %s is given a tensor with strides %s where %s were captured: it is copied, which takes memory "
+                    "beyond the plan. Please report it",
+                    ", ".join(self.operators), tensor.stride(), meta.stride,
+                )  # fmt: skip
+            yield torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device).copy_(tensor)
 
     @functools.cached_property
     def keeping(self) -> Callable[..., Any]:
@@ -210,6 +228,13 @@ def _tried(body: Body, code: Code) -> tuple[str, Compiled | None]:
     shared = len(set(storages)) < len(storages) or (not overwrites and set(inputs).intersection(storages))
     complaint = "returns results that share memory" if shared else compare(expected, found, body.strides)
     return complaint, None if complaint else Compiled(code, overwrites)
+
+
+def _is_laid_out_otherwise(tensor: torch.Tensor, meta: TensorMeta) -> bool:
+    have, want = tensor.stride(), meta.stride
+    return have != want and any(
+        size > 1 and one != other for size, one, other in zip(meta.shape, have, want, strict=True)
+    )
 
 
 def _first_line(error: Exception) -> str:
