@@ -161,7 +161,7 @@ def program_costs(program: Program, on_progress: Progress | None = None) -> Cost
             costs = analytical_costs(program)
         else:
             costs = measure_costs(program, on_progress=on_progress)
-    return _with_generator_states(program, costs)
+    return _with_sums_of_views(program, _with_generator_states(program, costs))
 
 
 def _with_generator_states(program: Program, costs: Costs) -> Costs:
@@ -206,15 +206,18 @@ def make_program_plan(
     model: nn.Module | None = None,
     on_progress: Progress | None = None,
     granted_bytes: int = 0,
+    costs: Costs | None = None,
 ) -> Plan:
     """Cost and plan ``program``. Raises ``InfeasibleBudgetError`` where the budget cannot be met.
 
+    ``costs``: those of ``program_costs``, where they are known already.
     ``granted_bytes`` is what an earlier signature of the model was given: a budget in percent is at least that, so that a
     short last batch may use the memory of a full one. Among several processes, one plans for all that ask the same.
     """
 
     def make() -> Plan:
-        return _make_program_plan(program, settings, model, on_progress, granted_bytes)
+        known = program_costs(program, on_progress) if costs is None else costs
+        return _make_program_plan(program, known, settings, model, on_progress, granted_bytes)
 
     if not several_processes():
         return make()
@@ -230,9 +233,13 @@ def several_processes() -> bool:
 
 
 def _make_program_plan(
-    program: Program, settings: Settings, model: nn.Module | None, on_progress: Progress | None, granted_bytes: int
+    program: Program,
+    costs: Costs,
+    settings: Settings,
+    model: nn.Module | None,
+    on_progress: Progress | None,
+    granted_bytes: int,
 ) -> Plan:
-    costs = _with_sums_of_views(program, program_costs(program, on_progress))
     costs = _with_room_between(program, costs, settings.between_bytes)
     unconstrained = simulate(program.graph, costs, keep_all_schedule(program.graph)).peak_bytes
     aside = _reserved_bytes(program, settings, unconstrained, model)

@@ -5,7 +5,7 @@ planned region must not span units, and each unit becomes a region of its own, b
 collectives run exactly where FSDP2 alone runs them, and none can be computed again.
 
 What the regions may take is settled here, before the model is sharded, for the whole model: ``gathers`` knows what FSDP2
-itself holds at every moment, ``surroundings`` what lies around the blocks, ``blocks`` shares the rest among them.
+itself holds at every moment, ``surroundings`` what lies around the blocks, ``lowtide.sharing`` shares the rest among them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lowtide.budget import parse_budget
 from lowtide.capture import capture
 from lowtide.capture.sharded import is_sharded
 from lowtide.errors import PlanError
-from lowtide.integrations.blocks import Block, Part, choose, peak_bytes
 from lowtide.integrations.gathers import Gathers
 from lowtide.integrations.samples import BlockCalls
 from lowtide.integrations.surroundings import moments
 from lowtide.pipeline import Settings, program_costs
 from lowtide.runtime.model import Rematerialized
+from lowtide.sharing import Block, Part, choose, peak_bytes
 
 _LOG = logging.getLogger(__name__)
 

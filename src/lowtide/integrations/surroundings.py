@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from lowtide.integrations.gathers import Gathers
 from lowtide.ir import Costs, Graph, Phase, Schedule, keep_all_schedule, simulate
 from lowtide.ir.schedule import Compute, Free
-
-SCALAR_BYTES = 8  # what runs eagerly may keep a number that an operator was given, as a tensor, for the backward pass
+from lowtide.sharing import SCALAR_BYTES, Moment
 
 _Window = tuple[int, bool]  # a block, and whether it is its backward pass
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """``bytes`` without the blocks' own; the block that is running, or -1; the blocks that hold what they saved; and the one
-    whose backward pass is about to begin, which holds that without its outputs, or -1."""
-
-    bytes: int
-    running: int
-    backward: bool
-    saved: tuple[int, ...]
-    entering: int = -1
 
 
 def moments(graph: Graph, costs: Costs, names: Sequence[str], gathers: Gathers) -> list[Moment]:

@@ -83,6 +83,14 @@ def collect_garbage() -> None:
             break
 
 
+def allocated_bytes(device: torch.device) -> int | None:
+    """What PyTorch's allocator has handed out on ``device`` by now, up to a constant; ``None`` where that is not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    counter = cpu_allocator.install() if device.type == "cpu" else None
+    return None if counter is None else counter.level_bytes
+
+
 def allocation_peak(fn: Callable[[], Any]) -> tuple[int, int]:
     """The cheap form, for the CPU: (peak, level at the end with the result alive), both above the starting level."""
     counter = cpu_allocator.install()

@@ -48,6 +48,7 @@ class ModelCall:
     """The state of one forward pass until its backward pass is done.
 
     ``inputs``: the flat inputs. ``nodes[i]``: the flat inputs whose gradients the i-th node of the chain returns.
+    ``on_backward`` is called when a backward pass comes to it.
     """
 
     executable: Executable
@@ -62,6 +63,7 @@ class ModelCall:
     rng_state: bytearray | None = None
     generator: Any = None
     received: bool = False
+    on_backward: Callable[[], None] | None = None
     device_type: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,6 +90,8 @@ class ModelCall:
 
         A backward pass to some of the inputs alone runs some of the stages; whatever comes after it starts over.
         """
+        if self.on_backward is not None:
+            self.on_backward()
         program, lowered = self.executable.program, self.executable.lowered
         again = self.generator is None or self.received or not _expected(program, gradients)
         self._check_unmodified(lowered.reads if again else lowered.reads_after)
