@@ -16,6 +16,7 @@ from torch import nn
 import lowtide
 from lowtide.backend import backend
 from lowtide.backend.compile import shared_budget
+from lowtide.backend.shared import SharingGraph
 
 # Dynamo looks at .grad of what one graph hands to the next.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -155,6 +156,25 @@ def test_a_percentage_is_of_all_graphs(caplog: pytest.LogCaptureFixture) -> None
     assert "graph 1 of the step needs" in caplog.text
     model.zero_grad()
     assert lowtide.measure(_step, compiled, x).peak_bytes <= _budget(plain, x, 0.6)
+
+
+def test_a_first_step_that_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    plain = _SmallFirst()
+    model, x = copy.deepcopy(plain), torch.randn(ROWS, WIDTH)
+    compiled = _compile(model, "60%")
+
+    def refuse(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharingGraph, "run", refuse)
+        with pytest.raises(KeyboardInterrupt):
+            _step(compiled, x)
+    for seed in range(3):
+        _step(plain, x, seed)
+        _step(compiled, x, seed)
+        _assert_same_gradients(plain, model)
 
 
 def test_a_percentage_that_a_single_graph_cannot_meet() -> None:

@@ -188,12 +188,13 @@ class SharedBudget:
         return make_program_plan(program, dataclasses.replace(self.settings, budget=budget, reserve=0), costs=costs)
 
     def _gradients(self, entry: Entry, inputs: Sequence[torch.Tensor]) -> list[Gradient]:
-        numbers = {id(one.call()): one.number for one in self.ran}
+        numbers = {id(call): one.number for one in self.ran if (call := one.call()) is not None}
         graph, sizes = entry.program.graph, entry.plan.costs.storage_bytes
         found = []
         for position, value in entry.program.gradients:
             made_by = inputs[position].grad_fn
-            maker = numbers.get(id(getattr(made_by, "call", None)), -1)
+            call = getattr(made_by, "call", None)
+            maker = -1 if call is None else numbers.get(id(call), -1)
             leaf = id(inputs[position]) if made_by is None else 0
             found.append(Gradient(int(sizes[graph.values[value].storage]), leaf, maker))
         return found
@@ -232,6 +233,8 @@ class SharedBudget:
         self.exceeded = False
         self._peaks.clear()
         self._saved_bytes.clear()
+        if not self.ran:  # the step was broken off
+            return
         entries = list(dict.fromkeys(one.entry for one in self.ran))
         blocks = [_block(entry) for entry in entries]
         between = self._between(self.ran)
