@@ -69,16 +69,26 @@ def _step(model: Any, x: torch.Tensor, seed: int = 0) -> None:
     model(x).backward()
 
 
+def _peak(model: Any, x: torch.Tensor) -> int:
+    model.zero_grad()
+    return lowtide.measure(_step, model, x).peak_bytes
+
+
 def _budget(plain: nn.Module, x: torch.Tensor, share: float) -> int:
-    for parameter in plain.parameters():
-        parameter.grad = None
-    return int(share * lowtide.measure(_step, plain, x).peak_bytes)
+    return int(share * _peak(plain, x))
 
 
 def _assert_same_gradients(plain: nn.Module, compiled: nn.Module) -> None:
     for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
         assert torch.equal(one.grad, other.grad)
+
+
+def _train_alike(plain: nn.Module, model: nn.Module, compiled: Any, x: torch.Tensor, steps: int = 3) -> None:
+    for seed in range(steps):
+        _step(plain, x, seed)
+        _step(compiled, x, seed)
+        _assert_same_gradients(plain, model)
 
 
 def _compile(model: nn.Module, budget: int | str, compiler: str = "eager") -> Any:
@@ -89,12 +99,8 @@ def test_one_graph() -> None:
     plain, model, x = _pair(dropout=0.2)
     budget = _budget(plain, x, 0.5)
     compiled = _compile(model, budget)
-    for seed in range(3):
-        _step(plain, x, seed)
-        _step(compiled, x, seed)
-        _assert_same_gradients(plain, model)
-    model.zero_grad()
-    assert lowtide.measure(_step, compiled, x).peak_bytes <= budget
+    _train_alike(plain, model, compiled, x)
+    assert _peak(compiled, x) <= budget
 
 
 def test_gradients_of_another_layout_than_expected(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,13 +128,8 @@ def test_graphs_share_the_budget(share: float) -> None:
     plain, model, x = _pair(breaks=True)
     budget = _budget(plain, x, share)
     compiled = _compile(model, budget)
-    for seed in range(3):
-        _step(plain, x, seed)
-        _step(compiled, x, seed)
-        _assert_same_gradients(plain, model)
-    model.zero_grad()
-    measured = lowtide.measure(_step, compiled, x).peak_bytes
-    assert budget / 2 < measured <= budget
+    _train_alike(plain, model, compiled, x)
+    assert budget / 2 < _peak(compiled, x) <= budget
 
 
 class _SmallFirst(nn.Module):
@@ -149,13 +150,9 @@ def test_a_percentage_is_of_all_graphs(caplog: pytest.LogCaptureFixture) -> None
     plain = _SmallFirst()
     model, x = copy.deepcopy(plain), torch.randn(ROWS, WIDTH)
     compiled = _compile(model, "60%")
-    for seed in range(3):
-        _step(plain, x, seed)
-        _step(compiled, x, seed)
-        _assert_same_gradients(plain, model)
+    _train_alike(plain, model, compiled, x)
     assert "graph 1 of the step needs" in caplog.text
-    model.zero_grad()
-    assert lowtide.measure(_step, compiled, x).peak_bytes <= _budget(plain, x, 0.6)
+    assert _peak(compiled, x) <= _budget(plain, x, 0.6)
 
 
 def test_a_first_step_that_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,10 +168,7 @@ def test_a_first_step_that_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(SharingGraph, "run", refuse)
         with pytest.raises(KeyboardInterrupt):
             _step(compiled, x)
-    for seed in range(3):
-        _step(plain, x, seed)
-        _step(compiled, x, seed)
-        _assert_same_gradients(plain, model)
+    _train_alike(plain, model, compiled, x)
 
 
 def test_a_percentage_that_a_single_graph_cannot_meet() -> None:
@@ -194,8 +188,7 @@ def test_budget_too_small_for_the_graphs_together() -> None:
     compiled = _compile(model, budget)
     for _ in range(2):
         _step(compiled, x)
-    model.zero_grad()
-    assert lowtide.measure(_step, compiled, x).peak_bytes <= budget
+    assert _peak(compiled, x) <= budget
 
 
 class _Keeping(torch.autograd.Function):
@@ -232,12 +225,8 @@ def test_what_code_between_the_graphs_holds_counts() -> None:
     model = copy.deepcopy(plain)
     budget = _budget(plain, x, 0.7)
     compiled = _compile(model, budget)
-    for seed in range(4):
-        _step(plain, x, seed)
-        _step(compiled, x, seed)
-        _assert_same_gradients(plain, model)
-    model.zero_grad()
-    assert budget / 2 < lowtide.measure(_step, compiled, x).peak_bytes <= budget
+    _train_alike(plain, model, compiled, x, steps=4)
+    assert budget / 2 < _peak(compiled, x) <= budget
 
 
 class _Repeated(nn.Module):
@@ -266,13 +255,9 @@ def test_gradients_of_what_several_graphs_read_count_once() -> None:
     budget = _budget(plain, x, 1.1)  # too small for five gradients
     options = {"budget": budget, "planner": PLANNER, "compiler": "eager"}
     compiled = torch.compile(model, backend=backend, options=options)
-    for _ in range(3):
-        _step(plain, x)
-        _step(compiled, x)
-        _assert_same_gradients(plain, model)
+    _train_alike(plain, model, compiled, x)
     assert len(shared_budget(options).ran) == 5
-    model.zero_grad()
-    assert lowtide.measure(_step, compiled, x).peak_bytes <= budget
+    assert _peak(compiled, x) <= budget
 
 
 def test_shapes_that_alternate_keep_their_plans(caplog: pytest.LogCaptureFixture) -> None:
@@ -285,9 +270,7 @@ def test_shapes_that_alternate_keep_their_plans(caplog: pytest.LogCaptureFixture
             if turn == 4:
                 caplog.clear()
             rows = x[: ROWS // (1 + turn % 2)]
-            _step(plain, rows)
-            _step(compiled, rows)
-            _assert_same_gradients(plain, model)
+            _train_alike(plain, model, compiled, rows, steps=1)
     assert "planned" not in caplog.text
 
 
@@ -362,8 +345,7 @@ def test_options_that_are_changed_belong_to_another_budget() -> None:
         _, model, x = _pair()
         compiled = torch.compile(model, backend=backend, options=options)
         _step(compiled, x)
-        model.zero_grad()
-        peaks.append(lowtide.measure(_step, compiled, x).peak_bytes)
+        peaks.append(_peak(compiled, x))
     assert peaks[1] <= 0.5 * peaks[0] + 1024
 
 
@@ -419,9 +401,7 @@ def test_other_shapes_are_planned() -> None:
     plain, model, x = _pair()
     compiled = _compile(model, "60%")
     for rows in (ROWS, 100, 64):
-        _step(plain, x[:rows])
-        _step(compiled, x[:rows])
-        _assert_same_gradients(plain, model)
+        _train_alike(plain, model, compiled, x[:rows], steps=1)
 
 
 def test_without_gradients() -> None:
