@@ -7,11 +7,11 @@ between the graphs may hold memory, too; that is measured, where a pass of a gra
 
     between(i) + sum of saved(j) for j < i  +  peak(i)  +  gradients left by j > i   <=   budget
 
-A graph becomes known when it is first called: it gets what the graphs before it leave. Where that does not suffice, the step goes
-on with the lowest plan that the graph has (said in the log). After such a step, and after one in which the inequality did not hold
-(a graph that is known ran a second time, or at another shape, before the backward pass), all graphs are planned together
-(``lowtide.sharing``). A budget in percent grows with the graphs that are known, so where Dynamo says that more will come, the
-first cannot fail it either.
+A graph becomes known when it is first called: it gets what the graphs before it leave. Where that does not suffice, the step
+goes on with the lowest plan that the graph has (said in the log). After such a step, and after one in which the inequality did
+not hold (a graph that is known ran a second time, or at another shape, before the backward pass), all graphs are planned
+together (``lowtide.sharing``). A budget in percent grows with the graphs that are known, so where Dynamo says that more will
+come, the first cannot fail it either.
 """
 
 from __future__ import annotations
