@@ -16,15 +16,16 @@ from torch import nn
 
 from lowtide import __version__, plan_cache
 from lowtide.budget import is_percentage, parse_budget
-from lowtide.capture import Program, capture
-from lowtide.capture.places import Place
-from lowtide.capture.results import GradientMask
+from lowtide.capture import capture
+from lowtide.capture.python_state.paths import Place
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.cache import cache_folder
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.planning import Plan, make_plan
+from lowtide.program import Program
+from lowtide.program.results import GradientMask
 from lowtide.solve import check_seed, get_planner
 from lowtide.stages import stage
 

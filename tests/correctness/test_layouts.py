@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lowtide.capture import Program, capture
+from lowtide.capture import capture
 from lowtide.cost.signature import map_refs
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.program import Program
 from tests.support.networks import generator
 from tests.support.training import compare_training
 

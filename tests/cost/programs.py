@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lowtide.capture.program import Call, Program, Ref, TensorMeta
 from lowtide.ir import Graph, Op, Phase, Storage, Value
+from lowtide.program.program import Call, Program, Ref, TensorMeta
 
 
 def program_of(*calls: tuple[Any, ...], **inputs: torch.Tensor) -> Program:

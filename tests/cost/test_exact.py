@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.capture import Program, capture
-from lowtide.capture.overwrites import written_form
-from lowtide.capture.program import Ref
+from lowtide.capture import capture
 from lowtide.cost import CostCache, measure_costs
 from lowtide.cost.signature import map_refs, target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.ir import Compute, Costs, Free, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.program import Program
+from lowtide.program.overwrites import written_form
+from lowtide.program.program import Ref
 from lowtide.runtime import cpu_allocator
 from lowtide.runtime.meter import collect_garbage
 

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.capture import Program, capture
+from lowtide.capture import capture
 from lowtide.fusion import Kernel, checked, fuse, kernel, rewrite
 from lowtide.ir import Compute, Op, keep_all_schedule, simulate
 from lowtide.lower import lower
+from lowtide.program import Program
 from tests.support.overwriting import without_overwriting
 
 

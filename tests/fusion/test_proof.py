@@ -13,11 +13,12 @@ from torch import nn
 
 import lowtide
 from benchmarks.models import MODELS, QUICK
-from lowtide.capture import Program, capture
-from lowtide.capture.program import Call, Ref
+from lowtide.capture import capture
 from lowtide.fusion import Kernel, rewrite, split_norms
 from lowtide.fusion.proof import check_same
 from lowtide.ir.graph import UPDATE_TARGET
+from lowtide.program import Program
+from lowtide.program.program import Call, Ref
 
 
 class _Net(nn.Module):

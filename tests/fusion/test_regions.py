@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.capture import Program, capture
+from lowtide.capture import capture
 from lowtide.fusion import Kernel, rewrite, split_norms
 from lowtide.ir import check, is_view, keep_all_schedule
+from lowtide.program import Program
 
 
 class _TanhGelu(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.capture import Program, capture
+from lowtide.capture import capture
 from lowtide.cost import CostCache
 from lowtide.cost.cache import Record
 from lowtide.cost.measured import synthetic_arguments
@@ -19,6 +19,7 @@ from lowtide.cost.signature import signature
 from lowtide.fusion import autotune, autotuned, checked
 from lowtide.fusion.proof import check_same
 from lowtide.fusion.routines import Routine, disagreement, routines
+from lowtide.program import Program
 from tests.support.networks import WithLoss
 from tests.support.training import compare_training
 

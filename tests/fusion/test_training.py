@@ -11,10 +11,10 @@ from torch import nn
 
 import lowtide
 from lowtide import pipeline
-from lowtide.capture import Program
 from lowtide.cost import analytical_costs
 from lowtide.fusion import Kernel
 from lowtide.pipeline import Settings, captured_program, fused
+from lowtide.program import Program
 from tests.support.networks import WithLoss, residual_blocks, rows
 from tests.support.training import compare_training, prepared
 

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 import lowtide
-from lowtide.capture import Program, capture
+from lowtide.capture import capture
 from lowtide.integrations import agreement
 from lowtide.pipeline import Settings, make_program_plan
+from lowtide.program import Program
 from tests.support.networks import WithLoss, perceptron, rows
 
 

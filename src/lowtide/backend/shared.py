@@ -28,13 +28,13 @@ from typing import Any
 import torch
 
 from lowtide.budget import is_percentage, parse_budget
-from lowtide.capture import Program
-from lowtide.capture.results import GradientMask
 from lowtide.errors import InfeasibleBudgetError, NoGradientError
 from lowtide.ir import Costs, keep_all_schedule, simulate
 from lowtide.lower import lower
 from lowtide.pipeline import Settings, check_device, fused, make_program_plan, program_costs, with_aside
 from lowtide.planning import Plan, make_plan
+from lowtide.program import Program
+from lowtide.program.results import GradientMask
 from lowtide.runtime.meter import allocated_bytes
 from lowtide.runtime.model import Entry, Rematerialized, Sample
 from lowtide.runtime.step import ModelCall

@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from lowtide.batches.samples import Samples
-from lowtide.capture import Program, capture
+from lowtide.capture import capture
 from lowtide.cost import analytical_costs
 from lowtide.ir import Costs, Graph
 from lowtide.pipeline import Progress, free_memory, program_costs, resident_bytes
+from lowtide.program import Program
 
 SMALL_BATCHES = (2, 8)
 

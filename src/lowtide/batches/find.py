@@ -13,11 +13,11 @@ from lowtide.batches.samples import MakeSample, Samples
 from lowtide.batches.search import largest
 from lowtide.batches.verify import measured_peak
 from lowtide.budget import is_amount, is_percentage, parse_budget
-from lowtide.capture import Program
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Schedule, keep_all_schedule, simulate
 from lowtide.pipeline import Progress, Settings, free_memory, require_module
 from lowtide.planning import Plan
+from lowtide.program import Program
 from lowtide.solve import Problem, Solution, format_spec, get_planner, solve, working_set_bound
 
 _LOG = logging.getLogger(__name__)

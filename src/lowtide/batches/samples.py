@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lowtide.capture import structure
 from lowtide.errors import PlanError
+from lowtide.program import structure
 
 Sample: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 MakeSample: TypeAlias = Callable[[int], Sample]

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from lowtide.batches.samples import Sample
-from lowtide.capture import Program
 from lowtide.capture.capture import flat_arguments
-from lowtide.capture.module import model_state
-from lowtide.capture.results import GradientMask
+from lowtide.capture.traced_model import model_state
 from lowtide.errors import ExecutionError
 from lowtide.lower import Lowered, lower
 from lowtide.planning import Plan
+from lowtide.program import Program
+from lowtide.program.results import GradientMask
 from lowtide.runtime.meter import measure
 from lowtide.runtime.step import Executable, run
 

@@ -18,15 +18,18 @@ from torch._functorch._aot_autograd import descriptors as d
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lowtide.capture import attributes, structure
-from lowtide.capture.autocast import is_kept, share_casts
-from lowtide.capture.convert import Converted, convert
-from lowtide.capture.draws import Recorder
-from lowtide.capture.fake import AnsweringFakeMode, fakes_of
-from lowtide.capture.followed import Followed, follow_places, holding
-from lowtide.capture.guards import Guards, Outer, outer_variables
-from lowtide.capture.joint import export_joint
-from lowtide.capture.module import (
+from lowtide.capture.convert.convert import Converted, convert
+from lowtide.capture.python_state import attributes
+from lowtide.capture.python_state.draws import Recorder
+from lowtide.capture.python_state.followed import Followed, follow_places, holding
+from lowtide.capture.python_state.guards import Guards, Outer, outer_variables
+from lowtide.capture.python_state.paths import Place, of_modules, sharing, tensors_in
+from lowtide.capture.python_state.rehearsal import Effects, rehearse
+from lowtide.capture.sharded import refuse_sharded_parts
+from lowtide.capture.trace.autocast import is_kept, share_casts
+from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
+from lowtide.capture.trace.joint import export_joint
+from lowtide.capture.traced_model import (
     NO_SAVED_TENSORS_HOOKS,
     State,
     TracedModel,
@@ -36,15 +39,13 @@ from lowtide.capture.module import (
     model_state,
     period_of_casts,
 )
-from lowtide.capture.overwrites import with_overwrites
-from lowtide.capture.places import Place, of_modules, sharing, tensors_in
-from lowtide.capture.program import Conditions, Program
-from lowtide.capture.rehearsal import Effects, rehearse
-from lowtide.capture.results import GradientMask, Result
-from lowtide.capture.sharded import refuse_sharded_parts
 from lowtide.errors import CaptureError, LowtideError, NoGradientError, PlanError
 from lowtide.ir import Graph
 from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.program import structure
+from lowtide.program.overwrites import with_overwrites
+from lowtide.program.program import Conditions, Program
+from lowtide.program.results import GradientMask, Result
 
 _MEANINGS = {  # what PyTorch says, in words that help
     "data is not allocated yet": "an operator reads the values of a tensor, which there are none of yet (F.ctc_loss does where "
@@ -261,7 +262,7 @@ def _check(model: nn.Module, state: State, tensors: Sequence[torch.Tensor]) -> N
 def _capture_error(error: Exception) -> CaptureError:
     source = ""
     frame = error.__traceback__
-    from lowtide.capture.source import is_user_file
+    from lowtide.program.source import is_user_file
 
     while frame is not None:
         if is_user_file(frame.tb_frame.f_code.co_filename):

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from lowtide.capture.program import Program, Ref, TensorMeta
 from lowtide.cost.columns import storage_bytes
 from lowtide.cost.devices import Device, get_device
 from lowtide.cost.signature import map_refs, target_name
 from lowtide.ir import Costs, is_view
 from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.program.program import Program, Ref, TensorMeta
 
 _COPYING = ("convolution", "attention", "sort", "topk", "index_put", "scatter", "unique", "cum", "fft", "linalg")
 _WRAPPED_NUMBER_BYTES = 16

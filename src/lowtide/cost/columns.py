@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowtide.capture.program import Program
+from lowtide.program.program import Program
 
 _CUDA_GRANULARITY_BYTES = 512
 

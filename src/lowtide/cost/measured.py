@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from lowtide.capture.overwrites import overwritten_argument
-from lowtide.capture.program import Call, Program, Ref
 from lowtide.cost.analytical import operator_time_ns, spare_workspace_bytes
 from lowtide.cost.cache import CostCache, Record, device_name
 from lowtide.cost.columns import program_device, round_up, storage_bytes
@@ -28,6 +26,8 @@ from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.cost.timing import time_call
 from lowtide.ir import Costs, Op
 from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.program.overwrites import overwritten_argument
+from lowtide.program.program import Call, Program, Ref
 
 _LOG = logging.getLogger(__name__)
 _BUDGET_NS = 15_000_000  # per signature

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lowtide.capture.program import Call, Program, Ref, TensorMeta
+from lowtide.program.program import Call, Program, Ref, TensorMeta
 
 ALIGNMENT_BYTES = 64
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lowtide.capture.program import TensorMeta
 from lowtide.cost.signature import ALIGNMENT_BYTES
+from lowtide.program.program import TensorMeta
 
 _PATTERN_ELEMENTS = 1 << 16
 

@@ -16,7 +16,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lowtide.budget import is_amount, is_percentage, parse_budget
-from lowtide.capture.source import user_source
 from lowtide.dynamic import threads, touch
 from lowtide.dynamic.engine import Engine
 from lowtide.dynamic.operators import Operator
@@ -26,6 +25,7 @@ from lowtide.dynamic.tally import Tally
 from lowtide.dynamic.uncompiled import as_written, uncompiled
 from lowtide.errors import ExecutionError, OnlineBudgetError, PlanError
 from lowtide.eviction import HEURISTICS, Pool
+from lowtide.program.source import user_source
 from lowtide.report.units import format_bytes
 from lowtide.solve import check_seed
 from lowtide.trace import TraceWriter

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.capture.generators import default_generator
+from lowtide.program.generators import default_generator
 
 Saved = tuple[torch.Generator, bytes]
 

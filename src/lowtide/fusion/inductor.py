@@ -28,8 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from lowtide.capture.program import TensorMeta
 from lowtide.fusion.kernel import Body, Code
+from lowtide.program.program import TensorMeta
 
 # Asserts on sizes run at every call; kernels are compared with their operators once instead.
 _SETTINGS = {"size_asserts": False, "nan_asserts": False, "alignment_asserts": False, "fallback_random": True}

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from lowtide.capture.program import Call, Program, Ref, TensorMeta
 from lowtide.cost.signature import map_refs, target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.errors import CompiledMismatchError, PlanError
+from lowtide.program.program import Call, Program, Ref, TensorMeta
 
 _LOG = logging.getLogger(__name__)
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from lowtide.capture.program import Program, Ref
 from lowtide.ir import Op, is_view
 from lowtide.ir.graph import UPDATE_TARGET
+from lowtide.program.program import Program, Ref
 
 
 class Kind(enum.Enum):

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-from lowtide.capture.program import Call, Program, Ref
 from lowtide.errors import CompiledMismatchError
 from lowtide.fusion.kernel import Kernel
 from lowtide.fusion.routines import stands_for
 from lowtide.ir import Op
 from lowtide.ir.graph import UPDATE_TARGET
+from lowtide.program.program import Call, Program, Ref
 
 Numbers = dict[Hashable, int]
 

@@ -16,9 +16,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lowtide.capture.program import Program
 from lowtide.fusion.kinds import ALONE, Kind, kinds, operator_name
 from lowtide.ir import Op
+from lowtide.program.program import Program
 
 _LONGEST = 48  # operators that may be computed again in a reader
 _NEAR = 8  # calls by which a kernel may keep what it reads for longer than its operators would

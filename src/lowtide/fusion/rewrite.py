@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from lowtide.capture.overwrites import fills_its_storage, with_overwrites
-from lowtide.capture.program import Call, Program, Ref, TensorMeta
 from lowtide.fusion.kernel import Body, Kernel, Line, compile_kernels
 from lowtide.fusion.kinds import Kind
 from lowtide.fusion.proof import check_same
 from lowtide.fusion.regions import Reading, Region, find_regions, read_program
 from lowtide.ir import Graph, Op, Phase, Storage, Value
+from lowtide.program.overwrites import fills_its_storage, with_overwrites
+from lowtide.program.program import Call, Program, Ref, TensorMeta
 
 
 def fuse(program: Program, on_progress: Callable[[str, float], None] | None = None) -> Program:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from lowtide.capture.program import Call, Program, Ref, TensorMeta
 from lowtide.errors import CompiledMismatchError
 from lowtide.fusion.kernel import checking, compare
 from lowtide.fusion.kinds import operator_name
+from lowtide.program.program import Call, Program, Ref, TensorMeta
 
 _FEWEST_ROWS = 32  # of a part: fewer are not worth a call
 _WIDE = 16  # floats in the widest vector register

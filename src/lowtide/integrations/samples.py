@@ -10,9 +10,9 @@ from torch import nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.capture import structure
-from lowtide.capture.fake import known_value
+from lowtide.capture.trace.fake import known_value
 from lowtide.errors import PlanError
+from lowtide.program import structure
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 
-from lowtide.capture import targets
-from lowtide.capture.overwrites import keeping, written_form
-from lowtide.capture.program import Call, Program, Ref
 from lowtide.cost.columns import storage_bytes
 from lowtide.ir import Compute, Costs, Free, Op, RestoreRng, SaveRng, Schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET, UPDATE_TARGET
 from lowtide.lower import random
 from lowtide.lower.stages import Stage, stages
+from lowtide.program import targets
+from lowtide.program.overwrites import keeping, written_form
+from lowtide.program.program import Call, Program, Ref
 
 Step = Generator[list[torch.Tensor], None, None]
 _FILES = itertools.count()

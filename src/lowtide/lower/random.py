@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lowtide.capture.generators import default_generator
+from lowtide.program.generators import default_generator
 
 
 def save(device: torch.device) -> bytearray:

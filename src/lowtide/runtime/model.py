@@ -19,18 +19,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-from lowtide.capture import Program, attributes, registered, structure
 from lowtide.capture.capture import flat_arguments
-from lowtide.capture.followed import held_tensors
-from lowtide.capture.module import model_state
-from lowtide.capture.places import Place, value_at
-from lowtide.capture.program import Conditions
-from lowtide.capture.results import GradientMask
+from lowtide.capture.python_state import attributes, registered
+from lowtide.capture.python_state.followed import held_tensors
+from lowtide.capture.python_state.paths import Place, value_at
+from lowtide.capture.traced_model import model_state
 from lowtide.dynamic.context import is_inside, online
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.lower import Lowered, lower
 from lowtide.pipeline import Settings, captured_program, planned_program
 from lowtide.planning import Plan
+from lowtide.program import Program, structure
+from lowtide.program.program import Conditions
+from lowtide.program.results import GradientMask
 from lowtide.runtime.signature import Arguments, Signature, describe, signature
 from lowtide.runtime.step import run
 from lowtide.stages import itemised, stage, stage_seconds

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture.autocast import is_kept
-from lowtide.capture.keys import fingerprint, tensor_key
+from lowtide.capture.trace.autocast import is_kept
+from lowtide.program.keys import fingerprint, tensor_key
 
 Signature = tuple[Any, ...]
 

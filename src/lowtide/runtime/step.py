@@ -21,13 +21,13 @@ import torch
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd.function import once_differentiable
 
-from lowtide.capture.codes import is_trusted
-from lowtide.capture.program import Program
-from lowtide.capture.results import GradientMask, Result
+from lowtide.capture.python_state.codes import is_trusted
 from lowtide.errors import ExecutionError
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.lower import Lowered
 from lowtide.lower import random as rng
+from lowtide.program.program import Program
+from lowtide.program.results import GradientMask, Result
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__  # with the inputs whose gradients are asked for
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture import structure
 from lowtide.capture.sharded import is_bookkeeping
+from lowtide.program import structure
 
 OWN = frozenset(vars(nn.Module()))  # what every module has
 DEPTH = 3  # of objects in objects

@@ -25,10 +25,10 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._mode_utils import no_dispatch
 
-from lowtide.capture import fakes
-from lowtide.capture.layouts import real_strides, with_strides
-from lowtide.capture.source import user_source
+from lowtide.capture.trace import fake_kernels as fakes
+from lowtide.capture.trace.real_strides import real_strides, with_strides
 from lowtide.errors import CaptureError
+from lowtide.program.source import user_source
 
 _ATEN = torch.ops.aten
 _MAXIMUM_ELEMENTS = 1 << 24

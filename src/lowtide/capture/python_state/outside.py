@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lowtide.capture import structure
-from lowtide.capture.codes import codes, full_name, is_standard, is_trusted, named_by, parts_of
+from lowtide.capture.python_state.codes import codes, full_name, is_standard, is_trusted, named_by, parts_of
+from lowtide.program import structure
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH = 5  # of containers, objects and functions in each other

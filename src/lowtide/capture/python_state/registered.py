@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lowtide.capture.places import named
+from lowtide.capture.python_state.paths import named
 from lowtide.errors import CaptureError
 
 

@@ -34,8 +34,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lowtide.capture import structure
-from lowtide.capture.places import (
+from lowtide.capture.python_state.paths import (
     ABSENT,
     Place,
     around,
@@ -47,6 +46,7 @@ from lowtide.capture.places import (
     value_at,
 )
 from lowtide.errors import CaptureError
+from lowtide.program import structure
 
 _LOG = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lowtide.capture.program import Program, Ref, TensorMeta
+from lowtide.program.program import Program, Ref, TensorMeta
 
 # Their means and sums are one element at the start of a storage of all of them.
 _WIDE = {"binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"}

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowtide.capture.structure import (
+from lowtide.program.structure import (
     CONTAINERS,
     MOST_LOOKED_AT,
     PLAIN,

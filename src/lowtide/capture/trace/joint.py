@@ -19,8 +19,8 @@ from torch._functorch._aot_autograd import graph_capture
 from torch._higher_order_ops import effects
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from lowtide.capture.inplace import keeping_layouts
-from lowtide.capture.replaced import replaced, wrapped
+from lowtide.capture.trace.inplace import keeping_layouts
+from lowtide.capture.trace.patches import replaced, wrapped
 from lowtide.errors import CaptureError
 
 

@@ -17,9 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lowtide.capture import structure
-from lowtide.capture.codes import cells_of, defaults_of, full_name, is_installed, is_standard, names_in, parts_of
-from lowtide.capture.places import ABSENT, MOST_OBJECTS
+from lowtide.capture.python_state.codes import (
+    cells_of,
+    defaults_of,
+    full_name,
+    is_installed,
+    is_standard,
+    names_in,
+    parts_of,
+)
+from lowtide.capture.python_state.paths import ABSENT, MOST_OBJECTS
+from lowtide.program import structure
 
 _DEPTH = 6  # of functions in functions, and of objects in objects
 _MOST_ITEMS = 256  # of a container that is compared

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lowtide.capture import structure
-from lowtide.capture.places import Place, of_modules, root, tensors_in, value_at
+from lowtide.capture.python_state.paths import Place, of_modules, root, tensors_in, value_at
+from lowtide.program import structure
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture.attributes import Setting
-from lowtide.capture.draws import Draws, Recorder
-from lowtide.capture.followed import Followed
-from lowtide.capture.guards import Guards
-from lowtide.capture.keys import fingerprint
-from lowtide.capture.places import Place
-from lowtide.capture.registered import Registered
-from lowtide.capture.rehearsal import Effects
-from lowtide.capture.results import Result
+from lowtide.capture.python_state.attributes import Setting
+from lowtide.capture.python_state.draws import Draws, Recorder
+from lowtide.capture.python_state.followed import Followed
+from lowtide.capture.python_state.guards import Guards
+from lowtide.capture.python_state.paths import Place
+from lowtide.capture.python_state.registered import Registered
+from lowtide.capture.python_state.rehearsal import Effects
 from lowtide.ir import Graph
+from lowtide.program.keys import fingerprint
+from lowtide.program.results import Result
 
 
 @dataclass(frozen=True, slots=True)

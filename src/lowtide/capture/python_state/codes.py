@@ -17,7 +17,7 @@ _TRUSTED = (__name__.partition(".")[0] + ".", "torch.")  # whose code knows what
 _LIBRARIES = tuple({*site.getsitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<frozen"})
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
-_OURS = str(Path(__file__).parent.parent)
+_OURS = str(Path(__file__).parents[2])
 
 
 class Names(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from lowtide.capture.fake import is_empty
+from lowtide.capture.trace.fake import is_empty
 
 _ATEN = torch.ops.aten
 _COPIED_BACK = {

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd import descriptors as d
 
-from lowtide.capture.replaced import wrapped
+from lowtide.capture.trace.patches import wrapped
 
 _ATEN = torch.ops.aten
 _TO_COPY = _ATEN._to_copy.default

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lowtide.capture.replaced import wrapped
+from lowtide.capture.trace.patches import wrapped
 from lowtide.errors import CaptureError
 
 GENERATORS: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)  # those that all share

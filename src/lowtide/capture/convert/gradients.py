@@ -15,10 +15,10 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd import descriptors as d
 
-from lowtide.capture import targets
-from lowtide.capture.columns import Builder, owned
-from lowtide.capture.program import Call, Ref, TensorMeta
+from lowtide.capture.convert.builder import Builder, owned
 from lowtide.ir import Op, Phase
+from lowtide.program import targets
+from lowtide.program.program import Call, Ref, TensorMeta
 
 
 class Gradients:

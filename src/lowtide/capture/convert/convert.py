@@ -19,15 +19,15 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd import descriptors as d
 
-from lowtide.capture import targets
-from lowtide.capture.columns import Builder, owned
-from lowtide.capture.fake import UNINITIALISED
-from lowtide.capture.gradients import Gradients
-from lowtide.capture.module import origin
-from lowtide.capture.program import Call, Ref
+from lowtide.capture.convert.builder import Builder, owned
+from lowtide.capture.convert.gradients import Gradients
+from lowtide.capture.trace.fake import UNINITIALISED
+from lowtide.capture.traced_model import origin
 from lowtide.errors import CaptureError
 from lowtide.ir import Op, Phase
 from lowtide.ir.graph import TANGENT_TARGET, UPDATE_TARGET
+from lowtide.program import targets
+from lowtide.program.program import Call, Ref
 
 _ATEN = torch.ops.aten
 _ALIASES = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default}

@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-from lowtide.capture import generators
+from lowtide.program import generators
 
 _Strides = tuple[tuple[int, ...] | None, ...]
 _KNOWN: dict[Any, _Strides | None] = {}  # by operator and arguments; ``None`` where the operator does not run so

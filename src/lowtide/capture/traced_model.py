@@ -23,20 +23,21 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.capture import attributes, draws, structure
-from lowtide.capture.autocast import Period, periods_of_casts
-from lowtide.capture.caches import clear_caches_of_fakes
-from lowtide.capture.draws import Recorder
-from lowtide.capture.fake import known_value
-from lowtide.capture.followed import held_tensors
-from lowtide.capture.guards import accesses
-from lowtide.capture.outside import ARGUMENT, Reached, hooks_of
-from lowtide.capture.places import Place
-from lowtide.capture.registered import Registered, declared_buffers, new_buffers, registered
-from lowtide.capture.results import GradientMask, Outputs, View, below
+from lowtide.capture.python_state import attributes, draws
+from lowtide.capture.python_state.caches import clear_caches_of_fakes
+from lowtide.capture.python_state.draws import Recorder
+from lowtide.capture.python_state.followed import held_tensors
+from lowtide.capture.python_state.guards import accesses
+from lowtide.capture.python_state.outside import ARGUMENT, Reached, hooks_of
+from lowtide.capture.python_state.paths import Place
+from lowtide.capture.python_state.registered import Registered, declared_buffers, new_buffers, registered
 from lowtide.capture.sharded import copy_module
-from lowtide.capture.source import user_source
+from lowtide.capture.trace.autocast import Period, periods_of_casts
+from lowtide.capture.trace.fake import known_value
 from lowtide.errors import CaptureError
+from lowtide.program import structure
+from lowtide.program.results import GradientMask, Outputs, View, below
+from lowtide.program.source import user_source
 
 NO_SAVED_TENSORS_HOOKS = (
     "the model checkpoints or offloads activations by itself (torch.utils.checkpoint, saved_tensors_hooks), which a plan "

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lowtide.capture.program import Call, TensorMeta
 from lowtide.ir import Op, Storage, Value
+from lowtide.program.program import Call, TensorMeta
 
 
 @dataclass

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from lowtide.capture import structure
-from lowtide.capture.keys import tensor_key
-from lowtide.capture.outside import hooks_of
-from lowtide.capture.places import ABSENT, DEPTH, MOST_OBJECTS, OWN, Place, locate, named
-from lowtide.capture.variables import Variable, variables_of
+from lowtide.capture.python_state.outside import hooks_of
+from lowtide.capture.python_state.paths import ABSENT, DEPTH, MOST_OBJECTS, OWN, Place, locate, named
+from lowtide.capture.python_state.variables import Variable, variables_of
+from lowtide.program import structure
+from lowtide.program.keys import tensor_key
 
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
 _ASKING = (nn.Module.__module__, "functools")  # who reads them to find one

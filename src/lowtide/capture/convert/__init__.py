@@ -1,0 +1,1 @@
+"""Converting: from the traced joint graph to the tensor program."""

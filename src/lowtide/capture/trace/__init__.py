@@ -1,0 +1,1 @@
+"""Tracing: the joint forward and backward graph of a function of tensors, on fake tensors."""
