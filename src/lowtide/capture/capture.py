@@ -22,7 +22,7 @@ from lowtide.capture.convert.convert import Converted, convert
 from lowtide.capture.python_state import attributes
 from lowtide.capture.python_state.draws import Recorder
 from lowtide.capture.python_state.followed import Followed, follow_places, holding
-from lowtide.capture.python_state.guards import Guards, Outer, outer_variables
+from lowtide.capture.python_state.guards import Guards
 from lowtide.capture.python_state.paths import Place, of_modules, sharing, tensors_in
 from lowtide.capture.python_state.rehearsal import Effects, rehearse
 from lowtide.capture.sharded import refuse_sharded_parts
@@ -119,18 +119,17 @@ def capture(
         capture, model, args, kwargs, mask=mask, rewrite=rewrite, watch=watch, follow=follow, recorder=recorder
     )
     real = (*state.tensors, *held)
-    outer = outer_variables(model)
 
-    def make_model(own: Sequence[torch.Tensor]) -> nn.Module:
-        clone = copy_without_data(model, real, own)
+    def make_model(own: Sequence[torch.Tensor]) -> tuple[nn.Module, dict[int, Any]]:
+        clone, copies = copy_without_data(model, real, own)
         announce_origins(clone)
         if watch is not None:
             watch(clone)
-        return clone
+        return clone, copies
 
     assigned = effects.tensors if effects else ()
     keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
-    traced = TracedModel(make_model, state.names, arguments, len(tensors), mask, assigned, recorder, keep_casts)
+    traced = TracedModel(model, make_model, state.names, arguments, len(tensors), mask, assigned, recorder, keep_casts)
     try:
         module, metadata = export_joint(traced, fakes)
         if len(metadata.input_info) != len(fakes):  # merged into one
@@ -165,7 +164,7 @@ def capture(
         rewrite(module)
     settings = tuple(setting for setting in traced.settings if setting.place not in effects.counted)
     attributes.say_unknown(model, [place for place in traced.unknown if place not in effects.counted])
-    guards = _guards(model, traced, effects, settings, held, outer)
+    guards = _guards(model, traced, effects, settings, held)
     conditions = Conditions(tuple(mode.questions), guards, recorder.draws)
     program = _assemble(convert(module), metadata, traced, conditions, state, type(model).__name__)
     read = _read_inputs(program)
@@ -208,16 +207,15 @@ def _guards(
     effects: Effects,
     settings: Sequence[attributes.Setting],
     held: Sequence[torch.Tensor],
-    outer: Outer,
 ) -> tuple[Guards, ...]:
     """What the model must be like: as it is now or, where the next call has the same program, as this one leaves it."""
     written = [one.place for one in effects.tensors if not one.once and one.place not in effects.carried]
     every = sharing(model, written)
-    guards = Guards.of(model, traced.read, every, held, outer=outer)
+    guards = Guards.of(model, traced.reads, every, held)
     left = [(setting.place, setting.value) for setting in settings if setting.place in traced.changes.plain]
     if not left or not effects.settled:
         return (guards,)
-    return guards, Guards.of(model, traced.read, every, held, left, outer)
+    return guards, Guards.of(model, traced.reads, every, held, left)
 
 
 def _check(model: nn.Module, state: State, tensors: Sequence[torch.Tensor]) -> None:

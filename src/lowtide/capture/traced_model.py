@@ -27,7 +27,7 @@ from lowtide.capture.python_state import attributes, draws
 from lowtide.capture.python_state.caches import clear_caches_of_fakes
 from lowtide.capture.python_state.draws import Recorder
 from lowtide.capture.python_state.followed import held_tensors
-from lowtide.capture.python_state.guards import accesses
+from lowtide.capture.python_state.observe import Observer, Reads
 from lowtide.capture.python_state.outside import ARGUMENT, Reached, hooks_of
 from lowtide.capture.python_state.paths import Place
 from lowtide.capture.python_state.registered import Registered, declared_buffers, new_buffers, registered
@@ -71,8 +71,11 @@ def model_state(model: nn.Module) -> State:
     return State(tensors, tuple(tuple(names) for _, names in places.values()), parameters)
 
 
-def copy_without_data(model: nn.Module, state: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> nn.Module:
-    """A deep copy of the module tree that holds ``others`` instead of the tensors ``state`` and shares all other tensors."""
+def copy_without_data(
+    model: nn.Module, state: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> tuple[nn.Module, dict[int, Any]]:
+    """A deep copy of the module tree that holds ``others`` instead of the tensors ``state`` and shares all other tensors; and
+    what each object in it is a copy of, by the id of the copy."""
     memo: dict[int, Any] = {id(real): other for real, other in zip(state, others, strict=True)}
     for tensor in held_tensors(model):
         memo.setdefault(id(tensor), tensor)
@@ -81,14 +84,21 @@ def copy_without_data(model: nn.Module, state: Sequence[torch.Tensor], others: S
         {id(value): value for m in model.modules() for value in vars(m).values() if isinstance(value, ModuleType)}
     )
     planned = planned_forward(model)
-    if planned is None:
-        return copy_module(model, memo)
-    memo[id(planned)] = None
-    clone = copy_module(model, memo)
-    del clone.__dict__["forward"]
-    if planned.had_instance_forward:
-        clone.forward = copy.deepcopy(planned.original_forward, {**memo, id(model): clone})
-    return clone
+    if planned is not None:
+        memo[id(planned)] = None
+    try:
+        clone = copy_module(model, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"the model cannot be copied ({type(error).__name__}: {error}), and what is captured is a copy of it, so that the "
+            "model itself is left alone. Keep what copy.deepcopy refuses outside of the model, in a variable say."
+        ) from error
+    if planned is not None:
+        del clone.__dict__["forward"]
+        if planned.had_instance_forward:
+            memo[id(model)] = clone
+            clone.forward = copy.deepcopy(planned.original_forward, memo)
+    return clone, {id(memo[id(one)]): one for one in memo.get(id(memo), ()) if id(one) in memo}
 
 
 def planned_forward(model: nn.Module) -> Any:
@@ -108,11 +118,12 @@ class TracedModel:
     structure is of a pair: what the model returned, and the attributes that are results too, ``assigned``. ``settings`` are the
     plain values that it wrote, and ``unknown`` the attributes that got other ones.
 
-    ``mask`` says which results a gradient is expected for; the others are detached, so that none is asked for them. What the
-    model reads of itself is ``read``, and ``recorder`` follows what it draws. ``keep_casts``: those of autocast.
+    ``mask`` says which results a gradient is expected for; the others are detached, so that none is asked for them. What its
+    code reads are the ``reads``, and ``recorder`` follows what it draws. ``keep_casts``: those of autocast.
     """
 
-    make_model: Callable[[Sequence[torch.Tensor]], nn.Module]
+    original: nn.Module
+    make_model: Callable[[Sequence[torch.Tensor]], tuple[nn.Module, dict[int, Any]]]
     names: tuple[tuple[str, ...], ...]
     arguments: Any
     argument_tensors: int
@@ -120,7 +131,7 @@ class TracedModel:
     assigned: tuple[attributes.Assigned, ...] = ()
     recorder: Recorder = field(default_factory=Recorder)
     keep_casts: bool = True
-    read: set[tuple[int, str]] = field(default_factory=set)
+    reads: Reads = field(default_factory=Reads)
     reached: Reached | None = None  # of the first call
     changes: attributes.Changes = field(default_factory=attributes.Changes)
     settings: tuple[attributes.Setting, ...] = ()
@@ -134,11 +145,12 @@ class TracedModel:
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = len(self.names)
         given = tensors[count : count + self.argument_tensors]
-        model = self.make_model([*tensors[:count], *tensors[count + self.argument_tensors :]])
+        model, copies = self.make_model([*tensors[:count], *tensors[count + self.argument_tensors :]])
         declared = declared_buffers(model)
         before = attributes.snapshot(model)
         args, kwargs = structure.unflatten(self.arguments, given)
         hooks = [hooks_of(module) for module in model.modules()]
+        observer = Observer(self.original, model, copies, self.reads)
         wanting = [tensor.requires_grad for tensor in tensors]
         try:
             # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
@@ -147,14 +159,13 @@ class TracedModel:
                 self.recorder(),
                 Reached(model, (*args, *kwargs.values()), _constant if self.reached is None else None) as reached,
                 draws.none_by(model),
-                accesses(model) as access,
+                observer.watching(),
                 no_hooks,
                 periods_of_casts(self.keep_casts) as period,
                 _RecordSource(tensors[:count], period),
                 _RefuseWrites(),  # type: ignore[no-untyped-call]
             ):
                 result = model.forward(*args, **kwargs)
-            self.read |= access.read
         finally:
             clear_caches_of_fakes()
         extra = new_buffers(model, self.names, tensors[:count])
@@ -181,8 +192,8 @@ class TracedModel:
                 "it before the forward pass, or run the model under lowtide.online."
             )
         self.changes = attributes.changes(model, before)
-        paths = [path for path, _ in model.named_modules()]
-        written = [(paths[number], name) for number, name in sorted(access.written)]
+        paths = {id(module): path for path, module in model.named_modules()}
+        written = sorted((paths[key], name) for key, name in observer.written if key in paths)
         self.settings, self.unknown = attributes.settings(model, before, self.changes, written)
         if hooks != [hooks_of(module) for module in model.modules()]:
             self.settings = ()  # a flag says that there are hooks now, but in the model itself there are none

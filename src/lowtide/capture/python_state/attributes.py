@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lowtide.capture.python_state.paths import (
-    ABSENT,
     Place,
     around,
     attributes_of,
@@ -45,6 +44,7 @@ from lowtide.capture.python_state.paths import (
     texts,
     value_at,
 )
+from lowtide.capture.python_state.walk import ABSENT
 from lowtide.errors import CaptureError
 from lowtide.program import structure
 
@@ -211,6 +211,7 @@ class Before:
     def __init__(self, place: Place, value: Any) -> None:
         self.place = place
         self.container = value if isinstance(value, structure.MUTABLE) else None
+        self.object = value if structure.is_open(value) else None  # whose own attributes are remembered by themselves
         tensors, self._structure = structure.flatten(copy.copy(value) if self.container is not None else value)
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._known = bool(tensors) or _is_constant(value)
@@ -226,6 +227,7 @@ class Before:
 def undone(model: nn.Module, before: Sequence[Before]) -> Iterator[None]:
     """Inside, attributes are as they were, where that is known."""
     now = [(item, value_at(model, item.place)) for item in before if item.known()]
+    now = [(item, found) for item, found in now if found is None or found is not item.object]
     inside = [(item, found, copy.copy(found)) for item, found in now if found is not None and found is item.container]
     others = [(item, found) for item, found in now if found is None or found is not item.container]
     try:

@@ -22,7 +22,7 @@ from torch import nn
 from lowtide.capture.python_state.codes import codes, full_name, is_standard, is_trusted, named_by, parts_of
 from lowtide.program import structure
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH = 5  # of containers, objects and functions in each other
 _CONTAINERS = (
     list,
@@ -42,7 +42,7 @@ _ABSENT = object()
 def hooks_of(module: nn.Module) -> tuple[Any, ...]:
     """All forward and backward hooks of a module, and a forward method of its own."""
     own = module.__dict__
-    return (*(hook for name in _HOOKS if own[name] for hook in own[name].values()), own.get("forward"))
+    return (*(hook for name in HOOKS if own[name] for hook in own[name].values()), own.get("forward"))
 
 
 class _Holder(NamedTuple):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowtide.capture.python_state.walk import ABSENT
 from lowtide.capture.sharded import is_bookkeeping
 from lowtide.program import structure
 
@@ -22,13 +22,6 @@ _WITHIN = "\0"  # between an attribute, and what of the object or container in i
 
 # The path of a module, and the name of its attribute; behind it, after _WITHIN each, those of parts of the object in it.
 Place = tuple[str, str]
-
-
-class _Absent(enum.Enum):
-    ABSENT = enum.auto()
-
-
-ABSENT = _Absent.ABSENT  # instead of the value of an attribute that is not there
 
 
 def of_modules(model: nn.Module) -> Iterator[tuple[Place, Any]]:

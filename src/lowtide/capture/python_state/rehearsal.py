@@ -49,7 +49,7 @@ def rehearse(
     mode = AnsweringFakeMode()
     count = len(state) + len(followed)
     fakes = fakes_of(mode, state, (*followed, *tensors))
-    clone = copy_without_data(model, (*state, *followed), fakes[:count])
+    clone, _ = copy_without_data(model, (*state, *followed), fakes[:count])
     calls: list[Call] = []
     while len(calls) < 2 or (len(calls) == 2 and _common(calls)):  # a third tells what goes on from what settles later
         with mode:  # of their own in each call

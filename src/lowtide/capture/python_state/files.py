@@ -1,0 +1,65 @@
+"""Files that the forward pass opens: a program is good as long as they are what they were when it was captured."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+_CODE = (".py", ".pyc", ".so", ".pyd", ".dll")
+_SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/")
+_watching: dict[int, dict[str, Any]] = {}  # by thread
+
+
+@contextlib.contextmanager
+def opened(found: dict[str, Any]) -> Iterator[None]:
+    """Inside, files that this thread opens are noted in ``found``, with their states. Code, devices, what is installed, and
+    files that compilers leave in temporary folders are not: they are no data of the program's."""
+    _install()
+    thread = threading.get_ident()
+    outer = _watching.get(thread)
+    _watching[thread] = found
+    try:
+        yield
+    finally:
+        if outer is None:
+            del _watching[thread]
+        else:
+            _watching[thread] = outer
+
+
+def state_of(path: str) -> Any:
+    """Changes where a file is written or replaced; ``None`` where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+@functools.cache
+def _install() -> None:
+    sys.addaudithook(_note)  # it stays for the life of the process, and does nothing outside of ``opened``
+
+
+def _note(event: str, args: tuple[Any, ...]) -> None:
+    if event != "open" or not _watching:
+        return
+    found = _watching.get(threading.get_ident())
+    if found is None or not isinstance(args[0], (str, bytes, os.PathLike)):
+        return
+    path = os.path.abspath(os.fsdecode(args[0]))
+    if not path.endswith(_CODE) and not path.startswith((*_SYSTEM, *_installed())):
+        found.setdefault(path, state_of(path))
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    compilers = os.path.join(tempfile.gettempdir(), "torchinductor_")
+    return (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, sys.prefix, compilers)

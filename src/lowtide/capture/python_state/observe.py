@@ -1,0 +1,320 @@
+"""What Python code reads while it runs, with the way to it.
+
+A traced forward pass runs on a copy of the model. Inside ``Observer.watching()`` every attribute that it reads is noted, of the
+copy's modules and of any object that is reached from them or from variables that its code names: classes of such objects get
+methods that note reads and writes, for the time and the thread of the trace. A holder (``python_state.walk``) that is read is
+noted with all that is in it, and so on inward; there is no limit to how deep or how much. Reads are kept in terms of the
+user's own objects, not of the copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import sys
+import threading
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lowtide.capture.python_state import files, named
+from lowtide.capture.python_state.paths import OWN
+from lowtide.capture.python_state.walk import ABSENT, class_attribute, content, current, own_attributes, part_name
+from lowtide.program import structure
+
+_WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
+_ASKING = (nn.Module.__module__, "functools")  # who reads them to find one
+_INHERITED = frozenset(vars(nn.Module)) - {"forward"} - _WHOLE
+_ATOMS = (*structure.PLAIN, torch.Tensor, enum.Enum)
+_HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
+_OPAQUE = ("torch", "numpy", "logging", "threading", "re", "enum", "abc", "typing", "builtins", "lowtide")
+
+
+class Read(NamedTuple):
+    """A value that was read. ``kind``: where ``owner`` has it under ``name`` (``python_state.guards.current``)."""
+
+    kind: str
+    owner: Any
+    name: str
+    value: Any
+    text: str
+
+
+class Content(NamedTuple):
+    """A holder, and what was in it when it was first reached."""
+
+    holder: Any
+    items: tuple[Any, ...]
+    text: str
+
+
+@dataclass(eq=False)
+class Reads:
+    """All that one or several runs read: single values by kind, owner and name, and holders by their ids."""
+
+    values: dict[tuple[str, int, str], Read] = field(default_factory=dict)
+    contents: dict[int, Content] = field(default_factory=dict)
+    hidden: dict[int, tuple[nn.Module, list[torch.Tensor]]] = field(default_factory=dict)  # not registered anywhere
+    files: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, kind: str, owner: Any, name: str, value: Any, text: str) -> None:
+        self.values.setdefault((kind, id(owner), name), Read(kind, owner, name, value, text))
+
+
+class Observer:
+    """Notes what a run of ``clone`` reads, in terms of ``model``, of which it is a copy. ``copies``: what each object in it is
+    a copy of, by the id of the copy. ``written``: attributes that the run wrote, by the id of the copy and the name."""
+
+    def __init__(self, model: nn.Module, clone: nn.Module, copies: Mapping[int, Any], reads: Reads) -> None:
+        self.reads = reads
+        self.written: set[tuple[int, str]] = set()
+        self._thread = threading.get_ident()
+        self._originals: dict[int, Any] = {}  # of what the run sees, by its id
+        self._copied = copies
+        self._alive: list[Any] = [clone]  # no id comes again
+        self._noted: set[tuple[int, str]] = set()
+        self._classes: dict[type, dict[str, Any]] = {}  # those that note, and what they had instead
+        self._waiting: deque[tuple[Any, Any, str]] = deque()
+        self._attributes: set[str] = set()  # that code names, of anything
+        self._namespaces: dict[int, tuple[Any, str]] = {}  # classes and modules that code can reach
+        self._named = (0, 0)  # how many of both were looked at
+        self._busy = False
+        self._model = (model, clone)
+        self._registered = set(map(id, model.modules()))
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the run, in one thread."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._unpatch)
+            stack.enter_context(files.opened(self.reads.files))
+            self._patch(nn.Module)
+            self._begin()
+            yield
+            self._drain()
+
+    def _begin(self) -> None:
+        model, clone = self._model
+        names = dict(model.named_modules())
+        for (name, original), seen in zip(names.items(), clone.modules(), strict=True):
+            self._originals[id(seen)] = original
+            text = name or type(model).__name__
+            self._reach(type(seen), type(original), "")
+            for key, value in own_attributes(original).items():  # type: ignore[union-attr]
+                if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                    self._reach(value, value, f"{text}.{key}")
+            for hooks in (original._forward_pre_hooks, original._forward_hooks) if original is not model else ():
+                for hook in hooks.values():
+                    self._reach(hook, hook, f"{text}'s hook")
+        self._drain()
+
+    # What is reached
+
+    def _reach(self, seen: Any, original: Any, text: str) -> None:
+        if not isinstance(seen, _ATOMS) and id(seen) not in self._originals:
+            self._originals[id(seen)] = original
+            self._alive.append(seen)
+            self._waiting.append((seen, original, text))
+
+    def _drain(self) -> None:
+        """Look at all that was reached, and at what is reached from there."""
+        busy, self._busy = self._busy, True
+        try:
+            while self._waiting:
+                while self._waiting:
+                    self._look(*self._waiting.popleft())
+                self._read_named()
+        finally:
+            self._busy = busy
+
+    def _look(self, seen: Any, original: Any, text: str) -> None:
+        if isinstance(seen, types.FunctionType):
+            self._look_at_function(seen)
+        elif isinstance(seen, type):
+            self._look_at_class(seen)
+        elif isinstance(seen, types.ModuleType):
+            if not named.is_library(seen):
+                self._namespaces.setdefault(id(seen), (seen, seen.__name__))
+        elif isinstance(seen, nn.Module):
+            self._look_at_module(seen, original, text)
+        else:
+            items = content(original)
+            if items is not None:
+                self._look_into(seen, original, items, text)
+            self._watch(seen, original, text)
+
+    def _look_into(self, seen: Any, original: Any, items: tuple[Any, ...], text: str) -> None:
+        self.reads.contents.setdefault(id(original), Content(original, items, text))
+        inner = items if seen is original else content(seen) or ()
+        matching = len(inner) == len(items) and not isinstance(seen, (set, frozenset))
+        for index, item in enumerate(inner):
+            own = self._original_of(item, items[index] if matching else item)
+            self._reach(item, own, f"{text}{part_name(original, index)}")
+
+    def _original_of(self, seen: Any, otherwise: Any) -> Any:
+        return self._copied.get(id(seen), otherwise)
+
+    def _look_at_function(self, function: types.FunctionType) -> None:
+        self._attributes |= named.attributes_named(function)
+        for variable in named.variables_of(function):
+            value = current(variable.kind, variable.owner, variable.name)
+            if value is not ABSENT:
+                self.reads.note(*variable[:3], value, variable.text)
+                self._reach(value, value, variable.text)
+
+    def _look_at_class(self, kind: type) -> None:
+        for function in named.functions_of(kind):
+            self._reach(function, function, "")
+        for base in kind.__mro__:
+            if not named.is_library(base):
+                self._namespaces.setdefault(id(base), (base, base.__qualname__))
+
+    def _look_at_module(self, seen: nn.Module, original: nn.Module, text: str) -> None:
+        """One that is not registered in the model."""
+        self.reads.hidden.setdefault(id(original), (original, structure.state_of(original)))
+        self._reach(type(seen), type(seen), "")
+        for (name, inner), own in zip(seen.named_modules(), original.modules(), strict=False):
+            if id(inner) not in self._originals:
+                self._originals[id(inner)] = own
+                self._alive.append(inner)
+                self._reach(type(inner), type(inner), f"{text}.{name}")
+
+    def _read_named(self) -> None:
+        """Of classes and modules that code can reach, the attributes that it names."""
+        known = len(self._namespaces), len(self._attributes)
+        if known == self._named:
+            return
+        self._named = known
+        for owner, text in [*self._namespaces.values()]:
+            own = vars(owner)
+            for name in sorted(self._attributes & own.keys()):
+                if (id(owner), name) not in self._noted:
+                    self._noted.add((id(owner), name))
+                    kind = "class" if isinstance(owner, type) else "item"
+                    self.reads.note(kind, owner if kind == "class" else own, name, own[name], f"{text}.{name}")
+                    self._reach(own[name], own[name], f"{text}.{name}")
+
+    # What is read of objects
+
+    def _watch(self, seen: Any, original: Any, text: str) -> None:
+        """Note what is read of an object from now on."""
+        kind = type(seen)
+        if kind.__module__.partition(".")[0] in _OPAQUE or not kind.__flags__ & _HEAP_TYPE:
+            return
+        self._reach(kind, kind, "")
+        self._texts[id(original)] = text
+        self.reads.note("type", original, "", type(original), f"the class of {text}")
+        if not self._patch(kind):
+            self._note_whole(seen, original)
+
+    @functools.cached_property
+    def _texts(self) -> dict[int, str]:
+        model, _ = self._model
+        return {id(m): name for name, m in model.named_modules() if name} | {id(model): type(model).__name__}
+
+    def _patch(self, kind: type) -> bool:
+        """Have a class note reads and writes; whether all reads of its objects are noted then."""
+        get: Any = kind.__getattribute__
+        if hasattr(get, "_notes_all"):
+            return bool(get._notes_all)
+        all_seen = not isinstance(get, types.FunctionType)  # a method in Python may read in a way that nobody sees
+        methods = {
+            "__getattribute__": _noting(self._note_read, get, all_seen),
+            "__setattr__": _noting(self._note_write, kind.__setattr__),
+            "__delattr__": _noting(self._note_write, kind.__delattr__),
+        }
+        before = {name: vars(kind).get(name, ABSENT) for name in methods}
+        try:
+            for name, method in methods.items():
+                setattr(kind, name, method)
+        except TypeError:
+            return False
+        self._classes[kind] = before
+        return all_seen
+
+    def _unpatch(self) -> None:
+        for kind, methods in reversed(self._classes.items()):
+            for name, method in methods.items():
+                delattr(kind, name) if method is ABSENT else setattr(kind, name, method)
+        self._classes.clear()
+
+    def _note_write(self, seen: Any, name: str) -> None:
+        self.written.add((id(seen), name))
+
+    def _note_read(self, seen: Any, name: str) -> None:
+        key = (id(seen), name)
+        if self._busy or key in self._noted or key in self.written:
+            return
+        original = self._originals.get(id(seen), ABSENT)
+        if original is ABSENT or threading.get_ident() != self._thread:
+            return
+        if name in _WHOLE and sys._getframe(2).f_globals.get("__name__") in _ASKING:
+            return
+        self._noted.add(key)
+        self._busy = True
+        try:
+            if name in _WHOLE:
+                self._note_whole(seen, original)
+            elif not isinstance(seen, nn.Module) or _matters(original, name):
+                self._note_one(seen, original, name)
+        finally:
+            self._busy = False
+        self._drain()
+
+    def _note_whole(self, seen: Any, original: Any) -> None:
+        """All attributes of an object are read."""
+        for name in structure.fields(original):
+            if not isinstance(original, nn.Module) or _matters(original, name):
+                self._note_one(seen, original, name)
+        own = own_attributes(original)
+        if own is not None and not isinstance(original, nn.Module):
+            names = tuple(own)
+            self.reads.contents[id(names)] = Content(names, names, "")
+            self.reads.note("names", original, "", names, f"the attributes of {self._texts[id(original)]}")
+
+    def _note_one(self, seen: Any, original: Any, name: str) -> None:
+        text = f"{self._texts.get(id(original), type(original).__name__)}.{name}"
+        for kind, owner in _where(original, name):
+            value = current(kind, owner, name)
+            self.reads.note(kind, owner, name, value, f"{owner.__name__}.{name}" if kind == "class" else text)
+            if value is not ABSENT:
+                now = value if kind == "class" else current(kind, seen, name)
+                self._reach(now, self._original_of(now, value), text)
+
+
+def _noting(note: Callable[[Any, str], None], method: Any, notes_all: bool = True) -> Any:
+    def noted(self: Any, name: str, *value: Any) -> Any:
+        note(self, name)
+        return method(self, name, *value)
+
+    noted._notes_all = notes_all  # type: ignore[attr-defined]
+    return noted
+
+
+def _where(owner: Any, name: str) -> list[tuple[str, Any]]:
+    """What decides an attribute of an object: its own one or, where there is none, that none is there and its class's."""
+    kind = type(owner)
+    if name == "__class__":
+        return [("type", owner)]
+    of_class = class_attribute(kind, name)
+    if isinstance(of_class, (types.MemberDescriptorType, types.GetSetDescriptorType)):
+        return [("slot", owner)]
+    own = own_attributes(owner)
+    if own is None:
+        return [("class", kind)]
+    here: list[tuple[str, Any]] = [("attribute", owner)]
+    decided = isinstance(of_class, property) or (name not in own)
+    return [*here, ("class", kind)] if decided else here
+
+
+def _matters(module: nn.Module, name: str) -> bool:
+    """Parameters and buffers are arguments of the program, and submodules are guarded by themselves."""
+    own = vars(module)
+    registered = any(name in own[registry] for registry in ("_parameters", "_buffers", "_modules"))
+    return not registered and name not in OWN and name not in _WHOLE and (name in own or name not in _INHERITED)

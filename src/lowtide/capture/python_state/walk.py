@@ -1,0 +1,146 @@
+"""The one walk over Python objects: what an object directly holds, without limits of depth or number.
+
+A *holder* is an object of Python's own (or NumPy's) whose content is all there is to it: containers, arrays, bound methods,
+weak references. Everything else with attributes is an *object*: what it is to a program is told by the attributes that are
+read (``python_state.observe``).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import enum
+import functools
+import threading
+import types
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lowtide.program import structure
+
+
+class _Absent(enum.Enum):
+    ABSENT = enum.auto()
+
+
+ABSENT = _Absent.ABSENT  # instead of the value of an attribute that is not there
+
+
+def _state_of_iterator(value: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(value.__reduce__())
+    except Exception:  # noqa: BLE001  # a generator, say, has no state that could be read
+        return ()
+
+
+def _bytes(value: Any) -> tuple[Any, ...]:
+    return (bytes(memoryview(value).cast("B")) if not isinstance(value, np.ndarray) else value.tobytes(),)
+
+
+def _namespace(value: Any) -> tuple[Any, ...]:
+    return (*vars(value).keys(), *vars(value).values())
+
+
+_HOLDERS: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]]], ...] = (
+    ((list, tuple, deque, set, frozenset), tuple),
+    (defaultdict, lambda value: (value.default_factory, *value.keys(), *value.values())),
+    ((dict, types.MappingProxyType), lambda value: (*value.keys(), *value.values())),
+    (functools.partial, lambda value: (value.func, value.args, value.keywords)),
+    (types.MethodType, lambda value: (value.__self__, value.__func__)),
+    (weakref.ref, lambda value: (value(),)),
+    (contextvars.ContextVar, lambda value: (value.get(ABSENT),)),
+    ((types.SimpleNamespace, threading.local), _namespace),
+    (types.CellType, lambda value: (cell_value(value),)),
+)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _reader(kind: Any) -> Callable[[Any], tuple[Any, ...]] | None:
+    return next((read for kinds, read in _HOLDERS if issubclass(kind, kinds)), None)
+
+
+def content(value: Any) -> tuple[Any, ...] | None:
+    """What a holder holds, in order: of a dictionary keys and values, of an array its shape, type and bytes; ``None`` for what
+    is no holder. Two holders of one type are the same to a program where their contents are."""
+    read = _reader(type(value))
+    if read is not None:
+        return read(value)
+    if isinstance(value, np.ndarray):
+        items = tuple(value.ravel().tolist()) if value.dtype.hasobject else _bytes(value)
+        return (value.shape, value.dtype.str, *items)
+    if isinstance(value, (*structure.PLAIN, torch.Tensor, nn.Module, type, types.FunctionType, types.ModuleType)):
+        return None
+    if isinstance(value, (types.GeneratorType, Iterator)) and not hasattr(value, "read"):
+        return _state_of_iterator(value)
+    try:
+        return (type(value).__name__, *_bytes(value))
+    except (TypeError, ValueError, BufferError):
+        return None
+
+
+def part_name(holder: Any, index: int) -> str:
+    """How code would name a part of a holder's content."""
+    if isinstance(holder, defaultdict):
+        if index == 0:
+            return ".default_factory"
+        index -= 1
+    if isinstance(holder, (dict, types.MappingProxyType)):
+        return f"[{[*holder, *holder][index]!r}]"
+    if isinstance(holder, types.SimpleNamespace):
+        return f".{[*vars(holder), *vars(holder)][index]}"
+    return f"[{index}]" if isinstance(holder, (list, tuple, deque)) else ""
+
+
+def cell_value(cell: types.CellType) -> Any:
+    """The variable that a closure's cell holds; ``ABSENT`` where it is not set."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
+
+
+def class_attribute(kind: type, name: str) -> Any:
+    """What a class or one of its bases has under the name, as it stands there."""
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), ABSENT)
+
+
+def own_attributes(value: Any) -> dict[str, Any] | None:
+    """The dictionary of an object's own attributes, past what its class makes of reading it."""
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return own if isinstance(own, dict) else None
+
+
+def current(kind: str, owner: Any, name: str) -> Any:
+    """What there is now where ``owner`` has something under ``name``; ``ABSENT`` where nothing is. ``kind``:
+
+    ``attribute``: in the dictionary of an object; ``slot``: in a slot of its class; ``class``: in a class or its bases;
+    ``type``: the class of an object; ``names``: the names of all its attributes; ``item``: in a namespace; ``cell``: in a cell
+    of a closure; ``function``: what a function is made of.
+    """
+    if kind == "attribute":
+        own = own_attributes(owner)
+        return ABSENT if own is None else own.get(name, ABSENT)
+    if kind == "item":
+        return owner.get(name, ABSENT)
+    if kind == "class":
+        return class_attribute(owner, name)
+    if kind == "type":
+        return type(owner)
+    if kind == "names":
+        return tuple(own_attributes(owner) or ())
+    if kind == "cell":
+        return cell_value(owner)
+    if kind == "function":
+        return getattr(owner, name)
+    try:
+        return object.__getattribute__(owner, name)
+    except AttributeError:
+        return ABSENT
