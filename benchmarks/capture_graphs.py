@@ -67,7 +67,7 @@ def capture_graph(name: str) -> tuple[Graph, Costs]:
     machine."""
     model, args, kwargs = GRAPH_MODELS[name]()
     with torch.enable_grad():
-        program = capture(model, args, kwargs)
+        program = capture(model, args, kwargs).program
     ops = tuple(dataclasses.replace(op, source="") for op in program.graph.ops)
     values = tuple(dataclasses.replace(value, dtype="", shape=()) for value in program.graph.values)
     return dataclasses.replace(program.graph, name=name, ops=ops, values=values), program_costs(program)

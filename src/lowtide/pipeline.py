@@ -16,7 +16,7 @@ from torch import nn
 
 from lowtide import __version__, plan_cache
 from lowtide.budget import is_percentage, parse_budget
-from lowtide.capture import capture
+from lowtide.capture import Captured, Known, capture
 from lowtide.capture.python_state.paths import Place
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.cache import cache_folder
@@ -80,23 +80,21 @@ def captured_program(
     kwargs: Any,
     settings: Settings,
     mask: GradientMask | None = None,
-    like: Program | None = None,
+    like: Captured | None = None,
     follow: frozenset[Place] = frozenset(),
-) -> Program:
-    """The program operator by operator; with ``compiler="inductor"`` those that ``fused`` takes.
+) -> Captured:
+    """The call operator by operator; with ``compiler="inductor"`` those that ``fused`` takes.
 
-    ``like`` is another program of the same call, where there is one; ``follow`` as of ``capture``.
+    ``like`` is another capture of the same call, where there is one; ``follow``: attributes whose tensors are inputs.
     """
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None
     if settings.compiler != "eager":
         from lowtide.fusion import split_norms
 
         rewrite = split_norms
-    known: dict[str, Any] = {"follow": follow}
-    if like is not None:
-        known = {"effects": like.effects, "follow": like.followed, "recorder": like.conditions.recorder()}
+    known = Known(follow=follow) if like is None else Known.of(like)
     with stage("capture"):
-        return capture(model, args, kwargs, mask=mask, rewrite=rewrite, **known)
+        return capture(model, args, kwargs, mask=mask, rewrite=rewrite, known=known)
 
 
 def fused(program: Program, settings: Settings) -> Program:
@@ -113,7 +111,7 @@ def fused(program: Program, settings: Settings) -> Program:
 
 
 def planned_program(
-    captured: Program, model: nn.Module, args: Any, kwargs: Any, settings: Settings, granted_bytes: int = 0
+    captured: Captured, model: nn.Module, args: Any, kwargs: Any, settings: Settings, granted_bytes: int = 0
 ) -> tuple[Program, Plan]:
     """What is to run for a call that was ``captured``, and its plan. Raises ``CaptureError`` and ``InfeasibleBudgetError``.
 
@@ -121,7 +119,7 @@ def planned_program(
     cannot meet the budget, or only by much recomputation, the program is planned operator by operator too, and the quicker
     of the two is taken; not where the operators take longer without any recomputation already.
     """
-    program = fused(captured, settings)
+    program = fused(captured.program, settings)
     answer: Plan | InfeasibleBudgetError
     try:
         answer = make_program_plan(program, settings, model, granted_bytes=granted_bytes)
@@ -132,7 +130,7 @@ def planned_program(
     if isinstance(answer, Plan) and (settings.compiler == "eager" or answer.overhead <= _COSTLY):
         return program, answer
     apart = dataclasses.replace(settings, compiler="eager", budget=answer.budget_bytes, total_budget=None, reserve=0)
-    operators = captured_program(model, args, kwargs, apart, captured.mask, captured)
+    operators = captured_program(model, args, kwargs, apart, captured.program.mask, captured).program
     if (
         isinstance(answer, Plan)
         and not several_processes()  # each measures for itself, and all must go the same way
@@ -362,5 +360,5 @@ def plan(
     require_module(model, "plan")
     settings = Settings(budget=budget, planner=planner, seed=seed)
     with torch.enable_grad():
-        program = capture(model, args, kwargs)
+        program = capture(model, args, kwargs).program
     return make_program_plan(program, settings, model, on_progress)

@@ -115,7 +115,7 @@ def test_compiled_training_of_positions() -> None:
 def test_captured_strides_are_real(case: str) -> None:
     model, inputs = CASES[case]
     args, kwargs = inputs(0)
-    program = capture(model(), args, kwargs)
+    program = capture(model(), args, kwargs).program
     assert [
         line for op in program.graph.ops if op.target != TANGENT_TARGET for line in _differences(program, op.id)
     ] == []

@@ -212,5 +212,5 @@ class _Weighted(nn.Module):
 @pytest.mark.parametrize(("beside", "expected"), [("parameter", 2), ("auxiliary", 2), ("loss", 1)])
 def test_results_that_scalars_know_nothing_of(beside: str, expected: int) -> None:
     """The budget that is accepted at first suffices for the backward pass."""
-    program = capture(_Weighted(beside), (torch.randn(4, 8),))
+    program = capture(_Weighted(beside), (torch.randn(4, 8),)).program
     assert sum(entry is not False for entry in program.mask) == expected

@@ -304,7 +304,7 @@ def test_statistics_of_norms_under_autocast(norm: Callable[[], nn.Module], dtype
     expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
     with torch.autocast("cpu", dtype):
-        program = capture(model, (x,))
+        program = capture(model, (x,)).program
     normed = next(op for op in program.graph.ops if "_norm" in op.target and "backward" not in op.target)
     assert [program.metas[value].dtype for value in normed.outputs[:3]] == [dtype, torch.float32, torch.float32]
     with torch.autocast("cpu", dtype):

@@ -97,7 +97,7 @@ CASES = {
 def test_every_step_takes_the_predicted_bytes(case: str) -> None:
     torch.manual_seed(0)
     model, inputs = CASES[case]()
-    program = capture(_Loss(model), (inputs,))
+    program = capture(_Loss(model), (inputs,)).program
     costs = measure_costs(program, cache=CostCache(None))
     with _nothing_else():
         differences = _run(program, costs)

@@ -30,7 +30,7 @@ class _Gate(nn.Module):
 
 
 def _kernels() -> list[Kernel]:
-    program = rewrite(capture(_Gate(), (torch.randn(10, 6),)))
+    program = rewrite(capture(_Gate(), (torch.randn(10, 6),)).program)
     assert not kernel.compile_kernels(program)
     return [call.target for call in program.calls if isinstance(call.target, Kernel)]
 
@@ -71,7 +71,7 @@ def test_wrong_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     monkeypatch.setattr(inductor, "start_body", wrong)
     monkeypatch.setattr(kernel, "_COMPILED", {})
     with caplog.at_level(logging.WARNING, logger="lowtide"):
-        program = fuse(capture(_Gate(), (torch.randn(10, 6),)))
+        program = fuse(capture(_Gate(), (torch.randn(10, 6),)).program)
     assert not any(isinstance(call.target, Kernel) for call in program.calls)
     assert "relative error of 1.0e-03" in caplog.text
 
@@ -87,7 +87,7 @@ def test_kernels_that_do_not_compile_are_refused(
     monkeypatch.setattr(inductor, "start_body", failing)
     monkeypatch.setattr(kernel, "_COMPILED", {})
     with caplog.at_level(logging.WARNING, logger="lowtide"):
-        program = fuse(capture(_Gate(), (torch.randn(10, 6),)))
+        program = fuse(capture(_Gate(), (torch.randn(10, 6),)).program)
     assert not any(isinstance(call.target, Kernel) for call in program.calls)
     assert "no compiler found" in caplog.text
 
@@ -127,7 +127,7 @@ def test_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(inductor, "start_body", noting)
     monkeypatch.setattr(kernel, "_COMPILED", {})
-    program = rewrite(capture(_Gate(), (torch.randn(10, 6),)))
+    program = rewrite(capture(_Gate(), (torch.randn(10, 6),)).program)
     count = len({call.target.digest for call in program.calls if isinstance(call.target, Kernel)})
     with pytest.raises(KeyboardInterrupt):
         kernel.compile_kernels(program)
@@ -204,7 +204,7 @@ def _overwriting(program: Program) -> list[Op]:
 
 @pytest.mark.parametrize("make", [_Feed, _Gated, _Heads])
 def test_kernels_write_over_what_dies(make: type[nn.Module]) -> None:
-    program = fuse(capture(make(), (torch.randn(32, 64),)))
+    program = fuse(capture(make(), (torch.randn(32, 64),)).program)
     ops = _overwriting(program)
     assert len(ops) >= 3
     for op in ops:
@@ -248,7 +248,7 @@ def test_steps_with_overwriting_kernels(make: type[nn.Module], budget: str) -> N
 
 def test_a_schedule_without_overwriting_keeps_the_arguments() -> None:
     """A kernel that overwrites has another form for a schedule in which its argument lives on."""
-    program = fuse(capture(_Feed(), (torch.randn(32, 64),)))
+    program = fuse(capture(_Feed(), (torch.randn(32, 64),)).program)
     schedule = keep_all_schedule(program.graph)
     plain = without_overwriting(schedule)
     names = {f"{call.target.__name__}_" for call in program.calls if getattr(call.target, "overwrites", None) == 0}
@@ -265,7 +265,7 @@ def test_kernels_that_read_elsewhere_take_new_memory() -> None:
             y = x @ x
             return (y + 2 * y.t()) @ x
 
-    program = fuse(capture(Turned(), (torch.randn(32, 32, requires_grad=True),)))
+    program = fuse(capture(Turned(), (torch.randn(32, 32, requires_grad=True),)).program)
     turned = [
         call.target for call in program.calls if isinstance(call.target, Kernel) and "aten.t." in str(call.target.body)
     ]

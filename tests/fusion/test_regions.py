@@ -42,7 +42,7 @@ class _Product(nn.Module):
 
 
 def _programs(model: nn.Module) -> tuple[Program, Program]:
-    program = capture(model, (torch.randn(64, 8),))
+    program = capture(model, (torch.randn(64, 8),)).program
     return program, rewrite(program)
 
 
@@ -97,7 +97,7 @@ def test_repeated_layers_share_kernels() -> None:
     layers = nn.Sequential(
         *(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Tanh()) for _ in range(6)), nn.Linear(16, 1)
     )
-    program = rewrite(capture(layers, (torch.randn(32, 16),)))
+    program = rewrite(capture(layers, (torch.randn(32, 16),)).program)
     kernels = [call.target for call in program.calls if isinstance(call.target, Kernel)]
     assert len(kernels) >= 11
     assert len({kernel.digest for kernel in kernels}) <= 4
@@ -118,14 +118,14 @@ class _Norms(nn.Module):
 def test_normalised_tensors_are_not_saved(norm: type[nn.Module]) -> None:
     """The activation's kernels read the norm's input and statistics; what lies between is never written."""
     x = torch.randn(2, 4, 16, 16)
-    program = rewrite(capture(_Norms(norm), (x,), rewrite=split_norms))
+    program = rewrite(capture(_Norms(norm), (x,), rewrite=split_norms).program)
     kernels = [call.target for call in program.calls if isinstance(call.target, Kernel)]
     names = [{str(line.call.target).split(".")[1] for line in kernel.body.lines} for kernel in kernels]
     assert any({"sub", "mul", "silu"} <= found for found in names)
     assert any({"sub", "mul", "silu_backward"} <= found for found in names)
     statistics = next(kernel for kernel, found in zip(kernels, names, strict=True) if len(found) == 1)
     assert all(len(meta.shape) < 4 for meta in statistics.body.metas), "the kernel of the norm returns statistics only"
-    assert _saved_bytes(program) < _saved_bytes(capture(_Norms(norm), (x,)))
+    assert _saved_bytes(program) < _saved_bytes(capture(_Norms(norm), (x,)).program)
 
 
 class _SharedBias(nn.Module):
@@ -147,7 +147,7 @@ class _SharedBias(nn.Module):
 @pytest.mark.parametrize(("between", "apart"), [(1, False), (6, True)])
 def test_kernels_do_not_wait_for_what_comes_much_later(between: int, apart: bool) -> None:
     """Each layer's share of the bias' gradient is summed where it arises, unless the next one is near."""
-    program = rewrite(capture(_SharedBias(between), (torch.randn(32, 16, 8),)))
+    program = rewrite(capture(_SharedBias(between), (torch.randn(32, 16, 8),)).program)
     kernels = [call.target for call in program.calls if isinstance(call.target, Kernel)]
     sums = [kernel for kernel in kernels if "aten.sum.dim_IntList" in kernel.operators]
     large = [sum(meta.shape == (512, 8) for meta in kernel.body.inputs) for kernel in sums]
@@ -169,6 +169,6 @@ class _Bias(nn.Module):
 
 
 def test_passes_over_rows_read_them_in_order() -> None:
-    names = _names(rewrite(capture(_Bias(), (torch.randn(4, 16, 8, requires_grad=True),))))
+    names = _names(rewrite(capture(_Bias(), (torch.randn(4, 16, 8, requires_grad=True),)).program))
     (softmax,) = (name for name in names if "_softmax" in name)
     assert "add" in softmax and "clone" not in softmax

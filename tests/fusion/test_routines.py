@@ -76,7 +76,7 @@ class _Attention(nn.Module):
 
 
 def _program(module: nn.Module, *shape: int) -> Program:
-    return capture(WithLoss(module), (torch.randn(*shape),))
+    return capture(WithLoss(module), (torch.randn(*shape),)).program
 
 
 def _found(program: Program) -> dict[int, list[Routine]]:
@@ -119,7 +119,7 @@ def test_results_are_the_operators(make: Callable[[], nn.Module], shape: tuple[i
 def test_other_precisions_have_none(make: Callable[[], nn.Module]) -> None:
     module = make()
     x = torch.randn(4, 8, dtype=next(module.parameters()).dtype)
-    assert not _found(capture(WithLoss(module), (x,)))
+    assert not _found(capture(WithLoss(module), (x,)).program)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Program:
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     torch.manual_seed(0)
-    return capture(WithLoss(perceptron()), *rows()(0))
+    return capture(WithLoss(perceptron()), *rows()(0)).program
 
 
 def _plan(program: Program) -> lowtide.Plan:
@@ -54,11 +54,11 @@ def test_the_first_plans_for_all(program: Program) -> None:
 
 
 def test_other_settings_and_programs_do_not_meet(program: Program) -> None:
-    other = capture(WithLoss(perceptron()), *rows(batch=8)(0))
+    other = capture(WithLoss(perceptron()), *rows(batch=8)(0)).program
     keys = {agreement.program_key(p, asked) for p in (program, other) for asked in ("60%", "50%")}
     assert len(keys) == 4
     torch.manual_seed(1)
-    assert agreement.program_key(capture(WithLoss(perceptron()), *rows()(0)), "60%") in keys
+    assert agreement.program_key(capture(WithLoss(perceptron()), *rows()(0)).program, "60%") in keys
 
 
 def test_a_failure_is_everyones_own(program: Program) -> None:

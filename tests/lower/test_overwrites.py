@@ -145,7 +145,7 @@ def test_softmax_is_written_over_its_first_argument_only() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (torch.softmax(x @ x, -1) @ x).log_softmax(-1)
 
-    program = capture(Attending(), (torch.randn(16, 16, requires_grad=True),))
+    program = capture(Attending(), (torch.randn(16, 16, requires_grad=True),)).program
     found = {op.target: op.overwrites == op.inputs[:1] for op in program.graph.ops if "softmax" in op.target}
     assert found == {
         "aten._softmax.default": True,

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from lowtide.budget import is_percentage, parse_budget
+from lowtide.capture import Captured
 from lowtide.errors import InfeasibleBudgetError, NoGradientError
 from lowtide.ir import Costs, keep_all_schedule, simulate
 from lowtide.lower import lower
@@ -331,8 +332,8 @@ class SharingGraph(Rematerialized):
         self.shared.add(self, entry, inputs, call)
         return outputs
 
-    def planned(self, captured: Program, sample: Sample) -> tuple[Program, Plan]:
-        program = fused(captured, self.settings)
+    def planned(self, captured: Captured, sample: Sample) -> tuple[Program, Plan]:
+        program = fused(captured.program, self.settings)
         earlier, between = self.shared.before(self._replaced)
         return program, self.shared.plan(program, earlier, between, self.more)
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lowtide.batches.samples import Samples
-from lowtide.capture import capture
+from lowtide.capture import Captured, capture
 from lowtide.cost import analytical_costs
 from lowtide.ir import Costs, Graph
 from lowtide.pipeline import Progress, free_memory, program_costs, resident_bytes
@@ -57,13 +57,14 @@ class Family:
             self.second = member
             self.member = functools.cache(self._member)
 
-    def captured(self, batch: int) -> tuple[Program, Member]:
-        """The program of ``batch``, its operators measured where the device has room for the largest of them."""
+    def captured(self, batch: int) -> tuple[Captured, Member]:
+        """The call with ``batch``, its operators measured where the device has room for the largest of them."""
         args, kwargs = self.samples.light(batch)
         with torch.enable_grad():
-            program = capture(self.model, args, kwargs)
+            captured = capture(self.model, args, kwargs)
+        program = captured.program
         costs = program_costs(program, self.on_progress) if _has_room(program) else analytical_costs(program)
-        return program, Member(batch, program.graph, costs, resident_bytes(program, self.model))
+        return captured, Member(batch, program.graph, costs, resident_bytes(program, self.model))
 
     def _member(self, batch: int) -> Member:
         if not self.uniform:

@@ -13,11 +13,11 @@ from lowtide.batches.samples import MakeSample, Samples
 from lowtide.batches.search import largest
 from lowtide.batches.verify import measured_peak
 from lowtide.budget import is_amount, is_percentage, parse_budget
+from lowtide.capture import Captured
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Schedule, keep_all_schedule, simulate
 from lowtide.pipeline import Progress, Settings, free_memory, require_module
 from lowtide.planning import Plan
-from lowtide.program import Program
 from lowtide.solve import Problem, Solution, format_spec, get_planner, solve, working_set_bound
 
 _LOG = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ class _Search:
 
     def _confirmed(self, batch: int) -> _Confirmed | None:
         """The plan for ``batch`` on a capture of its own, and its measured peak; ``None`` where it does not hold."""
-        program, member = self.family.captured(batch)
+        captured, member = self.family.captured(batch)
         self.family.refine(member)
         room = self._room(member)
         plan = self._solved(member, room)
@@ -194,20 +194,21 @@ class _Search:
         if plan is None:
             _LOG.info("a batch of %d does not hold when captured by itself", batch)
             return None
-        measured = self._measured(batch, program, plan)
+        measured = self._measured(batch, captured, plan)
         if measured is not None and measured > room:
             _LOG.warning("a batch of %d takes %d bytes instead of %d", batch, measured, plan.peak_bytes)
             return None
         return _Confirmed(batch, plan, measured)
 
-    def _measured(self, batch: int, program: Program, plan: Plan) -> int | None:
+    def _measured(self, batch: int, captured: Captured, plan: Plan) -> int | None:
         """The peak of a real step, where the device is real and has the memory."""
+        program = captured.program
         device = program.metas[0].device
         free = free_memory(device)
         inputs = sum(program.metas[value].storage_bytes for value in program.graph.inputs)
         if device.type == "meta" or (free is not None and plan.peak_bytes + inputs > free):
             return None
-        return measured_peak(self.family.model, program, plan, self.family.samples.real(batch))
+        return measured_peak(self.family.model, captured, plan, self.family.samples.real(batch))
 
     def _infeasible(self) -> InfeasibleBudgetError:
         member = self.family.member(1)

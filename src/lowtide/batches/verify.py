@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lowtide.batches.samples import Sample
+from lowtide.capture import Captured
 from lowtide.capture.capture import flat_arguments
 from lowtide.capture.traced_model import model_state
 from lowtide.errors import ExecutionError
@@ -29,7 +30,7 @@ class _Once:
         raise ExecutionError("a measured step was given other gradients than those it was planned for")
 
 
-def measured_peak(model: nn.Module, program: Program, plan: Plan, sample: Sample) -> int:
+def measured_peak(model: nn.Module, captured: Captured, plan: Plan, sample: Sample) -> int:
     """The exact peak of one forward and backward pass of ``plan`` on a real ``sample``.
 
     Parameters take part as new leaves on their own memory, buffers as copies, so that gradients, hooks of the user's and
@@ -40,11 +41,11 @@ def measured_peak(model: nn.Module, program: Program, plan: Plan, sample: Sample
     buffers = [t.detach().clone() for t in state.tensors[state.parameters :]]
     tensors, _ = flat_arguments(*sample)
     own = [*parameters, *buffers, *tensors]
-    found = program.inputs_of(model, own)
+    found = captured.contract.flat_inputs(model, own)
     assert found is not None  # the model is as it was captured
     inputs = [*own, *(t.detach().clone().requires_grad_(t.requires_grad) for t in found[len(own) :])]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        peak = measure(_step, _Once(program, lower(program, plan.schedule)), inputs).peak_bytes
+        peak = measure(_step, _Once(captured.program, lower(captured.program, plan.schedule)), inputs).peak_bytes
     for tensor in tensors:
         if tensor.requires_grad and tensor.is_leaf:
             tensor.grad = None

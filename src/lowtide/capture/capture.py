@@ -6,34 +6,31 @@ nothing of the model's size, and changes nothing of the user's.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch._functorch._aot_autograd import descriptors as d
 from torch._functorch._aot_autograd.schemas import OutputType
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lowtide.capture.contract import Captured, Conditions, Contract
 from lowtide.capture.convert.convert import Converted, convert
 from lowtide.capture.python_state import attributes
-from lowtide.capture.python_state.draws import Recorder
-from lowtide.capture.python_state.followed import Followed, follow_places, holding
+from lowtide.capture.python_state.draws import Draws, Recorder
+from lowtide.capture.python_state.followed import Followed, follow_places
 from lowtide.capture.python_state.guards import Guards
-from lowtide.capture.python_state.paths import Place, of_modules, sharing, tensors_in
+from lowtide.capture.python_state.paths import Place, sharing
 from lowtide.capture.python_state.rehearsal import Effects, rehearse
-from lowtide.capture.sharded import refuse_sharded_parts
+from lowtide.capture.refusals import capture_error, check, refuse_merged, written_attributes
 from lowtide.capture.trace.autocast import is_kept, share_casts
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
 from lowtide.capture.trace.joint import export_joint
 from lowtide.capture.traced_model import (
-    NO_SAVED_TENSORS_HOOKS,
     State,
     TracedModel,
-    WriteError,
     announce_origins,
     copy_without_data,
     model_state,
@@ -44,18 +41,8 @@ from lowtide.ir import Graph
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.program import structure
 from lowtide.program.overwrites import with_overwrites
-from lowtide.program.program import Conditions, Program
+from lowtide.program.program import Program
 from lowtide.program.results import GradientMask, Result
-
-_MEANINGS = {  # what PyTorch says, in words that help
-    "data is not allocated yet": "an operator reads the values of a tensor, which there are none of yet (F.ctc_loss does where "
-    "lengths are given as lists: pass tensors; recurrent layers do with packed sequences: pass padded ones)",
-    "use_reentrant=True": NO_SAVED_TENSORS_HOOKS,
-}
-_WRITES = (  # what PyTorch says of writes into a tensor that is no argument of the program
-    "mutating a non-functional tensor with a functional tensor",
-    "aot_autograd expected to have an entirely functional graph",
-)
 
 
 def flat_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[torch.Tensor], Any]:
@@ -69,20 +56,59 @@ def flat_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tup
     return structure.flatten_distinct((tuple(args), dict(kwargs or {})))
 
 
-_Parameters = ParamSpec("_Parameters")
 _LOCK = threading.RLock()  # tracing changes PyTorch's state, and Python's generators, for the whole process
 
 
-def _one_at_a_time(function: Callable[_Parameters, Program]) -> Callable[_Parameters, Program]:
-    @functools.wraps(function)
-    def locked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> Program:
-        with _LOCK:
-            return function(*args, **kwargs)
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a call before it is traced: from an attempt before, or from another program of the same call.
 
-    return locked
+    ``effects``: what it does to attributes; ``None`` where that is to be found out. ``follow``: attributes whose tensors are
+    inputs of the program instead of constants, more of which may be found; or just those of another program, in their order.
+    ``recorder``: in which state the generators of Python and NumPy are; by default, in that of now.
+    """
+
+    effects: Effects | None = None
+    follow: frozenset[Place] | Followed = frozenset()
+    recorder: Recorder | None = None
+
+    @staticmethod
+    def of(captured: Captured) -> Known:
+        """To trace the same call again."""
+        contract = captured.contract
+        return Known(contract.effects, contract.followed, contract.conditions.recorder())
+
+    @property
+    def attributes(self) -> frozenset[Place]:
+        return self.follow.attributes() if isinstance(self.follow, Followed) else self.follow
 
 
-@_one_at_a_time
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """``model(*args, **kwargs)`` taken apart, and how it is to be traced (see ``capture``)."""
+
+    model: nn.Module
+    state: State
+    tensors: list[torch.Tensor]
+    arguments: Any
+    mask: GradientMask | None
+    watch: Callable[[nn.Module], None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """An attempt that found nothing new: the joint graph, and what was noted while it was traced."""
+
+    module: torch.fx.GraphModule
+    metadata: Any
+    traced: TracedModel
+    held: list[torch.Tensor]
+    followed: Followed
+    effects: Effects
+    questions: tuple[Any, ...]
+    draws: Draws | None
+
+
 def capture(
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -91,87 +117,106 @@ def capture(
     mask: GradientMask | None = None,
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None,
     watch: Callable[[nn.Module], None] | None = None,
-    effects: Effects | None = None,
-    follow: frozenset[Place] | Followed = frozenset(),
-    recorder: Recorder | None = None,
-) -> Program:
-    """The training program of ``model(*args, **kwargs)``.
+    known: Known | None = None,
+) -> Captured:
+    """The training program of ``model(*args, **kwargs)``, and its contract.
 
     ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is
-    guessed, see ``capture.module.guess_mask``. ``watch`` is shown every copy of the model before it is traced; ``rewrite``
-    may change the joint graph before it is converted. ``effects`` is what it does to attributes, where that is known.
-    ``follow`` are attributes whose tensors are inputs of the program instead of constants, more of which may be found; or just
-    those of another program of the same call, in their order.
-    ``recorder`` says in which state the generators of Python and NumPy are; by default, in that of now.
+    guessed, see ``capture.traced_model.guess_mask``. ``watch`` is shown every copy of the model before it is traced;
+    ``rewrite`` may change the joint graph before it is converted.
 
-    Raises ``CaptureError`` where the program depends on data in a way that cannot be answered before it runs, or uses
-    something unsupported.
+    The call is traced until a trace finds nothing that the next one should know. Raises ``CaptureError`` where the program
+    depends on data in a way that cannot be answered before it runs, or uses something unsupported.
     """
-    state = model_state(model)
-    tensors, arguments = flat_arguments(args, kwargs)
-    _check(model, state, tensors)
+    with _LOCK:
+        state = model_state(model)
+        tensors, arguments = flat_arguments(args, kwargs)
+        check(model, (*state.tensors, *tensors))
+        call = _Call(model, state, tensors, arguments, mask, watch)
+        known = known or Known()
+        attempt: _Trace | Known = replace(known, recorder=known.recorder or Recorder())
+        while isinstance(attempt, Known):
+            attempt = _attempt(call, attempt)
+        return _finished(call, attempt, rewrite)
+
+
+def _attempt(call: _Call, known: Known) -> _Trace | Known:
+    """A trace of the call; or what was learned from it, where that makes for another one."""
+    assert known.recorder is not None
+    model, recorder, effects = call.model, known.recorder, known.effects
     mode = AnsweringFakeMode()
-    held, followed = _followed(model, follow, (*state.tensors, *tensors))
-    places = follow.attributes() if isinstance(follow, Followed) else follow
-    fakes = fakes_of(mode, state.tensors, (*tensors, *held))
-    recorder = recorder or Recorder()
-    again = functools.partial(
-        capture, model, args, kwargs, mask=mask, rewrite=rewrite, watch=watch, follow=follow, recorder=recorder
-    )
-    real = (*state.tensors, *held)
+    held, followed = _followed(model, known.follow, (*call.state.tensors, *call.tensors))
+    fakes = fakes_of(mode, call.state.tensors, (*call.tensors, *held))
+    traced = _traced_model(call, held, effects, recorder)
+    try:
+        module, metadata = export_joint(traced, fakes)
+        refuse_merged(metadata, fakes)
+        if effects is None and traced.changes:
+            effects = rehearse(model, call.state.tensors, held, call.tensors, call.arguments)
+            if effects.tensors or effects.carried:
+                return Known(effects, known.attributes | effects.carried, recorder)
+    except Exception as error:
+        if recorder.used_otherwise(failed=True):
+            return replace(known, effects=effects)
+        written = written_attributes(model, error) - known.attributes
+        if written:
+            return Known(effects, known.attributes | written, recorder)
+        if isinstance(error, LowtideError):
+            raise
+        raise capture_error(error) from error
+    if recorder.used_otherwise(failed=False):
+        return replace(known, effects=effects)
+    return _Trace(module, metadata, traced, held, followed, effects or Effects(), tuple(mode.questions), recorder.draws)
+
+
+def _traced_model(
+    call: _Call, held: Sequence[torch.Tensor], effects: Effects | None, recorder: Recorder
+) -> TracedModel:
+    real = (*call.state.tensors, *held)
 
     def make_model(own: Sequence[torch.Tensor]) -> tuple[nn.Module, dict[int, Any]]:
-        clone, copies = copy_without_data(model, real, own)
+        clone, copies = copy_without_data(call.model, real, own)
         announce_origins(clone)
-        if watch is not None:
-            watch(clone)
+        if call.watch is not None:
+            call.watch(clone)
         return clone, copies
 
     assigned = effects.tensors if effects else ()
     keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
-    traced = TracedModel(model, make_model, state.names, arguments, len(tensors), mask, assigned, recorder, keep_casts)
-    try:
-        module, metadata = export_joint(traced, fakes)
-        if len(metadata.input_info) != len(fakes):  # merged into one
-            raise CaptureError(
-                "the forward pass writes into memory that several buffers or arguments share (a view of a buffer that is a "
-                "buffer itself, say), which a plan cannot follow. Form the view in the forward pass, pass a copy, or run it "
-                "under lowtide.online."
-            )
-        if effects is None:
-            effects = rehearse(model, state.tensors, held, tensors, arguments) if traced.changes else Effects()
-            if effects.tensors or effects.carried:
-                return again(effects=effects, follow=places | effects.carried)
-    except Exception as error:
-        if recorder.used_otherwise(failed=True):
-            return again(effects=effects)
-        written = _written(model, error) - places
-        if written:
-            return again(effects=effects, follow=places | written)
-        if isinstance(error, LowtideError):
-            raise
-        raise _capture_error(error) from error
-    if recorder.used_otherwise(failed=False):
-        return again(effects=effects)
+    return TracedModel(
+        call.model,
+        make_model,
+        call.state.names,
+        call.arguments,
+        len(call.tensors),
+        call.mask,
+        assigned,
+        recorder,
+        keep_casts,
+    )
+
+
+def _finished(call: _Call, trace: _Trace, rewrite: Callable[[torch.fx.GraphModule], None] | None) -> Captured:
+    """The program of a joint graph, and the contract."""
+    traced, effects, held = trace.traced, trace.effects, trace.held
     if all(entry is False for entry in traced.used_mask):
         raise NoGradientError(
             "no output of the model requires a gradient, so there is nothing to rematerialize: check requires_grad of "
             "the parameters and inputs, and that the model is not under torch.no_grad()."
         )
-    inputs = (*state.tensors, *tensors, *held)
-    share_casts(module, [i for i, tensor in enumerate(inputs) if is_kept(tensor)], period_of_casts)
+    inputs = (*call.state.tensors, *call.tensors, *held)
+    share_casts(trace.module, [i for i, tensor in enumerate(inputs) if is_kept(tensor)], period_of_casts)
     if rewrite is not None:
-        rewrite(module)
+        rewrite(trace.module)
     settings = tuple(setting for setting in traced.settings if setting.place not in effects.counted)
-    attributes.say_unknown(model, [place for place in traced.unknown if place not in effects.counted])
-    guards = _guards(model, traced, effects, settings, held)
-    conditions = Conditions(tuple(mode.questions), guards, recorder.draws)
-    program = _assemble(convert(module), metadata, traced, conditions, state, type(model).__name__)
-    read = _read_inputs(program)
-    count = len(state.tensors) + len(tensors)
-    followed = Followed(followed.places, frozenset(i for i in range(len(held)) if count + i not in read))
-    conditions = dataclasses.replace(conditions, followed=followed)
-    return dataclasses.replace(program, effects=effects, settings=settings, conditions=conditions)
+    attributes.say_unknown(call.model, [place for place in traced.unknown if place not in effects.counted])
+    guards = _guards(call.model, traced, effects, settings, held)
+    program = _assemble(convert(trace.module), trace.metadata, traced, call.state, type(call.model).__name__)
+    read = _read_inputs(program, trace.questions)
+    count = len(inputs) - len(held)
+    followed = Followed(trace.followed.places, frozenset(i for i in range(len(held)) if count + i not in read))
+    conditions = Conditions(trace.questions, guards, trace.draws, followed)
+    return Captured(program, Contract(traced.result, conditions, effects, settings, traced.reassigned))
 
 
 def _followed(
@@ -185,18 +230,9 @@ def _followed(
     return held, follow
 
 
-def _written(model: nn.Module, error: Exception) -> frozenset[Place]:
-    """The attributes into whose tensors the forward pass writes."""
-    if isinstance(error, WriteError):
-        return holding(model, error.tensor)
-    if any(text in str(error) for text in _WRITES):
-        return frozenset(place for place, value in of_modules(model) if tensors_in(value))  # of one of them, a part
-    return frozenset()
-
-
-def _read_inputs(program: Program) -> set[int]:
+def _read_inputs(program: Program, questions: Sequence[Any]) -> set[int]:
     """The flat inputs that are of consequence: for operators, results, or answers."""
-    asked = (question.positions() for question in program.conditions.questions)
+    asked = (question.positions() for question in questions)
     returned = {result.argument for result in program.results if result.argument is not None}
     return {i for i, value in enumerate(program.inputs) if value is not None} | returned.union(*asked)
 
@@ -218,75 +254,10 @@ def _guards(
     return guards, Guards.of(model, traced.reads, every, held, left)
 
 
-def _check(model: nn.Module, state: State, tensors: Sequence[torch.Tensor]) -> None:
-    devices = {
-        tensor.device for tensor in (*state.tensors, *tensors) if tensor.dim() > 0 or tensor.device.type != "cpu"
-    }
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise CaptureError(
-            f"the model and its inputs lie on {len(devices)} devices ({names}); move them to one device."
-        )
-    refuse_sharded_parts(model)
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise CaptureError(
-                f"module {name or type(model).__name__!r} has sparse gradients (sparse=True), which a plan cannot hold. Create "
-                "it with sparse=False, or run the model under lowtide.online."
-            )
-        if module.__dict__.get("gradient_checkpointing"):
-            raise CaptureError(
-                f"activation checkpointing is switched on in module {name or type(model).__name__!r}, and a plan decides "
-                "itself what is computed again. Switch it off: gradient_checkpointing=False or activation_checkpointing=False "
-                "in the trainer's arguments, model.gradient_checkpointing_disable() or model.disable_gradient_checkpointing()."
-            )
-        if name and (module._backward_hooks or module._backward_pre_hooks):
-            raise CaptureError(
-                f"submodule {name!r} has backward hooks, which a planned backward pass cannot call. Put them on the model "
-                "itself, use Tensor.register_hook on parameters, or remove them."
-            )
-    for tensor in (*state.tensors, *tensors):
-        if tensor.layout is not torch.strided or type(tensor) not in (
-            torch.Tensor,
-            nn.Parameter,
-            nn.Buffer,
-            FakeTensor,
-        ):
-            raise CaptureError(
-                f"a {type(tensor).__name__} of layout {tensor.layout} cannot be captured; only dense plain tensors can."
-            )
-
-
-def _capture_error(error: Exception) -> CaptureError:
-    source = ""
-    frame = error.__traceback__
-    from lowtide.program.source import is_user_file
-
-    while frame is not None:
-        if is_user_file(frame.tb_frame.f_code.co_filename):
-            source = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
-        frame = frame.tb_next
-    place = f" at {source}" if source else ""
-    if isinstance(error, WriteError) or any(text in str(error) for text in _WRITES):
-        return CaptureError(
-            f"the forward pass writes in place{place} into a tensor that is no parameter, no buffer and in no attribute "
-            "of the model, which a plan cannot follow. Register it: self.register_buffer(name, tensor).",
-            source=source,
-        )
-    summary = str(error).strip().split("\n")[0].rstrip(".")
-    summary = next((meaning for text, meaning in _MEANINGS.items() if text in summary), summary)
-    return CaptureError(
-        f"the program cannot be captured as one graph{place}: {type(error).__name__}: {summary}. Where model(*args, **kwargs) "
-        "fails alone too, correct the model or the sample; where the program depends on the data, run it under lowtide.online.",
-        source=source,
-    )
-
-
 def _assemble(
     converted: Converted,
     metadata: Any,
     traced: TracedModel,
-    conditions: Conditions,
     state: State,
     name: str,
 ) -> Program:
@@ -327,10 +298,7 @@ def _assemble(
         tangents=tangents,
         gradients=gradients,
         results=tuple(results),
-        result_structure=traced.result,
         mask=traced.used_mask,
-        reassigned=traced.reassigned,
-        conditions=conditions,
         state_names=state.names,
         parameters=state.parameters,
         kept=tuple(converted.kept),

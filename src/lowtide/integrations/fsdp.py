@@ -59,9 +59,9 @@ def rematerialize_blocks(
     names = {id(module): name for name, module in model.named_modules()}
     calls = BlockCalls([names[id(block)] for block in blocks])
     with torch.enable_grad():
-        program = capture(model, args, kwargs, watch=calls.watch)
+        program = capture(model, args, kwargs, watch=calls.watch).program
         samples = calls.samples()
-        programs = [capture(block, *sample) for block, sample in zip(blocks, samples, strict=True)]
+        programs = [capture(block, *sample).program for block, sample in zip(blocks, samples, strict=True)]
     around = moments(program.graph, program_costs(program), calls.names, Gathers.of(model, blocks, ranks))
     parts = [Block.of(program) for program in programs]
     unconstrained = peak_bytes(around, [part.unplanned for part in parts])

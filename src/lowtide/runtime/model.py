@@ -20,9 +20,10 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from lowtide.capture.capture import flat_arguments
+from lowtide.capture.contract import Captured, Conditions
 from lowtide.capture.python_state import attributes, registered
 from lowtide.capture.python_state.followed import held_tensors
-from lowtide.capture.python_state.paths import Place, value_at
+from lowtide.capture.python_state.paths import Place
 from lowtide.capture.traced_model import model_state
 from lowtide.dynamic.context import is_inside, online
 from lowtide.errors import CaptureError, ExecutionError, PlanError
@@ -30,7 +31,6 @@ from lowtide.lower import Lowered, lower
 from lowtide.pipeline import Settings, captured_program, planned_program
 from lowtide.planning import Plan
 from lowtide.program import Program, structure
-from lowtide.program.program import Conditions
 from lowtide.program.results import GradientMask
 from lowtide.runtime.signature import Arguments, Signature, describe, signature
 from lowtide.runtime.step import run
@@ -69,7 +69,7 @@ class Entry:
     attributes of the model as the latest call found them."""
 
     key: Signature
-    captured: Program
+    captured: Captured
     program: Program
     plan: Plan
     lowered: Lowered
@@ -135,7 +135,7 @@ class Rematerialized:
         entry = self.entry(args, kwargs, inputs, arguments)
         if entry is None:
             return self.original_forward(*args, **kwargs)
-        inputs = entry.program.inputs_of(model, inputs) or inputs
+        inputs = entry.captured.contract.flat_inputs(model, inputs) or inputs
         if entry.conditions[0].draws is not None:
             entry.conditions[0].draws.take()
         return self._result(entry, self.run(entry, inputs), inputs, structure.objects(arguments.tree))
@@ -145,15 +145,8 @@ class Rematerialized:
     ) -> Any:
         """The model's result, of the type that eager returns; what eager leaves in attributes is there too. ``objects``: those
         among the call's arguments, which may be in it."""
-        program, model = entry.program, self.model
-        tensors = _tensors(program, outputs, inputs, model)
-        result, left = structure.unflatten(program.result_structure, tensors, objects)
-        effects = program.effects.tensors
-        written = {*(one.place for one in effects), *(setting.place for setting in program.settings)}
-        places = written | program.followed.attributes()
-        entry.before[:] = [attributes.Before(place, value_at(model, place)) for place in places]
-        attributes.write(model, effects, left)
-        attributes.apply(model, program.settings)
+        tensors = [result.form(outputs, inputs) for result in entry.program.results]
+        result, entry.before[:] = entry.captured.contract.fulfil(self.model, tensors, objects)
         return result
 
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -221,13 +214,13 @@ class Rematerialized:
             captured = self._captured(key, sample, old, mask)
             same = self._same(key, captured) if old is None else None
             if same is not None:
-                same.conditions.insert(0, captured.conditions)
+                same.conditions.insert(0, captured.contract.conditions)
                 del same.conditions[_MOST_CONDITIONS:]
                 return same
             program, plan = self.planned(captured, sample)
             with stage("lowering"):
                 lowered = lower(program, plan.schedule)
-        conditions = [captured.conditions] if old is None else old.conditions
+        conditions = [captured.contract.conditions] if old is None else old.conditions
         light = sample.light(program.metas[0].device.type)
         entry = Entry(key, captured, program, plan, lowered, conditions, light, self.remake)
         known = self.entries.setdefault(key, [])
@@ -239,9 +232,9 @@ class Rematerialized:
         )  # fmt: skip
         return entry
 
-    def _captured(self, key: Signature, sample: Sample, old: Entry | None, mask: GradientMask | None) -> Program:
+    def _captured(self, key: Signature, sample: Sample, old: Entry | None, mask: GradientMask | None) -> Captured:
         if old is None:
-            expected = next((entry.captured.mask for entry in self.entries.get(key, ())), None)
+            expected = next((entry.captured.program.mask for entry in self.entries.get(key, ())), None)
             capture = functools.partial(
                 captured_program, self.model, sample.args, sample.kwargs, self.settings, expected
             )
@@ -254,7 +247,7 @@ class Rematerialized:
                 return capture()
         return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, old.captured)
 
-    def _same(self, key: Signature, captured: Program) -> Entry | None:
+    def _same(self, key: Signature, captured: Captured) -> Entry | None:
         """The entry for this very program, if there is one."""
         held = {id(tensor) for tensor in held_tensors(self.model)}
         return next((e for e in self.entries.get(key, ()) if captured.same_as(e.captured, held)), None)
@@ -285,7 +278,7 @@ class Rematerialized:
         known = self.entries[key]
         return self.latest if self.latest is not None and self.latest in known else known[-1]
 
-    def planned(self, captured: Program, sample: Sample) -> tuple[Program, Plan]:
+    def planned(self, captured: Captured, sample: Sample) -> tuple[Program, Plan]:
         """What is to run, and its plan."""
         granted = max((e.plan.budget_bytes for entries in self.entries.values() for e in entries), default=0)
         return planned_program(captured, self.model, sample.args, sample.kwargs, self.settings, granted)
@@ -298,7 +291,7 @@ class Rematerialized:
         if entry is None:
             with (
                 attributes.undone(self.model, old.before),
-                registered.not_made(self.model, old.program.reassigned),
+                registered.not_made(self.model, old.captured.contract.buffers),
                 torch.enable_grad(),
                 old.sample.autocast,
             ):
@@ -375,15 +368,6 @@ def _is_transformed() -> bool:
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
     )
-
-
-def _tensors(
-    program: Program, outputs: list[torch.Tensor], inputs: list[torch.Tensor], model: nn.Module
-) -> list[torch.Tensor]:
-    """Those of the result. Buffers that the forward pass makes or replaces are put in place."""
-    tensors = [result.form(outputs, inputs) for result in program.results]
-    registered.put(model, program.reassigned, tensors)
-    return tensors
 
 
 def _light(tensor: torch.Tensor) -> torch.Tensor:

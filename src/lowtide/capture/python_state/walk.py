@@ -67,7 +67,8 @@ def _reader(kind: Any) -> Callable[[Any], tuple[Any, ...]] | None:
 def content(value: Any) -> tuple[Any, ...] | None:
     """What a holder holds, in order: of a dictionary keys and values, of an array its shape, type and bytes; ``None`` for what
     is no holder. Two holders of one type are the same to a program where their contents are."""
-    read = _reader(type(value))
+    kind: Any = type(value)
+    read = _reader(kind)
     if read is not None:
         return read(value)
     if isinstance(value, np.ndarray):

@@ -1,0 +1,130 @@
+"""What a captured program means for the model: when it holds for a call, and what a planned call does to the model besides."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.capture.python_state import attributes, registered
+from lowtide.capture.python_state.attributes import Setting
+from lowtide.capture.python_state.draws import Draws, Recorder
+from lowtide.capture.python_state.followed import Followed
+from lowtide.capture.python_state.guards import Guards
+from lowtide.capture.python_state.paths import Place, value_at
+from lowtide.capture.python_state.registered import Registered
+from lowtide.capture.python_state.rehearsal import Effects
+from lowtide.program import Program, structure
+from lowtide.program.keys import fingerprint
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Conditions:
+    """What a program depends on beside the layouts of its inputs: answers about their values (``capture.fake``), what the model
+    is like, in one of several ways (``capture.guards``), and what Python and NumPy draw (``capture.draws``)."""
+
+    questions: tuple[Any, ...] = ()
+    guards: tuple[Guards, ...] = (Guards(),)
+    draws: Draws | None = None
+    followed: Followed = field(default_factory=Followed)
+
+    def hold(self, modules: Sequence[nn.Module], inputs: list[torch.Tensor], memo: dict[int, Any]) -> bool:
+        """Whether a call now has this program. ``modules``: all of the model's, itself first; ``inputs``: flat, without those
+        in attributes; ``memo``: of the call."""
+        given = self.followed.behind(inputs, modules[0])
+        return (
+            given is not None
+            and self.fit(modules)
+            and all(question.holds(given, memo) for question in self.questions)
+            and (self.draws is None or self.draws.hold())
+        )
+
+    def fit(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether the model is as it has to be."""
+        return any(guards.hold(modules) for guards in self.guards)
+
+    def changed(self, model: nn.Module) -> str:
+        """In words, what of the model is not as it has to be."""
+        return "" if self.fit(list(model.modules())) else self.guards[-1].broken(model)
+
+    def other_tensors(self, model: nn.Module) -> set[Place]:
+        """Attributes whose tensors are not those that they have to be."""
+        return set() if self.fit(list(model.modules())) else self.guards[-1].other_tensors(model)
+
+    def recorder(self) -> Recorder | None:
+        """To capture the same call again, with the same draws."""
+        return None if self.draws is None else Recorder(self.draws.start)
+
+    def broken(self, model: nn.Module, inputs: list[torch.Tensor]) -> str:
+        """In words, why they do not hold."""
+        given = self.followed.behind(inputs, model)
+        if given is None:
+            return self.changed(model) or "tensors in its attributes are not where they were"
+        memo: dict[int, Any] = {}
+        now = ((question, question.asked(given, memo)) for question in self.questions)
+        answers = (
+            f"{question.source}: {question.answer}, then {new}" for question, new in now if new != question.answer
+        )
+        return self.changed(model) or next(answers, "what is drawn from the generators of Python or NumPy")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contract:
+    """What a planned call returns and leaves behind beside what its operators compute.
+
+    ``result_structure`` is of a pair: what the model returned, and what it left in the attributes ``effects.tensors``;
+    ``settings`` are the plain values that it left (``python_state.attributes``), ``buffers`` those that it registers or
+    replaces, by name. ``conditions``: under which all of this, and the program, hold for a call.
+    """
+
+    result_structure: Any
+    conditions: Conditions
+    effects: Effects = field(default_factory=Effects)
+    settings: tuple[Setting, ...] = ()
+    buffers: Mapping[str, Registered] = field(default_factory=dict)
+
+    @property
+    def followed(self) -> Followed:
+        return self.conditions.followed
+
+    def flat_inputs(self, model: nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The flat inputs, with those in the model's attributes; ``None`` where they are not all there."""
+        return self.followed.behind(inputs, model)
+
+    def fulfil(
+        self, model: nn.Module, tensors: Sequence[torch.Tensor], objects: Sequence[Any]
+    ) -> tuple[Any, list[attributes.Before]]:
+        """What the call returns, made of its result ``tensors`` and the ``objects`` among its arguments, after leaving in the
+        model what it leaves there; and what was there before."""
+        registered.put(model, self.buffers, tensors)
+        result, left = structure.unflatten(self.result_structure, tensors, objects)
+        written = {*(one.place for one in self.effects.tensors), *(setting.place for setting in self.settings)}
+        places = written | self.followed.attributes()
+        before = [attributes.Before(place, value_at(model, place)) for place in places]
+        attributes.write(model, self.effects.tensors, left)
+        attributes.apply(model, self.settings)
+        return result, before
+
+    def same_as(self, other: Contract) -> bool:
+        """Whether a planned call does the same to the model, whatever it holds for."""
+        return (
+            fingerprint(self.result_structure) == fingerprint(other.result_structure)
+            and (self.effects.tensors, self.followed) == (other.effects.tensors, other.followed)
+            and repr(self.settings) == repr(other.settings)
+            and self.buffers == other.buffers
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured:
+    """A call of a model: the tensor program, and the contract of its Python code."""
+
+    program: Program
+    contract: Contract
+
+    def same_as(self, other: Captured, held: Collection[int]) -> bool:
+        """Whether both stand for the same call, see ``Program.same_as``."""
+        return self.contract.same_as(other.contract) and self.program.same_as(other.program, held)

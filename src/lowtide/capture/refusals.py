@@ -1,0 +1,108 @@
+"""What cannot be captured, and the words for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lowtide.capture.python_state.followed import holding
+from lowtide.capture.python_state.paths import Place, of_modules, tensors_in
+from lowtide.capture.sharded import refuse_sharded_parts
+from lowtide.capture.traced_model import NO_SAVED_TENSORS_HOOKS, WriteError
+from lowtide.errors import CaptureError
+from lowtide.program.source import is_user_file
+
+_MEANINGS = {  # what PyTorch says, in words that help
+    "data is not allocated yet": "an operator reads the values of a tensor, which there are none of yet (F.ctc_loss does where "
+    "lengths are given as lists: pass tensors; recurrent layers do with packed sequences: pass padded ones)",
+    "use_reentrant=True": NO_SAVED_TENSORS_HOOKS,
+}
+_WRITES = (  # what PyTorch says of writes into a tensor that is no argument of the program
+    "mutating a non-functional tensor with a functional tensor",
+    "aot_autograd expected to have an entirely functional graph",
+)
+
+
+def check(model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises ``CaptureError`` for what no trace is needed to refuse. ``tensors``: parameters, buffers and those of the call."""
+    devices = {tensor.device for tensor in tensors if tensor.dim() > 0 or tensor.device.type != "cpu"}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise CaptureError(
+            f"the model and its inputs lie on {len(devices)} devices ({names}); move them to one device."
+        )
+    refuse_sharded_parts(model)
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise CaptureError(
+                f"module {name or type(model).__name__!r} has sparse gradients (sparse=True), which a plan cannot hold. Create "
+                "it with sparse=False, or run the model under lowtide.online."
+            )
+        if module.__dict__.get("gradient_checkpointing"):
+            raise CaptureError(
+                f"activation checkpointing is switched on in module {name or type(model).__name__!r}, and a plan decides "
+                "itself what is computed again. Switch it off: gradient_checkpointing=False or activation_checkpointing=False "
+                "in the trainer's arguments, model.gradient_checkpointing_disable() or model.disable_gradient_checkpointing()."
+            )
+        if name and (module._backward_hooks or module._backward_pre_hooks):
+            raise CaptureError(
+                f"submodule {name!r} has backward hooks, which a planned backward pass cannot call. Put them on the model "
+                "itself, use Tensor.register_hook on parameters, or remove them."
+            )
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or type(tensor) not in (
+            torch.Tensor,
+            nn.Parameter,
+            nn.Buffer,
+            FakeTensor,
+        ):
+            raise CaptureError(
+                f"a {type(tensor).__name__} of layout {tensor.layout} cannot be captured; only dense plain tensors can."
+            )
+
+
+def capture_error(error: Exception) -> CaptureError:
+    """An error of the trace in words that help, with the user's line."""
+    source = ""
+    frame = error.__traceback__
+    while frame is not None:
+        if is_user_file(frame.tb_frame.f_code.co_filename):
+            source = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    place = f" at {source}" if source else ""
+    if isinstance(error, WriteError) or any(text in str(error) for text in _WRITES):
+        return CaptureError(
+            f"the forward pass writes in place{place} into a tensor that is no parameter, no buffer and in no attribute "
+            "of the model, which a plan cannot follow. Register it: self.register_buffer(name, tensor).",
+            source=source,
+        )
+    summary = str(error).strip().split("\n")[0].rstrip(".")
+    summary = next((meaning for text, meaning in _MEANINGS.items() if text in summary), summary)
+    return CaptureError(
+        f"the program cannot be captured as one graph{place}: {type(error).__name__}: {summary}. Where model(*args, **kwargs) "
+        "fails alone too, correct the model or the sample; where the program depends on the data, run it under lowtide.online.",
+        source=source,
+    )
+
+
+def refuse_merged(metadata: Any, fakes: Sequence[torch.Tensor]) -> None:
+    """Raises ``CaptureError`` where the tracer took several inputs for one."""
+    if len(metadata.input_info) != len(fakes):
+        raise CaptureError(
+            "the forward pass writes into memory that several buffers or arguments share (a view of a buffer that is a "
+            "buffer itself, say), which a plan cannot follow. Form the view in the forward pass, pass a copy, or run it "
+            "under lowtide.online."
+        )
+
+
+def written_attributes(model: nn.Module, error: Exception) -> frozenset[Place]:
+    """The attributes into whose tensors the forward pass writes."""
+    if isinstance(error, WriteError):
+        return holding(model, error.tensor)
+    if any(text in str(error) for text in _WRITES):
+        return frozenset(place for place, value in of_modules(model) if tensors_in(value))  # of one of them, a part
+    return frozenset()
