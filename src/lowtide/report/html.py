@@ -8,12 +8,13 @@ from typing import Any
 
 from lowtide import __version__
 from lowtide.extras import require
+from lowtide.ir import Kind
 from lowtide.report.charts import NARROW, SLICES, WIDE, curve_chart, measured_chart, memory_chart
 from lowtide.report.curve import Curve
 from lowtide.report.measured import Measured
 from lowtide.report.modules import ModuleRow, block_of
+from lowtide.report.profile import MemoryBlock, StepProfile
 from lowtide.report.report import Report
-from lowtide.report.run import Block, Run
 from lowtide.report.slices import slices_of
 from lowtide.report.units import format_bytes, format_percent, format_source, format_time
 
@@ -117,14 +118,14 @@ def _step(report: Report) -> dict[str, Any]:
     }
 
 
-def _running(run: Run, index: int) -> str:
+def _running(run: StepProfile, index: int) -> str:
     span = run.spans[index]
     where = f" in {span.module}" if span.module else ""
     source = f" ({format_source(span.source)})" if span.source else ""
     return span.name + where + source + (", again" if span.again else "")
 
 
-def _peak_sentence(run: Run) -> str:
+def _peak_sentence(run: StepProfile) -> str:
     if not run.spans:
         return "Nothing runs."
     alive = run.alive(run.peak_index)
@@ -132,20 +133,20 @@ def _peak_sentence(run: Run) -> str:
     return f"{total} in {len(alive)} blocks while {_running(run, run.peak_index)} runs."
 
 
-def _alive(run: Run) -> list[dict[str, Any]]:
+def _alive(run: StepProfile) -> list[dict[str, Any]]:
     blocks = run.alive(run.peak_index) if run.spans else []
     most = max((block.bytes for block in blocks), default=1)
-    return [_block(run, block, most) for block in blocks]
+    return [_block(block, most) for block in blocks]
 
 
-def _block(run: Run, block: Block, most: int) -> dict[str, Any]:
-    span = run.spans[block.owner] if block.owner is not None else None
-    notes = [block.kind] * (block.kind != "tensor") + ["recomputed"] * (span is not None and span.again)
+def _block(block: MemoryBlock, most: int) -> dict[str, Any]:
+    span = block.span
+    notes = [block.kind.value] * (block.kind is not Kind.TENSOR) + ["recomputed"] * (span is not None and span.again)
     return {
         "size": block.bytes,
         "bytes": format_bytes(block.bytes),
         "percent": round(100 * block.bytes / most, 1),
-        "name": span.name if span else block.kind,
+        "name": span.name if span else block.kind.value,
         "module": span.module if span else "",
         "source": format_source(span.source) if span else "",
         "note": ", ".join(notes) if span else "",
@@ -158,7 +159,7 @@ def _groups(report: Report) -> list[dict[str, Any]]:
     run = report.run
     sums: Counter[str] = Counter()
     for block in run.alive(run.peak_index) if run.spans else []:
-        span = run.spans[block.owner] if block.owner is not None else None
+        span = block.span
         name = "(before the step)" if span is None else block_of(span.module) if span.module else ""
         sums[name or (span.target if span and report.unit == "operator" else "(model)")] += block.bytes
     named = {name for name, _ in sums.most_common(_MOST_GROUPS)}

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lowtide.ir import Compute, Costs, Free, Graph, Schedule
+from lowtide.ir import Compute, Costs, Graph, Schedule, live_at_boundary
 
 _INDEX = re.compile(r"(.*?\.)?(\d+)(?=\.|$)")
 
@@ -51,21 +51,6 @@ def module_rows(graph: Graph, costs: Costs, schedule: Schedule) -> list[ModuleRo
         again[block[op.id]] += repeats * int(costs.time_ns[op.id])
         once[block[op.id]] += int(costs.time_ns[op.id])
     return [ModuleRow(name, saved[name], ops[name], again[name], once[name]) for name in dict.fromkeys(block)]
-
-
-def live_at_boundary(graph: Graph, schedule: Schedule) -> set[int]:
-    """Storages that the forward program leaves to the backward program."""
-    owned: dict[int, list[int]] = {}
-    for storage in graph.storages:
-        if storage.base is not None:
-            owned.setdefault(storage.base, []).append(storage.id)
-    live: set[int] = set()
-    for step in schedule.steps[: schedule.boundary]:
-        if isinstance(step, Compute):
-            live.update(owned.get(step.op, ()))
-        elif isinstance(step, Free):
-            live.discard(step.storage)
-    return live
 
 
 def block_of(module: str) -> str:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowtide.errors import LowtideError, PlanError
-from lowtide.ir import keep_all_schedule
+from lowtide.ir import Kind, keep_all_schedule
 from lowtide.report.curve import Curve, CurvePoint
 from lowtide.report.measured import Measured
 from lowtide.report.modules import ModuleRow, module_rows
-from lowtide.report.replayed import ENDLESS_BYTES, replay
-from lowtide.report.run import Run, run_of_schedule
+from lowtide.report.profile import StepProfile, profile_of_schedule
+from lowtide.report.replay import ENDLESS_BYTES, replay
 from lowtide.report.text import Planned, render_plan
 from lowtide.report.units import format_bytes, format_percent, format_source, format_time
 from lowtide.trace import Constant, Status, Trace
@@ -32,8 +32,8 @@ class Report:
     """
 
     title: str
-    run: Run
-    plain: Run
+    run: StepProfile
+    plain: StepProfile
     budget_bytes: int
     decided_by: str
     device: str
@@ -54,8 +54,8 @@ def report_of_plan(
     plan: Planned, curve: Curve | None = None, measured: Measured | None = None, *, name: str = ""
 ) -> Report:
     """``measured``: a step that ran under the plan. ``name`` stands in for a graph without one."""
-    run = run_of_schedule(plan.graph, plan.costs, plan.schedule)
-    plain = run_of_schedule(plan.graph, plan.costs, keep_all_schedule(plan.graph))
+    run = profile_of_schedule(plan.graph, plan.costs, plan.schedule)
+    plain = profile_of_schedule(plan.graph, plan.costs, keep_all_schedule(plan.graph))
     parts = [render_plan(plan), _alive_text(run)]
     parts += [str(curve)] if curve is not None else []
     parts += [measured_text(run, measured)] if measured is not None else []
@@ -90,7 +90,7 @@ def report_of_trace(
     Raises ``LowtideError`` where the budget is not known, and where the replay runs out of memory.
     """
     trace = without_constants(trace)
-    plain = replay(trace, ENDLESS_BYTES, heuristic, policy).run
+    plain = replay(trace, ENDLESS_BYTES, heuristic, policy).profile
     budget = budget_bytes or trace.budget_bytes
     if budget is None:
         raise PlanError('the recorded run had no budget; give one, such as --budget "50%".')
@@ -100,7 +100,7 @@ def report_of_trace(
             f"replayed within {budget} bytes, {replayed.result.operator} has nothing left to evict; give a larger --budget "
             f"(without evictions the program needs {plain.peak_bytes} bytes)."
         )
-    run = replayed.run
+    run = replayed.profile
     curve = _trace_curve(trace, plain, heuristic, policy, CurvePoint(budget, run.peak_bytes, run.time_ns))
     title = trace.name or name or "trace"
     parts = [_trace_text(title, run, plain, budget, heuristic), _alive_text(run), str(curve)]
@@ -126,7 +126,7 @@ def without_constants(trace: Trace) -> Trace:
     return dataclasses.replace(trace, events=events)
 
 
-def _trace_curve(trace: Trace, plain: Run, heuristic: str, policy: str, own: CurvePoint) -> Curve:
+def _trace_curve(trace: Trace, plain: StepProfile, heuristic: str, policy: str, own: CurvePoint) -> Curve:
     """Replays at several budgets, until one runs out of memory or takes too long."""
     whole = plain.peak_bytes
     points = {own.budget_bytes: own} if own.budget_bytes <= whole else {}
@@ -140,15 +140,15 @@ def _trace_curve(trace: Trace, plain: Run, heuristic: str, policy: str, own: Cur
     return Curve(whole, plain.time_ns, 0, f"{heuristic}, {policy}", tuple(ordered))
 
 
-def _operator_rows(run: Run) -> tuple[ModuleRow, ...]:
+def _operator_rows(run: StepProfile) -> tuple[ModuleRow, ...]:
     """A row per kind of operator, by what recomputing it takes."""
     saved: Counter[str] = Counter()
     again: Counter[str] = Counter()
     again_ns: Counter[str] = Counter()
     once_ns: Counter[str] = Counter()
     for block in run.blocks:
-        if block.owner is not None and block.kind == "tensor" and block.owner < run.boundary <= block.last:
-            saved[run.spans[block.owner].target] += block.bytes
+        if block.span is not None and block.kind is Kind.TENSOR and block.first < run.boundary <= block.last:
+            saved[block.span.target] += block.bytes
     for span in run.spans:
         (again_ns if span.again else once_ns)[span.target] += span.time_ns
         again[span.target] += span.again
@@ -156,7 +156,7 @@ def _operator_rows(run: Run) -> tuple[ModuleRow, ...]:
     return tuple(sorted(rows, key=lambda row: -row.recomputed_ns))
 
 
-def _trace_text(title: str, run: Run, plain: Run, budget: int, heuristic: str) -> str:
+def _trace_text(title: str, run: StepProfile, plain: StepProfile, budget: int, heuristic: str) -> str:
     overhead = run.time_ns / plain.time_ns - 1 if plain.time_ns else 0.0
     facts = {
         "budget": f"{format_bytes(budget)} ({format_percent(budget / max(plain.peak_bytes, 1))} of unconstrained)",
@@ -169,7 +169,7 @@ def _trace_text(title: str, run: Run, plain: Run, budget: int, heuristic: str) -
     return "\n".join([f"replay of {title}: {len(plain.spans)} operators", *_aligned(facts)])
 
 
-def measured_text(run: Run, measured: Measured) -> str:
+def measured_text(run: StepProfile, measured: Measured) -> str:
     """Predicted beside measured."""
     facts = {
         "peak": f"{format_bytes(run.peak_bytes)} predicted, {format_bytes(measured.peak_bytes)} measured",
@@ -178,14 +178,14 @@ def measured_text(run: Run, measured: Measured) -> str:
     return "\n".join([f"measured on {measured.device}", *_aligned(facts)])
 
 
-def _alive_text(run: Run, most: int = 12) -> str:
+def _alive_text(run: StepProfile, most: int = 12) -> str:
     """What is there at the peak, the largest first."""
     alive = run.alive(run.peak_index)
     lines = [f"at the peak: {len(alive)} blocks, {format_bytes(sum(block.bytes for block in alive))}"]
     for block in alive[:most]:
-        span = run.spans[block.owner] if block.owner is not None else None
+        span = block.span
         where = " ".join(filter(None, (span.module, span.name, format_source(span.source)))) if span else block.detail
-        lines.append(f"  {format_bytes(block.bytes):>10}  {block.kind:<11}  {where}")
+        lines.append(f"  {format_bytes(block.bytes):>10}  {block.kind.value:<11}  {where}")
     left = alive[most:]
     lines += [f"  {format_bytes(sum(block.bytes for block in left)):>10}  in {len(left)} more"] if left else []
     return "\n".join(lines)
