@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lowtide.ir import Compute, Costs, Graph, Schedule, live_at_boundary
+from lowtide.report.units import format_bytes, format_time
 
 _INDEX = re.compile(r"(.*?\.)?(\d+)(?=\.|$)")
 
@@ -27,9 +28,10 @@ class ModuleRow:
     recomputed_ns: int
     time_ns: int
 
-    @property
-    def figures(self) -> tuple[int, int]:
-        return self.saved_bytes, self.recomputed_ops
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """A row of a table: name, bytes saved, ops recomputed, the time that takes, time once."""
+        again = (str(self.recomputed_ops), format_time(self.recomputed_ns)) if self.recomputed_ops else ("-", "-")
+        return self.name or "(model)", format_bytes(self.saved_bytes), *again, format_time(self.time_ns)
 
 
 def module_rows(graph: Graph, costs: Costs, schedule: Schedule) -> list[ModuleRow]:
@@ -62,7 +64,9 @@ def block_of(module: str) -> str:
 def merge_repeats(rows: Iterable[ModuleRow]) -> list[ModuleRow]:
     """Neighbouring blocks that differ in their index only, and are treated alike, as one row with the sum of times."""
     merged = []
-    for _, group in itertools.groupby(rows, key=lambda row: (_without_index(row.name), row.figures)):
+    for _, group in itertools.groupby(
+        rows, key=lambda row: (_without_index(row.name), row.saved_bytes, row.recomputed_ops)
+    ):
         same = list(group)
         merged.append(same[0] if len(same) == 1 else _merge(same))
     return merged

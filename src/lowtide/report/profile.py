@@ -68,6 +68,11 @@ class StepProfile:
         return sorted(there, key=lambda block: -block.bytes)
 
     @property
+    def at_peak(self) -> list[MemoryBlock]:
+        """What is there during the first span at the peak, the largest first."""
+        return self.alive(self.peak_index)
+
+    @property
     def final_bytes(self) -> int:
         """What outlives the step."""
         return self._levels()[-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from lowtide.report.measured import Measured
 from lowtide.report.modules import ModuleRow, module_rows
 from lowtide.report.profile import StepProfile, profile_of_schedule
 from lowtide.report.replay import ENDLESS_BYTES, replay
+from lowtide.report.tables import fact_lines
 from lowtide.report.text import Planned, render_plan
 from lowtide.report.units import format_bytes, format_percent, format_source, format_time
 from lowtide.trace import Constant, Status, Trace
@@ -56,9 +56,6 @@ def report_of_plan(
     """``measured``: a step that ran under the plan. ``name`` stands in for a graph without one."""
     run = profile_of_schedule(plan.graph, plan.costs, plan.schedule)
     plain = profile_of_schedule(plan.graph, plan.costs, keep_all_schedule(plan.graph))
-    parts = [render_plan(plan), _alive_text(run)]
-    parts += [str(curve)] if curve is not None else []
-    parts += [measured_text(run, measured)] if measured is not None else []
     return Report(
         title=plan.graph.name or name or "plan",
         run=run,
@@ -68,7 +65,7 @@ def report_of_plan(
         device=plan.costs.device,
         unit="module",
         rows=tuple(module_rows(plan.graph, plan.costs, plan.schedule)),
-        text="\n\n".join(parts) + "\n",
+        text=_text(render_plan(plan), run, curve, measured),
         lower_bound_ns=plan.lower_bound_ns,
         curve=curve,
         measured=measured,
@@ -103,8 +100,6 @@ def report_of_trace(
     run = replayed.profile
     curve = _trace_curve(trace, plain, heuristic, policy, CurvePoint(budget, run.peak_bytes, run.time_ns))
     title = trace.name or name or "trace"
-    parts = [_trace_text(title, run, plain, budget, heuristic), _alive_text(run), str(curve)]
-    parts += [measured_text(run, measured)] if measured is not None else []
     return Report(
         title=title,
         run=run,
@@ -114,10 +109,17 @@ def report_of_trace(
         device=trace.device,
         unit="operator",
         rows=_operator_rows(run),
-        text="\n\n".join(parts) + "\n",
+        text=_text(_trace_text(title, run, plain, budget, heuristic), run, curve, measured),
         curve=curve,
         measured=measured,
     )
+
+
+def _text(summary: str, run: StepProfile, curve: Curve | None, measured: Measured | None) -> str:
+    parts = [summary, _alive_text(run)]
+    parts += [str(curve)] if curve is not None else []
+    parts += [measured_text(run, measured)] if measured is not None else []
+    return "\n\n".join(parts) + "\n"
 
 
 def without_constants(trace: Trace) -> Trace:
@@ -166,7 +168,7 @@ def _trace_text(title: str, run: StepProfile, plain: StepProfile, budget: int, h
         "rematerializations": str(sum(span.again for span in run.spans)),
         "heuristic": heuristic,
     }
-    return "\n".join([f"replay of {title}: {len(plain.spans)} operators", *_aligned(facts)])
+    return "\n".join([f"replay of {title}: {len(plain.spans)} operators", *fact_lines(facts)])
 
 
 def measured_text(run: StepProfile, measured: Measured) -> str:
@@ -175,12 +177,12 @@ def measured_text(run: StepProfile, measured: Measured) -> str:
         "peak": f"{format_bytes(run.peak_bytes)} predicted, {format_bytes(measured.peak_bytes)} measured",
         "time": f"{format_time(run.time_ns)} predicted, {format_time(measured.time_ns)} measured",
     }
-    return "\n".join([f"measured on {measured.device}", *_aligned(facts)])
+    return "\n".join([f"measured on {measured.device}", *fact_lines(facts)])
 
 
 def _alive_text(run: StepProfile, most: int = 12) -> str:
     """What is there at the peak, the largest first."""
-    alive = run.alive(run.peak_index)
+    alive = run.at_peak
     lines = [f"at the peak: {len(alive)} blocks, {format_bytes(sum(block.bytes for block in alive))}"]
     for block in alive[:most]:
         span = block.span
@@ -189,11 +191,6 @@ def _alive_text(run: StepProfile, most: int = 12) -> str:
     left = alive[most:]
     lines += [f"  {format_bytes(sum(block.bytes for block in left)):>10}  in {len(left)} more"] if left else []
     return "\n".join(lines)
-
-
-def _aligned(facts: dict[str, str]) -> Sequence[str]:
-    width = max(map(len, facts))
-    return [f"  {key:<{width}}  {value}" for key, value in facts.items()]
 
 
 def artefact_name(path: str | Path) -> str:
