@@ -69,10 +69,9 @@ class Task:
     budget_bytes: int
     seed: int = 0
 
-    def unanswered(self, status: str, message: str = "", seconds: float | None = None) -> Cell:
-        return Cell(
-            self.instance, self.planner, self.budget, self.budget_bytes, status, message=message, seconds=seconds
-        )
+    def cell(self, status: str, **figures: Any) -> Cell:
+        """The answer; ``figures`` are fields of ``Cell``."""
+        return Cell(self.instance, self.planner, self.budget, self.budget_bytes, status, **figures)
 
 
 def run_cell(graph: Graph, costs: Costs, task: Task, on_progress: Progress | None = None) -> Cell:
@@ -82,25 +81,19 @@ def run_cell(graph: Graph, costs: Costs, task: Task, on_progress: Progress | Non
     try:
         solution = solve(problem, task.planner)
     except LowtideError as error:
-        return task.unanswered(FAILED, str(error), time.perf_counter() - began)
+        return task.cell(FAILED, message=str(error), seconds=time.perf_counter() - began)
     except Exception as error:  # noqa: BLE001  a defect of one planner must not cost the others their row
         _LOG.warning("%s failed", task, exc_info=True)
-        return task.unanswered(FAILED, f"{type(error).__name__}: {error}", time.perf_counter() - began)
-    found = solution.schedule is not None
-    bound = solution.lower_bound_ns
-    return Cell(
-        task.instance,
-        task.planner,
-        task.budget,
-        task.budget_bytes,
-        solution.status.value,
-        solution.peak_bytes if found else None,
-        solution.time_ns if found else None,
-        overhead_percent(solution.time_ns, costs.total_time_ns) if found else None,
-        None if bound is None else overhead_percent(bound, costs.total_time_ns),
-        solution.minimum_bytes,
-        round(time.perf_counter() - began, 3),
-    )
+        message = f"{type(error).__name__}: {error}"
+        return task.cell(FAILED, message=message, seconds=time.perf_counter() - began)
+    figures: dict[str, Any] = {}
+    if solution.schedule is not None:
+        overhead = overhead_percent(solution.time_ns, costs.total_time_ns)
+        figures = {"peak_bytes": solution.peak_bytes, "time_ns": solution.time_ns, "overhead_percent": overhead}
+    if solution.lower_bound_ns is not None:
+        figures["lower_bound_percent"] = overhead_percent(solution.lower_bound_ns, costs.total_time_ns)
+    seconds = round(time.perf_counter() - began, 3)
+    return task.cell(solution.status.value, **figures, minimum_bytes=solution.minimum_bytes, seconds=seconds)
 
 
 def comparison_to_json(instances: Iterable[Instance], cells: Iterable[Cell]) -> dict[str, Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from importlib import resources
 from typing import Any
 
 from lowtide import __version__
 from lowtide.extras import require
 from lowtide.ir import Kind
-from lowtide.report.charts import NARROW, SLICES, WIDE, curve_chart, measured_chart, memory_chart
+from lowtide.report.charts import NARROW, SLICES, WIDE, curve_chart, measured_chart, memory_chart, read_template
 from lowtide.report.curve import Curve
 from lowtide.report.measured import Measured
 from lowtide.report.modules import ModuleRow, block_of
@@ -27,19 +26,10 @@ def html_page(report: Report) -> str:
     """The page. Needs ``jinja2``."""
     jinja2 = require("jinja2")
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_asset), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FunctionLoader(read_template), autoescape=True, undefined=jinja2.StrictUndefined
     )
     page: str = environment.get_template("report.html").render(_context(report))
     return page
-
-
-def _asset(name: str) -> str:
-    return resources.files("lowtide.report").joinpath("templates", name).read_text(encoding="utf-8")
-
-
-def chart_style() -> str:
-    """What the charts need to be drawn on their own."""
-    return _asset("charts.css")
 
 
 def _context(report: Report) -> dict[str, Any]:
@@ -68,8 +58,8 @@ def _context(report: Report) -> dict[str, Any]:
         "curve": _curve(report.curve, report.budget_bytes) if report.curve else None,
         "measured": _measured(report, report.measured) if report.measured else None,
         "facts": _facts(report),
-        "css": _asset("charts.css") + _asset("report.css"),
-        "script": _asset("report.js"),
+        "css": read_template("charts.css") + read_template("report.css"),
+        "script": read_template("report.js"),
         "version": __version__,
     }
 

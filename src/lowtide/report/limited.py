@@ -37,14 +37,14 @@ def run_limited(path: str | Path, task: Task, limit_seconds: float) -> Cell:
 def _wait(receiver: multiprocessing.connection.Connection, task: Task, limit_seconds: float) -> Cell:
     try:
         if not receiver.poll(_START_SECONDS):
-            return task.unanswered(FAILED, "its process did not start")
+            return task.cell(FAILED, message="its process did not start")
         receiver.recv()  # begun
         if not receiver.poll(limit_seconds + _GRACE_SECONDS):
-            return task.unanswered(OVER_TIME, seconds=limit_seconds)
+            return task.cell(OVER_TIME, seconds=limit_seconds)
         cell: Cell = receiver.recv()
         return cell
     except EOFError:
-        return task.unanswered(FAILED, "its process ended without an answer")
+        return task.cell(FAILED, message="its process ended without an answer")
 
 
 def _answer(path: str, task: Task, sender: multiprocessing.connection.Connection) -> None:
