@@ -32,7 +32,7 @@ from lowtide import __version__
 from lowtide.budget import parse_budget
 from lowtide.errors import PlanError
 from lowtide.ir import keep_all_schedule, load_instance, simulate
-from lowtide.report.comparison import OVER_TIME, Cell, Instance, Question, cell_text, comparison_to_json
+from lowtide.report.comparison import OVER_TIME, Cell, Instance, Task, cell_text, comparison_to_json
 from lowtide.report.comparison_figure import comparison_figure
 from lowtide.report.files import write_atomically
 from lowtide.report.limited import run_limited
@@ -60,10 +60,10 @@ class Results:
             self.cells = {_key(cell): cell for cell in (Cell(**row) for row in data["cells"])}
             self.instances = {row["name"]: Instance(**row) for row in data["instances"]} | self.instances
 
-    def lacks(self, question: Question, limit_seconds: float) -> bool:
+    def lacks(self, task: Task, limit_seconds: float) -> bool:
         """Not run yet, or on another version of the graph, or ended by a shorter limit."""
-        cell = self.cells.get(_key(question))
-        if cell is None or cell.budget_bytes != question.budget_bytes:
+        cell = self.cells.get(_key(task))
+        if cell is None or cell.budget_bytes != task.budget_bytes:
             return True
         return cell.status == OVER_TIME and (cell.seconds or 0.0) < limit_seconds
 
@@ -71,13 +71,13 @@ class Results:
         self.cells[_key(cell)] = cell
         self.write()
 
-    def take(self, folder: Path, questions: Iterable[Question]) -> None:
-        """The answers to the questions in another results folder, where it has them."""
+    def take(self, folder: Path, tasks: Iterable[Task]) -> None:
+        """The answers to the tasks in another results folder, where it has them."""
         data = json.loads((folder / self.path.name).read_text())
         theirs = {_key(cell): cell for cell in (Cell(**row) for row in data["cells"])}
-        for question in questions:
-            cell = theirs.get(_key(question))
-            if cell is not None and cell.budget_bytes == question.budget_bytes:
+        for task in tasks:
+            cell = theirs.get(_key(task))
+            if cell is not None and cell.budget_bytes == task.budget_bytes:
                 self.cells[_key(cell)] = cell
 
     def write(self) -> None:
@@ -97,7 +97,7 @@ class Results:
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 
-def _key(place: Cell | Question) -> Key:
+def _key(place: Cell | Task) -> Key:
     return place.instance, place.planner, place.budget
 
 
@@ -122,10 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.cold:
         _measure_cold(results, paths, options.time_limit)
         return 0
-    asked = list(_questions(results, paths, planners, options))
+    asked = list(_tasks(results, paths, planners, options))
     for folder in options.add:
         results.take(folder, asked)
-    chosen = [question for question in asked if options.again or results.lacks(question, options.time_limit)]
+    chosen = [task for task in asked if options.again or results.lacks(task, options.time_limit)]
     _run(results, paths, chosen, options)
     results.write()
     results.plot(list(paths))
@@ -151,17 +151,17 @@ def graph_paths(graphs: str) -> dict[str, Path]:
     return {name: known[name] for name in sorted(names, key=lambda name: known[name].stat().st_size)}
 
 
-def _questions(
+def _tasks(
     results: Results, paths: dict[str, Path], planners: Sequence[str], options: argparse.Namespace
-) -> Iterator[Question]:
+) -> Iterator[Task]:
     for name, budget, planner in itertools.product(paths, options.budgets.split(","), planners):
         budget_bytes = parse_budget(budget, results.instances[name].peak_bytes)
-        yield Question(name, planner, budget, budget_bytes, options.seed)
+        yield Task(name, planner, budget, budget_bytes, options.seed)
 
 
-def _run(results: Results, paths: dict[str, Path], questions: Sequence[Question], options: argparse.Namespace) -> None:
+def _run(results: Results, paths: dict[str, Path], tasks: Sequence[Task], options: argparse.Namespace) -> None:
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        pending = [pool.submit(run_limited, paths[q.instance], q, options.time_limit) for q in questions]
+        pending = [pool.submit(run_limited, paths[q.instance], q, options.time_limit) for q in tasks]
         try:
             for count, done in enumerate(concurrent.futures.as_completed(pending), 1):
                 cell = done.result()
@@ -177,9 +177,7 @@ def _measure_cold(results: Results, paths: dict[str, Path], limit_seconds: float
     for name, path in paths.items():
         with tempfile.TemporaryDirectory() as folder:
             os.environ["NUMBA_CACHE_DIR"] = folder
-            cell = run_limited(
-                path, Question(name, "auto", "50%", results.instances[name].peak_bytes // 2), limit_seconds
-            )
+            cell = run_limited(path, Task(name, "auto", "50%", results.instances[name].peak_bytes // 2), limit_seconds)
             del os.environ["NUMBA_CACHE_DIR"]
         if cell.cpu_seconds is not None:
             results.notes[f"auto on {name} at 50% with kernels to compile, CPU seconds"] = cell.cpu_seconds

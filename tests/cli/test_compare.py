@@ -12,7 +12,7 @@ import pytest
 from lowtide.cli.main import main
 from lowtide.extras import MissingExtraError
 from lowtide.ir import load_instance
-from lowtide.report.comparison import OVER_TIME, Question
+from lowtide.report.comparison import OVER_TIME, Task
 from lowtide.report.limited import run_limited
 from lowtide.solve import planner_names
 from tests.support.chains import chain_dag
@@ -144,8 +144,8 @@ def test_plot_needs_matplotlib(
 def test_time_limit(instance: str, tmp_path: Path) -> None:
     long = tmp_path / "long.json"
     long.write_text(json.dumps(chain_dag(150)))
-    patient = Question("long", "auto{effort=5}", "40%", 60_000)
+    patient = Task("long", "auto{effort=5}", "40%", 60_000)
     assert run_limited(long, patient, 0.001).status == OVER_TIME
-    quick = run_limited(instance, Question("chain", "keep-all", "100%", 10_000), 60.0)
+    quick = run_limited(instance, Task("chain", "keep-all", "100%", 10_000), 60.0)
     assert (quick.status, quick.overhead_percent) == ("optimal", 0.0)
     assert quick.cpu_seconds is not None

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.planner_claims import violations
 from benchmarks.planner_table import document
 from benchmarks.planners import Results
-from lowtide.report.comparison import Cell, Instance, Question, cell_text
+from lowtide.report.comparison import Cell, Instance, Task, cell_text
 from lowtide.report.comparison_figure import comparison_figure
 
 INSTANCE = Instance("net", 10, 1000, 100)
@@ -70,9 +70,9 @@ def test_results_take_over_what_was_asked_and_no_other_budget(tmp_path: Path) ->
     for each in GOOD:
         theirs.add(each)
     asked = [
-        Question("net", "auto", "70%", 700),
-        Question("net", "auto", "50%", 501),
-        Question("net", "dtr", "50%", 500),
+        Task("net", "auto", "70%", 700),
+        Task("net", "auto", "50%", 501),
+        Task("net", "dtr", "50%", 500),
     ]
     ours.take(tmp_path / "theirs", asked)
     assert list(ours.cells.values()) == [GOOD[0]]

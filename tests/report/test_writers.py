@@ -15,8 +15,8 @@ import pytest
 from lowtide.errors import LowtideError, PlanError
 from lowtide.planning import Plan, make_plan
 from lowtide.report.measured import load_measurement, measurement_to_json
+from lowtide.report.profile import profile_of_schedule
 from lowtide.report.report import Report, report_of_trace
-from lowtide.report.run import run_of_schedule
 from lowtide.report.writers import WRITERS, write_report
 from lowtide.runtime.meter import Measurement
 from tests.report.reports import HOSTILE, MEASURED, plan_report, small_plan, trace_of_chain, trace_report
@@ -96,7 +96,7 @@ def test_every_form_of_any_graph(seed: int, tmp_path: Path) -> None:
 
 
 def run_peak(plan: Plan) -> int:
-    return run_of_schedule(plan.graph, plan.costs, plan.schedule).peak_bytes
+    return profile_of_schedule(plan.graph, plan.costs, plan.schedule).peak_bytes
 
 
 def test_page_of_a_hostile_name(tmp_path: Path) -> None:

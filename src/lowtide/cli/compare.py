@@ -11,15 +11,26 @@ import itertools
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from lowtide.budget import parse_budget
 from lowtide.cli.options import Subparsers, seed
 from lowtide.cli.progress import Progress, progress_bar
 from lowtide.errors import PlanError
-
-if TYPE_CHECKING:
-    from lowtide.ir import Costs, Graph
-    from lowtide.report.comparison import Cell, Instance, Question
+from lowtide.extras import MissingExtraError, require
+from lowtide.ir import Costs, Graph, keep_all_schedule, load_instance, simulate
+from lowtide.report.comparison import (
+    LEGEND,
+    Cell,
+    Instance,
+    Task,
+    comparison_to_json,
+    render_comparison,
+    run_cell,
+)
+from lowtide.report.comparison_figure import comparison_figure
+from lowtide.report.files import write_atomically
+from lowtide.report.limited import run_limited
+from lowtide.solve import get_planner, planner_names
 
 _LONGEST = 1_000_000  # seconds
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -39,10 +50,6 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from lowtide.ir import load_instance
-    from lowtide.report.comparison import LEGEND, comparison_to_json, render_comparison
-    from lowtide.report.files import write_atomically
-
     planners = _planners(options.planners)
     if options.time_limit is not None and not 0 < options.time_limit <= _LONGEST:
         raise PlanError(
@@ -51,9 +58,9 @@ def run(options: argparse.Namespace) -> int:
     graphs = {path: load_instance(path) for path in options.files}
     instances = _instances(graphs)
     targets = _plot_targets(options.plot, list(instances.values()))
-    questions = _questions(instances, options.budgets, planners, options.seed)
+    tasks = _tasks(instances, options.budgets, planners, options.seed)
     with progress_bar() as on_progress:
-        cells = _cells(graphs, questions, options.time_limit, on_progress)
+        cells = _cells(graphs, tasks, options.time_limit, on_progress)
     for instance in instances.values():
         print(render_comparison(instance, cells), end="\n\n")
     print(LEGEND)
@@ -66,8 +73,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _planners(text: str | None) -> list[str]:
     """Specs, each checked. Without any, all of the registry whose optional dependencies are installed."""
-    from lowtide.solve import get_planner, planner_names
-
     if text is None:
         missing = [name for name in planner_names() if _lacks_module(name)]
         if missing:
@@ -83,8 +88,6 @@ def _planners(text: str | None) -> list[str]:
 
 
 def _lacks_module(planner: str) -> bool:
-    from lowtide.extras import MissingExtraError, require
-
     try:
         if planner in _NEEDED_MODULES:
             require(_NEEDED_MODULES[planner])
@@ -107,9 +110,6 @@ def _split(text: str) -> list[str]:
 
 def _instances(graphs: dict[str, tuple[Graph, Costs]]) -> dict[str, Instance]:
     """By path; names are the files' stems, or the paths where two stems are alike."""
-    from lowtide.ir import keep_all_schedule, simulate
-    from lowtide.report.comparison import Instance
-
     stems = [Path(path).stem for path in graphs]
     found = {}
     for path, (graph, costs) in graphs.items():
@@ -119,36 +119,28 @@ def _instances(graphs: dict[str, tuple[Graph, Costs]]) -> dict[str, Instance]:
     return found
 
 
-def _questions(
-    instances: dict[str, Instance], budgets: str, planners: list[str], seed: int
-) -> list[tuple[str, Question]]:
-    from lowtide.budget import parse_budget
-    from lowtide.report.comparison import Question
-
+def _tasks(instances: dict[str, Instance], budgets: str, planners: list[str], seed: int) -> list[tuple[str, Task]]:
     found = []
     for (path, instance), text, planner in itertools.product(instances.items(), budgets.split(","), planners):
         budget = parse_budget(text.strip(), instance.peak_bytes)
-        found.append((path, Question(instance.name, planner, text.strip(), budget, seed)))
+        found.append((path, Task(instance.name, planner, text.strip(), budget, seed)))
     return found
 
 
 def _cells(
     graphs: dict[str, tuple[Graph, Costs]],
-    questions: list[tuple[str, Question]],
+    tasks: list[tuple[str, Task]],
     limit_seconds: float | None,
     on_progress: Progress | None,
 ) -> list[Cell]:
-    from lowtide.report.comparison import run_cell
-    from lowtide.report.limited import run_limited
-
     cells = []
-    for index, (path, question) in enumerate(questions):
+    for index, (path, task) in enumerate(tasks):
         if on_progress is not None:
-            on_progress(f"{question.instance}: {question.planner} at {question.budget}", index / len(questions))
+            on_progress(f"{task.instance}: {task.planner} at {task.budget}", index / len(tasks))
         if limit_seconds is None:
-            cells.append(run_cell(*graphs[path], question))
+            cells.append(run_cell(*graphs[path], task))
         else:
-            cells.append(run_limited(path, question, limit_seconds))
+            cells.append(run_limited(path, task, limit_seconds))
     return cells
 
 
@@ -156,8 +148,6 @@ def _plot_targets(plot: str | None, instances: list[Instance]) -> list[tuple[Ins
     """Where each instance's figure goes. Raises before anything runs where that cannot be."""
     if plot is None:
         return []
-    from lowtide.extras import require
-
     require("matplotlib")
     path = Path(plot)
     if path.suffix not in _PLOT_SUFFIXES:
@@ -168,8 +158,6 @@ def _plot_targets(plot: str | None, instances: list[Instance]) -> list[tuple[Ins
 
 
 def _plot(instance: Instance, cells: list[Cell], target: Path) -> None:
-    from lowtide.report.comparison_figure import comparison_figure
-
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         comparison_figure(instance, cells).savefig(target, dpi=150)

@@ -18,7 +18,7 @@ from lowtide.cli.options import Subparsers
 from lowtide.errors import PlanError
 
 if TYPE_CHECKING:
-    from lowtide.demo.training import Run
+    from lowtide.demo.training import Training
     from lowtide.planning import Plan
 
 
@@ -45,10 +45,10 @@ def run(options: argparse.Namespace) -> int:
     return 0 if result["losses_equal"] and result["parameters_equal"] and result["within_budget"] else 1
 
 
-def _train(options: argparse.Namespace) -> tuple[Run, Run, Plan]:
+def _train(options: argparse.Namespace) -> tuple[Training, Training, Plan]:
     import lowtide
     from lowtide.demo.gpt2 import Shape, build_model, draw_batches, load_corpus
-    from lowtide.demo.training import Run, train_side_by_side
+    from lowtide.demo.training import Training, train_side_by_side
     from lowtide.stages import itemised, stage_seconds
 
     shape = Shape(layers=options.layers, batch=options.batch)
@@ -58,7 +58,7 @@ def _train(options: argparse.Namespace) -> tuple[Run, Run, Plan]:
     )
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters; batches of {shape.batch}", flush=True)
     batches = draw_batches(load_corpus(), shape, options.steps)
-    plain, planned = Run("plain PyTorch", copy.deepcopy(model)), Run("lowtide", model)
+    plain, planned = Training("plain PyTorch", copy.deepcopy(model)), Training("lowtide", model)
     print("capturing, measuring operators, planning ...", flush=True)
     start = time.perf_counter()
     sample = {"input_ids": batches[0], "labels": batches[0]}
@@ -75,7 +75,7 @@ def _train(options: argparse.Namespace) -> tuple[Run, Run, Plan]:
     return plain, planned, plan
 
 
-def _result(plain: Run, planned: Run, plan: Plan) -> dict[str, Any]:
+def _result(plain: Training, planned: Training, plan: Plan) -> dict[str, Any]:
     from lowtide.demo.training import same_parameters
 
     plain_ns, planned_ns = (int(statistics.median(run.step_ns)) for run in (plain, planned))
@@ -99,7 +99,7 @@ def _result(plain: Run, planned: Run, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _print_losses(step: int, steps: int, plain: Run, planned: Run) -> None:
+def _print_losses(step: int, steps: int, plain: Training, planned: Training) -> None:
     if step % max(steps // 6, 1) == 0 or step == steps - 1:
         print(f"{step:>4}  {plain.losses[step]:<20.17g}  {planned.losses[step]:.17g}", flush=True)
 
@@ -124,7 +124,7 @@ def _print_result(result: dict[str, Any]) -> None:
     print(f"step        {times} (medians, taken in turn): overhead {overheads[0]}, predicted {overheads[1]}")
 
 
-def _save(folder: Path, plain: Run, planned: Run, plan: Plan, result: dict[str, Any]) -> None:
+def _save(folder: Path, plain: Training, planned: Training, plan: Plan, result: dict[str, Any]) -> None:
     from lowtide.demo.figure import memory_figure
     from lowtide.report.files import write_atomically
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from lowtide import __version__
 from lowtide.cli.options import Subparsers
 from lowtide.extras import EXTRAS
+from lowtide.report.tables import fact_lines
 
 _NEEDED = ("torch", "numpy", "numba", "platformdirs")
 
@@ -27,9 +28,7 @@ def run(options: argparse.Namespace) -> int:
     facts += [*_devices(), ("cost cache", _cost_cache()), ("plan cache", _plan_cache())]
     for name, extra in EXTRAS.items():
         facts.append((f"{name} (optional)", version(name) or f"missing: pip install 'lowtide[{extra}]'"))
-    width = max(len(name) for name, _ in facts)
-    for name, value in facts:
-        print(f"{name:<{width}}  {value}")
+    print("\n".join(fact_lines(dict(facts), indent="")))
     return 0
 
 

@@ -12,14 +12,14 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowtide.cli.options import Subparsers, add_budget_option, add_planner_options
 from lowtide.cli.progress import Progress, progress_bar
 from lowtide.errors import LowtideError, PlanError
-
-if TYPE_CHECKING:
-    from lowtide.planning import Plan
+from lowtide.planning import Plan
+from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS
+from lowtide.report.units import overhead_percent
 
 _EXAMPLE = 'for instance "mypackage.models:build", where build() returns (model, args, kwargs)'
 
@@ -64,8 +64,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _with_curve(plan: Plan, options: argparse.Namespace, on_progress: Progress | None) -> Plan:
-    from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS
-
     planner = CURVE_PLANNER if options.planner == "auto" else options.planner
     points = CURVE_POINTS if options.points is None else options.points
     return plan.with_curve(points=points, planner=planner, on_progress=on_progress)
@@ -78,8 +76,6 @@ def _text(plan: Plan, *, with_plan: bool) -> str:
 
 def _summary(plan: Plan) -> dict[str, Any]:
     """What ``--json`` prints; without a budget the plan is the one that recomputes nothing."""
-    from lowtide.report.units import overhead_percent
-
     bound, least = plan.lower_bound_ns, plan.costs.total_time_ns
     return {
         "planner": plan.planner,

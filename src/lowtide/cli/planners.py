@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from lowtide.cli.options import Subparsers
+from lowtide.solve import get_planner, planner_names, planner_summary
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -15,8 +16,6 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from lowtide.solve import get_planner, planner_names, planner_summary
-
     width = max(map(len, planner_names()))
     for name in planner_names():
         print(f"{name:<{width}}  {planner_summary(name)}")

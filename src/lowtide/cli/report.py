@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
 
+from lowtide.budget import parse_budget
 from lowtide.cli.options import Subparsers
 from lowtide.cli.progress import progress_bar
 from lowtide.errors import PlanError
-
-if TYPE_CHECKING:
-    from lowtide.report.measured import Measured
-    from lowtide.report.report import Report
+from lowtide.ir.serial import read_json
+from lowtide.planning import Plan
+from lowtide.report.measured import Measured, load_measurement
+from lowtide.report.report import Report, artefact_name, report_of_plan, report_of_trace, without_constants
+from lowtide.report.writers import check_extension, write_report
+from lowtide.trace import read_trace, unconstrained_peak_bytes
 
 _CURVE_FORMS = (".html",)
 
@@ -37,8 +39,6 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from lowtide.report.writers import check_extension, write_report
-
     outputs = options.output or []
     for path in outputs:
         check_extension(path)
@@ -52,8 +52,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace, outputs: list[str]) -> Report:
-    from lowtide.report.measured import load_measurement
-
     measured = load_measurement(options.measurement) if options.measurement else None
     if _is_plan(options.file):
         if options.budget or options.heuristic:
@@ -69,8 +67,6 @@ def _is_plan(path: str) -> bool:
     """One JSON object is a plan; a trace is compressed, or has a line per event. Raises ``PlanError`` where it is neither."""
     if path.endswith(".gz"):
         return False
-    from lowtide.ir.serial import read_json
-
     try:
         found = read_json(path)
     except PlanError as error:
@@ -84,9 +80,6 @@ def _is_plan(path: str) -> bool:
 
 
 def _of_plan(path: str, measured: Measured | None, *, with_curve: bool) -> Report:
-    from lowtide.planning import Plan
-    from lowtide.report.report import artefact_name, report_of_plan
-
     plan = Plan.load(path)
     if with_curve and plan.known_curve is None:
         with progress_bar() as on_progress:
@@ -95,10 +88,6 @@ def _of_plan(path: str, measured: Measured | None, *, with_curve: bool) -> Repor
 
 
 def _of_trace(options: argparse.Namespace, measured: Measured | None) -> Report:
-    from lowtide.budget import parse_budget
-    from lowtide.report.report import artefact_name, report_of_trace, without_constants
-    from lowtide.trace import read_trace, unconstrained_peak_bytes
-
     trace = without_constants(read_trace(options.file))
     budget = parse_budget(options.budget, unconstrained_peak_bytes(trace)) if options.budget else None
     heuristic = options.heuristic or "dtr-eq"

@@ -11,13 +11,25 @@ import itertools
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lowtide.budget import parse_budget
 from lowtide.cli.options import Subparsers
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
-
-if TYPE_CHECKING:
-    from lowtide.trace import Result, Trace
+from lowtide.eviction import score_of
+from lowtide.report.files import write_atomically
+from lowtide.report.tables import table_lines
+from lowtide.report.units import format_bytes, format_time, overhead_percent
+from lowtide.trace import (
+    Result,
+    Status,
+    Trace,
+    read_trace,
+    simulate,
+    trace_to_dag,
+    trace_to_graph,
+    unconstrained_peak_bytes,
+)
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -43,8 +55,6 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from lowtide.trace import read_trace, unconstrained_peak_bytes
-
     if not options.thrash >= 1:
         raise PlanError(f"--thrash is {options.thrash:g}, but must be at least 1.")
     trace = read_trace(options.file)
@@ -66,9 +76,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write_graphs(trace: Trace, dag_path: str | None, graph_path: str | None) -> None:
-    from lowtide.report.files import write_atomically
-    from lowtide.trace import trace_to_dag, trace_to_graph
-
     for path, convert in ((dag_path, trace_to_dag), (graph_path, trace_to_graph)):
         if path:
             data = convert(trace)
@@ -89,18 +96,12 @@ def _facts(trace: Trace, peak_bytes: int) -> dict[str, Any]:
 
 
 def _title(trace: Trace, peak_bytes: int) -> str:
-    from lowtide.report.units import format_bytes, format_time
-
     calls = sum(1 for _ in trace.calls())
     return f"{trace.name or 'trace'}: {calls} calls, {format_time(trace.time_ns)}, peak {format_bytes(peak_bytes)}"
 
 
 def _runs(trace: Trace, peak_bytes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """What ``--json`` prints, in the order asked for."""
-    from lowtide.budget import parse_budget
-    from lowtide.eviction import score_of
-    from lowtide.trace import simulate
-
     heuristics = [name.strip() for name in options.heuristic.split(",")]
     budgets = {text.strip(): parse_budget(text.strip(), peak_bytes) for text in options.budget.split(",")}
     for heuristic in heuristics:
@@ -124,8 +125,6 @@ def _runs(trace: Trace, peak_bytes: int, options: argparse.Namespace) -> list[di
 
 
 def _summary(result: Result, heuristic: str, budget: str, policy: str, peak_bytes: int) -> dict[str, Any]:
-    from lowtide.report.units import overhead_percent
-
     whole = result.operator == ""
     return {
         "status": result.status.value,
@@ -146,8 +145,6 @@ def _summary(result: Result, heuristic: str, budget: str, policy: str, peak_byte
 
 
 def _print_run(runs: list[dict[str, Any]]) -> None:
-    from lowtide.report.units import format_bytes
-
     run = runs[0]
     print(f"{run['status']} with {run['heuristic']}, {run['policy']}")
     print(f"  budget    {format_bytes(run['budget_bytes'])} ({run['budget_bytes']} bytes)")
@@ -164,11 +161,7 @@ def _print_table(runs: list[dict[str, Any]]) -> None:
     rows = [["heuristic", *budgets]]
     for heuristic, own in itertools.groupby(runs, key=lambda run: run["heuristic"]):
         rows.append([heuristic, *(_cell(run) for run in own)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    for name, *cells in rows:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        print("  ".join([name.ljust(widths[0]), *padded]))
+    print("\n".join(table_lines(rows)))
 
 
 def _cell(run: dict[str, Any]) -> str:
@@ -177,8 +170,6 @@ def _cell(run: dict[str, Any]) -> str:
 
 def _expect_room(runs: list[dict[str, Any]]) -> None:
     """Raises ``InfeasibleBudgetError`` where no replay had enough memory."""
-    from lowtide.trace import Status
-
     if all(run["status"] == Status.OUT_OF_MEMORY.value for run in runs):
         last, whole = runs[-1], runs[-1]["unconstrained_peak_bytes"]
         raise InfeasibleBudgetError(

@@ -18,7 +18,7 @@ _LEARNING_RATE = 1e-3
 
 
 @dataclass(slots=True)
-class Run:
+class Training:
     """One training. ``losses`` per step; ``step_ns`` of the steps that were timed; ``measurements`` of the others."""
 
     name: str
@@ -63,7 +63,7 @@ class Run:
 
 
 def train_side_by_side(
-    runs: list[Run],
+    runs: list[Training],
     batches: list[torch.Tensor],
     metered_every: int = 8,
     on_step: Callable[[int], None] | None = None,

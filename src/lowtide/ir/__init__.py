@@ -13,14 +13,24 @@ from lowtide.ir.serial import (
     schedule_from_json,
     schedule_to_json,
 )
-from lowtide.ir.simulator import Simulation, owned_storages, simulate
+from lowtide.ir.simulator import (
+    Allocation,
+    Kind,
+    Simulation,
+    live_at_boundary,
+    owned_storages,
+    resident_bytes,
+    simulate,
+)
 from lowtide.ir.text import format_graph, parse_graph
 
 __all__ = [
+    "Allocation",
     "Compute",
     "Costs",
     "Free",
     "Graph",
+    "Kind",
     "Op",
     "Phase",
     "RestoreRng",
@@ -37,10 +47,12 @@ __all__ = [
     "graph_to_json",
     "is_view",
     "keep_all_schedule",
+    "live_at_boundary",
     "load_instance",
     "owned_storages",
     "parse_graph",
     "parse_schedule",
+    "resident_bytes",
     "schedule_from_json",
     "schedule_from_sequence",
     "schedule_to_json",

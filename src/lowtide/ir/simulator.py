@@ -1,4 +1,4 @@
-"""Reference semantics of a schedule: bytes and time, step by step, in exact integers.
+"""Reference semantics of a schedule: what is allocated and when, bytes and time step by step, in exact integers.
 
 - ``Compute(op)`` allocates every storage whose base is the op. While it runs, what is live, its new storages and its
   workspace are resident. Storages of the op that are still live stay as they are; their second copy lives during the
@@ -12,7 +12,11 @@ Linear in the number of steps. Validity is the checker's business.
 
 from __future__ import annotations
 
+import enum
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,57 +26,118 @@ from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import Compute, Free, SaveRng, Schedule
 
 
+class Kind(enum.Enum):
+    """What allocated bytes are for."""
+
+    TENSOR = "tensor"
+    SECOND_COPY = "second copy"
+    WORKSPACE = "workspace"
+    GENERATOR_STATE = "generator state"
+    FIXED = "fixed"
+
+
+class Allocation(NamedTuple):
+    """Bytes that are resident during the steps from ``first`` to ``last``, both included.
+
+    ``last`` is the number of steps where they outlive the schedule. ``storage`` is the one that a tensor or its second
+    copy is of, ``None`` for other kinds.
+    """
+
+    kind: Kind
+    bytes: int
+    first: int
+    last: int
+    storage: int | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Simulation:
-    """``timeline[i]``: bytes resident during step i, workspace included; ``peak_step`` is the first step at the peak."""
+    """``timeline[i]``: bytes resident during step i, workspace included; ``peak_step`` is the first step at the peak.
+
+    ``allocations`` are what the timeline is the sum of, in the order in which they are made.
+    """
 
     peak_bytes: int
     time_ns: int
     peak_step: int
     timeline: npt.NDArray[np.int64]
-    live_at_peak: tuple[int, ...]
+    allocations: tuple[Allocation, ...]
     final_bytes: int
+
+    @property
+    def live_at_peak(self) -> tuple[int, ...]:
+        """Storages resident during ``peak_step``."""
+        return tuple(
+            sorted(
+                allocation.storage
+                for allocation in self.allocations
+                if allocation.storage is not None
+                and allocation.kind is Kind.TENSOR
+                and allocation.first <= self.peak_step <= allocation.last
+            )
+        )
 
 
 def simulate(graph: Graph, costs: Costs, schedule: Schedule) -> Simulation:
     """Run ``schedule`` on byte counts."""
-    sizes = costs.storage_bytes.tolist()
-    workspace = costs.workspace_bytes.tolist()
+    made = _allocations(graph, costs, schedule)
+    *levels, final = resident_bytes([(each.first, each.last, each.bytes) for each in made], len(schedule.steps))
+    line = np.asarray(levels, dtype=np.int64)
+    peak_step = int(line.argmax()) if levels else 0
     times = costs.time_ns.tolist()
+    time_ns = sum(times[step.op] for step in schedule.steps if isinstance(step, Compute))
+    peak = max(max(levels, default=0), graph.fixed_bytes)
+    return Simulation(peak, time_ns, peak_step, line, tuple(made), final)
+
+
+def resident_bytes(lifetimes: Iterable[tuple[int, int, int]], steps: int) -> list[int]:
+    """Bytes resident during each step and, as one more number, after the last.
+
+    ``lifetimes``: (first step, last step, bytes) of whatever is allocated, with the ``last`` of ``Allocation``.
+    """
+    changes = [0] * (steps + 2)
+    for first, last, size in lifetimes:
+        changes[first] += size
+        changes[last + 1] -= size
+    return list(itertools.accumulate(changes[:-1]))
+
+
+def _allocations(graph: Graph, costs: Costs, schedule: Schedule) -> list[Allocation]:
+    sizes, workspaces = costs.storage_bytes.tolist(), costs.workspace_bytes.tolist()
     owned = owned_storages(graph)
     last_compute = {step.op: i for i, step in enumerate(schedule.steps) if isinstance(step, Compute)}
-    live: set[int] = set()
-    saved: set[int] = set()
-    taken: set[int] = set()
-    resident, time_ns, timeline = graph.fixed_bytes, 0, []
+    end = len(schedule.steps)
+    made: list[tuple[Kind, int, int, int | None]] = []
+    lasts: list[int] = []
+    live: dict[int, int] = {}  # storage -> its place in the two lists
+    states: dict[int, int] = {}  # op -> that of its generator state
+
+    def allocate(kind: Kind, size: int, first: int, last: int, storage: int | None = None) -> int:
+        made.append((kind, size, first, storage))
+        lasts.append(last)
+        return len(lasts) - 1
+
+    if graph.fixed_bytes:
+        allocate(Kind.FIXED, graph.fixed_bytes, 0, end)
     for index, step in enumerate(schedule.steps):
-        during = resident
         if isinstance(step, Compute):
-            own = owned[step.op]
-            if step.into is not None:
-                taken.add(step.into)
-                resident -= sizes[step.into]
-            during = resident + workspace[step.op] + sum(sizes[s] for s in own)
-            fresh = [s for s in own if s not in live]
-            live.update(fresh)
-            resident += sum(sizes[s] for s in fresh)
-            time_ns += times[step.op]
-            if step.op in saved and last_compute[step.op] == index:
-                saved.discard(step.op)
-                resident -= costs.rng_state_bytes
+            if step.into in live:
+                lasts[live.pop(step.into)] = index - 1
+            for storage in owned[step.op]:
+                if storage in live:
+                    allocate(Kind.SECOND_COPY, sizes[storage], index, index, storage)
+                else:
+                    live[storage] = allocate(Kind.TENSOR, sizes[storage], index, end, storage)
+            if workspaces[step.op]:
+                allocate(Kind.WORKSPACE, workspaces[step.op], index, index)
+            if step.op in states and last_compute[step.op] == index:
+                lasts[states.pop(step.op)] = index
         elif isinstance(step, Free):
-            live.discard(step.storage)
-            resident -= 0 if step.storage in taken else sizes[step.storage]
-            taken.discard(step.storage)
+            if step.storage in live:
+                lasts[live.pop(step.storage)] = index
         elif isinstance(step, SaveRng):
-            saved.add(step.op)
-            resident += costs.rng_state_bytes
-            during = resident
-        timeline.append(during)
-    line = np.asarray(timeline, dtype=np.int64)
-    peak_step = int(line.argmax()) if len(line) else 0
-    peak = max(int(line.max()) if len(line) else 0, graph.fixed_bytes)
-    return Simulation(peak, time_ns, peak_step, line, _live_at(schedule, owned, peak_step), resident)
+            states[step.op] = allocate(Kind.GENERATOR_STATE, costs.rng_state_bytes, index, end)
+    return [Allocation(kind, size, first, last, s) for (kind, size, first, s), last in zip(made, lasts, strict=True)]
 
 
 def owned_storages(graph: Graph) -> list[list[int]]:
@@ -84,15 +149,14 @@ def owned_storages(graph: Graph) -> list[list[int]]:
     return owned
 
 
-def _live_at(schedule: Schedule, owned: list[list[int]], index: int) -> tuple[int, ...]:
-    """Storages resident during step ``index``."""
+def live_at_boundary(graph: Graph, schedule: Schedule) -> set[int]:
+    """Storages that the forward program leaves to the backward program."""
+    owned = owned_storages(graph)
     live: set[int] = set()
-    for step in schedule.steps[:index]:
+    for step in schedule.steps[: schedule.boundary]:
         if isinstance(step, Compute):
             live.update(owned[step.op])
+            live.discard(-1 if step.into is None else step.into)
         elif isinstance(step, Free):
             live.discard(step.storage)
-    if index < len(schedule.steps) and isinstance(step := schedule.steps[index], Compute):
-        live.update(owned[step.op])
-        live.discard(-1 if step.into is None else step.into)
-    return tuple(sorted(live))
+    return live

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import resources
 
 from lowtide.report.curve import Curve, CurvePoint
 from lowtide.report.measured import Measured
 from lowtide.report.report import Report
 from lowtide.report.slices import Slices, measured_levels, slices_of
-from lowtide.report.svg import Frame, axes, byte_ticks, picture, round_ticks, staircase, tag, text, time_ticks
-from lowtide.report.units import format_bytes, format_percent
+from lowtide.report.svg import Frame, axes, picture, round_ticks, staircase, tag, text, ticks
+from lowtide.report.units import BYTE_UNITS, TIME_UNITS, format_bytes, format_percent
 
 SLICES = 600
 _HEADROOM = 1.08
@@ -36,7 +37,7 @@ def memory_chart(report: Report, size: Size, style: str = "") -> str:
     top = max(*within.levels, *without.levels, report.budget_bytes if _visible(report) else 0, 1)
     frame = Frame(size.width, size.height, end_ns, top * _HEADROOM, bottom=58)
     parts = [
-        *axes(frame, time_ticks(end_ns, size.ticks[0]), byte_ticks(top, size.ticks[1])),
+        *axes(frame, ticks(end_ns, size.ticks[0], TIME_UNITS), ticks(top, size.ticks[1], BYTE_UNITS)),
         *_passes(frame, report),
         tag("path", d=staircase(frame, without.levels, SLICES), class_="plain"),
         tag("path", d=staircase(frame, within.levels, SLICES, closed=True), class_="area"),
@@ -50,6 +51,16 @@ def memory_chart(report: Report, size: Size, style: str = "") -> str:
         f"{format_bytes(report.budget_bytes)}, {format_bytes(report.plain.peak_bytes)} without"
     )
     return picture(frame, parts, title, f"chart {size.class_}", style)
+
+
+def memory_picture(report: Report) -> str:
+    """The memory chart as a file of its own."""
+    return memory_chart(report, WIDE, read_template("charts.css")) + "\n"
+
+
+def read_template(name: str) -> str:
+    """The text of a file in ``templates``."""
+    return resources.files("lowtide.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def _visible(report: Report) -> bool:
@@ -157,7 +168,7 @@ def measured_chart(report: Report, measured: Measured, size: Size) -> str:
     frame = Frame(size.width, size.height, 100, top * _HEADROOM, right=24)
     across = [(share, f"{share} %") for share in (0, 20, 40, 60, 80, 100)]
     parts = [
-        *axes(frame, across, byte_ticks(top, size.ticks[1])),
+        *axes(frame, across, ticks(top, size.ticks[1], BYTE_UNITS)),
         tag("path", d=staircase(frame, predicted, SLICES, closed=True), class_="area"),
         tag("path", d=staircase(frame, predicted, SLICES), class_="plan"),
         tag("path", d=staircase(frame, levels, SLICES), class_="measured"),

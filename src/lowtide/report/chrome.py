@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from lowtide.report.modules import block_of
+from lowtide.report.profile import Span, StepProfile
 from lowtide.report.report import Report
-from lowtide.report.run import Run, Span
 
 _TRACKS = {1: "forward", 2: "backward", 3: "recomputation", 4: "modules"}
 
@@ -37,12 +37,12 @@ def _names(pid: int, process: str) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
 
-def _events(run: Run, pid: int) -> Iterator[dict[str, Any]]:
+def _events(run: StepProfile, pid: int) -> Iterator[dict[str, Any]]:
     levels = run.levels()
     for span, level in zip(run.spans, levels, strict=True):
         yield _counter(pid, span.start_ns, level)
         yield _slice(pid, span, level)
-    yield _counter(pid, run.time_ns, sum(block.bytes for block in run.blocks if block.last == len(run.spans)))
+    yield _counter(pid, run.time_ns, run.final_bytes)
     for name, group in itertools.groupby(run.spans, key=lambda span: block_of(span.module)):
         spans = list(group)
         if name:

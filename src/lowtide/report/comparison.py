@@ -11,6 +11,7 @@ from typing import Any
 
 from lowtide.errors import LowtideError
 from lowtide.ir import Costs, Graph
+from lowtide.report.tables import table_lines
 from lowtide.report.units import format_bytes, overhead_percent
 from lowtide.solve import Problem, Progress, solve
 
@@ -59,8 +60,8 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What a cell answers, without the graph."""
+class Task:
+    """What a planner is asked, without the graph; a cell is the answer."""
 
     instance: str
     planner: str
@@ -68,38 +69,31 @@ class Question:
     budget_bytes: int
     seed: int = 0
 
-    def unanswered(self, status: str, message: str = "", seconds: float | None = None) -> Cell:
-        return Cell(
-            self.instance, self.planner, self.budget, self.budget_bytes, status, message=message, seconds=seconds
-        )
+    def cell(self, status: str, **figures: Any) -> Cell:
+        """The answer; ``figures`` are fields of ``Cell``."""
+        return Cell(self.instance, self.planner, self.budget, self.budget_bytes, status, **figures)
 
 
-def run_cell(graph: Graph, costs: Costs, question: Question, on_progress: Progress | None = None) -> Cell:
+def run_cell(graph: Graph, costs: Costs, task: Task, on_progress: Progress | None = None) -> Cell:
     """Ask a planner; its schedule is checked and simulated. Whatever the planner raises becomes a ``failed`` cell."""
     began = time.perf_counter()
-    problem = Problem(graph, costs, question.budget_bytes, question.seed, on_progress)
+    problem = Problem(graph, costs, task.budget_bytes, task.seed, on_progress)
     try:
-        solution = solve(problem, question.planner)
+        solution = solve(problem, task.planner)
     except LowtideError as error:
-        return question.unanswered(FAILED, str(error), time.perf_counter() - began)
+        return task.cell(FAILED, message=str(error), seconds=time.perf_counter() - began)
     except Exception as error:  # noqa: BLE001  a defect of one planner must not cost the others their row
-        _LOG.warning("%s failed", question, exc_info=True)
-        return question.unanswered(FAILED, f"{type(error).__name__}: {error}", time.perf_counter() - began)
-    found = solution.schedule is not None
-    bound = solution.lower_bound_ns
-    return Cell(
-        question.instance,
-        question.planner,
-        question.budget,
-        question.budget_bytes,
-        solution.status.value,
-        solution.peak_bytes if found else None,
-        solution.time_ns if found else None,
-        overhead_percent(solution.time_ns, costs.total_time_ns) if found else None,
-        None if bound is None else overhead_percent(bound, costs.total_time_ns),
-        solution.minimum_bytes,
-        round(time.perf_counter() - began, 3),
-    )
+        _LOG.warning("%s failed", task, exc_info=True)
+        message = f"{type(error).__name__}: {error}"
+        return task.cell(FAILED, message=message, seconds=time.perf_counter() - began)
+    figures: dict[str, Any] = {}
+    if solution.schedule is not None:
+        overhead = overhead_percent(solution.time_ns, costs.total_time_ns)
+        figures = {"peak_bytes": solution.peak_bytes, "time_ns": solution.time_ns, "overhead_percent": overhead}
+    if solution.lower_bound_ns is not None:
+        figures["lower_bound_percent"] = overhead_percent(solution.lower_bound_ns, costs.total_time_ns)
+    seconds = round(time.perf_counter() - began, 3)
+    return task.cell(solution.status.value, **figures, minimum_bytes=solution.minimum_bytes, seconds=seconds)
 
 
 def comparison_to_json(instances: Iterable[Instance], cells: Iterable[Cell]) -> dict[str, Any]:
@@ -116,12 +110,10 @@ def render_comparison(instance: Instance, cells: Sequence[Cell]) -> str:
     own = [cell for cell in cells if cell.instance == instance.name]
     budgets = list(dict.fromkeys(cell.budget for cell in own))
     texts = {(cell.planner, cell.budget): cell_text(cell) for cell in own}
-    rows = [["planner", *budgets]]
-    rows += [[p, *(texts.get((p, b), "") for b in budgets)] for p in dict.fromkeys(cell.planner for cell in own)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    planners = dict.fromkeys(cell.planner for cell in own)
+    rows = [[planner, *(texts.get((planner, budget), "") for budget in budgets)] for planner in planners]
     title = f"{instance.name}: {instance.ops} ops, peak without recomputation {format_bytes(instance.peak_bytes)}"
-    lines = [title, *(_line(row, widths) for row in rows)]
-    lines.insert(2, "  ".join("-" * width for width in widths))
+    lines = [title, *table_lines([["planner", *budgets], *rows])]
     lines += [f"  {cell.planner} at {cell.budget}: {cell.message}" for cell in own if cell.message]
     return "\n".join(lines)
 
@@ -133,8 +125,3 @@ def cell_text(cell: Cell) -> str:
         return cell.status + seconds
     bound = "" if cell.lower_bound_percent is None else f" ({cell.lower_bound_percent:.3f})"
     return f"{cell.overhead_percent:.3f}{'*' if cell.status == 'optimal' else ''}{bound}{seconds}"
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    padded = [row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))]
-    return "  ".join(padded).rstrip()

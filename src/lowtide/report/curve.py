@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import PlanError
-from lowtide.ir import Costs, Graph, keep_all_schedule, simulate
+from lowtide.ir import Costs, Graph, Schedule, keep_all_schedule, simulate
 from lowtide.ir.fields import expect_format
 from lowtide.report.files import write_atomically
+from lowtide.report.tables import table_lines
 from lowtide.report.units import format_bytes, format_percent
 from lowtide.solve import Problem, Progress, minimum_peak, peak_lower_bound, solve
 from lowtide.solve.model.compact import needed_ops
@@ -85,10 +86,7 @@ class Curve:
 
     def __str__(self) -> str:
         rows = [_HEADER, *(self.cells(point) for point in self.points)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([*lines, self.limits()])
+        return "\n".join([*table_lines(rows, left=0), self.limits()])
 
     def limits(self) -> str:
         """A sentence on the least budget."""
@@ -133,7 +131,8 @@ def make_curve(
     found = [CurvePoint(whole, whole, base, _needed_ns(graph, costs)), *known]
     if on_progress is not None:
         on_progress("finding the least budget", 0.0)
-    lowest = _lowest(graph, costs, planner, seed)
+    result = simulate(graph, costs, lowest_schedule(graph, costs, planner, seed))
+    lowest = CurvePoint(result.peak_bytes, result.peak_bytes, result.time_ns)
     if lowest.budget_bytes < whole:
         found.append(lowest)
     budgets = _budgets(whole, lowest.budget_bytes, points)
@@ -157,12 +156,12 @@ def _needed_ns(graph: Graph, costs: Costs) -> int:
     return sum(int(costs.time_ns[op]) for op in needed_ops(graph))
 
 
-def _lowest(graph: Graph, costs: Costs, planner: str, seed: int) -> CurvePoint:
-    """The lowest schedule that the planner names when asked for the impossible."""
-    solution = solve(Problem(graph, costs, 1, seed), planner)
-    schedule = solution.schedule or solution.lowest_schedule or minimum_peak(graph, costs, seed)[1]
-    result = simulate(graph, costs, schedule)
-    return CurvePoint(result.peak_bytes, result.peak_bytes, result.time_ns)
+def lowest_schedule(
+    graph: Graph, costs: Costs, planner: str, seed: int = 0, on_progress: Progress | None = None
+) -> Schedule:
+    """The schedule of the least peak that ``planner`` finds: what it names when asked for the impossible."""
+    solution = solve(Problem(graph, costs, 1, seed, on_progress), planner)
+    return solution.schedule or solution.lowest_schedule or minimum_peak(graph, costs, seed)[1]
 
 
 def _monotone(found: Iterable[CurvePoint]) -> tuple[CurvePoint, ...]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from importlib import resources
 from typing import Any
 
 from lowtide import __version__
 from lowtide.extras import require
-from lowtide.report.charts import NARROW, SLICES, WIDE, curve_chart, measured_chart, memory_chart
+from lowtide.ir import Kind
+from lowtide.report.charts import NARROW, SLICES, WIDE, curve_chart, measured_chart, memory_chart, read_template
 from lowtide.report.curve import Curve
 from lowtide.report.measured import Measured
 from lowtide.report.modules import ModuleRow, block_of
+from lowtide.report.profile import MemoryBlock, StepProfile
 from lowtide.report.report import Report
-from lowtide.report.run import Block, Run
 from lowtide.report.slices import slices_of
 from lowtide.report.units import format_bytes, format_percent, format_source, format_time
 
@@ -26,23 +26,14 @@ def html_page(report: Report) -> str:
     """The page. Needs ``jinja2``."""
     jinja2 = require("jinja2")
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_asset), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FunctionLoader(read_template), autoescape=True, undefined=jinja2.StrictUndefined
     )
     page: str = environment.get_template("report.html").render(_context(report))
     return page
 
 
-def _asset(name: str) -> str:
-    return resources.files("lowtide.report").joinpath("templates", name).read_text(encoding="utf-8")
-
-
-def chart_style() -> str:
-    """What the charts need to be drawn on their own."""
-    return _asset("charts.css")
-
-
 def _context(report: Report) -> dict[str, Any]:
-    alive = _alive(report.run)
+    alive = _alive(report.run.at_peak)
     rows = [row for row in report.rows if row.saved_bytes or row.recomputed_ops or report.unit == "module"]
     sections = [("memory", "Memory"), ("peak", "Peak"), ("modules", report.unit.capitalize() + "s")]
     sections += [("curve", "What memory costs")] if report.curve else []
@@ -67,8 +58,8 @@ def _context(report: Report) -> dict[str, Any]:
         "curve": _curve(report.curve, report.budget_bytes) if report.curve else None,
         "measured": _measured(report, report.measured) if report.measured else None,
         "facts": _facts(report),
-        "css": _asset("charts.css") + _asset("report.css"),
-        "script": _asset("report.js"),
+        "css": read_template("charts.css") + read_template("report.css"),
+        "script": read_template("report.js"),
         "version": __version__,
     }
 
@@ -87,15 +78,12 @@ def _tiles(report: Report) -> list[dict[str, str]]:
     if report.lower_bound_ns is not None and plain.time_ns:
         bound = f"no schedule does it below {format_percent(report.lower_bound_ns / plain.time_ns - 1)}"
     whole = max(plain.peak_bytes, 1)
+    again_time = f"{format_time(run.time_ns - plain.time_ns)} on {format_time(plain.time_ns)}"
     rows = [
         ("Peak memory", format_bytes(run.peak_bytes), f"of {format_bytes(plain.peak_bytes)} without a budget"),
         ("Share of the peak", format_percent(run.peak_bytes / whole), f"budget {format_bytes(report.budget_bytes)}"),
         ("Extra time", format_percent(report.overhead), bound),
-        (
-            "Recomputed",
-            f"{len(again)} ops",
-            f"{format_time(run.time_ns - plain.time_ns)} on {format_time(plain.time_ns)}",
-        ),
+        ("Recomputed", f"{len(again)} ops", again_time),
     ]
     return [{"name": name, "figure": figure, "aside": aside} for name, figure, aside in rows]
 
@@ -117,57 +105,57 @@ def _step(report: Report) -> dict[str, Any]:
     }
 
 
-def _running(run: Run, index: int) -> str:
+def _running(run: StepProfile, index: int) -> str:
     span = run.spans[index]
     where = f" in {span.module}" if span.module else ""
     source = f" ({format_source(span.source)})" if span.source else ""
     return span.name + where + source + (", again" if span.again else "")
 
 
-def _peak_sentence(run: Run) -> str:
+def _peak_sentence(run: StepProfile) -> str:
     if not run.spans:
         return "Nothing runs."
-    alive = run.alive(run.peak_index)
-    total = format_bytes(sum(block.bytes for block in alive))
-    return f"{total} in {len(alive)} blocks while {_running(run, run.peak_index)} runs."
+    return f"{format_bytes(run.peak_bytes)} in {len(run.at_peak)} blocks while {_running(run, run.peak_index)} runs."
 
 
-def _alive(run: Run) -> list[dict[str, Any]]:
-    blocks = run.alive(run.peak_index) if run.spans else []
+def _alive(blocks: list[MemoryBlock]) -> list[dict[str, Any]]:
     most = max((block.bytes for block in blocks), default=1)
-    return [_block(run, block, most) for block in blocks]
+    return [_block(block, most) for block in blocks]
 
 
-def _block(run: Run, block: Block, most: int) -> dict[str, Any]:
-    span = run.spans[block.owner] if block.owner is not None else None
-    notes = [block.kind] * (block.kind != "tensor") + ["recomputed"] * (span is not None and span.again)
-    return {
+def _block(block: MemoryBlock, most: int) -> dict[str, Any]:
+    span = block.span
+    about = {
         "size": block.bytes,
         "bytes": format_bytes(block.bytes),
         "percent": round(100 * block.bytes / most, 1),
-        "name": span.name if span else block.kind,
-        "module": span.module if span else "",
-        "source": format_source(span.source) if span else "",
-        "note": ", ".join(notes) if span else "",
         "detail": block.detail,
     }
+    if span is None:
+        return about | {"name": block.kind.value, "module": "", "source": "", "note": ""}
+    notes = [block.kind.value] * (block.kind is not Kind.TENSOR) + ["recomputed"] * span.again
+    source = format_source(span.source)
+    return about | {"name": span.name, "module": span.module, "source": source, "note": ", ".join(notes)}
 
 
 def _groups(report: Report) -> list[dict[str, Any]]:
     """The peak by block of the model (or by operator), in the order of the program; the small ones together."""
-    run = report.run
     sums: Counter[str] = Counter()
-    for block in run.alive(run.peak_index) if run.spans else []:
-        span = run.spans[block.owner] if block.owner is not None else None
-        name = "(before the step)" if span is None else block_of(span.module) if span.module else ""
-        sums[name or (span.target if span and report.unit == "operator" else "(model)")] += block.bytes
+    for block in report.run.at_peak:
+        sums[_group_of(block, report.unit)] += block.bytes
     named = {name for name, _ in sums.most_common(_MOST_GROUPS)}
-    order = list(dict.fromkeys(block_of(span.module) for span in run.spans))
+    order = dict.fromkeys(block_of(span.module) for span in report.run.spans)
     ranks = {name: rank for rank, name in enumerate(order)}
     large = sorted((name for name in sums if name in named), key=lambda name: ranks.get(name, len(ranks)))
     groups = [_group(name, sums[name]) for name in large]
     other = sum(size for name, size in sums.items() if name not in named)
     return [*groups, _group("other", other) | {"other": True}] if other else groups
+
+
+def _group_of(block: MemoryBlock, unit: str) -> str:
+    if block.span is None:
+        return "(before the step)"
+    return block_of(block.span.module) or (block.span.target if unit == "operator" else "(model)")
 
 
 def _group(name: str, size: int) -> dict[str, Any]:
@@ -179,13 +167,9 @@ def _rows(rows: list[ModuleRow]) -> list[dict[str, Any]]:
     again = max((row.recomputed_ns for row in rows), default=0) or 1
     return [
         {
-            "name": row.name or "(model)",
-            "saved": format_bytes(row.saved_bytes),
+            "cells": row.cells(),
             "saved_percent": round(100 * row.saved_bytes / saved, 1),
-            "ops": row.recomputed_ops or "-",
-            "again": format_time(row.recomputed_ns) if row.recomputed_ops else "-",
             "again_percent": round(100 * row.recomputed_ns / again, 1),
-            "once": format_time(row.time_ns),
         }
         for row in rows
     ]
@@ -215,7 +199,7 @@ def _measured(report: Report, measured: Measured) -> dict[str, Any]:
 
 def _facts(report: Report) -> list[tuple[str, str]]:
     run, plain = report.run, report.plain
-    facts = [
+    return [
         ("budget", f"{report.budget_bytes} bytes"),
         ("predicted peak", f"{run.peak_bytes} bytes"),
         ("peak without a budget", f"{plain.peak_bytes} bytes"),
@@ -224,4 +208,3 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("scheduled by", report.decided_by),
         ("costs of", report.device or "as given"),
     ]
-    return facts

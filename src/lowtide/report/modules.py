@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lowtide.ir import Compute, Costs, Free, Graph, Schedule
+from lowtide.ir import Compute, Costs, Graph, Schedule, live_at_boundary
+from lowtide.report.units import format_bytes, format_time
 
 _INDEX = re.compile(r"(.*?\.)?(\d+)(?=\.|$)")
 
@@ -27,9 +28,10 @@ class ModuleRow:
     recomputed_ns: int
     time_ns: int
 
-    @property
-    def figures(self) -> tuple[int, int]:
-        return self.saved_bytes, self.recomputed_ops
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """A row of a table: name, bytes saved, ops recomputed, the time that takes, time once."""
+        again = (str(self.recomputed_ops), format_time(self.recomputed_ns)) if self.recomputed_ops else ("-", "-")
+        return self.name or "(model)", format_bytes(self.saved_bytes), *again, format_time(self.time_ns)
 
 
 def module_rows(graph: Graph, costs: Costs, schedule: Schedule) -> list[ModuleRow]:
@@ -53,21 +55,6 @@ def module_rows(graph: Graph, costs: Costs, schedule: Schedule) -> list[ModuleRo
     return [ModuleRow(name, saved[name], ops[name], again[name], once[name]) for name in dict.fromkeys(block)]
 
 
-def live_at_boundary(graph: Graph, schedule: Schedule) -> set[int]:
-    """Storages that the forward program leaves to the backward program."""
-    owned: dict[int, list[int]] = {}
-    for storage in graph.storages:
-        if storage.base is not None:
-            owned.setdefault(storage.base, []).append(storage.id)
-    live: set[int] = set()
-    for step in schedule.steps[: schedule.boundary]:
-        if isinstance(step, Compute):
-            live.update(owned.get(step.op, ()))
-        elif isinstance(step, Free):
-            live.discard(step.storage)
-    return live
-
-
 def block_of(module: str) -> str:
     """``block_of("transformer.h.0.mlp.act") == "transformer.h.0"``; a path without an index stays as it is."""
     match = _INDEX.match(module)
@@ -77,7 +64,9 @@ def block_of(module: str) -> str:
 def merge_repeats(rows: Iterable[ModuleRow]) -> list[ModuleRow]:
     """Neighbouring blocks that differ in their index only, and are treated alike, as one row with the sum of times."""
     merged = []
-    for _, group in itertools.groupby(rows, key=lambda row: (_without_index(row.name), row.figures)):
+    for _, group in itertools.groupby(
+        rows, key=lambda row: (_without_index(row.name), row.saved_bytes, row.recomputed_ops)
+    ):
         same = list(group)
         merged.append(same[0] if len(same) == 1 else _merge(same))
     return merged

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lowtide.errors import LowtideError, PlanError
-from lowtide.ir import keep_all_schedule
+from lowtide.ir import Kind, keep_all_schedule
 from lowtide.report.curve import Curve, CurvePoint
 from lowtide.report.measured import Measured
 from lowtide.report.modules import ModuleRow, module_rows
-from lowtide.report.replayed import ENDLESS_BYTES, replay
-from lowtide.report.run import Run, run_of_schedule
+from lowtide.report.profile import StepProfile, profile_of_schedule
+from lowtide.report.replay import ENDLESS_BYTES, replay
+from lowtide.report.tables import fact_lines
 from lowtide.report.text import Planned, render_plan
 from lowtide.report.units import format_bytes, format_percent, format_source, format_time
 from lowtide.trace import Constant, Status, Trace
@@ -32,8 +32,8 @@ class Report:
     """
 
     title: str
-    run: Run
-    plain: Run
+    run: StepProfile
+    plain: StepProfile
     budget_bytes: int
     decided_by: str
     device: str
@@ -54,11 +54,8 @@ def report_of_plan(
     plan: Planned, curve: Curve | None = None, measured: Measured | None = None, *, name: str = ""
 ) -> Report:
     """``measured``: a step that ran under the plan. ``name`` stands in for a graph without one."""
-    run = run_of_schedule(plan.graph, plan.costs, plan.schedule)
-    plain = run_of_schedule(plan.graph, plan.costs, keep_all_schedule(plan.graph))
-    parts = [render_plan(plan), _alive_text(run)]
-    parts += [str(curve)] if curve is not None else []
-    parts += [measured_text(run, measured)] if measured is not None else []
+    run = profile_of_schedule(plan.graph, plan.costs, plan.schedule)
+    plain = profile_of_schedule(plan.graph, plan.costs, keep_all_schedule(plan.graph))
     return Report(
         title=plan.graph.name or name or "plan",
         run=run,
@@ -68,7 +65,7 @@ def report_of_plan(
         device=plan.costs.device,
         unit="module",
         rows=tuple(module_rows(plan.graph, plan.costs, plan.schedule)),
-        text="\n\n".join(parts) + "\n",
+        text=_text(render_plan(plan), run, curve, measured),
         lower_bound_ns=plan.lower_bound_ns,
         curve=curve,
         measured=measured,
@@ -90,7 +87,7 @@ def report_of_trace(
     Raises ``LowtideError`` where the budget is not known, and where the replay runs out of memory.
     """
     trace = without_constants(trace)
-    plain = replay(trace, ENDLESS_BYTES, heuristic, policy).run
+    plain = replay(trace, ENDLESS_BYTES, heuristic, policy).profile
     budget = budget_bytes or trace.budget_bytes
     if budget is None:
         raise PlanError('the recorded run had no budget; give one, such as --budget "50%".')
@@ -100,11 +97,9 @@ def report_of_trace(
             f"replayed within {budget} bytes, {replayed.result.operator} has nothing left to evict; give a larger --budget "
             f"(without evictions the program needs {plain.peak_bytes} bytes)."
         )
-    run = replayed.run
+    run = replayed.profile
     curve = _trace_curve(trace, plain, heuristic, policy, CurvePoint(budget, run.peak_bytes, run.time_ns))
     title = trace.name or name or "trace"
-    parts = [_trace_text(title, run, plain, budget, heuristic), _alive_text(run), str(curve)]
-    parts += [measured_text(run, measured)] if measured is not None else []
     return Report(
         title=title,
         run=run,
@@ -114,10 +109,17 @@ def report_of_trace(
         device=trace.device,
         unit="operator",
         rows=_operator_rows(run),
-        text="\n\n".join(parts) + "\n",
+        text=_text(_trace_text(title, run, plain, budget, heuristic), run, curve, measured),
         curve=curve,
         measured=measured,
     )
+
+
+def _text(summary: str, run: StepProfile, curve: Curve | None, measured: Measured | None) -> str:
+    parts = [summary, _alive_text(run)]
+    parts += [str(curve)] if curve is not None else []
+    parts += [measured_text(run, measured)] if measured is not None else []
+    return "\n\n".join(parts) + "\n"
 
 
 def without_constants(trace: Trace) -> Trace:
@@ -126,7 +128,7 @@ def without_constants(trace: Trace) -> Trace:
     return dataclasses.replace(trace, events=events)
 
 
-def _trace_curve(trace: Trace, plain: Run, heuristic: str, policy: str, own: CurvePoint) -> Curve:
+def _trace_curve(trace: Trace, plain: StepProfile, heuristic: str, policy: str, own: CurvePoint) -> Curve:
     """Replays at several budgets, until one runs out of memory or takes too long."""
     whole = plain.peak_bytes
     points = {own.budget_bytes: own} if own.budget_bytes <= whole else {}
@@ -140,15 +142,15 @@ def _trace_curve(trace: Trace, plain: Run, heuristic: str, policy: str, own: Cur
     return Curve(whole, plain.time_ns, 0, f"{heuristic}, {policy}", tuple(ordered))
 
 
-def _operator_rows(run: Run) -> tuple[ModuleRow, ...]:
+def _operator_rows(run: StepProfile) -> tuple[ModuleRow, ...]:
     """A row per kind of operator, by what recomputing it takes."""
     saved: Counter[str] = Counter()
     again: Counter[str] = Counter()
     again_ns: Counter[str] = Counter()
     once_ns: Counter[str] = Counter()
     for block in run.blocks:
-        if block.owner is not None and block.kind == "tensor" and block.owner < run.boundary <= block.last:
-            saved[run.spans[block.owner].target] += block.bytes
+        if block.span is not None and block.kind is Kind.TENSOR and block.first < run.boundary <= block.last:
+            saved[block.span.target] += block.bytes
     for span in run.spans:
         (again_ns if span.again else once_ns)[span.target] += span.time_ns
         again[span.target] += span.again
@@ -156,7 +158,7 @@ def _operator_rows(run: Run) -> tuple[ModuleRow, ...]:
     return tuple(sorted(rows, key=lambda row: -row.recomputed_ns))
 
 
-def _trace_text(title: str, run: Run, plain: Run, budget: int, heuristic: str) -> str:
+def _trace_text(title: str, run: StepProfile, plain: StepProfile, budget: int, heuristic: str) -> str:
     overhead = run.time_ns / plain.time_ns - 1 if plain.time_ns else 0.0
     facts = {
         "budget": f"{format_bytes(budget)} ({format_percent(budget / max(plain.peak_bytes, 1))} of unconstrained)",
@@ -166,34 +168,29 @@ def _trace_text(title: str, run: Run, plain: Run, budget: int, heuristic: str) -
         "rematerializations": str(sum(span.again for span in run.spans)),
         "heuristic": heuristic,
     }
-    return "\n".join([f"replay of {title}: {len(plain.spans)} operators", *_aligned(facts)])
+    return "\n".join([f"replay of {title}: {len(plain.spans)} operators", *fact_lines(facts)])
 
 
-def measured_text(run: Run, measured: Measured) -> str:
+def measured_text(run: StepProfile, measured: Measured) -> str:
     """Predicted beside measured."""
     facts = {
         "peak": f"{format_bytes(run.peak_bytes)} predicted, {format_bytes(measured.peak_bytes)} measured",
         "time": f"{format_time(run.time_ns)} predicted, {format_time(measured.time_ns)} measured",
     }
-    return "\n".join([f"measured on {measured.device}", *_aligned(facts)])
+    return "\n".join([f"measured on {measured.device}", *fact_lines(facts)])
 
 
-def _alive_text(run: Run, most: int = 12) -> str:
+def _alive_text(run: StepProfile, most: int = 12) -> str:
     """What is there at the peak, the largest first."""
-    alive = run.alive(run.peak_index)
+    alive = run.at_peak
     lines = [f"at the peak: {len(alive)} blocks, {format_bytes(sum(block.bytes for block in alive))}"]
     for block in alive[:most]:
-        span = run.spans[block.owner] if block.owner is not None else None
+        span = block.span
         where = " ".join(filter(None, (span.module, span.name, format_source(span.source)))) if span else block.detail
-        lines.append(f"  {format_bytes(block.bytes):>10}  {block.kind:<11}  {where}")
+        lines.append(f"  {format_bytes(block.bytes):>10}  {block.kind.value:<11}  {where}")
     left = alive[most:]
     lines += [f"  {format_bytes(sum(block.bytes for block in left)):>10}  in {len(left)} more"] if left else []
     return "\n".join(lines)
-
-
-def _aligned(facts: dict[str, str]) -> Sequence[str]:
-    width = max(map(len, facts))
-    return [f"  {key:<{width}}  {value}" for key, value in facts.items()]
 
 
 def artefact_name(path: str | Path) -> str:

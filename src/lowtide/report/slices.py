@@ -1,11 +1,11 @@
-"""A run cut into slices of equal time: the most that is there in each, and what runs then. What charts draw."""
+"""A step cut into slices of equal time: the most that is there in each, and what runs then. What charts draw."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from lowtide.report.measured import Measured
-from lowtide.report.run import Run
+from lowtide.report.profile import StepProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,13 @@ class Slices:
     again: tuple[tuple[int, int], ...]
 
 
-def slices_of(run: Run, end_ns: int, count: int) -> Slices:
-    """``count`` slices of ``end_ns``; those after the end of the run are left out."""
+def slices_of(profile: StepProfile, end_ns: int, count: int) -> Slices:
+    """``count`` slices of ``end_ns``; those after the end of the step are left out."""
     levels = [-1] * count
     spans = [0] * count
     again = [False] * count
     used = 0
-    for index, (span, level) in enumerate(zip(run.spans, run.levels(), strict=True)):
+    for index, (span, level) in enumerate(zip(profile.spans, profile.levels(), strict=True)):
         first, last = _slice(span.start_ns, end_ns, count), _slice(max(span.end_ns - 1, span.start_ns), end_ns, count)
         used = max(used, last + 1)
         for position in range(first, last + 1):

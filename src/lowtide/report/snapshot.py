@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import bisect
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
+from lowtide.ir import Kind
+from lowtide.report.profile import MemoryBlock, StepProfile
 from lowtide.report.report import Report
-from lowtide.report.run import Block, Run, Span
 
 _ORIGIN = 0x7F0000000000  # where the segment begins; memory_viz shows addresses in hexadecimal
 
@@ -22,64 +22,59 @@ def memory_snapshot(report: Report) -> bytes:
     return pickle.dumps(snapshot_of(report.run), protocol=4)
 
 
-def snapshot_of(run: Run) -> dict[str, Any]:
-    """What ``torch.cuda.memory._snapshot()`` would return at the end of the run."""
+def snapshot_of(step: StepProfile) -> dict[str, Any]:
+    """What ``torch.cuda.memory._snapshot()`` would return at the end of the step."""
     space = _Space()
-    addresses: dict[int, int] = {}
+    held: dict[int, tuple[int, MemoryBlock]] = {}  # position -> (address, block)
     events: list[dict[str, Any]] = []
-    coming, going = _by_span(run)
-    for index, span in enumerate(run.spans):
+    coming, going = _by_span(step)
+    for index, span in enumerate(step.spans):
         for position in coming[index]:
-            block = run.blocks[position]
-            addresses[position] = space.allocate(block.bytes)
-            events.append(_event("alloc", block, addresses[position], run, span.start_ns))
+            block = step.blocks[position]
+            held[position] = space.allocate(block.bytes), block
+            events.append(_event("alloc", *held[position], span.start_ns))
         for position in going[index]:
-            block, address = run.blocks[position], addresses.pop(position)
+            address, block = held.pop(position)
             space.release(address, block.bytes)
-            for action in ("free_requested", "free_completed"):
-                events.append(_event(action, block, address, run, span.end_ns))
-    segment = _segment(run, space.size, addresses)
+            events += [_event(action, address, block, span.end_ns) for action in ("free_requested", "free_completed")]
     start = {"action": "segment_alloc", "addr": _ORIGIN, "size": space.size, "stream": 0, "frames": [], "time_us": 0}
+    left = sorted(held.values(), key=lambda pair: pair[0])
     return {
-        "segments": [segment] if space.size else [],
+        "segments": [_segment(left, space.size)] if space.size else [],
         "device_traces": [[start, *events] if space.size else []],
         "allocator_settings": {},
         "external_annotations": [],
     }
 
 
-def _by_span(run: Run) -> tuple[list[list[int]], list[list[int]]]:
+def _by_span(step: StepProfile) -> tuple[list[list[int]], list[list[int]]]:
     """Per span, the blocks that it allocates, and those that are released after it, what is there briefly first."""
-    coming: list[list[int]] = [[] for _ in run.spans]
-    going: list[list[int]] = [[] for _ in run.spans]
-    for position, block in enumerate(run.blocks):
-        if block.bytes and block.first < len(run.spans):
+    coming: list[list[int]] = [[] for _ in step.spans]
+    going: list[list[int]] = [[] for _ in step.spans]
+    for position, block in enumerate(step.blocks):
+        if block.bytes and block.first < len(step.spans):
             coming[block.first].append(position)
-            if block.last < len(run.spans):
+            if block.last < len(step.spans):
                 going[block.last].append(position)
     for index, released in enumerate(going):
-        released.sort(key=lambda position: run.blocks[position].first != index)
+        released.sort(key=lambda position: step.blocks[position].first != index)
     return coming, going
 
 
-def _event(action: str, block: Block, address: int, run: Run, at_ns: int) -> dict[str, Any]:
-    return {
-        "action": action,
-        "addr": address,
-        "size": block.bytes,
-        "stream": 0,
-        "time_us": at_ns // 1000,
-        "frames": _frames(block, run),
-    }
+def _event(action: str, address: int, block: MemoryBlock, at_ns: int) -> dict[str, Any]:
+    about = {"action": action, "addr": address, "size": block.bytes, "stream": 0, "time_us": at_ns // 1000}
+    return about | {"frames": _frames(block)}
 
 
-def _frames(block: Block, run: Run) -> list[dict[str, Any]]:
+def _frames(block: MemoryBlock) -> list[dict[str, Any]]:
     """Innermost first."""
-    if block.owner is None:
-        return [_frame(f"{block.kind}: {block.detail}", "lowtide", 0)]
-    span = run.spans[block.owner]
+    span = block.span
+    if span is None:
+        return [_frame(f"{block.kind.value}: {block.detail}", "lowtide", 0)]
     filename, _, line = span.source.rpartition(":")
-    name = _label(block, span)
+    name = span.name + (", recomputed" if span.again else "")
+    name += "" if block.kind is Kind.TENSOR else f", {block.kind.value}"
+    name += f" ({block.detail})" if block.detail else ""
     frames = [_frame(name, filename, int(line)) if filename and line.isdigit() else _frame(name, span.target, 0)]
     path = span.module
     while path:
@@ -89,19 +84,21 @@ def _frames(block: Block, run: Run) -> list[dict[str, Any]]:
     return frames
 
 
-def _label(block: Block, span: Span) -> str:
-    again = ", recomputed" if span.again else ""
-    kind = "" if block.kind == "tensor" else f", {block.kind}"
-    return f"{span.name}{again}{kind}" + (f" ({block.detail})" if block.detail else "")
-
-
 def _frame(name: str, filename: str, line: int) -> dict[str, Any]:
     return {"name": name, "filename": filename, "line": line}
 
 
-def _segment(run: Run, size: int, addresses: dict[int, int]) -> dict[str, Any]:
-    held = sorted((address, run.blocks[position]) for position, address in addresses.items())
+def _segment(held: list[tuple[int, MemoryBlock]], size: int) -> dict[str, Any]:
+    """``held``: addresses and blocks in the order of the addresses."""
     allocated = sum(block.bytes for _, block in held)
+    blocks, at = [], _ORIGIN
+    for address, block in held:
+        if address > at:
+            blocks.append(_block(at, address - at))
+        blocks.append(_block(address, block.bytes, block))
+        at = address + block.bytes
+    if at < _ORIGIN + size:
+        blocks.append(_block(at, _ORIGIN + size - at))
     return {
         "device": 0,
         "address": _ORIGIN,
@@ -114,30 +111,15 @@ def _segment(run: Run, size: int, addresses: dict[int, int]) -> dict[str, Any]:
         "segment_pool_id": (0, 0),
         "is_expandable": False,
         "frames": [],
-        "blocks": list(_blocks(run, held, size)),
+        "blocks": blocks,
     }
 
 
-def _blocks(run: Run, held: list[tuple[int, Block]], size: int) -> Iterator[dict[str, Any]]:
-    """The segment from its beginning to its end."""
-    at = _ORIGIN
-    for address, block in held:
-        if address > at:
-            yield _inactive(at, address - at)
-        yield {
-            "address": address,
-            "size": block.bytes,
-            "requested_size": block.bytes,
-            "state": "active_allocated",
-            "frames": _frames(block, run),
-        }
-        at = address + block.bytes
-    if at < _ORIGIN + size:
-        yield _inactive(at, _ORIGIN + size - at)
-
-
-def _inactive(address: int, size: int) -> dict[str, Any]:
-    return {"address": address, "size": size, "requested_size": 0, "state": "inactive", "frames": []}
+def _block(address: int, size: int, block: MemoryBlock | None = None) -> dict[str, Any]:
+    """A part of the segment; without ``block`` a gap."""
+    state = "inactive" if block is None else "active_allocated"
+    requested, frames = (0, []) if block is None else (size, _frames(block))
+    return {"address": address, "size": size, "requested_size": requested, "state": state, "frames": frames}
 
 
 class _Space:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-_BYTE_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+from lowtide.report.units import largest_unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +70,10 @@ def staircase(frame: Frame, levels: Sequence[int], slices: int, *, closed: bool 
     return "".join(path) + (f"V{frame.floor}Z" if closed else "")
 
 
-def byte_ticks(largest: float, count: int) -> list[tuple[float, str]]:
-    """Round amounts up to ``largest`` with their labels, about ``count`` of them, in one unit."""
-    scale, unit = next(((scale, unit) for scale, unit in _BYTE_UNITS if largest >= scale), _BYTE_UNITS[-1])
+def ticks(largest: float, count: int, units: Mapping[str, int]) -> list[tuple[float, str]]:
+    """Round amounts up to ``largest`` with their labels, about ``count`` of them, in one of ``units``."""
+    unit, scale = largest_unit(largest, units)
     return [(amount * scale, f"{amount:g} {unit}") for amount in round_ticks(largest / scale, count)]
-
-
-def time_ticks(largest_ns: float, count: int) -> list[tuple[float, str]]:
-    scale, unit = next(((s, u) for s, u in ((10**9, "s"), (10**6, "ms"), (10**3, "us")) if largest_ns >= s), (1, "ns"))
-    return [(amount * scale, f"{amount:g} {unit}") for amount in round_ticks(largest_ns / scale, count)]
 
 
 def round_ticks(largest: float, count: int) -> list[float]:

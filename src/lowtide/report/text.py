@@ -6,6 +6,7 @@ from typing import Protocol
 
 from lowtide.ir import Compute, Costs, Graph, Schedule, simulate
 from lowtide.report.modules import ModuleRow, merge_repeats, module_rows
+from lowtide.report.tables import fact_lines, table_lines
 from lowtide.report.units import format_bytes, format_percent, format_time
 
 _MOST_ROWS = 40
@@ -60,9 +61,8 @@ def _summary(plan: Planned) -> list[str]:
         "planner": f"{plan.planner}, seed {plan.seed}, {plan.solve_seconds:.1f} s",
         "costs": plan.costs.device or "as given",
     }
-    width = max(map(len, facts))
     title = f"plan of {plan.graph.name}" if plan.graph.name else "plan"
-    return [f"{title}: {len(plan.graph.ops)} ops", *(f"  {key:<{width}}  {value}" for key, value in facts.items())]
+    return [f"{title}: {len(plan.graph.ops)} ops", *fact_lines(facts)]
 
 
 def peak_position(plan: Planned) -> str:
@@ -76,33 +76,8 @@ def peak_position(plan: Planned) -> str:
 
 
 def _table(rows: list[ModuleRow]) -> list[str]:
-    cells = [_cells(row) for row in rows[:_MOST_ROWS]]
-    widths = [max(map(len, column)) for column in zip(_HEADER, *cells, strict=True)]
-    lines = [
-        _line(_HEADER, widths),
-        _line(["-" * width for width in widths], widths),
-        *(_line(c, widths) for c in cells),
-    ]
-    left = rows[_MOST_ROWS:]
-    if left:
-        saved = sum(row.saved_bytes for row in left)
-        again = sum(row.recomputed_ns for row in left)
+    lines = table_lines([_HEADER, *(row.cells() for row in rows[:_MOST_ROWS])])
+    if left := rows[_MOST_ROWS:]:
+        saved, again = sum(row.saved_bytes for row in left), sum(row.recomputed_ns for row in left)
         lines.append(f"and {len(left)} more: {format_bytes(saved)} saved, {format_time(again)} recomputed")
     return lines
-
-
-def _cells(row: ModuleRow) -> tuple[str, ...]:
-    again = format_time(row.recomputed_ns) if row.recomputed_ops else "-"
-    return (
-        row.name or "(model)",
-        format_bytes(row.saved_bytes),
-        str(row.recomputed_ops) if row.recomputed_ops else "-",
-        again,
-        format_time(row.time_ns),
-    )
-
-
-def _line(cells: tuple[str, ...] | list[str], widths: list[int]) -> str:
-    name, *figures = cells
-    padded = [name.ljust(widths[0]), *(figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True))]
-    return "  ".join(padded).rstrip()

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+from collections.abc import Mapping
+
+BYTE_UNITS = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
+TIME_UNITS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
 
 
 def format_bytes(count: int) -> str:
     """``format_bytes(278139912) == "265.3 MiB"``."""
-    amount = float(count)
-    for unit in _BYTE_UNITS[:-1]:
-        if abs(amount) < 1024:
-            return f"{count} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} {_BYTE_UNITS[-1]}"
+    unit, scale = largest_unit(count, BYTE_UNITS)
+    return f"{count} B" if unit == "B" else f"{count / scale:.1f} {unit}"
 
 
 def format_time(nanoseconds: int) -> str:
     """``format_time(1_234_567) == "1.23 ms"``."""
-    for unit, scale in (("s", 10**9), ("ms", 10**6), ("us", 10**3)):
-        if abs(nanoseconds) >= scale:
-            return f"{nanoseconds / scale:.2f} {unit}"
-    return f"{nanoseconds} ns"
+    unit, scale = largest_unit(nanoseconds, TIME_UNITS)
+    return f"{nanoseconds} ns" if unit == "ns" else f"{nanoseconds / scale:.2f} {unit}"
+
+
+def largest_unit(amount: float, units: Mapping[str, int]) -> tuple[str, int]:
+    """The name and size of the first of ``units``, the largest first, that ``amount`` reaches; else of the last."""
+    reached = ((name, size) for name, size in units.items() if abs(amount) >= size)
+    return next(reached, list(units.items())[-1])
 
 
 def format_percent(fraction: float) -> str:

@@ -1,4 +1,4 @@
-"""Runs say what the simulators say, span by span."""
+"""Profiles of steps say what the simulators say, span by span."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from lowtide.ir import Compute, keep_all_schedule, simulate
 from lowtide.planning import make_plan
-from lowtide.report.replayed import ENDLESS_BYTES, replay
-from lowtide.report.run import run_of_schedule
+from lowtide.report.profile import profile_of_schedule
+from lowtide.report.replay import ENDLESS_BYTES, replay
 from lowtide.trace import Call, Status, unconstrained_peak_bytes
 from lowtide.trace import simulate as simulate_trace
 from tests.support.random_graphs import random_graph
@@ -21,13 +21,13 @@ def test_levels_are_the_simulators(seed: int) -> None:
     plan = make_plan(graph, costs, budget="100%")
     lowest = make_plan(graph, costs, budget=max(plan.curve(points=2).minimum_bytes, 1), planner="auto{effort=1}")
     for schedule in (keep_all_schedule(graph), lowest.schedule):
-        run, result = run_of_schedule(graph, costs, schedule), simulate(graph, costs, schedule)
+        run, result = profile_of_schedule(graph, costs, schedule), simulate(graph, costs, schedule)
         steps = [i for i, step in enumerate(schedule.steps) if isinstance(step, Compute)]
         assert run.levels() == result.timeline[steps].tolist()
         assert (run.time_ns, len(run.spans)) == (result.time_ns, len(steps))
         assert run.peak_bytes == max(result.timeline[steps], default=0) <= peak
         assert sum(block.bytes for block in run.alive(run.peak_index)) == run.peak_bytes
-        assert sum(block.bytes for block in run.blocks if block.last == len(steps)) == result.final_bytes
+        assert run.final_bytes == result.final_bytes
         assert sum(not span.again for span in run.spans) == len(
             {s.op for s in schedule.steps if isinstance(s, Compute)}
         )
@@ -42,9 +42,9 @@ def test_replays_are_the_simulators(seed: int, policy: str) -> None:
         found = replay(trace, budget, policy=policy)
         result = simulate_trace(trace, budget, policy=policy, most_slowdown=None)
         assert found.result == result
-        assert found.run.time_ns == result.time_ns
-        assert found.run.peak_bytes == result.peak_bytes
-        assert sum(span.again for span in found.run.spans) == result.rematerializations
+        assert found.profile.time_ns == result.time_ns
+        assert found.profile.peak_bytes == result.peak_bytes
+        assert sum(span.again for span in found.profile.spans) == result.rematerializations
         if result.status is Status.OK:
-            names = [span.name for span in found.run.spans if not span.again]
+            names = [span.name for span in found.profile.spans if not span.again]
             assert names == [event.name for event in trace.events if isinstance(event, Call)]

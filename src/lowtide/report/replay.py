@@ -1,11 +1,12 @@
-"""A recorded program as a run: replayed within a budget, the replay written down as it goes by."""
+"""A recorded program as a step: replayed within a budget, the replay written down as it goes by."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
 
-from lowtide.report.run import Block, Run, Span
+from lowtide.ir import Kind
+from lowtide.report.profile import MemoryBlock, Span, StepProfile
 from lowtide.trace import Result, Trace, simulate
 from lowtide.trace.program import Operator, Storage
 
@@ -14,9 +15,9 @@ ENDLESS_BYTES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """``run`` is what happened up to where the replay ended, ``result`` says how it ended."""
+    """``profile`` is what happened up to where the replay ended, ``result`` says how it ended."""
 
-    run: Run
+    profile: StepProfile
     result: Result
 
 
@@ -24,20 +25,21 @@ def replay(trace: Trace, budget_bytes: int, heuristic: str = "dtr-eq", policy: s
     """Replay ``trace``, evicting by ``heuristic``; levels are those of the simulator while each operator runs."""
     recorder = _Recorder(trace.forward_calls)
     result = simulate(trace, budget_bytes, heuristic, policy=policy, most_slowdown=None, watcher=recorder)
-    return Replay(recorder.run(), result)
+    return Replay(recorder.profile(), result)
 
 
 class _Recorder:
     def __init__(self, forward_calls: int | None) -> None:
         self.forward_calls = forward_calls
         self.spans: list[Span] = []
-        self.blocks: list[Block] = []
+        self.blocks: list[MemoryBlock] = []
         self.there: dict[Storage, int] = {}
         self.clock_ns = self.calls = 0
         self.boundary: int | None = None
 
     def ran(self, operator: Operator, again: bool) -> None:
-        if any(tensor.storage.outside and tensor is tensor.storage.tensors[0] for tensor in operator.creates):
+        made = {tensor.storage for tensor in operator.creates if tensor is tensor.storage.tensors[0]}
+        if any(storage.outside for storage in made):
             return  # what makes a constant is no operator of the program
         if self.calls == self.forward_calls and not again and self.boundary is None:
             self.boundary = len(self.spans)
@@ -45,29 +47,31 @@ class _Recorder:
         forward = self.boundary is None
         self.spans.append(Span(operator.name, operator.name, self.clock_ns, operator.time_ns, forward, again))
         self.clock_ns += operator.time_ns
-        made = {tensor.storage for tensor in operator.creates if tensor is tensor.storage.tensors[0]}
-        twice = sum(storage.bytes for storage in made if storage.resident)
         workspace = operator.needed_bytes - sum(storage.bytes for storage in made)
         index = len(self.spans) - 1
-        for kind, size in (("second copy", twice), ("workspace", workspace)):
+        twice = sum(storage.bytes for storage in made if storage.resident)
+        for kind, size in ((Kind.SECOND_COPY, twice), (Kind.WORKSPACE, workspace)):
             if size:
-                self.blocks.append(Block(kind, size, index, index, index))
+                self.blocks.append(MemoryBlock(kind, size, index, index, self.spans[-1]))
 
     def came(self, storage: Storage) -> None:
         self.there[storage] = len(self.blocks)
-        owner = None if storage.outside else len(self.spans) - 1
-        kind = "fixed" if storage.outside else "tensor"
-        detail = "made outside of the program" if storage.outside else ""
-        first = len(self.spans) if owner is None else owner
-        self.blocks.append(Block(kind, storage.bytes, first, -1, owner, detail))
+        if storage.outside:
+            first = len(self.spans)
+            block = MemoryBlock(Kind.FIXED, storage.bytes, first, -1, None, "made outside of the program")
+        else:
+            block = MemoryBlock(Kind.TENSOR, storage.bytes, len(self.spans) - 1, -1, self.spans[-1])
+        self.blocks.append(block)
 
     def went(self, storage: Storage) -> None:
-        position = self.there.pop(storage)
-        self.blocks[position] = dataclasses.replace(self.blocks[position], last=len(self.spans) - 1)
+        self._end(self.there.pop(storage), len(self.spans) - 1)
 
-    def run(self) -> Run:
+    def _end(self, position: int, last: int) -> None:
+        self.blocks[position] = dataclasses.replace(self.blocks[position], last=last)
+
+    def profile(self) -> StepProfile:
         end = len(self.spans)
         for position in self.there.values():
-            self.blocks[position] = dataclasses.replace(self.blocks[position], last=end)
+            self._end(position, end)
         lasting = tuple(block for block in self.blocks if block.first <= block.last)
-        return Run(tuple(self.spans), lasting, end if self.boundary is None else self.boundary)
+        return StepProfile(tuple(self.spans), lasting, end if self.boundary is None else self.boundary)

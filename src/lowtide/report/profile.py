@@ -1,0 +1,125 @@
+"""One training step as it will run: which operators when, and which bytes are there meanwhile. What every writer draws from."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from lowtide.ir import Compute, Costs, Graph, Kind, Schedule, resident_bytes, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An operator that runs. ``again``: it has run before. ``module`` and ``source`` are empty where not known."""
+
+    name: str
+    target: str
+    start_ns: int
+    time_ns: int
+    forward: bool
+    again: bool = False
+    module: str = ""
+    source: str = ""
+
+    @property
+    def end_ns(self) -> int:
+        return self.start_ns + self.time_ns
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBlock:
+    """Bytes that are there while the spans from ``first`` to ``last`` run, both included.
+
+    ``last`` is the number of spans where they outlive the step. ``span`` is the one that allocated them, ``None`` for
+    what was there before; ``detail`` says what they are (type and shape).
+    """
+
+    kind: Kind
+    bytes: int
+    first: int
+    last: int
+    span: Span | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """``boundary``: the first span of the backward pass. ``blocks`` are in the order of their allocation."""
+
+    spans: tuple[Span, ...]
+    blocks: tuple[MemoryBlock, ...]
+    boundary: int
+
+    @property
+    def time_ns(self) -> int:
+        return self.spans[-1].end_ns if self.spans else 0
+
+    @property
+    def boundary_ns(self) -> int:
+        return self.spans[self.boundary].start_ns if self.boundary < len(self.spans) else self.time_ns
+
+    def levels(self) -> list[int]:
+        """Bytes that are there during each span."""
+        return self._levels()[:-1]
+
+    def alive(self, index: int) -> list[MemoryBlock]:
+        """What is there during a span, the largest first."""
+        there = [block for block in self.blocks if block.first <= index <= block.last and block.bytes]
+        return sorted(there, key=lambda block: -block.bytes)
+
+    @property
+    def at_peak(self) -> list[MemoryBlock]:
+        """What is there during the first span at the peak, the largest first."""
+        return self.alive(self.peak_index)
+
+    @property
+    def final_bytes(self) -> int:
+        """What outlives the step."""
+        return self._levels()[-1]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.levels(), default=0)
+
+    @property
+    def peak_index(self) -> int:
+        """The first span at the peak."""
+        levels = self.levels()
+        return levels.index(max(levels)) if levels else 0
+
+    def _levels(self) -> list[int]:
+        return resident_bytes([(block.first, block.last, block.bytes) for block in self.blocks], len(self.spans))
+
+
+def profile_of_schedule(graph: Graph, costs: Costs, schedule: Schedule) -> StepProfile:
+    """What the simulator says of a valid ``schedule``, its computes as spans."""
+    spans = _spans(graph, costs, schedule)
+    # How many computes come before each step: in a valid schedule, a generator state is saved just before its op runs.
+    before = [0, *itertools.accumulate(isinstance(step, Compute) for step in schedule.steps)]
+    blocks = []
+    for made in simulate(graph, costs, schedule).allocations:
+        first, last = before[made.first], before[made.last + 1] - 1 if made.last < len(schedule.steps) else len(spans)
+        span = None if made.kind is Kind.FIXED else spans[first]
+        blocks.append(MemoryBlock(made.kind, made.bytes, first, last, span, _detail(graph, made.kind, made.storage)))
+    return StepProfile(tuple(spans), tuple(blocks), before[schedule.boundary])
+
+
+def _spans(graph: Graph, costs: Costs, schedule: Schedule) -> list[Span]:
+    times = costs.time_ns.tolist()
+    spans: list[Span] = []
+    computed: set[int] = set()
+    clock_ns = 0
+    for position, step in enumerate(schedule.steps):
+        if isinstance(step, Compute):
+            op, forward, again = graph.ops[step.op], position < schedule.boundary, step.op in computed
+            spans.append(Span(op.name, op.target, clock_ns, times[step.op], forward, again, op.module, op.source))
+            computed.add(step.op)
+            clock_ns += times[step.op]
+    return spans
+
+
+def _detail(graph: Graph, kind: Kind, storage: int | None) -> str:
+    if kind is Kind.TENSOR and storage is not None:
+        value = graph.values[graph.storages[storage].values[0]]
+        return f"{value.dtype} {'x'.join(map(str, value.shape))}".strip()
+    return "resident throughout" if kind is Kind.FIXED else ""
