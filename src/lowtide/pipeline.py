@@ -26,11 +26,13 @@ from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.planning import Plan, make_plan
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
+from lowtide.sharing import Member, Planning, Share
 from lowtide.solve import check_seed, get_planner
 from lowtide.stages import stage
 
 Progress = Callable[[str, float], None]
 _LOG = logging.getLogger(__name__)
+_QUICK_SEARCH = "auto{effort=1}"
 _COSTLY = 0.15  # overhead of a plan of kernels, from which operators one by one are planned as well
 _RNG_STATE_BYTES = 5056  # what torch allocates for a moment to read a CPU generator's state
 
@@ -224,6 +226,20 @@ def make_program_plan(
 
     resident = resident_bytes(program, model) if settings.budget is None else 0
     return agreed_plan(program, (settings, granted_bytes, resident), make)
+
+
+def share_planners(settings: Settings) -> tuple[Planning, Planning | None]:
+    """The last arguments of ``sharing.choose``: programs planned as ``settings`` say, and by a quick form of its search."""
+
+    def planning(planner: str) -> Planning:
+        def planned(member: Member, share: Share) -> Plan:
+            own = {"budget": share.budget_bytes, "between_bytes": share.between_bytes, "planner": planner}
+            return make_program_plan(member.program, dataclasses.replace(settings, **own), costs=member.costs)  # type: ignore[arg-type]
+
+        return planned
+
+    by_search = settings.planner.startswith("auto") and settings.planner != _QUICK_SEARCH
+    return planning(settings.planner), planning(_QUICK_SEARCH) if by_search else None
 
 
 def several_processes() -> bool:

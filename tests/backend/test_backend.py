@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import tomllib
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,8 @@ from torch import nn
 
 import lowtide
 from lowtide.backend import backend
-from lowtide.backend.compile import shared_budget
-from lowtide.backend.shared import SharingGraph
+from lowtide.backend.compile import _BUDGETS, shared_budget
+from lowtide.backend.graph import SharingGraph
 
 # Dynamo looks at .grad of what one graph hands to the next.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -457,3 +459,24 @@ def test_budgets_that_cannot_be(options: dict[str, Any], message: str) -> None:
     compiled = torch.compile(model, backend=backend, options={"planner": PLANNER, "compiler": "eager", **options})
     with pytest.raises(lowtide.PlanError, match=message):
         compiled(x)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_what_is_compiled_no_more_is_freed(breaks: bool) -> None:
+    """The budget that graphs share belongs to them: it keeps no model, and is gone with the last graph (of the graphs behind a
+    break Dynamo itself keeps some)."""
+    _, model, x = _pair(breaks=breaks)
+    options = {"budget": "100%", "planner": PLANNER, "compiler": "eager"}
+    compiled = torch.compile(model, backend=backend, options=options)
+    for seed in range(2):
+        _step(compiled, x, seed)
+    budget = shared_budget(options)
+    assert len(budget.ran) == (3 if breaks else 1)
+    held = [weakref.ref(each) for each in (model, *model.parameters())]
+    if not breaks:
+        held += [weakref.ref(budget), weakref.ref(budget.ran[0].graph)]
+    del model, compiled, budget
+    torch._dynamo.reset()
+    gc.collect()
+    assert not [reference() for reference in held if reference() is not None]
+    assert breaks or not any(known.belongs_to(options) for known in _BUDGETS)

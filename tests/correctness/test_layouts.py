@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 from lowtide.capture import capture
-from lowtide.cost.signature import map_refs
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.program import Program
+from lowtide.program.references import map_references
 from tests.support.networks import generator
 from tests.support.training import compare_training
 
@@ -129,7 +129,7 @@ def _differences(program: Program, op: int) -> list[str]:
     def tensor(ref: Any) -> torch.Tensor:
         return tensors.setdefault(ref.value, synthetic_tensor(program.metas[ref.value]))
 
-    args, kwargs = map_refs(call, tensor)
+    args, kwargs = map_references((call.args, call.kwargs), tensor)
     with torch.no_grad():
         result = target(*args, **kwargs)
     real = [result] if call.positions is None else [result[position] for position in call.positions]

@@ -14,13 +14,14 @@ from torch import nn
 
 from lowtide.capture import capture
 from lowtide.cost import CostCache, measure_costs
-from lowtide.cost.signature import map_refs, target_name
+from lowtide.cost.signature import target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.ir import Compute, Costs, Free, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.program import Program
 from lowtide.program.overwrites import written_form
 from lowtide.program.program import Ref
+from lowtide.program.references import map_references
 from lowtide.runtime import cpu_allocator
 from lowtide.runtime.meter import collect_garbage
 
@@ -152,7 +153,7 @@ def _compute(program: Program, step: Compute, values: dict[int, Any]) -> None:
         assert form is not None
         into = {form.keyword: Ref(value)} if form.keyword else {}
         call = dataclasses.replace(call, target=form.target, kwargs={**call.kwargs, **into})
-    args, kwargs = map_refs(call, lambda ref: values[ref.value])
+    args, kwargs = map_references((call.args, call.kwargs), lambda ref: values[ref.value])
     with torch.set_grad_enabled("mkldnn_rnn" in target_name(call.target)):
         result = call.target(*args, **kwargs)
     outputs = (result,) if call.positions is None else [result[position] for position in call.positions]

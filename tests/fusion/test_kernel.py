@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from torch import nn
 
 import lowtide
 from lowtide.capture import capture
-from lowtide.fusion import Kernel, checked, fuse, kernel, rewrite
+from lowtide.fusion import Kernel, checked, fuse, inductor, kernel, rewrite
+from lowtide.fusion.body import Body, Code
 from lowtide.ir import Compute, Op, keep_all_schedule, simulate
 from lowtide.lower import lower
 from lowtide.program import Program
@@ -60,9 +64,8 @@ def test_tensors_in_another_layout_are_copied(caplog: pytest.LogCaptureFixture) 
 
 def test_wrong_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Code that is off by a thousandth does not run: its operators do, one by one, and the log says so."""
-    from lowtide.fusion import inductor
 
-    def wrong(body: kernel.Body) -> Callable[[], kernel.Code]:
+    def wrong(body: Body) -> Callable[[], Code]:
         def code(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
             return [result * 1.001 for result in body(*tensors)]
 
@@ -79,9 +82,7 @@ def test_wrong_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 def test_kernels_that_do_not_compile_are_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from lowtide.fusion import inductor
-
-    def failing(body: kernel.Body) -> Callable[[], kernel.Code]:
+    def failing(body: Body) -> Callable[[], Code]:
         raise RuntimeError("no compiler found")
 
     monkeypatch.setattr(inductor, "start_body", failing)
@@ -96,9 +97,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can be compiled: one error that says what to install, not a warning for every kernel."""
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
-    from lowtide.fusion import inductor
-
-    def failing(body: kernel.Body) -> Callable[[], kernel.Code]:
+    def failing(body: Body) -> Callable[[], Code]:
         raise InductorError(InvalidCxxCompiler(), None)
 
     monkeypatch.setattr(inductor, "start_body", failing)
@@ -109,15 +108,13 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel is with the compiler before any is waited for; what was not finished is compiled another time."""
-    from lowtide.fusion import inductor
-
     original, events = inductor.start_body, list[str]()
 
-    def noting(body: kernel.Body) -> Callable[[], kernel.Code]:
+    def noting(body: Body) -> Callable[[], Code]:
         finish = original(body)
         events.append("start")
 
-        def noted() -> kernel.Code:
+        def noted() -> Code:
             events.append("finish")
             if events.count("finish") == 2:
                 raise KeyboardInterrupt
@@ -138,9 +135,8 @@ def test_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_checked_compares_on_the_programs_own_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that is wrong for large numbers only passes the check beforehand, and not the one inside ``checked``."""
-    from lowtide.fusion import inductor
 
-    def wrong_for_large(body: kernel.Body) -> Callable[[], kernel.Code]:
+    def wrong_for_large(body: Body) -> Callable[[], Code]:
         def code(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
             large = any(tensor.is_floating_point() and bool(tensor.abs().max() > 100) for tensor in tensors)
             return [result * 2 if large else result for result in body(*tensors)]
@@ -271,3 +267,32 @@ def test_kernels_that_read_elsewhere_take_new_memory() -> None:
     ]
     assert any(target.body.donated for target in turned)
     assert all(target.overwrites is None for target in turned)
+
+
+def test_two_threads_do_not_change_inductor_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would put back what the other one had put in its place, for the whole process."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    wait, inside, together = AsyncCompile.wait, list[int](), list[int]()
+
+    def tracing(body: Body, fakes: Any) -> Any:
+        inside.append(1)
+        time.sleep(0.05)
+        together.append(len(inside))
+        inside.pop()
+        raise RuntimeError("traced")
+
+    def compile_one() -> None:
+        with contextlib.suppress(RuntimeError):
+            inductor.start_body(body)
+
+    monkeypatch.setattr(inductor, "_traced", tracing)
+    program = rewrite(capture(_Gate(), (torch.randn(10, 6),)))
+    body = next(call.target.body for call in program.calls if isinstance(call.target, Kernel))
+    threads = [threading.Thread(target=compile_one) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == [1, 1, 1]
+    assert AsyncCompile.wait is wait

@@ -7,18 +7,19 @@ with real tensors, and anew for other shapes. The graphs of one ``torch.compile`
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lowtide.backend.shared import SharedBudget, SharingGraph
+from lowtide.backend.graph import SharingGraph
+from lowtide.backend.shared import SharedBudget
 from lowtide.errors import PlanError
 from lowtide.pipeline import Settings
 
 _OPTIONS = ("budget", "total_budget", "reserve", "planner", "compiler", "seed")
-# By the options that torch.compile was given: the very object, and what was in it.
-_shared: list[tuple[Mapping[str, Any], dict[str, Any], SharedBudget]] = []
+_BUDGETS: weakref.WeakSet[SharedBudget] = weakref.WeakSet()  # each is owned by its graphs
 
 
 def backend(
@@ -37,16 +38,16 @@ def backend(
 
 def shared_budget(options: Mapping[str, Any]) -> SharedBudget:
     """One per ``torch.compile``: graphs that come with the same options object, as it was, belong together."""
-    for known, contents, shared in _shared:
-        if known is options and contents == options:
-            return shared
+    for known in _BUDGETS:
+        if known.belongs_to(options):
+            return known
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
         raise PlanError(f'backend="lowtide" has no option {unknown[0]!r}; it takes {", ".join(_OPTIONS)}.')
     if options.get("total_budget") is not None:
         raise PlanError('backend="lowtide" shares a budget= among graphs; total_budget= is for lowtide.rematerialize.')
-    shared = SharedBudget(Settings(**{"compiler": "inductor", **options}))
-    _shared.append((options, dict(options), shared))
+    shared = SharedBudget(Settings(**{"compiler": "inductor", **options}), options)
+    _BUDGETS.add(shared)
     return shared
 
 

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
-from lowtide.cost.columns import storage_bytes
 from lowtide.cost.devices import Device, get_device
-from lowtide.cost.signature import map_refs, target_name
+from lowtide.cost.signature import target_name
 from lowtide.ir import Costs, is_view
 from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.program.layouts import distinct_elements
 from lowtide.program.program import Program, Ref, TensorMeta
+from lowtide.program.references import map_references
+from lowtide.program.sizes import storage_bytes
 
 _COPYING = ("convolution", "attention", "sort", "topk", "index_put", "scatter", "unique", "cum", "fft", "linalg")
 _WRAPPED_NUMBER_BYTES = 16
@@ -47,7 +49,7 @@ def operator_time_ns(program: Program, op: int) -> int:
 def spare_workspace_bytes(program: Program, op: int) -> int:
     """Arguments and results once more: more than operators are known to take."""
     node = program.graph.ops[op]
-    return sum(_touched_bytes(program.metas[value]) for value in (*set(node.inputs), *node.outputs))
+    return sum(_distinct_bytes(program.metas[value]) for value in (*set(node.inputs), *node.outputs))
 
 
 def _workspace_bytes(program: Program, op: int) -> int:
@@ -64,19 +66,15 @@ def _time_ns(program: Program, op: int, device: Device) -> int:
         return 0
     if is_view(program.graph, node) and not node.effect:
         return min(_VIEW_NS, device.launch_ns)
-    moved = sum(_touched_bytes(program.metas[value]) for value in (*set(node.inputs), *node.outputs))
+    moved = sum(_distinct_bytes(program.metas[value]) for value in (*set(node.inputs), *node.outputs))
     dtype = program.metas[node.outputs[0]].dtype if node.outputs else torch.float32
     flops_s = _flops(program, op) / (device.flops_per_second(dtype) * device.flops_share)
     bytes_s = moved / (device.bandwidth * device.bandwidth_share)
     return device.launch_ns + round(1e9 * max(flops_s, bytes_s))
 
 
-def _touched_bytes(meta: TensorMeta) -> int:
-    """Bytes of distinct elements: an expanded dimension is read from one place."""
-    elements = 1
-    for size, stride in zip(meta.shape, meta.stride, strict=True):
-        elements *= size if stride or not size else 1
-    return elements * meta.dtype.itemsize
+def _distinct_bytes(meta: TensorMeta) -> int:
+    return distinct_elements(meta.shape, meta.stride) * meta.dtype.itemsize
 
 
 def _flops(program: Program, op: int) -> int:
@@ -86,7 +84,7 @@ def _flops(program: Program, op: int) -> int:
     packet = getattr(call.target, "overloadpacket", None)
     if packet not in flop_registry:
         return 0
-    args, kwargs = map_refs(call, lambda ref: _meta_tensor(program, ref))
+    args, kwargs = map_references((call.args, call.kwargs), lambda ref: _meta_tensor(program, ref))
     outputs: list[Any] = [_meta_tensor(program, Ref(value)) for value in program.graph.ops[op].outputs]
     if call.positions is None:
         return int(flop_registry[packet](*args, **kwargs, out_val=outputs[0]))

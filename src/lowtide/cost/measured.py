@@ -20,14 +20,15 @@ import torch
 
 from lowtide.cost.analytical import operator_time_ns, spare_workspace_bytes
 from lowtide.cost.cache import CostCache, Record, device_name
-from lowtide.cost.columns import program_device, round_up, storage_bytes
-from lowtide.cost.signature import copies_storage, is_opaque, map_refs, signature, target_name
+from lowtide.cost.signature import copies_storage, is_opaque, signature, target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.cost.timing import time_call
 from lowtide.ir import Costs, Op
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.program.overwrites import overwritten_argument
 from lowtide.program.program import Call, Program, Ref
+from lowtide.program.references import map_references
+from lowtide.program.sizes import program_device, round_up, storage_bytes
 
 _LOG = logging.getLogger(__name__)
 _BUDGET_NS = 15_000_000  # per signature
@@ -152,7 +153,7 @@ def _restoring(call: Call, args: tuple[Any, ...]) -> Callable[[], Any]:
 def synthetic_arguments(program: Program, op: int) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
     """The call's arguments, and the distinct tensors among them."""
     tensors: dict[int, torch.Tensor] = {}
-    whole = copies_storage(program.calls[op].target)
+    call, whole = program.calls[op], copies_storage(program.calls[op].target)
 
     def tensor(ref: Ref) -> torch.Tensor:
         if ref.value not in tensors:
@@ -160,8 +161,8 @@ def synthetic_arguments(program: Program, op: int) -> tuple[tuple[Any, ...], dic
             tensors[ref.value] = synthetic_tensor(program.metas[ref.value], whole=whole) if made is None else made
         return tensors[ref.value]
 
-    args, kwargs = map_refs(program.calls[op], tensor)
-    position, make_valid = _VALID.get(target_name(program.calls[op].target), (0, None))
+    args, kwargs = map_references((call.args, call.kwargs), tensor)
+    position, make_valid = _VALID.get(target_name(call.target), (0, None))
     if make_valid is not None and isinstance(args[position], torch.Tensor):
         make_valid(args[position])
     return args, kwargs, list(tensors.values())
@@ -253,6 +254,7 @@ def _settle(program: Program, op: Op, record: Record, real: list[int]) -> int:
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Inside, generator states, gradient mode, autocast and garbage collection are lowtide's; afterwards the caller's."""
     cuda = [device] if device.type == "cuda" else []
     collecting = gc.isenabled()
     gc.disable()  # what it frees in the middle of an operator would be missing from that operator's peak

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lowtide.program.program import Call, Program, Ref, TensorMeta
+from lowtide.program.program import Program, Ref, TensorMeta
 
 ALIGNMENT_BYTES = 64
 
@@ -71,22 +71,6 @@ def settings() -> str:
         backends.cudnn.deterministic,
     )
     return ",".join(map(str, switches))
-
-
-def map_refs(call: Call, tensor: Callable[[Ref], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call's arguments with ``tensor(ref)`` in place of every ``Ref``, nested ones too."""
-    return _replaced(call.args, tensor), _replaced(call.kwargs, tensor)
-
-
-def _replaced(argument: Any, tensor: Callable[[Ref], Any]) -> Any:
-    """Not a function inside of the other, which would refer to itself and keep the tensors until garbage is collected."""
-    if isinstance(argument, Ref):
-        return tensor(argument)
-    if isinstance(argument, (list, tuple)) and not isinstance(argument, torch.Size):
-        return type(argument)([_replaced(item, tensor) for item in argument])
-    if isinstance(argument, Mapping):
-        return {key: _replaced(item, tensor) for key, item in argument.items()}
-    return argument
 
 
 class _Describer:

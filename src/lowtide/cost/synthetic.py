@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lowtide.cost.signature import ALIGNMENT_BYTES
+from lowtide.program.layouts import span_elements
 from lowtide.program.program import TensorMeta
 
 _PATTERN_ELEMENTS = 1 << 16
@@ -22,9 +23,7 @@ def synthetic_tensor(meta: TensorMeta, *, whole: bool = False) -> torch.Tensor:
         _fill(flat)
         return flat.as_strided(meta.shape, meta.stride, meta.storage_offset)
     offset = meta.storage_offset * meta.dtype.itemsize % ALIGNMENT_BYTES // meta.dtype.itemsize
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride, strict=True))
-    elements = offset + (reach if all(meta.shape) else 0)
-    flat = torch.empty(elements, dtype=meta.dtype, device=meta.device)
+    flat = torch.empty(offset + span_elements(meta.shape, meta.stride), dtype=meta.dtype, device=meta.device)
     _fill(flat)
     return flat.as_strided(meta.shape, meta.stride, offset)
 

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lowtide.cost.columns import round_up
 from lowtide.dynamic.engine import Engine
 from lowtide.dynamic.node import Geometry, storage_of, tensors_of
 from lowtide.dynamic.operators import Operator
 from lowtide.errors import ExecutionError, PlanError
+from lowtide.program.sizes import round_up
 from lowtide.runtime import cpu_allocator
 from lowtide.runtime.cpu_allocator import AllocationCounter
 

@@ -4,7 +4,8 @@ The result is a program like any other: its kernels are measured, planned, simul
 """
 
 from lowtide.fusion.autotune import autotuned
-from lowtide.fusion.kernel import Kernel, checked
+from lowtide.fusion.comparison import checked
+from lowtide.fusion.kernel import Kernel
 from lowtide.fusion.norms import split_norms
 from lowtide.fusion.rewrite import fuse, rewrite
 

@@ -13,12 +13,12 @@ from collections.abc import Callable
 import torch
 
 from lowtide.cost.cache import CostCache, Record
-from lowtide.cost.columns import program_device, storage_bytes
 from lowtide.cost.measured import measure_operators, synthetic_arguments
 from lowtide.cost.signature import signature
 from lowtide.fusion.routines import Routine, disagreement, is_available, routines
 from lowtide.ir import Costs, keep_all_schedule, simulate
 from lowtide.program.program import Program
+from lowtide.program.sizes import program_device, storage_bytes
 
 _QUICKER = 0.9  # of the operator's time, at most
 _OF_OPERANDS, _OF_PEAK = 16, 100  # the fraction that a routine may take in memory beyond what the operator does

@@ -28,12 +28,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from lowtide.fusion.kernel import Body, Code
+from lowtide.fusion.body import Body, Code
+from lowtide.program import layouts
 from lowtide.program.program import TensorMeta
 
 # Asserts on sizes run at every call; kernels are compared with their operators once instead.
 _SETTINGS = {"size_asserts": False, "nan_asserts": False, "alignment_asserts": False, "fallback_random": True}
-
+_GENERATING = (
+    threading.Lock()
+)  # held while Inductor's settings and ``AsyncCompile.wait`` are others, for the whole process
 
 Wait = Callable[[], None]
 
@@ -45,8 +48,9 @@ def start_body(body: Body) -> Callable[[], Code]:
     Both raise what Inductor raises.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())  # without one, nothing is kept on disk
-    fakes = [_fake(mode, meta) for meta in body.inputs]
-    with _settings(), _not_waiting() as waits, torch.no_grad():
+    with mode:
+        fakes = [layouts.empty(meta) for meta in body.inputs]
+    with _GENERATING, _settings(), _not_waiting() as waits, torch.no_grad():
         with mode:
             module = _traced(body, fakes)
         from torch._inductor import compile_fx
@@ -95,15 +99,10 @@ def _arranged(result: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """``result`` in the captured layout, where a decomposition chose another."""
     if result.stride() == meta.stride:
         return result
-    order = sorted(range(result.dim()), key=lambda axis: -meta.stride[axis])
+    order = layouts.memory_order(meta.shape, meta.stride)
     inverse = [order.index(axis) for axis in range(result.dim())]
     dense: torch.Tensor = torch.ops.aten.clone.default(result.permute(order), memory_format=torch.contiguous_format)
     return dense.permute(inverse)
-
-
-def _fake(mode: FakeTensorMode, meta: TensorMeta) -> torch.Tensor:
-    with mode:
-        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
 
 
 @contextlib.contextmanager
@@ -123,6 +122,9 @@ def _not_waiting() -> Iterator[list[Wait]]:
 
     A module's last step of loading puts compiled kernels in the place of those to come, in its own namespace, where it
     looks them up when it is called. A version of Inductor that does it in another way waits at once.
+
+    Generated code makes its own ``AsyncCompile``, so the method is replaced for the whole process. One thread at a time does so
+    (``_GENERATING``): two would put back each other's. What other threads load meanwhile waits as ever.
     """
     from torch._inductor.async_compile import AsyncCompile
 

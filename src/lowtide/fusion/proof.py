@@ -10,6 +10,7 @@ their turn, and what the program overwrites by how often it has been written.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lowtide.errors import CompiledMismatchError
@@ -18,6 +19,7 @@ from lowtide.fusion.routines import stands_for
 from lowtide.ir import Op
 from lowtide.ir.graph import UPDATE_TARGET
 from lowtide.program.program import Call, Program, Ref
+from lowtide.program.references import map_references
 
 Numbers = dict[Hashable, int]
 
@@ -25,7 +27,7 @@ Numbers = dict[Hashable, int]
 def check_same(program: Program, fused: Program) -> None:
     """Raises ``CompiledMismatchError`` where a result of ``fused`` is not the same expression as in ``program``."""
     numbers: Numbers = {}
-    expected, found = (_Reading(each, numbers).results() for each in (program, fused))
+    expected, found = (_Expressions(each, numbers).results() for each in (program, fused))
     wrong = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
     if wrong:
         raise CompiledMismatchError(
@@ -35,7 +37,15 @@ def check_same(program: Program, fused: Program) -> None:
         )
 
 
-class _Reading:
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    """The number of an expression, and how often the program has written over it."""
+
+    number: int
+    writes: int
+
+
+class _Expressions:
     """One program: ``known[value]`` is the number of its expression."""
 
     def __init__(self, program: Program, numbers: Numbers) -> None:
@@ -87,8 +97,12 @@ class _Reading:
     def _applied(self, call: Call, known: dict[int, int], turn: int = 0) -> int:
         """``turn``: among random operators and effects, 0 for all others."""
         written = {} if _is_view(call.target) else self.written
-        arguments = _frozen((call.args, tuple(sorted(call.kwargs.items()))), known, written)
-        return self._number((id(stands_for(call)), arguments, turn))
+
+        def operand(ref: Ref) -> _Operand:
+            return _Operand(known[ref.value], written.get(known[ref.value], 0))
+
+        arguments = map_references((call.args, sorted(call.kwargs.items())), operand)
+        return self._number((id(stands_for(call)), repr(arguments), turn))
 
     def _pieces(self, number: int, positions: Sequence[int] | None, count: int) -> Iterator[int]:
         if positions is None:
@@ -104,12 +118,3 @@ def _is_view(target: Callable[..., Any]) -> bool:
     """Whether the operator reads nothing: it may run before or after what it views is written."""
     schema = getattr(target, "_schema", None)
     return schema is not None and any(result.alias_info is not None for result in schema.returns)
-
-
-def _frozen(argument: Any, known: dict[int, int], written: dict[int, int]) -> Hashable:
-    if isinstance(argument, Ref):
-        number = known[argument.value]
-        return number, written.get(number, 0)
-    if isinstance(argument, (list, tuple)):
-        return tuple(_frozen(item, known, written) for item in argument)
-    return type(argument).__name__, repr(argument)

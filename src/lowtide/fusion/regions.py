@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from lowtide.fusion.kinds import ALONE, Kind, kinds, operator_name
 from lowtide.ir import Op
+from lowtide.program.layouts import memory_order
 from lowtide.program.program import Program
 
 _LONGEST = 48  # operators that may be computed again in a reader
@@ -27,16 +28,16 @@ _FUSIBLE = (Kind.POINTWISE, Kind.GATHER, Kind.REDUCTION)
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Ops computed by one kernel, views included, in program order. ``anchors`` are those whose results are kept;
-    the kernel runs at ``anchors[-1]``. ``roots`` are the values it reads."""
+    """Ops computed by one kernel, views included, in program order. ``anchor`` is the one whose results are kept; the kernel
+    runs in its place. ``roots`` are the values that the kernel reads."""
 
     members: tuple[int, ...]
-    anchors: tuple[int, ...]
+    anchor: int
     roots: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class StorageReaders:
     """The program seen storage by storage: ``readers[storage]`` are the ops, views apart, that read it."""
 
     program: Program
@@ -60,7 +61,7 @@ class Reading:
         return op is not None and self.kinds[op] in _FUSIBLE
 
 
-def read_program(program: Program, apart: frozenset[int] = frozenset()) -> Reading:
+def read_program(program: Program, apart: frozenset[int] = frozenset()) -> StorageReaders:
     """``apart``: ops that must not be part of a kernel."""
     graph = program.graph
     found = [Kind.CALL if i in apart and kind in _FUSIBLE else kind for i, kind in enumerate(kinds(program))]
@@ -70,10 +71,10 @@ def read_program(program: Program, apart: frozenset[int] = frozenset()) -> Readi
             for storage in dict.fromkeys(graph.values[value].storage for value in op.inputs):
                 readers[storage].append(op.id)
     handed = frozenset(graph.values[value].storage for value in (*graph.outputs, *graph.forward_outputs))
-    return Reading(program, found, readers, handed)
+    return StorageReaders(program, found, readers, handed)
 
 
-def find_regions(reading: Reading) -> list[Region]:
+def find_regions(reading: StorageReaders) -> list[Region]:
     """One region per anchor, in program order; regions of a single operator are left out."""
     anchors = _anchors(reading, _transparent(reading))
     kept = {op for op, belongs in anchors.items() if op in belongs}
@@ -81,13 +82,13 @@ def find_regions(reading: Reading) -> list[Region]:
     return [region for region in regions if _pays(reading, region)]
 
 
-def _pays(reading: Reading, region: Region) -> bool:
+def _pays(reading: StorageReaders, region: Region) -> bool:
     """Whether a kernel is better than the operators: it takes several of them, or one that compiles well."""
     count = sum(reading.kinds[op] is not Kind.VIEW for op in region.members)
-    return count > 1 or operator_name(reading.program.calls[region.anchors[-1]].target) in ALONE
+    return count > 1 or operator_name(reading.program.calls[region.anchor].target) in ALONE
 
 
-def _transparent(reading: Reading) -> set[int]:
+def _transparent(reading: StorageReaders) -> set[int]:
     """Ops that may be computed again in every reader: what that reads is no more than their result."""
     sources: dict[int, frozenset[int]] = {}
     lengths: dict[int, int] = {}
@@ -109,20 +110,21 @@ def _transparent(reading: Reading) -> set[int]:
     return found
 
 
-def _rearranges(reading: Reading, op: Op) -> bool:
+def _rearranges(reading: StorageReaders, op: Op) -> bool:
     """Whether the op copies a tensor into another order of its dimensions: slow to read, so done once for all readers."""
     if operator_name(reading.program.calls[op.id].target) not in ("clone", "_to_copy", "copy"):
         return False
     source, result = (reading.program.metas[value] for value in (op.inputs[-1], op.outputs[0]))
-    dims = [dim for dim, size in enumerate(source.shape) if size > 1 and source.stride[dim] != 0]
-    return sorted(dims, key=source.stride.__getitem__) != sorted(dims, key=result.stride.__getitem__)
+    dims = {dim for dim, size in enumerate(source.shape) if size > 1 and source.stride[dim] != 0}
+    read, written = ([dim for dim in memory_order(meta.shape, meta.stride) if dim in dims] for meta in (source, result))
+    return read != written
 
 
-def _must_keep(reading: Reading, storage: int) -> bool:
+def _must_keep(reading: StorageReaders, storage: int) -> bool:
     return storage in reading.handed or not all(map(reading.fusible, reading.readers[storage]))
 
 
-def _anchors(reading: Reading, transparent: set[int]) -> dict[int, frozenset[int]]:
+def _anchors(reading: StorageReaders, transparent: set[int]) -> dict[int, frozenset[int]]:
     """For each fusible op the kept ops whose kernels it is part of; itself where its result is kept."""
     graph = reading.program.graph
     calls = list(itertools.accumulate(kind is Kind.CALL for kind in reading.kinds))
@@ -144,13 +146,13 @@ def _anchors(reading: Reading, transparent: set[int]) -> dict[int, frozenset[int
     return found
 
 
-def _apart(reading: Reading, op: Op, anchors: Iterable[int]) -> bool:
+def _apart(reading: StorageReaders, op: Op, anchors: Iterable[int]) -> bool:
     """Whether a kernel of ``anchors`` is better off reading the result, since it would jump about in what ``op`` reads."""
     passes = any(reading.kinds[anchor] is Kind.REDUCTION for anchor in anchors)
     return reading.kinds[op.id] is Kind.GATHER or (passes and _rearranges(reading, op))
 
 
-def _waits(reading: Reading, calls: Sequence[int], op: int, anchor: int) -> bool:
+def _waits(reading: StorageReaders, calls: Sequence[int], op: int, anchor: int) -> bool:
     """Whether ``op`` in the kernel of ``anchor`` makes more wait for it, and for long, than its result holds."""
     graph = reading.program.graph
     read = {reading.storage(value) for value in graph.ops[op].inputs}
@@ -159,7 +161,7 @@ def _waits(reading: Reading, calls: Sequence[int], op: int, anchor: int) -> bool
     return sum(map(reading.nbytes, waiting)) > sum(map(reading.nbytes, reading.owned(op)))
 
 
-def _region(reading: Reading, anchor: int, kept: set[int]) -> Region:
+def _region(reading: StorageReaders, anchor: int, kept: set[int]) -> Region:
     """What ``anchor`` is computed from, back to kept storages and to what is not fusible."""
     graph = reading.program.graph
     members, roots = {anchor}, dict[int, None]()
@@ -175,4 +177,4 @@ def _region(reading: Reading, anchor: int, kept: set[int]) -> Region:
         elif producer not in members:
             members.add(producer)
             pending.extend(reversed(graph.ops[producer].inputs))
-    return Region(tuple(sorted(members)), (anchor,), tuple(roots))
+    return Region(tuple(sorted(members)), anchor, tuple(roots))

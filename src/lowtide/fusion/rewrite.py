@@ -6,15 +6,16 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
-from lowtide.fusion.kernel import Body, Kernel, Line, compile_kernels
+from lowtide.fusion.body import Body, Line
+from lowtide.fusion.kernel import Kernel, compile_kernels
 from lowtide.fusion.kinds import Kind
 from lowtide.fusion.proof import check_same
-from lowtide.fusion.regions import Reading, Region, find_regions, read_program
+from lowtide.fusion.regions import Region, StorageReaders, find_regions, read_program
 from lowtide.ir import Graph, Op, Phase, Storage, Value
 from lowtide.program.overwrites import fills_its_storage, with_overwrites
 from lowtide.program.program import Call, Program, Ref, TensorMeta
+from lowtide.program.references import map_references
 
 
 def fuse(program: Program, on_progress: Callable[[str, float], None] | None = None) -> Program:
@@ -44,17 +45,17 @@ def rewrite(program: Program) -> Program:
 def _members(fused: Program, regions: Sequence[Region], refused: frozenset[str]) -> frozenset[int]:
     """The operators of the refused kernels; regions and kernels are in the same order."""
     kernels = [call.target for call in fused.calls if isinstance(call.target, Kernel)]
-    pairs = zip(sorted(regions, key=lambda region: region.anchors[-1]), kernels, strict=True)
+    pairs = zip(sorted(regions, key=lambda region: region.anchor), kernels, strict=True)
     return frozenset(op for region, kernel in pairs if kernel.digest in refused for op in region.members)
 
 
 class _Rewrite:
-    def __init__(self, reading: Reading, regions: list[Region]) -> None:
+    def __init__(self, reading: StorageReaders, regions: list[Region]) -> None:
         self.reading = reading
         self.program = reading.program
         self.graph = reading.program.graph
         self.kinds = reading.kinds
-        self.region_at = {region.anchors[-1]: region for region in regions}
+        self.region_at = {region.anchor: region for region in regions}
         self.inside = {op for region in regions for op in region.members if self.kinds[op] is not Kind.VIEW}
         self.last_reader = self._last_readers(regions)
         self.ops: list[Op] = []
@@ -82,17 +83,19 @@ class _Rewrite:
 
     def _last_readers(self, regions: list[Region]) -> dict[int, int]:
         """By storage, the last op or anchor that reads it in the fused program."""
-        calls = (op for op in self.graph.ops if self.kinds[op.id] is not Kind.VIEW and op.id not in self.inside)
-        read = itertools.chain(
-            ((region.anchors[-1], region.roots) for region in regions), ((op.id, op.inputs) for op in calls)
-        )
+        read = [(region.anchor, region.roots) for region in regions]
+        read += [(op.id, op.inputs) for op in self.graph.ops if self._stays(op)]
         return {self.graph.values[value].storage: at for at, values in sorted(read) for value in values}
+
+    def _stays(self, op: Op) -> bool:
+        """Whether the op is called as it was: it is no view and in no kernel."""
+        return self.kinds[op.id] is not Kind.VIEW and op.id not in self.inside
 
     def _emit(self, op: Op) -> None:
         region = self.region_at.get(op.id)
         if region is not None:
             self._kernel(region)
-        elif self.kinds[op.id] is not Kind.VIEW and op.id not in self.inside:
+        elif self._stays(op):
             self._call(op)
 
     def _need(self, values: Iterable[int]) -> None:
@@ -106,14 +109,14 @@ class _Rewrite:
     def _call(self, op: Op) -> None:
         self._need(op.inputs)
         call = self.program.calls[op.id]
-        args, kwargs = _renumbered((call.args, call.kwargs), self.new)
+        args, kwargs = map_references((call.args, call.kwargs), lambda ref: Ref(self.new[ref.value]))
         inputs = tuple(self.new[value] for value in op.inputs)
         self._append(op, op.target, inputs, op.outputs, Call(call.target, args, kwargs, call.positions))
 
     def _kernel(self, region: Region) -> None:
         self._need(region.roots)
-        results = [value for anchor in region.anchors for value in self.graph.ops[anchor].outputs]
-        outputs = [value for value in results if self._is_read(value)] or results[:1]
+        anchor = self.graph.ops[region.anchor]
+        outputs = [value for value in anchor.outputs if self._is_read(value)] or list(anchor.outputs[:1])
         dying = self._dying(region, outputs)
         if dying is not None:  # it comes first, see ``Body.donated``
             others = (root for root in region.roots if root != dying)
@@ -122,8 +125,7 @@ class _Rewrite:
         inputs = tuple(self.new[value] for value in region.roots)
         positions = None if len(outputs) == 1 else tuple(range(len(outputs)))
         call = Call(kernel, tuple(map(Ref, inputs)), {}, positions)
-        last = self.graph.ops[region.anchors[-1]]
-        self._append(last, f"lowtide.{kernel.__qualname__}", inputs, outputs, call)
+        self._append(anchor, f"lowtide.{kernel.__qualname__}", inputs, outputs, call)
 
     def _dying(self, region: Region, outputs: Sequence[int]) -> int | None:
         """The root whose memory the kernel's one result could take: read for the last time, alone in its storage, as large."""
@@ -135,7 +137,7 @@ class _Rewrite:
         for root in region.roots:
             storage = values[root].storage
             inside = not self.graph.storages[storage].external and storage not in self.reading.handed
-            dies = self.last_reader[storage] == region.anchors[-1] and read[storage] == 1
+            dies = self.last_reader[storage] == region.anchor and read[storage] == 1
             alike = (metas[root].dtype, metas[root].storage_bytes) == size and fills_its_storage(metas[root])
             if inside and dies and alike:
                 return root
@@ -203,7 +205,7 @@ def make_body(program: Program, region: Region, outputs: Iterable[int], donated:
     lines = []
     for member in region.members:
         op, call = program.graph.ops[member], program.calls[member]
-        args, kwargs = _renumbered((call.args, call.kwargs), local)
+        args, kwargs = map_references((call.args, call.kwargs), lambda ref: Ref(local[ref.value]))
         local.update(zip(op.outputs, itertools.count(len(local))))
         lines.append(Line(Call(call.target, args, kwargs, call.positions), tuple(local[v] for v in op.outputs)))
     results = tuple(outputs)
@@ -214,14 +216,3 @@ def make_body(program: Program, region: Region, outputs: Iterable[int], donated:
         metas=tuple(program.metas[value] for value in results),
         donated=donated,
     )
-
-
-def _renumbered(argument: Any, numbers: dict[int, int]) -> Any:
-    """The same argument with every ``Ref`` renumbered."""
-    if isinstance(argument, Ref):
-        return Ref(numbers[argument.value])
-    if isinstance(argument, dict):
-        return {key: _renumbered(item, numbers) for key, item in argument.items()}
-    if isinstance(argument, (list, tuple)) and not hasattr(argument, "_fields"):
-        return type(argument)([_renumbered(item, numbers) for item in argument])
-    return argument

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from lowtide.errors import CompiledMismatchError
-from lowtide.fusion.kernel import checking, compare
+from lowtide.fusion.comparison import Strides, checking, compare, require_same
 from lowtide.fusion.kinds import operator_name
+from lowtide.program.layouts import contiguous_strides, is_expanded
 from lowtide.program.program import Call, Program, Ref, TensorMeta
 
 _FEWEST_ROWS = 32  # of a part: fewer are not worth a call
@@ -36,23 +36,22 @@ class Routine:
     def __call__(self, *args: Any) -> Any:
         result = self.compute(*args)
         if checking():
-            complaint = disagreement(self.operator(*args), result)
-            if complaint:
-                raise CompiledMismatchError(
-                    f"{self.__name__}, which stands for {self.operator}, {complaint}: the operator, run on the same tensors, "
-                    'gives something else. Please report it; compiler="eager" runs the operators.',
-                    operators=(str(self.operator),),
-                )
+            require_same(self.__name__, (str(self.operator),), *_results(self.operator(*args), result))
         return result
 
 
 def disagreement(expected: Any, found: Any) -> str:
     """What is wrong with the result ``found`` of a routine; empty where nothing is."""
+    return compare(*_results(expected, found))
+
+
+def _results(expected: Any, found: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], Strides]:
+    """The tensors that the operator and the routine return, and the strides of the former."""
     wanted, got = (
         [r for r in (result if isinstance(result, (tuple, list)) else (result,)) if r is not None]
         for result in (expected, found)
     )
-    return compare(wanted, got, [result.stride() for result in wanted])
+    return wanted, got, [result.stride() for result in wanted]
 
 
 def routines(program: Program, op_id: int, spare_bytes: int) -> list[Routine]:
@@ -68,9 +67,9 @@ def routines(program: Program, op_id: int, spare_bytes: int) -> list[Routine]:
 
 
 def _usual(meta: TensorMeta) -> bool:
-    """Single precision on the CPU, with no element in two places."""
-    spread = all(stride > 0 for size, stride in zip(meta.shape, meta.stride, strict=True) if size > 1)
-    return meta.dtype == torch.float32 and meta.device.type == "cpu" and all(meta.shape) and spread
+    """Single precision on the CPU, each element in a place of its own."""
+    expanded = is_expanded(meta.shape, meta.stride)
+    return meta.dtype == torch.float32 and meta.device.type == "cpu" and all(meta.shape) and not expanded
 
 
 Found = Iterator[tuple[str, Callable[..., Any]]]
@@ -129,7 +128,7 @@ def _is_product(
 
 
 def _is_contiguous(meta: TensorMeta) -> bool:
-    return meta.stride == torch.empty(meta.shape, device="meta").stride()
+    return meta.stride == contiguous_strides(meta.shape)
 
 
 _ROUTINES: dict[str, Callable[[Sequence[Any], int], Found]] = {

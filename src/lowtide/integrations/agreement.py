@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from lowtide.cost.cache import device_name
-from lowtide.cost.columns import program_device
 from lowtide.errors import PlanError
 from lowtide.ir import Costs, check, simulate
 from lowtide.ir.serial import schedule_from_json, schedule_to_json
 from lowtide.planning import Plan
 from lowtide.program.program import Program
+from lowtide.program.sizes import program_device
 
 _LOG = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 1800.0  # how long a plan may take to be made elsewhere; then it is made here

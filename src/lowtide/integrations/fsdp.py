@@ -5,13 +5,14 @@ planned region must not span units, and each unit becomes a region of its own, b
 collectives run exactly where FSDP2 alone runs them, and none can be computed again.
 
 What the regions may take is settled here, before the model is sharded, for the whole model: ``gathers`` knows what FSDP2
-itself holds at every moment, ``surroundings`` what lies around the blocks, ``lowtide.sharing`` shares the rest among them.
+itself holds at every event, ``fsdp_constraints`` what lies around the blocks, ``lowtide.sharing`` shares the rest among them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,12 +23,12 @@ from lowtide.budget import parse_budget
 from lowtide.capture import capture
 from lowtide.capture.sharded import is_sharded
 from lowtide.errors import PlanError
+from lowtide.integrations.fsdp_constraints import constraints_of
 from lowtide.integrations.gathers import Gathers
-from lowtide.integrations.samples import BlockCalls
-from lowtide.integrations.surroundings import moments
-from lowtide.pipeline import Settings, program_costs
+from lowtide.integrations.samples import BlockCalls, Sample
+from lowtide.pipeline import Settings, program_costs, share_planners
 from lowtide.runtime.model import Rematerialized
-from lowtide.sharing import Block, Part, choose, peak_bytes
+from lowtide.sharing import Member, choose, peak_bytes
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,22 +63,23 @@ def rematerialize_blocks(
         program = capture(model, args, kwargs, watch=calls.watch).program
         samples = calls.samples()
         programs = [capture(block, *sample).program for block, sample in zip(blocks, samples, strict=True)]
-    around = moments(program.graph, program_costs(program), calls.names, Gathers.of(model, blocks, ranks))
-    parts = [Block.of(program) for program in programs]
-    unconstrained = peak_bytes(around, [part.unplanned for part in parts])
-    budget_bytes = parse_budget(budget, unconstrained)
-    chosen = choose(parts, around, Settings(budget=budget_bytes, planner=planner, seed=seed), budget_bytes)
-    for block, sample, part in zip(blocks, samples, chosen, strict=True):
-        _attach(block, sample, part)
-    predicted = peak_bytes(around, chosen)
-    _LOG.info("planned %d blocks: %d bytes of %d, %d without", len(chosen), predicted, budget_bytes, unconstrained)
+    constraints = constraints_of(program.graph, program_costs(program), calls.names, Gathers.of(model, blocks, ranks))
+    members = [Member(program, program_costs(program)) for program in programs]
+    unconstrained = peak_bytes(constraints, [member.eager for member in members])
+    settings = Settings(budget=parse_budget(budget, unconstrained), planner=planner, seed=seed)
+    assert isinstance(settings.budget, int)
+    chosen = choose(members, constraints, settings.budget, *share_planners(settings))
+    for block, sample, assignment in zip(blocks, samples, chosen, strict=True):
+        if assignment.share is not None:  # else it keeps everything
+            share = assignment.share
+            _attach(block, sample, replace(settings, budget=share.budget_bytes, between_bytes=share.between_bytes))
+    predicted = peak_bytes(constraints, [assignment.footprint for assignment in chosen])
+    _LOG.info("planned %d blocks: %d bytes of %d, %d without", len(chosen), predicted, settings.budget, unconstrained)
     return predicted
 
 
-def _attach(block: nn.Module, sample: tuple[Any, Any], part: Part) -> None:
-    if part.settings is None:
-        return  # keeps everything
-    runtime = Rematerialized(block, part.settings)
+def _attach(block: nn.Module, sample: Sample, settings: Settings) -> None:
+    runtime = Rematerialized(block, settings)
     with torch.enable_grad():
         inputs, arguments = runtime.flat_inputs(*sample)
         runtime.entry(*sample, inputs, arguments)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowtide.capture.trace.fake import known_value
 from lowtide.errors import PlanError
 from lowtide.program import structure
+from lowtide.program.layouts import without_memory
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -55,6 +56,4 @@ def _without_memory(traced: torch.Tensor) -> torch.Tensor:
     with _disable_current_modes():
         if known is not None:
             return known.clone()
-        light = torch.empty_strided(traced.shape, traced.stride(), dtype=traced.dtype, device=traced.device)
-        light.untyped_storage().resize_(0)
-        return light.requires_grad_(requires_grad)
+        return without_memory(traced).requires_grad_(requires_grad)

@@ -19,20 +19,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import linecache
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lowtide.cost.columns import storage_bytes
 from lowtide.ir import Compute, Costs, Free, Op, RestoreRng, SaveRng, Schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET, UPDATE_TARGET
 from lowtide.lower import random
-from lowtide.lower.stages import Stage, stages
+from lowtide.lower.gradient_groups import GradientGroup, group_gradients
 from lowtide.program import targets
 from lowtide.program.overwrites import keeping, written_form
 from lowtide.program.program import Call, Program, Ref
+from lowtide.program.sizes import storage_bytes
 
 Step = Generator[list[torch.Tensor], None, None]
 _FILES = itertools.count()
@@ -42,7 +42,7 @@ _FILES = itertools.count()
 class Lowered:
     """``step(inputs, tangents, write_back)`` is the generator above; ``inputs`` and ``tangents`` are lists that it empties.
 
-    ``write_back`` is false when a forward pass is run again and buffers have their new values already. ``stages[i]``
+    ``write_back`` is false when a forward pass is run again and buffers have their new values already. ``gradient_groups[i]``
     names the gradients of the i-th yield after the forward outputs. ``reads`` are the flat inputs that the program reads and
     does not update, ``reads_after`` those of them that its backward pass reads, themselves or views of them, and
     ``reads_outputs`` the forward outputs that it reads. ``inner`` are the forward outputs that others are computed from.
@@ -50,7 +50,7 @@ class Lowered:
 
     step: Callable[[list[torch.Tensor], list[torch.Tensor], bool], Step]
     source: str
-    stages: tuple[Stage, ...]
+    gradient_groups: tuple[GradientGroup, ...]
     reads: tuple[int, ...]
     reads_after: tuple[int, ...]
     reads_outputs: tuple[int, ...]
@@ -76,12 +76,13 @@ class _Generator:
         values = [value for _, value in program.gradients]
         sizes = [program.metas[value].storage_bytes for value in values]
         owners = [program.inputs[position] for position, _ in program.gradients]
-        self.stages = stages(self.graph, schedule, values, owners, sizes, _levels(program, schedule))
+        levels = _levels(program, schedule)
+        self.gradient_groups = group_gradients(self.graph, schedule, values, owners, sizes, levels)
 
     def lower(self) -> Lowered:
         self._load_inputs()
         dead = self._external_last_reads()
-        leaving = {stage.after: stage for stage in self.stages}
+        leaving = {group.after: group for group in self.gradient_groups}
         for index, step in enumerate(self.schedule.steps):
             if index == self.schedule.boundary:
                 self._yield_outputs()
@@ -198,8 +199,8 @@ class _Generator:
         self._emit("yield out")
         self._emit("del out")
 
-    def _yield_gradients(self, stage: Stage) -> None:
-        values = [self.program.gradients[index][1] for index in stage.gradients]
+    def _yield_gradients(self, group: GradientGroup) -> None:
+        values = [self.program.gradients[index][1] for index in group.gradients]
         self._emit(f"out = [{', '.join(f'v{value}' for value in values)}]")
         for value in values:
             storage = self.graph.values[value].storage
@@ -250,7 +251,8 @@ class _Generator:
         storages = [(i, self.graph.values[v].storage) for i, v in enumerate(self.program.inputs) if v is not None]
         reads = tuple(i for i, storage in storages if storage not in updated)
         reads_after = tuple(i for i, storage in storages if storage in after - updated)
-        return Lowered(self.namespace["step"], source, self.stages, reads, reads_after, outputs, self._inner_outputs())
+        step = self.namespace["step"]
+        return Lowered(step, source, self.gradient_groups, reads, reads_after, outputs, self._inner_outputs())
 
     def _inner_outputs(self) -> tuple[int, ...]:
         """Positions of forward outputs with a gradient that others with one depend on."""
@@ -273,8 +275,3 @@ def _levels(program: Program, schedule: Schedule) -> list[int]:
     none = [0] * len(program.graph.ops)
     costs = Costs(none, none, storage_bytes(program))  # type: ignore[arg-type]
     return list(simulate(program.graph, costs, schedule).timeline.tolist())
-
-
-def lines(lowered: Lowered) -> Iterator[str]:
-    """The generated program, for reading."""
-    yield from lowered.source.splitlines()

@@ -30,7 +30,7 @@ from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.lower import Lowered, lower
 from lowtide.pipeline import Settings, captured_program, planned_program
 from lowtide.planning import Plan
-from lowtide.program import Program, structure
+from lowtide.program import Program, layouts, structure
 from lowtide.program.results import GradientMask
 from lowtide.runtime.signature import Arguments, Signature, describe, signature
 from lowtide.runtime.step import run
@@ -374,7 +374,5 @@ def _light(tensor: torch.Tensor) -> torch.Tensor:
     """Integers and single numbers as they are, since they answer questions; else a tensor of the layout without memory."""
     if tensor.dim() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    hollow = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    hollow.untyped_storage().resize_(0)
-    hollow.requires_grad_(tensor.requires_grad)
+    hollow = layouts.without_memory(tensor)
     return hollow if tensor.is_leaf else torch.ops.aten.alias.default(hollow)

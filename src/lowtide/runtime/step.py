@@ -26,6 +26,7 @@ from lowtide.errors import ExecutionError
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.lower import Lowered
 from lowtide.lower import random as rng
+from lowtide.program import layouts
 from lowtide.program.program import Program
 from lowtide.program.results import GradientMask, Result
 
@@ -88,7 +89,7 @@ class ModelCall:
     def receive(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """The gradients of the forward outputs have arrived: start the backward program, in its first state.
 
-        A backward pass to some of the inputs alone runs some of the stages; whatever comes after it starts over.
+        A backward pass to some of the inputs alone runs some of the gradient groups; whatever comes after it starts over.
         """
         if self.on_backward is not None:
             self.on_backward()
@@ -115,13 +116,13 @@ class ModelCall:
         return result
 
     def _advance(self, node: int) -> None:
-        stages = self.executable.lowered.stages
-        if node < len(stages):
+        groups = self.executable.lowered.gradient_groups
+        if node < len(groups):
             with below_autograd():
                 values = next(self.generator)
-            for index in reversed(stages[node].gradients):
+            for index in reversed(groups[node].gradients):
                 self.gradients[self.executable.program.gradients[index][0]] = values.pop()
-        if node + 1 >= len(stages):
+        if node + 1 >= len(groups):
             self.generator.close()
             self.generator = None
 
@@ -152,10 +153,10 @@ class ModelCall:
         finally:
             rng.restore(current, device)
         tangents.extend(_prepared(executable.program, gradients))
-        for stage in executable.lowered.stages:
+        for group in executable.lowered.gradient_groups:
             with below_autograd():
                 values = next(generator)
-            for index in reversed(stage.gradients):
+            for index in reversed(group.gradients):
                 self.gradients[executable.program.gradients[index][0]] = values.pop()
         generator.close()
 
@@ -219,8 +220,7 @@ def _expected(program: Program, gradients: Sequence[torch.Tensor | None]) -> boo
 
 def _has_layout(gradient: torch.Tensor | None, stride: Sequence[int]) -> bool:
     assert gradient is not None
-    sizes = zip(gradient.shape, gradient.stride(), stride, strict=True)
-    return gradient.numel() <= 1 or all(size == 1 or have == want for size, have, want in sizes)
+    return layouts.is_equivalent(gradient.shape, gradient.stride(), stride)
 
 
 def _wanted(result: Result, gradients: Sequence[torch.Tensor | None]) -> bool | tuple[int, ...]:
@@ -244,8 +244,7 @@ def _prepared(program: Program, gradients: Sequence[torch.Tensor | None]) -> lis
         assert gradient is not None
         gradient = gradient.detach()
         if not _has_layout(gradient, meta.stride):
-            copy = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
-            gradient = copy.copy_(gradient)
+            gradient = layouts.empty(meta).copy_(gradient)
         prepared.append(gradient)
     return prepared
 
@@ -272,7 +271,7 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OutputNode(torch.autograd.Function):
-    """Runs the forward program; its backward takes the gradients of the outputs and leaves the work to the stages."""
+    """Runs the forward program; its backward takes the gradients of the outputs and leaves the work to the gradient groups."""
 
     @staticmethod
     def forward(ctx: Any, call: ModelCall, fixed: tuple[int, ...], token: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -354,7 +353,7 @@ def run(executable: Executable, inputs: list[torch.Tensor]) -> list[torch.Tensor
 
 def _nodes(program: Program, lowered: Lowered, inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Flat inputs per node: those of each stage, and in the last one every other input that requires a gradient."""
-    groups = [[program.gradients[index][0] for index in stage.gradients] for stage in lowered.stages]
+    groups = [[program.gradients[index][0] for index in group.gradients] for group in lowered.gradient_groups]
     placed = {position for group in groups for position in group}
     rest = [i for i, tensor in enumerate(inputs) if tensor.requires_grad and i not in placed]
     if not groups:

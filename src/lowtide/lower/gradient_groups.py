@@ -14,20 +14,20 @@ from dataclasses import dataclass
 
 from lowtide.ir import Compute, Free, Graph, Schedule
 
-_MAXIMUM_STAGES = 16
-_MAXIMUM_EARLY_STAGES = 64
+_MOST_GROUPS = 16
+_MOST_EARLY_GROUPS = 64
 _NEAR_PEAK = 0.97  # of the peak: steps where gradients should not wait
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class GradientGroup:
     """Gradients (indices into the program's list) that leave after schedule step ``after``."""
 
     after: int
     gradients: tuple[int, ...]
 
 
-def final_steps(graph: Graph, schedule: Schedule, values: Sequence[int], owners: Sequence[int | None]) -> list[int]:
+def _final_steps(graph: Graph, schedule: Schedule, values: Sequence[int], owners: Sequence[int | None]) -> list[int]:
     """For each value, the last step that computes it, or touches its storage or that of its owner (another value)."""
     last: dict[int, int] = {}
     for index, step in enumerate(schedule.steps):
@@ -46,24 +46,24 @@ def _after_frees(schedule: Schedule, index: int) -> int:
     return index
 
 
-def stages(
+def group_gradients(
     graph: Graph,
     schedule: Schedule,
     values: Sequence[int],
     owners: Sequence[int | None],
     sizes: Sequence[int],
     levels: Sequence[int] = (),
-) -> tuple[Stage, ...]:
+) -> tuple[GradientGroup, ...]:
     """Group the gradients ``values`` (``sizes`` in bytes) in the order in which they become final.
 
     ``owners``: what they are the gradients of, ``None`` where the program does not read that. ``levels``: bytes resident at
     each step, where known.
     """
-    steps = final_steps(graph, schedule, values, owners)
-    threshold = max(1, sum(sizes) // _MAXIMUM_STAGES)
-    least = max(1, sum(sizes) // _MAXIMUM_EARLY_STAGES)
+    steps = _final_steps(graph, schedule, values, owners)
+    threshold = max(1, sum(sizes) // _MOST_GROUPS)
+    least = max(1, sum(sizes) // _MOST_EARLY_GROUPS)
     near = _NEAR_PEAK * max(levels, default=0)
-    found: list[Stage] = []
+    found: list[GradientGroup] = []
     pending: list[int] = []
     pending_bytes = 0
     order = sorted(range(len(values)), key=lambda i: (steps[i], i))
@@ -74,6 +74,6 @@ def stages(
         following = steps[index] if last else steps[order[rank + 1]]
         scarce = pending_bytes >= least and max(levels[steps[index] + 1 : following + 1], default=0) > near
         if last or ((pending_bytes >= threshold or scarce) and following != steps[index]):
-            found.append(Stage(_after_frees(schedule, steps[index]), tuple(pending)))
+            found.append(GradientGroup(_after_frees(schedule, steps[index]), tuple(pending)))
             pending, pending_bytes = [], 0
     return tuple(found)

@@ -1,4 +1,4 @@
-"""The pass of a whole model as the blocks see it: what is held at every moment besides what the blocks hold themselves."""
+"""What must fit at each point of a sharded model's step beside what its blocks hold: FSDP2's buffers, and all around them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from lowtide.integrations.gathers import Gathers
 from lowtide.ir import Costs, Graph, Phase, Schedule, keep_all_schedule, simulate
 from lowtide.ir.schedule import Compute, Free
-from lowtide.sharing import SCALAR_BYTES, Moment
+from lowtide.sharing import SCALAR_BYTES, Constraint
 
-_Window = tuple[int, bool]  # a block, and whether it is its backward pass
+_Pass = tuple[int, bool]  # a block, and whether it is its backward pass
 
 
-def moments(graph: Graph, costs: Costs, names: Sequence[str], gathers: Gathers) -> list[Moment]:
+def constraints_of(graph: Graph, costs: Costs, names: Sequence[str], gathers: Gathers) -> list[Constraint]:
     """From the program of the whole model; ``names`` are the blocks' module paths.
 
-    A moment per operator, and one per gather and reduction between operators. PyTorch runs what lies around the blocks, and
+    One per operator, and one per gather and reduction between operators. PyTorch runs what lies around the blocks, and
     writes over nothing there.
     """
     graph = graph.without_overwrites()
@@ -34,30 +34,30 @@ def moments(graph: Graph, costs: Costs, names: Sequence[str], gathers: Gathers) 
 
 
 def _laid_out(
-    levels: list[tuple[int, int, int]], schedule: Schedule, spans: dict[_Window, tuple[int, int]], gathers: Gathers
-) -> list[Moment]:
+    levels: list[tuple[int, int, int]], schedule: Schedule, spans: dict[_Pass, tuple[int, int]], gathers: Gathers
+) -> list[Constraint]:
     gathers = gathers.fresh()
-    entered = {first: window for window, (first, _) in spans.items()}
-    left = {last: window for window, (_, last) in spans.items()}
+    entered = {first: one for one, (first, _) in spans.items()}
+    left = {last: one for one, (_, last) in spans.items()}
     blocks = {block for block, _ in spans}
     turn = next((index for index, _, _ in levels if index >= schedule.boundary), -1)
     saved: tuple[int, ...] = ()
-    found = [Moment(levels[0][1] + gathers.begin(), -1, False, saved)]
+    found = [Constraint(levels[0][1] + gathers.begin(), -1, False, saved)]
     for index, level, level_inside in levels:
         if index == turn:
-            found.append(Moment(level + gathers.turn(), -1, True, saved))
-        if window := entered.get(index):
-            others = tuple(block for block in saved if block != window[0])
-            entering = window[0] if len(others) < len(saved) else -1
-            found.append(Moment(level + gathers.enter(*window), -1, window[1], others, entering))
+            found.append(Constraint(level + gathers.turn(), -1, True, saved))
+        if one := entered.get(index):
+            others = tuple(block for block in saved if block != one[0])
+            entering = one[0] if len(others) < len(saved) else -1
+            found.append(Constraint(level + gathers.enter(*one), -1, one[1], others, entering))
         running, backward = next((w for w, (first, last) in spans.items() if first <= index <= last), (-1, False))
         saved = tuple(b for b in blocks if b != running and _saved(index, spans.get((b, False)), spans.get((b, True))))
         own = level_inside if running >= 0 else level
-        found.append(Moment(own + gathers.held_bytes, running, backward, saved))
-        if window := left.get(index):
-            found.append(Moment(level + gathers.leave(*window), -1, window[1], saved))
-            saved = saved if window[1] else (*saved, window[0])
-    found.append(Moment(levels[-1][1] + gathers.end(), -1, True, saved))
+        found.append(Constraint(own + gathers.held_bytes, running, backward, saved))
+        if one := left.get(index):
+            found.append(Constraint(level + gathers.leave(*one), -1, one[1], saved))
+            saved = saved if one[1] else (*saved, one[0])
+    found.append(Constraint(levels[-1][1] + gathers.end(), -1, True, saved))
     return found
 
 
@@ -65,13 +65,13 @@ def _saved(index: int, forward: tuple[int, int] | None, backward: tuple[int, int
     return forward is not None and forward[1] < index and (backward is None or index < backward[0])
 
 
-def _spans(graph: Graph, block: Sequence[int], steps: Sequence[tuple[int, int]]) -> dict[_Window, tuple[int, int]]:
+def _spans(graph: Graph, block: Sequence[int], steps: Sequence[tuple[int, int]]) -> dict[_Pass, tuple[int, int]]:
     """The first and last step of every block's passes."""
-    spans: dict[_Window, tuple[int, int]] = {}
+    spans: dict[_Pass, tuple[int, int]] = {}
     for index, op in steps:
         if block[op] >= 0:
-            window = (block[op], graph.ops[op].phase is Phase.BACKWARD)
-            spans[window] = (spans.get(window, (index, index))[0], index)
+            one = (block[op], graph.ops[op].phase is Phase.BACKWARD)
+            spans[one] = (spans.get(one, (index, index))[0], index)
     return spans
 
 
@@ -103,7 +103,7 @@ def _flows(graph: Graph, block: Sequence[int]) -> list[tuple[int, int, set[int]]
 
 
 def _counted_inside(
-    graph: Graph, costs: Costs, block: Sequence[int], schedule: Schedule, spans: dict[_Window, tuple[int, int]]
+    graph: Graph, costs: Costs, block: Sequence[int], schedule: Schedule, spans: dict[_Pass, tuple[int, int]]
 ) -> list[int]:
     """Per step, bytes of the gradients passed between blocks and the rest that the running block's own program counts too.
 

@@ -1,4 +1,4 @@
-"""Bytes per storage, as the device's allocator hands them out."""
+"""How large the storages of a program are, as its device's allocator hands them out."""
 
 from __future__ import annotations
 

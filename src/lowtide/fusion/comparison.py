@@ -1,0 +1,70 @@
+"""Compiled code beside the operators that it stands for: whether both give the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from lowtide.errors import CompiledMismatchError
+
+Strides = Sequence[tuple[int, ...]]  # that results must have
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_CHECKS: list[None] = []  # one per open ``checked()``, of all threads: a backward pass may run in another
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Inside, every kernel runs beside its operators on the program's own tensors: ``CompiledMismatchError`` where they
+    disagree. Takes time and memory beyond the plan."""
+    _CHECKS.append(None)
+    try:
+        yield
+    finally:
+        _CHECKS.pop()
+
+
+def checking() -> bool:
+    """Whether a ``checked()`` is open."""
+    return bool(_CHECKS)
+
+
+def require_same(
+    code: str,
+    operators: tuple[str, ...],
+    expected: Sequence[torch.Tensor],
+    found: Sequence[torch.Tensor],
+    strides: Strides,
+) -> None:
+    """Raises ``CompiledMismatchError`` where ``code``, which stands for these operators, disagrees with them."""
+    complaint = compare(expected, found, strides)
+    if complaint:
+        raise CompiledMismatchError(
+            f"{code}, which stands for {', '.join(operators)}, {complaint}: run on the same tensors, PyTorch's operators give "
+            'something else. Please report it; compiler="eager" runs the operators.',
+            operators=operators,
+        )
+
+
+def compare(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor], strides: Strides) -> str:
+    """What is wrong with the results ``found``; empty where nothing is."""
+    for index, (want, have, stride) in enumerate(zip(expected, found, strides, strict=True)):
+        if have.dtype != want.dtype or have.shape != want.shape or have.stride() != stride:
+            return f"returns result {index} in another layout"
+        error = _relative_error(want, have)
+        if not error <= _TOLERANCE.get(want.dtype, 0.0):
+            return f"returns result {index} with a relative error of {error:.1e}"
+    return ""
+
+
+def _relative_error(want: torch.Tensor, have: torch.Tensor) -> float:
+    """The largest difference over the largest finite magnitude; infinities and NaN must be in the same places."""
+    if not want.is_floating_point() or not want.numel():
+        return 0.0 if torch.equal(want, have) else float("inf")
+    finite = want.isfinite()
+    if not torch.equal(finite, have.isfinite()):
+        return float("inf")
+    scale = float(want[finite].abs().max()) if finite.any() else 0.0
+    worst = float((want[finite].double() - have[finite].double()).abs().max()) if finite.any() else 0.0
+    return worst / scale if scale else worst

@@ -1,0 +1,70 @@
+"""How tensors lie in memory: predicates on shapes and strides, both counted in elements as PyTorch counts them.
+
+No element is found by the stride of a dimension of size 1, and a tensor without elements lies nowhere; PyTorch reports some
+stride all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a new tensor of this shape, with the last dimension closest together."""
+    step, strides = 1, []
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def is_equivalent(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether the strides ``one`` and ``other`` put every element in the same place."""
+    return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, one, other, strict=True))
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements fill a stretch of memory, each in a place of its own, in any order of the dimensions."""
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(strides, shape, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def is_expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether several elements along a dimension are one in memory."""
+    return distinct_elements(shape, strides) != math.prod(shape)
+
+
+def distinct_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements there are in memory: an expanded dimension is read from one place."""
+    return math.prod(size if step or not size else 1 for size, step in zip(shape, strides, strict=True))
+
+
+def span_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """From the first element in memory to behind the last one; 0 for a tensor without elements."""
+    reach = sum((size - 1) * abs(step) for size, step in zip(shape, strides, strict=True))
+    return 0 if 0 in shape else 1 + reach
+
+
+def memory_order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The dimensions as they follow each other in memory, that of the longest steps first."""
+    return sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
+
+
+def empty(meta: Any) -> torch.Tensor:
+    """A new tensor in the layout of ``meta``: a ``TensorMeta``, or whatever else has its shape, stride, dtype and device."""
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+
+
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in the layout of ``tensor`` that has no memory behind it: only its shape, strides and type may be read."""
+    hollow = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    hollow.untyped_storage().resize_(0)
+    return hollow.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,28 @@
+"""Arguments of calls, in which references stand for tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lowtide.program.program import Ref
+
+
+def map_references(argument: Any, function: Callable[[Ref], Any]) -> Any:
+    """``argument`` with ``function(ref)`` in place of every ``Ref``, those in lists, tuples and dictionaries too.
+
+    Not a function inside of another one, which would refer to itself and keep tensors until garbage is collected.
+    """
+    if isinstance(argument, Ref):
+        return function(argument)
+    if (
+        isinstance(argument, (list, tuple))
+        and not isinstance(argument, torch.Size)
+        and not hasattr(argument, "_fields")
+    ):
+        return type(argument)([map_references(item, function) for item in argument])
+    if isinstance(argument, Mapping):
+        return {key: map_references(item, function) for key, item in argument.items()}
+    return argument

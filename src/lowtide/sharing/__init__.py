@@ -1,0 +1,30 @@
+"""One memory budget for several programs of a step: blocks of a sharded model, graphs of ``torch.compile``.
+
+``constraints`` says what must fit at each point of the step, ``choice`` searches for plans with which it does. How programs
+are planned is the caller's: planners know nothing of each other.
+"""
+
+from lowtide.sharing.choice import Assignment, Planning, Share, choose
+from lowtide.sharing.constraints import (
+    SCALAR_BYTES,
+    Constraint,
+    Footprint,
+    Member,
+    footprint,
+    peak_bytes,
+    sequential_constraints,
+)
+
+__all__ = [
+    "SCALAR_BYTES",
+    "Assignment",
+    "Constraint",
+    "Footprint",
+    "Member",
+    "Planning",
+    "Share",
+    "choose",
+    "footprint",
+    "peak_bytes",
+    "sequential_constraints",
+]

@@ -1,0 +1,211 @@
+"""The search for plans that fit together: what each of several programs may save.
+
+The more the programs save, the less each recomputes, and the less room is left for the one that is running. A fraction ``f``
+decides: a program saves at most its outputs plus ``f`` of what it would save beyond them without a plan. The largest
+fraction that fits for all is found by bisection, then single programs get more or less where that saves time; equal
+programs with equal fractions share a plan.
+
+What must be free when a program's forward pass ends is told to its planner as bytes that are in use between its passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.integrations.agreement import program_key
+from lowtide.planning import Plan
+from lowtide.sharing.constraints import Constraint, Footprint, Member, footprint, peak_bytes
+
+_BISECTIONS = 5
+_ROUNDS, _LONGER = 2, 1  # of refinement: over all programs, and times as many plans as before it
+_RAISES = 8  # of a budget that is too small, until one is met
+_ALTERNATIVES = (0.25, 0.5, 0.75)  # where saving the least leaves too little to compute all of it again
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a program's planner is given: bytes that it may take while it runs, ``between_bytes`` of them for others while it
+    waits for its backward pass."""
+
+    budget_bytes: int
+    between_bytes: int
+
+
+Planning = Callable[[Member, Share], Plan]  # raises InfeasibleBudgetError
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """How a member runs, and the memory that it takes then: by ``plan``, made for ``share``, or without one, keeping all."""
+
+    footprint: Footprint
+    share: Share | None = None
+    plan: Plan | None = None
+
+
+def choose(
+    members: Sequence[Member],
+    constraints: Sequence[Constraint],
+    budget_bytes: int,
+    planning: Planning,
+    quick: Planning | None = None,
+) -> list[Assignment]:
+    """Assignments that stay within the budget and recompute little; ``quick`` plans while shares are searched for.
+
+    Raises ``InfeasibleBudgetError`` where none are found.
+    """
+    eager = [member.eager for member in members]
+    if peak_bytes(constraints, eager) <= budget_bytes:
+        return [Assignment(own) for own in eager]
+    search = _Search(members, constraints, quick or planning)
+    try:
+        fractions = search.refined(search.common_fraction(budget_bytes), budget_bytes)
+    except InfeasibleBudgetError as error:
+        raise _too_little(budget_bytes, search.least_budget(error.minimum_bytes)) from None
+    return (search if quick is None else _Search(members, constraints, planning)).assignments(fractions, budget_bytes)
+
+
+class _Search:
+    """For a fraction per member: of what it would save without a plan, beyond its outputs, the part that it may save.
+
+    Plans are kept: one that was made for more room is the best for less, too, where it does with that.
+    """
+
+    def __init__(self, members: Sequence[Member], constraints: Sequence[Constraint], planning: Planning) -> None:
+        self.members = members
+        self.constraints = constraints
+        self.planning = planning
+        self._programs = [program_key(member.program, None) for member in members]
+        self._waiting = {index for constraint in constraints for index in constraint.saved}  # while others run
+        # By program and limit: for how much room a plan was made, and what came of it.
+        self._made: dict[tuple[str, int], list[tuple[int, Assignment]]] = {}
+        self._plans = 0
+
+    def assignments(self, fractions: Sequence[float], budget_bytes: int) -> list[Assignment]:
+        """Where each member saves what its fraction allows; equal programs with equal fractions have one plan.
+        Raises ``InfeasibleBudgetError``."""
+        limits = [self._limit(index, fraction) for index, fraction in enumerate(fractions)]
+        keys = list(zip(self._programs, limits, strict=True))
+        rooms: dict[tuple[str, int], int] = {}
+        for key, room in zip(keys, self._rooms(limits, budget_bytes), strict=True):
+            rooms[key] = min(room, rooms.get(key, room))
+        found = [
+            self._assignment(member, key, rooms[key], budget_bytes)
+            for member, key in zip(self.members, keys, strict=True)
+        ]
+        peak = peak_bytes(self.constraints, [assignment.footprint for assignment in found])
+        if peak > budget_bytes:
+            raise _too_little(budget_bytes, peak)
+        return found
+
+    def _limit(self, index: int, fraction: float) -> int:
+        """Bytes that a member may save; all where nothing runs while it waits."""
+        least, most = self.members[index].output_bytes, self.members[index].eager.saved_bytes
+        return least + int(fraction * max(most - least, 0)) if index in self._waiting else most
+
+    def _rooms(self, limits: Sequence[int], budget_bytes: int) -> list[int]:
+        """For each member, what its plan may take while it runs, when all save what they may."""
+        rooms = [budget_bytes] * len(limits)
+        for one in self.constraints:
+            if one.running >= 0:
+                taken = one.base_bytes + sum(limits[member] for member in one.saved)
+                # Planners count outputs to the end.
+                unread = self.members[one.running].unread_output_bytes if one.backward else 0
+                rooms[one.running] = min(rooms[one.running], budget_bytes - taken + unread)
+        return rooms
+
+    def _assignment(self, member: Member, key: tuple[str, int], room: int, budget_bytes: int) -> Assignment:
+        made = self._made.setdefault(key, [])
+        for asked, known in made:
+            own = known.footprint
+            if max(own.forward_bytes, own.backward_bytes + member.unread_output_bytes) <= room <= asked:
+                return known
+        self._plans += 1
+        made.append((room, self._planned(member, room, key[1], budget_bytes)))
+        return made[-1][1]
+
+    def _planned(self, member: Member, room: int, limit: int, budget_bytes: int) -> Assignment:
+        """By a plan that takes ``room`` while it runs and saves ``limit``, or more where that cannot be."""
+        if room <= member.output_bytes:
+            raise _too_little(budget_bytes, budget_bytes + member.output_bytes - room + 1)
+        between = max(room - limit - member.arriving_bytes, 0)
+        try:
+            return self._attempt(member, Share(room, between))
+        except InfeasibleBudgetError as error:
+            missing = error.minimum_bytes - room
+            if not between:
+                raise _too_little(budget_bytes, budget_bytes + missing) from error
+        try:
+            return self._attempt(member, Share(room, max(between - missing, 0)))
+        except InfeasibleBudgetError as error:
+            raise _too_little(budget_bytes, budget_bytes + error.minimum_bytes - room) from error
+
+    def _attempt(self, member: Member, share: Share) -> Assignment:
+        plan = self.planning(member, share)
+        return Assignment(footprint(member, plan.schedule), share, plan)
+
+    def common_fraction(self, budget_bytes: int) -> list[float]:
+        """About the largest that all members can have. Raises ``InfeasibleBudgetError``."""
+        low, high = self._first_that_fits(budget_bytes), 1.0
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            try:
+                self.assignments([middle] * len(self.members), budget_bytes)
+                low = middle
+            except InfeasibleBudgetError:
+                high = middle
+        return [low] * len(self.members)
+
+    def refined(self, fractions: Sequence[float], budget_bytes: int) -> list[float]:
+        """``fractions`` with more for some programs and less for others, as long as that saves time."""
+        best, time = list(fractions), _time_ns(self.assignments(fractions, budget_bytes))
+        most = (1 + _LONGER) * self._plans
+        for program in [*dict.fromkeys(self._programs)] * _ROUNDS:
+            if self._plans >= most:
+                break
+            same = [index for index, other in enumerate(self._programs) if other == program]
+            own = best[same[0]]
+            for fraction in (own / 2, (1 + own) / 2, 1.0):
+                tried = [fraction if index in same else other for index, other in enumerate(best)]
+                try:
+                    taken = _time_ns(self.assignments(tried, budget_bytes))
+                except InfeasibleBudgetError:
+                    continue
+                if taken < time:
+                    best, time = tried, taken
+        return best
+
+    def _first_that_fits(self, budget_bytes: int) -> float:
+        """A fraction with which the budget is met. Raises ``InfeasibleBudgetError``: of the one that needs least."""
+        errors = []
+        for fraction in (0.0, *_ALTERNATIVES):
+            try:
+                self.assignments([fraction] * len(self.members), budget_bytes)
+                return fraction
+            except InfeasibleBudgetError as error:
+                errors.append(error)
+        raise min(errors, key=lambda error: error.minimum_bytes)
+
+    def least_budget(self, budget_bytes: int) -> int:
+        """The first budget from ``budget_bytes`` on that is found to be met."""
+        for _ in range(_RAISES):
+            try:
+                self._first_that_fits(budget_bytes)
+                break
+            except InfeasibleBudgetError as error:
+                budget_bytes = max(error.minimum_bytes, budget_bytes + 1)
+        return budget_bytes
+
+
+def _time_ns(assignments: Sequence[Assignment]) -> int:
+    return sum(assignment.plan.time_ns for assignment in assignments if assignment.plan is not None)
+
+
+def _too_little(budget_bytes: int, minimum_bytes: int) -> InfeasibleBudgetError:
+    return InfeasibleBudgetError(
+        f"no plans of the blocks fit into {budget_bytes} bytes together; about {minimum_bytes} bytes would do. Raise the "
+        "budget, make the batch or the sequence smaller, or shard more and smaller blocks.",
+        minimum_bytes=minimum_bytes,
+    )

@@ -1,0 +1,140 @@
+"""What must fit into the budget at each point of a step that several programs share.
+
+Between its two passes a program holds what it saves while the others run. So at every point the sum of what is held by no
+program, of what is saved by those that wait for their backward pass, and of the running one's own peak stays within the
+budget.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lowtide.ir import Costs, Schedule, keep_all_schedule, live_at_boundary, simulate
+from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.program.program import Program
+
+SCALAR_BYTES = 8  # what runs eagerly may keep a number that an operator was given, as a tensor, for the backward pass
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """One point of the step, at which all that is held must fit into the budget.
+
+    ``base_bytes`` are held by no member. ``running`` is the member that runs its forward or ``backward`` pass, ``saved`` are
+    those that hold what they saved (as often as they ran), ``entering`` is the one whose backward pass is about to begin: it
+    holds what it saved without its outputs. Members are counted from 0; -1 stands for none.
+    """
+
+    base_bytes: int
+    running: int
+    backward: bool
+    saved: tuple[int, ...]
+    entering: int = -1
+
+    def total_bytes(self, footprints: Sequence[Footprint]) -> int:
+        total = self.base_bytes + sum(footprints[member].saved_bytes for member in self.saved)
+        if self.running >= 0:
+            own = footprints[self.running]
+            return total + (own.backward_bytes if self.backward else own.forward_bytes)
+        return total + (footprints[self.entering].entering_bytes if self.entering >= 0 else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Memory of one member: what it saves between its passes, what of that is left when its backward pass begins, and the
+    peaks of its passes."""
+
+    saved_bytes: int
+    entering_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+
+
+def peak_bytes(constraints: Iterable[Constraint], footprints: Sequence[Footprint]) -> int:
+    """The peak of the whole step."""
+    return max(constraint.total_bytes(footprints) for constraint in constraints)
+
+
+def sequential_constraints(
+    order: Sequence[int], bases: Sequence[tuple[int, int]], gradients: Sequence[int]
+) -> list[Constraint]:
+    """Of a step that runs the members in ``order`` (a member may come several times), and backward in reverse.
+
+    For each run, ``bases`` are the bytes that no member holds in its forward and in its backward pass, and ``gradients``
+    the bytes that later runs have left when its backward pass begins.
+    """
+    found = []
+    for index, (forward, backward) in enumerate(bases):
+        saved = tuple(order[:index])
+        found.append(Constraint(forward, order[index], False, saved))
+        found.append(Constraint(backward + gradients[index], order[index], True, saved))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A program that shares the budget, and its costs. ``outputs_held``: somebody may hold what it returns until the end."""
+
+    program: Program
+    costs: Costs
+    outputs_held: bool = False
+
+    @functools.cached_property
+    def keep_all(self) -> Footprint:
+        """Without recomputation."""
+        return footprint(self, keep_all_schedule(self.program.graph))
+
+    @functools.cached_property
+    def eager(self) -> Footprint:
+        """As PyTorch runs it, which writes over nothing and may keep the numbers that operators are given."""
+        found = footprint(self, keep_all_schedule(self.program.graph.without_overwrites()))
+        numbers = SCALAR_BYTES * self.program.graph.forward_ops
+        return Footprint(
+            found.saved_bytes + numbers,
+            found.entering_bytes + numbers,
+            found.forward_bytes + numbers,
+            found.backward_bytes + numbers,
+        )
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the forward outputs: what stays whatever is recomputed."""
+        return self._bytes_of(self._storages(self.program.graph.forward_outputs))
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Bytes of the gradients that come back for the outputs."""
+        ops = self.program.graph.ops
+        arriving = [self.program.graph.values[op.outputs[0]].storage for op in ops if op.target == TANGENT_TARGET]
+        return self._bytes_of(arriving)
+
+    @property
+    def unread_output_bytes(self) -> int:
+        """Bytes of forward outputs that the program does not read: in its backward pass nobody holds them any more."""
+        if self.outputs_held:
+            return 0
+        graph = self.program.graph
+        read = self._storages(value for op in graph.ops for value in op.inputs)
+        return self._bytes_of(self._storages(graph.forward_outputs) - read)
+
+    def _storages(self, values: Iterable[int]) -> set[int]:
+        return {self.program.graph.values[value].storage for value in values}
+
+    def _bytes_of(self, storages: Iterable[int]) -> int:
+        return sum(int(self.costs.storage_bytes[storage]) for storage in storages)
+
+
+def footprint(member: Member, schedule: Schedule) -> Footprint:
+    """What ``member`` takes by this schedule."""
+    graph, costs, boundary = member.program.graph, member.costs, schedule.boundary
+    timeline = simulate(graph, costs, schedule).timeline
+    saved = sum(int(costs.storage_bytes[storage]) for storage in live_at_boundary(graph, schedule))
+    unread = member.unread_output_bytes
+    return Footprint(
+        saved,
+        max(saved - unread, 0),
+        int(timeline[:boundary].max(initial=0)),
+        max(int(timeline[boundary:].max(initial=0)) - unread, 0),
+    )
