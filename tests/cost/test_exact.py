@@ -20,8 +20,8 @@ from lowtide.cost.signature import map_refs, target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.ir import Compute, Costs, Free, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
-from lowtide.runtime import cpu_allocator
-from lowtide.runtime.meter import collect_garbage
+from lowtide.memory import cpu_allocator
+from lowtide.memory.meter import collect_garbage
 
 
 class _Loss(nn.Module):

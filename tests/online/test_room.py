@@ -14,8 +14,8 @@ from examples.dynamic import load
 from lowtide.dynamic import context
 from lowtide.dynamic.engine import Engine
 from lowtide.dynamic.room import Room, SignatureRoom
-from lowtide.runtime import cpu_allocator
-from lowtide.runtime.cpu_allocator import AllocationCounter
+from lowtide.memory import cpu_allocator
+from lowtide.memory.cpu_allocator import AllocationCounter
 from tests.online.programs_support import assert_same, eager, train
 from tests.online.scenarios import ROWS, TENSOR_BYTES, Scenario, Training, assert_same_values, chain, perform
 

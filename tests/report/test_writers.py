@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from lowtide.errors import LowtideError, PlanError
+from lowtide.memory.meter import Measurement
 from lowtide.planning import Plan, make_plan
 from lowtide.report.measured import load_measurement, measurement_to_json
 from lowtide.report.report import Report, report_of_trace
 from lowtide.report.run import run_of_schedule
 from lowtide.report.writers import WRITERS, write_report
-from lowtide.runtime.meter import Measurement
 from tests.report.reports import HOSTILE, MEASURED, plan_report, small_plan, trace_of_chain, trace_report
 from tests.support.random_graphs import random_graph
 

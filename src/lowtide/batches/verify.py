@@ -15,8 +15,8 @@ from lowtide.capture.module import model_state
 from lowtide.capture.results import GradientMask
 from lowtide.errors import ExecutionError
 from lowtide.lower import Lowered, lower
+from lowtide.memory.meter import measure
 from lowtide.planning import Plan
-from lowtide.runtime.meter import measure
 from lowtide.runtime.step import Executable, run
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lowtide.runtime.meter import allocation_peak
+from lowtide.memory.meter import allocation_peak
 
 _CACHE_SIZES = Path("/sys/devices/system/cpu/cpu0/cache")
 _USUAL_CACHE_BYTES, _LARGEST_SWEEP_BYTES = 32 << 20, 64 << 20

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lowtide.runtime.meter import Measurement, measure
+from lowtide.memory.meter import Measurement, measure
 
 _LEARNING_RATE = 1e-3
 

@@ -21,8 +21,8 @@ from lowtide.dynamic.engine import Engine
 from lowtide.dynamic.node import Geometry, storage_of, tensors_of
 from lowtide.dynamic.operators import Operator
 from lowtide.errors import ExecutionError, PlanError
-from lowtide.runtime import cpu_allocator
-from lowtide.runtime.cpu_allocator import AllocationCounter
+from lowtide.memory import cpu_allocator
+from lowtide.memory.cpu_allocator import AllocationCounter
 
 _OBSERVED = 3  # first calls of a signature that are observed, and then
 _AGAIN_EVERY = 100  # one in so many

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lowtide.api import runtime_of
+from lowtide.memory import cpu_allocator
 from lowtide.planning import Plan
-from lowtide.runtime import cpu_allocator
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """An exact memory meter for any callable.
 
-On the CPU it reads a counter in front of the allocator (``runtime.cpu_allocator``): all threads, everything that an
+On the CPU it reads a counter in front of the allocator (``memory.cpu_allocator``): all threads, everything that an
 operator allocates inside, to the byte. Where that counter cannot be installed it falls back, with one warning, to
 ``torch.profiler``'s memory events: as exact, but blind to threads that do not inherit the profiler's state. On CUDA it
 reads the caching allocator's own statistics (sizes as the allocator rounds them, to 512 bytes).
@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from lowtide.memory import cpu_allocator
 from lowtide.report.files import write_atomically
 from lowtide.report.measured import measurement_to_json
-from lowtide.runtime import cpu_allocator
 
 _LOG_EVENTS = 1 << 20
 _COLLECTIONS = 5  # at most, before a measurement

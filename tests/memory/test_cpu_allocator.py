@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowtide.runtime import cpu_allocator
+from lowtide.memory import cpu_allocator
 
 _SLOTS = 8
 # Words of the state, by the names that the code has for them.
