@@ -17,8 +17,8 @@ from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint,
 from lowtide.report.files import write_atomically
 from lowtide.report.measured import Measured
 from lowtide.report.text import render_plan
-from lowtide.report.units import format_bytes
 from lowtide.solve import Problem, Solution, format_spec, get_planner, minimum_peak, solve
+from lowtide.units import format_bytes
 
 PLAN_FORMAT = "lowtide-plan/1"
 Progress = Callable[[str, float], None]

@@ -49,7 +49,7 @@ def _lowest(graph: Graph, costs: Costs, planner: str, seed: int, on_progress: Pr
 
 def _summary(graph: Graph, costs: Costs, schedule: Schedule, bound: int) -> dict[str, Any]:
     from lowtide.ir import check, simulate
-    from lowtide.report.units import overhead_percent
+    from lowtide.units import overhead_percent
 
     check(graph, schedule)
     result = simulate(graph, costs, schedule)
@@ -64,7 +64,7 @@ def _summary(graph: Graph, costs: Costs, schedule: Schedule, bound: int) -> dict
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
-    from lowtide.report.units import format_bytes, format_percent
+    from lowtide.units import format_bytes, format_percent
 
     least, bound, whole = (summary[f"{key}_bytes"] for key in ("minimum", "lower_bound", "unconstrained_peak"))
     print(f"smallest budget reached by {summary['planner']} in {summary['solve_seconds']:.2f} s")

@@ -78,7 +78,7 @@ def _text(plan: Plan, *, with_plan: bool) -> str:
 
 def _summary(plan: Plan) -> dict[str, Any]:
     """What ``--json`` prints; without a budget the plan is the one that recomputes nothing."""
-    from lowtide.report.units import overhead_percent
+    from lowtide.units import overhead_percent
 
     bound, least = plan.lower_bound_ns, plan.costs.total_time_ns
     return {

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _summary(solution: Solution, costs: Costs, budget: int, unconstrained: int) -> dict[str, Any]:
     """What ``--json`` prints; null where there is no schedule."""
-    from lowtide.report.units import overhead_percent
+    from lowtide.units import overhead_percent
 
     found, bound, least = solution.schedule is not None, solution.lower_bound_ns, costs.total_time_ns
     return {
@@ -83,7 +83,7 @@ def _summary(solution: Solution, costs: Costs, budget: int, unconstrained: int) 
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
-    from lowtide.report.units import format_bytes, format_time
+    from lowtide.units import format_bytes, format_time
 
     bound, gap = summary["lower_bound_percent"], summary["gap_percent"]
     peak, budget, whole = (summary[key] for key in ("peak_bytes", "budget_bytes", "unconstrained_peak_bytes"))

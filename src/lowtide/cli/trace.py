@@ -89,7 +89,7 @@ def _facts(trace: Trace, peak_bytes: int) -> dict[str, Any]:
 
 
 def _title(trace: Trace, peak_bytes: int) -> str:
-    from lowtide.report.units import format_bytes, format_time
+    from lowtide.units import format_bytes, format_time
 
     calls = sum(1 for _ in trace.calls())
     return f"{trace.name or 'trace'}: {calls} calls, {format_time(trace.time_ns)}, peak {format_bytes(peak_bytes)}"
@@ -124,7 +124,7 @@ def _runs(trace: Trace, peak_bytes: int, options: argparse.Namespace) -> list[di
 
 
 def _summary(result: Result, heuristic: str, budget: str, policy: str, peak_bytes: int) -> dict[str, Any]:
-    from lowtide.report.units import overhead_percent
+    from lowtide.units import overhead_percent
 
     whole = result.operator == ""
     return {
@@ -146,7 +146,7 @@ def _summary(result: Result, heuristic: str, budget: str, policy: str, peak_byte
 
 
 def _print_run(runs: list[dict[str, Any]]) -> None:
-    from lowtide.report.units import format_bytes
+    from lowtide.units import format_bytes
 
     run = runs[0]
     print(f"{run['status']} with {run['heuristic']}, {run['policy']}")

@@ -26,9 +26,9 @@ from lowtide.dynamic.tally import Tally
 from lowtide.dynamic.uncompiled import as_written, uncompiled
 from lowtide.errors import ExecutionError, OnlineBudgetError, PlanError
 from lowtide.eviction import HEURISTICS, Pool
-from lowtide.report.units import format_bytes
 from lowtide.solve import check_seed
 from lowtide.trace import TraceWriter
+from lowtide.units import format_bytes
 
 POLICIES = ("eager", "ignore", "banish")
 _WARN_FROM_NS = 1_000_000_000  # a second of recomputation

@@ -9,7 +9,7 @@ from lowtide.report.measured import Measured
 from lowtide.report.report import Report
 from lowtide.report.slices import Slices, measured_levels, slices_of
 from lowtide.report.svg import Frame, axes, byte_ticks, picture, round_ticks, staircase, tag, text, time_ticks
-from lowtide.report.units import format_bytes, format_percent
+from lowtide.units import format_bytes, format_percent
 
 SLICES = 600
 _HEADROOM = 1.08

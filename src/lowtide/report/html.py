@@ -15,7 +15,7 @@ from lowtide.report.modules import ModuleRow, block_of
 from lowtide.report.report import Report
 from lowtide.report.run import Block, Run
 from lowtide.report.slices import slices_of
-from lowtide.report.units import format_bytes, format_percent, format_source, format_time
+from lowtide.units import format_bytes, format_percent, format_source, format_time
 
 _MOST_BLOCKS = 12
 _MOST_GROUPS = 9

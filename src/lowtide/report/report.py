@@ -16,8 +16,8 @@ from lowtide.report.modules import ModuleRow, module_rows
 from lowtide.report.replayed import ENDLESS_BYTES, replay
 from lowtide.report.run import Run, run_of_schedule
 from lowtide.report.text import Planned, render_plan
-from lowtide.report.units import format_bytes, format_percent, format_source, format_time
 from lowtide.trace import Constant, Status, Trace
+from lowtide.units import format_bytes, format_percent, format_source, format_time
 
 _SHARES = (100, 90, 80, 70, 60, 50, 40, 30, 20)  # of the peak: the budgets of a trace's curve
 _MOST_SLOWDOWN = 3  # beyond it a trace's curve ends
