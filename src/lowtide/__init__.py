@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from lowtide.api import plan, plans, rematerialize, restore
     from lowtide.batches import MaxBatch, max_batch
     from lowtide.dynamic.context import online
-    from lowtide.memory.meter import Measurement, measure
+    from lowtide.memory.measurement import Measurement
+    from lowtide.memory.meter import measure
     from lowtide.planning import Plan
 
 __version__ = "0.1.0"
@@ -39,7 +40,7 @@ _LAZY = {
     "online": "lowtide.dynamic.context",
     "Plan": "lowtide.planning",
     "measure": "lowtide.memory.meter",
-    "Measurement": "lowtide.memory.meter",
+    "Measurement": "lowtide.memory.measurement",
 }
 
 __all__ = [

@@ -33,7 +33,7 @@ from lowtide.capture.results import GradientMask
 from lowtide.errors import InfeasibleBudgetError, NoGradientError
 from lowtide.ir import Costs, keep_all_schedule, simulate
 from lowtide.lower import lower
-from lowtide.memory.meter import allocated_bytes
+from lowtide.memory.allocators import allocated_bytes
 from lowtide.pipeline import Settings, check_device, fused, make_program_plan, program_costs, with_aside
 from lowtide.planning import Plan, make_plan
 from lowtide.runtime.model import Entry, Rematerialized, Sample

@@ -22,7 +22,8 @@ from lowtide.batches.samples import Samples
 from lowtide.capture import Program, capture
 from lowtide.cost import analytical_costs
 from lowtide.ir import Costs, Graph
-from lowtide.pipeline import Progress, free_memory, program_costs, resident_bytes
+from lowtide.memory.allocators import free_memory
+from lowtide.pipeline import Progress, program_costs, resident_bytes
 
 SMALL_BATCHES = (2, 8)
 

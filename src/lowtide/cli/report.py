@@ -16,7 +16,7 @@ from lowtide.cli.progress import progress_bar
 from lowtide.errors import PlanError
 
 if TYPE_CHECKING:
-    from lowtide.report.measured import Measured
+    from lowtide.memory.measurement import Measurement
     from lowtide.report.report import Report
 
 _CURVE_FORMS = (".html",)
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace, outputs: list[str]) -> Report:
-    from lowtide.report.measured import load_measurement
+    from lowtide.memory.measurement import load_measurement
 
     measured = load_measurement(options.measurement) if options.measurement else None
     if _is_plan(options.file):
@@ -83,7 +83,7 @@ def _is_plan(path: str) -> bool:
     return "schedule" in found
 
 
-def _of_plan(path: str, measured: Measured | None, *, with_curve: bool) -> Report:
+def _of_plan(path: str, measured: Measurement | None, *, with_curve: bool) -> Report:
     from lowtide.planning import Plan
     from lowtide.report.report import artefact_name, report_of_plan
 
@@ -94,7 +94,7 @@ def _of_plan(path: str, measured: Measured | None, *, with_curve: bool) -> Repor
     return report_of_plan(plan, plan.known_curve, measured, name=artefact_name(path))
 
 
-def _of_trace(options: argparse.Namespace, measured: Measured | None) -> Report:
+def _of_trace(options: argparse.Namespace, measured: Measurement | None) -> Report:
     from lowtide.budget import parse_budget
     from lowtide.report.report import artefact_name, report_of_trace, without_constants
     from lowtide.trace import read_trace, unconstrained_peak_bytes

@@ -22,12 +22,13 @@ from lowtide.capture.overwrites import overwritten_argument
 from lowtide.capture.program import Call, Program, Ref
 from lowtide.cost.analytical import operator_time_ns, spare_workspace_bytes
 from lowtide.cost.cache import CostCache, Record, device_name
-from lowtide.cost.columns import program_device, round_up, storage_bytes
+from lowtide.cost.columns import program_device, storage_bytes
 from lowtide.cost.signature import copies_storage, is_opaque, map_refs, signature, target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.cost.timing import time_call
 from lowtide.ir import Costs, Op
 from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.memory.allocators import round_up
 
 _LOG = logging.getLogger(__name__)
 _BUDGET_NS = 15_000_000  # per signature

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowtide.extras import require
-from lowtide.memory.meter import Measurement
+from lowtide.memory.measurement import Measurement
 from lowtide.planning import Plan
 
 _MEBIBYTE = 2**20

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lowtide.cost.columns import round_up
 from lowtide.dynamic.engine import Engine
 from lowtide.dynamic.node import Geometry, storage_of, tensors_of
 from lowtide.dynamic.operators import Operator
 from lowtide.errors import ExecutionError, PlanError
 from lowtide.memory import cpu_allocator
+from lowtide.memory.allocators import round_up
 from lowtide.memory.cpu_allocator import AllocationCounter
 
 _OBSERVED = 3  # first calls of a signature that are observed, and then

@@ -8,9 +8,9 @@ from typing import Any
 
 from lowtide import __version__
 from lowtide.extras import require
+from lowtide.memory.measurement import Measurement
 from lowtide.report.charts import NARROW, SLICES, WIDE, curve_chart, measured_chart, memory_chart
 from lowtide.report.curve import Curve
-from lowtide.report.measured import Measured
 from lowtide.report.modules import ModuleRow, block_of
 from lowtide.report.report import Report
 from lowtide.report.run import Block, Run
@@ -201,7 +201,7 @@ def _curve(curve: Curve, budget_bytes: int) -> dict[str, Any]:
     }
 
 
-def _measured(report: Report, measured: Measured) -> dict[str, Any]:
+def _measured(report: Report, measured: Measurement) -> dict[str, Any]:
     rows = [
         ("peak", report.run.peak_bytes, measured.peak_bytes, format_bytes),
         ("time", report.run.time_ns, measured.time_ns, format_time),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lowtide.errors import LowtideError, PlanError
 from lowtide.ir import keep_all_schedule
+from lowtide.memory.measurement import Measurement
 from lowtide.report.curve import Curve, CurvePoint
-from lowtide.report.measured import Measured
 from lowtide.report.modules import ModuleRow, module_rows
 from lowtide.report.replayed import ENDLESS_BYTES, replay
 from lowtide.report.run import Run, run_of_schedule
@@ -42,7 +42,7 @@ class Report:
     text: str
     lower_bound_ns: int | None = None
     curve: Curve | None = None
-    measured: Measured | None = None
+    measured: Measurement | None = None
 
     @property
     def overhead(self) -> float:
@@ -51,7 +51,7 @@ class Report:
 
 
 def report_of_plan(
-    plan: Planned, curve: Curve | None = None, measured: Measured | None = None, *, name: str = ""
+    plan: Planned, curve: Curve | None = None, measured: Measurement | None = None, *, name: str = ""
 ) -> Report:
     """``measured``: a step that ran under the plan. ``name`` stands in for a graph without one."""
     run = run_of_schedule(plan.graph, plan.costs, plan.schedule)
@@ -80,7 +80,7 @@ def report_of_trace(
     budget_bytes: int | None = None,
     heuristic: str = "dtr-eq",
     policy: str = "eager",
-    measured: Measured | None = None,
+    measured: Measurement | None = None,
     *,
     name: str = "",
 ) -> Report:
@@ -169,7 +169,7 @@ def _trace_text(title: str, run: Run, plain: Run, budget: int, heuristic: str) -
     return "\n".join([f"replay of {title}: {len(plain.spans)} operators", *_aligned(facts)])
 
 
-def measured_text(run: Run, measured: Measured) -> str:
+def measured_text(run: Run, measured: Measurement) -> str:
     """Predicted beside measured."""
     facts = {
         "peak": f"{format_bytes(run.peak_bytes)} predicted, {format_bytes(measured.peak_bytes)} measured",
