@@ -59,7 +59,7 @@ class Family:
 
     def captured(self, batch: int) -> tuple[Program, Member]:
         """The program of ``batch``, its operators measured where the device has room for the largest of them."""
-        args, kwargs = self.samples.light(batch)
+        args, kwargs = self.samples.fake(batch)
         with torch.enable_grad():
             program = capture(self.model, args, kwargs)
         costs = program_costs(program, self.on_progress) if _has_room(program) else analytical_costs(program)

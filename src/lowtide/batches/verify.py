@@ -21,7 +21,7 @@ from lowtide.runtime.step import Executable, run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Once:
+class _MeasuredStep:
     program: Program
     lowered: Lowered
 
@@ -44,14 +44,14 @@ def measured_peak(model: nn.Module, program: Program, plan: Plan, sample: Sample
     assert found is not None  # the model is as it was captured
     inputs = [*own, *(t.detach().clone().requires_grad_(t.requires_grad) for t in found[len(own) :])]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        peak = measure(_step, _Once(program, lower(program, plan.schedule)), inputs).peak_bytes
+        peak = measure(_step, _MeasuredStep(program, lower(program, plan.schedule)), inputs).peak_bytes
     for tensor in tensors:
         if tensor.requires_grad and tensor.is_leaf:
             tensor.grad = None
     return peak
 
 
-def _step(executable: _Once, inputs: Sequence[torch.Tensor]) -> None:
+def _step(executable: _MeasuredStep, inputs: Sequence[torch.Tensor]) -> None:
     outputs = run(executable, list(inputs))
     roots = [outputs[index] for index in executable.program.tangents]
     torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
