@@ -60,7 +60,8 @@ def test_the_last_context_of_any_thread_restores() -> None:
 
 def test_a_context_that_cannot_be_entered_changes_nothing(tmp_path: Any) -> None:
     before = _state()
-    with pytest.raises(lowtide.LowtideError, match="cannot write"), lowtide.online("1GiB", record=tmp_path / "missing" / "run.jsonl"):
+    nowhere = lowtide.online("1GiB", record=tmp_path / "missing" / "run.jsonl")
+    with pytest.raises(lowtide.LowtideError, match="cannot write"), nowhere:
         pass
     assert _state() == before
     with lowtide.online("1GiB"):

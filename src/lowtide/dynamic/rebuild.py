@@ -60,11 +60,7 @@ class Rebuilder:
             for _ in range(_ATTEMPTS):
                 targets = [node for node in targets if not node.resident]
                 plan = self._plan(targets)
-                if plan is None:
-                    done = self._rebuild_in_less(targets)
-                else:
-                    done = self._follow(plan, self.memory.available_bytes())
-                if done:
+                if self._rebuild_in_less(targets) if plan is None else self._follow(plan):
                     return
             raise RebuildError(1)
         finally:
@@ -93,8 +89,7 @@ class Rebuilder:
         for node in locks:
             node.locks = 0
         try:
-            room_bytes = memory.available_bytes()
-            return self._follow(self._plan_for(targets, room_bytes), room_bytes)
+            return self._follow(self._plan_for(targets, memory.available_bytes()))
         finally:
             for node, count in locks.items():
                 node.locks += count
@@ -110,8 +105,9 @@ class Rebuilder:
             raise RebuildError(plan.peak_bytes - room_bytes)
         return plan
 
-    def _follow(self, plan: RebuildPlan, room_bytes: int) -> bool:
+    def _follow(self, plan: RebuildPlan) -> bool:
         """Make the calls of the plan; false where one took more scratch than was known, which is known now."""
+        room_bytes = self.memory.available_bytes()
         live = dict.fromkeys(plan.given)
         for node in live:
             node.locks += 1
