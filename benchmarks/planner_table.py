@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lowtide.report.comparison import Cell, Instance
-from lowtide.report.units import format_bytes, format_time
+from lowtide.units import format_bytes, format_time
 
 _HEAD = """# Planners
 

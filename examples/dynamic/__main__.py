@@ -16,7 +16,7 @@ import lowtide
 from examples.dynamic import NAMES, load
 from examples.dynamic.program import Program, seeded
 from lowtide.budget import parse_budget
-from lowtide.report.units import format_bytes, format_percent, format_time
+from lowtide.units import format_bytes, format_percent, format_time
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from lowtide.api import plan, plans, rematerialize, restore
     from lowtide.batches import MaxBatch, max_batch
     from lowtide.dynamic.context import online
+    from lowtide.memory.measurement import Measurement
+    from lowtide.memory.meter import measure
     from lowtide.planning import Plan
-    from lowtide.runtime.meter import Measurement, measure
 
 __version__ = "0.1.0"
 
@@ -38,8 +39,8 @@ _LAZY = {
     "MaxBatch": "lowtide.batches",
     "online": "lowtide.dynamic.context",
     "Plan": "lowtide.planning",
-    "measure": "lowtide.runtime.meter",
-    "Measurement": "lowtide.runtime.meter",
+    "measure": "lowtide.memory.meter",
+    "Measurement": "lowtide.memory.measurement",
 }
 
 __all__ = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from lowtide.cost.cache import cache_folder
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.memory.allocators import device_memory
 from lowtide.planning import Plan, make_plan
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
@@ -332,27 +332,9 @@ def resident_bytes(program: Program, model: nn.Module | None) -> int:
 def check_device(program: Program, budget: int) -> None:
     """Raises ``PlanError`` for a budget above the memory of the program's device."""
     device = program.metas[0].device
-    memory = _device_memory(device)
+    memory = device_memory(device)
     if memory is not None and budget > memory:
         raise PlanError(f"a budget of {budget} bytes is more than the device {device} has ({memory} bytes); lower it.")
-
-
-def _device_memory(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    if device.type == "cpu" and hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that could be allocated on ``device`` now, as far as that is known."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + cached
-    if device.type == "cpu" and hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return None
 
 
 def require_module(model: object, verb: str) -> None:

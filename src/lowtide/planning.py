@@ -13,12 +13,12 @@ from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, Graph, Schedule, check, keep_all_schedule, simulate
 from lowtide.ir.schedule import Compute
 from lowtide.ir.serial import graph_from_json, graph_to_json, read_json, schedule_from_json, schedule_to_json
+from lowtide.memory.measurement import Measurement
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint, make_curve
 from lowtide.report.files import write_atomically
-from lowtide.report.measured import Measured
 from lowtide.report.text import render_plan
-from lowtide.report.units import format_bytes
 from lowtide.solve import Problem, Solution, format_spec, get_planner, minimum_peak, solve
+from lowtide.units import format_bytes
 
 PLAN_FORMAT = "lowtide-plan/1"
 Progress = Callable[[str, float], None]
@@ -81,7 +81,7 @@ class Plan:
             self, known_curve=self.curve(points=points, planner=planner, on_progress=on_progress)
         )
 
-    def report(self, path: str | Path, measurement: Measured | None = None) -> None:
+    def report(self, path: str | Path, measurement: Measurement | None = None) -> None:
         """Write a report of this plan; the extension of ``path`` says which: see ``lowtide report``.
 
         ``measurement``: of a step that ran under the plan, from ``lowtide.measure``. The curve is that of ``with_curve``.

@@ -192,8 +192,8 @@ def test_samples_take_no_memory() -> None:
         return (pictures,), {"labels": labels, "again": labels}
 
     samples = Samples(make_sample, 2)
-    measured = lowtide.measure(lambda: samples.light(10_000))
-    args, kwargs = samples.light(10_000)
+    measured = lowtide.measure(lambda: samples.fake(10_000))
+    args, kwargs = samples.fake(10_000)
     assert calls[1:] == [FakeTensor, FakeTensor]
     assert args[0].shape == (10_000, 3, 1000, 1000)
     assert kwargs["labels"] is kwargs["again"]
@@ -209,7 +209,7 @@ def test_samples_take_no_memory() -> None:
     ],
 )
 def test_functions_that_need_values_run_for_real(fails_on_fakes: Callable[[int], Any]) -> None:
-    args, kwargs = Samples(fails_on_fakes, 2).light(6)
+    args, kwargs = Samples(fails_on_fakes, 2).fake(6)
     assert isinstance(args[0], FakeTensor) and args[0].shape == (6, 4)
     assert kwargs.get("count", 6) == 6 and all(len(tensor) == 6 for tensor in args)
 

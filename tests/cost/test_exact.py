@@ -18,12 +18,12 @@ from lowtide.cost.signature import target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.ir import Compute, Costs, Free, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.memory import cpu_allocator
+from lowtide.memory.meter import collect_garbage
 from lowtide.program import Program
 from lowtide.program.overwrites import written_form
 from lowtide.program.program import Ref
 from lowtide.program.references import map_references
-from lowtide.runtime import cpu_allocator
-from lowtide.runtime.meter import collect_garbage
 
 
 class _Loss(nn.Module):

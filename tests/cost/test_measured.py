@@ -15,7 +15,7 @@ import torch
 
 from lowtide.cost import CostCache, measure_costs, measured, timing
 from lowtide.cost.signature import signature
-from lowtide.runtime.meter import allocation_peak
+from lowtide.memory.meter import allocation_peak
 from tests.cost.programs import program_of
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.runtime.meter import measure
+from lowtide.memory.meter import measure
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lowtide.dynamic import tally
+from lowtide.dynamic import statistics
 from tests.support.fixtures import one_thread
 
 __all__ = ["one_thread"]
@@ -20,7 +20,7 @@ __all__ = ["one_thread"]
 @pytest.fixture(autouse=True)
 def _steady_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operator seems to take equally long, so that what is evicted does not depend on how busy the machine is."""
-    monkeypatch.setattr(tally, "now_ns", itertools.count(0, 10_000).__next__)
+    monkeypatch.setattr(statistics, "now_ns", itertools.count(0, 10_000).__next__)
 
 
 @pytest.fixture(autouse=True, scope="session")

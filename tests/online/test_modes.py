@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import lowtide
-from lowtide.runtime import cpu_allocator
+from lowtide.memory import cpu_allocator
 from tests.online.scenarios import (
     ROWS,
     TENSOR_BYTES,

@@ -12,7 +12,7 @@ import pytest
 
 import lowtide
 from examples.dynamic import NAMES, load
-from lowtide.dynamic import tally
+from lowtide.dynamic import statistics
 from tests.online.programs_support import assert_same, eager, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:the online mode has spent")  # budgets are tight here
@@ -51,7 +51,7 @@ def test_whatever_operators_cost(name: str, share: int, seed: int, monkeypatch: 
     """What is evicted depends on the times that are measured; that it can be rebuilt does not."""
     draw = random.Random(seed)
     times = itertools.accumulate(int(10 ** draw.uniform(3.0, 5.5)) for _ in itertools.count())
-    monkeypatch.setattr(tally, "now_ns", times.__next__)
+    monkeypatch.setattr(statistics, "now_ns", times.__next__)
     test_within_budget_and_equal(name, share)
 
 

@@ -10,9 +10,9 @@ import torch
 
 import lowtide
 from lowtide.dynamic.ancestry import Ancestry
-from lowtide.dynamic.node import Node, Record
-from lowtide.dynamic.orders import Orders
-from lowtide.dynamic.plan import Plan, make_plan, with_what_is_there
+from lowtide.dynamic.node import Node, OperatorCall
+from lowtide.dynamic.orders import OrderCache
+from lowtide.dynamic.plan import RebuildPlan, make_plan, with_what_is_there
 from tests.online.programs_support import collect
 from tests.online.scenarios import interrupted_inside
 
@@ -26,10 +26,10 @@ def _no_garbage() -> None:
     collect()
 
 
-def _node(size: int, parents: tuple[Node, ...], record: Record | None = None, place: int = 0) -> Node:
+def _node(size: int, parents: tuple[Node, ...], call: OperatorCall | None = None, place: int = 0) -> Node:
     node = Node(size, parents)
-    node.record = Record(cast(Any, None), [], {}) if record is None else record
-    node.record.results[place] = node
+    node.call = OperatorCall(cast(Any, None), [], {}) if call is None else call
+    node.call.results[place] = node
     node.place, node.evicted, node.cost_ns = place, True, 1
     return node
 
@@ -43,21 +43,21 @@ def _program(seed: int, calls: int = 40) -> list[Node]:
         first = _node(draw.randint(1, 9), parents)
         nodes.append(first)
         if draw.random() < 0.2:
-            nodes.append(_node(draw.randint(1, 9), parents, first.record, 1))
+            nodes.append(_node(draw.randint(1, 9), parents, first.call, 1))
     for node in nodes:
         if draw.random() < 0.25:
             node.evicted, node.resident = False, True
     return nodes
 
 
-def _simulate(plan: Plan, targets: list[Node]) -> int:
+def _simulate(plan: RebuildPlan, targets: list[Node]) -> int:
     """The peak of the plan, every read checked to be there."""
     live = set(plan.given)
     assert all(node.resident for node in live)
     peak = sum(node.size_bytes for node in live)
     for step in plan.steps:
         assert live.issuperset(step.makes[0].parents)
-        results = cast("Record", step.makes[0].record).results.values()
+        results = cast("OperatorCall", step.makes[0].call).results.values()
         peak = max(peak, sum(node.size_bytes for node in live) + sum(node.size_bytes for node in results))
         assert live.isdisjoint(step.makes)
         assert live.issuperset(step.done)
@@ -70,8 +70,8 @@ def _simulate(plan: Plan, targets: list[Node]) -> int:
 def test_a_plan_has_the_peak_that_it_says(seed: int) -> None:
     nodes = _program(seed)
     targets = [node for node in nodes[-4:] if not node.resident] or nodes[-1:]
-    shallow = Ancestry(targets, lambda record: 0)
-    deep = Ancestry(targets, lambda record: 0, deep=True)
+    shallow = Ancestry(targets, lambda call: 0)
+    deep = Ancestry(targets, lambda call: 0, deep=True)
     for plan in (
         make_plan(shallow.calls, targets, shallow.there),
         make_plan(shallow.in_program_order(), targets, shallow.there),
@@ -86,9 +86,9 @@ def test_orders_make_do_with_less(seed: int) -> None:
     """What is found within the room fits; holding more of what is there on top never leaves it and never costs calls."""
     nodes = _program(seed)
     targets = nodes[-2:]
-    ancestry = Ancestry(targets, lambda record: 0, deep=True)
+    ancestry = Ancestry(targets, lambda call: 0, deep=True)
     calls = ancestry.in_program_order()
-    orders = Orders()
+    orders = OrderCache()
     all_bytes = make_plan(calls, targets).peak_bytes
     for room in (all_bytes, all_bytes * 3 // 4, all_bytes // 2):
         order = orders.within(room, calls, targets)
@@ -103,11 +103,11 @@ def test_orders_make_do_with_less(seed: int) -> None:
 
 def test_what_is_found_for_a_structure_is_found_for_its_like() -> None:
     """The same program again, of other nodes: the same order."""
-    orders = Orders()
+    orders = OrderCache()
     places = []
     for _ in range(2):
         nodes = _program(3)
-        calls = Ancestry(nodes[-2:], lambda record: 0, deep=True).in_program_order()
+        calls = Ancestry(nodes[-2:], lambda call: 0, deep=True).in_program_order()
         room = make_plan(calls, nodes[-2:]).peak_bytes // 2
         places.append([calls.index(call) for call in orders.within(room, calls, nodes[-2:])])
     assert places[0] == places[1]

@@ -11,11 +11,12 @@ from torch.nn.functional import conv3d
 
 import lowtide
 from examples.dynamic import load
-from lowtide.dynamic import context
-from lowtide.dynamic.engine import Engine
-from lowtide.dynamic.room import Room, SignatureRoom
-from lowtide.runtime import cpu_allocator
-from lowtide.runtime.cpu_allocator import AllocationCounter
+from lowtide.dynamic import session
+from lowtide.dynamic.executor import Executor
+from lowtide.dynamic.memory import Memory
+from lowtide.dynamic.prediction import PredictingExecutor
+from lowtide.memory import cpu_allocator
+from lowtide.memory.cpu_allocator import AllocationCounter
 from tests.online.programs_support import assert_same, eager, train
 from tests.online.scenarios import ROWS, TENSOR_BYTES, Scenario, Training, assert_same_values, chain, perform
 
@@ -28,10 +29,10 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> AllocationCounter:
     counter = cpu_allocator.install()
     assert counter is not None
 
-    def room_of(engine: Engine) -> Room:
-        return SignatureRoom(engine, counter)
+    def executor_for(memory: Memory, device: torch.device) -> Executor:
+        return PredictingExecutor(memory, device)
 
-    monkeypatch.setattr(context, "room_of", room_of)
+    monkeypatch.setattr(session, "executor_for", executor_for)
     return counter
 
 

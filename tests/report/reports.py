@@ -6,13 +6,13 @@ import dataclasses
 from pathlib import Path
 
 from lowtide.ir.dag import dag_from_json
+from lowtide.memory.measurement import Measurement
 from lowtide.planning import Plan, make_plan
-from lowtide.report.measured import SavedMeasurement
 from lowtide.report.report import Report, report_of_plan, report_of_trace
 from lowtide.trace import Call, Created, Release, Trace
 from tests.support.chains import LAYER_BYTES, chain_dag
 
-MEASURED = SavedMeasurement(3 * LAYER_BYTES, 400, "cpu", ((0, 0), (100, 2000), (200, 3000), (390, 0)), 0)
+MEASURED = Measurement(3 * LAYER_BYTES, 400, "cpu", ((0, 0), (100, 2000), (200, 3000), (390, 0)), 0)
 HOSTILE = '</script><script>alert(1)</script>&"'
 
 

@@ -17,8 +17,8 @@ import lowtide
 from lowtide.ir import Compute, keep_all_schedule, simulate
 from lowtide.ir.dag import dag_from_json
 from lowtide.planning import Plan, make_plan
-from lowtide.report.units import format_bytes
 from lowtide.report.writers import WRITERS
+from lowtide.units import format_bytes
 from tests.support.chains import chain_dag
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph

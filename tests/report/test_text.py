@@ -8,7 +8,7 @@ from lowtide.ir import Graph
 from lowtide.ir.serial import dag_from_json
 from lowtide.planning import make_plan
 from lowtide.report.modules import ModuleRow, block_of, merge_repeats
-from lowtide.report.units import format_bytes, format_percent, format_time
+from lowtide.units import format_bytes, format_percent, format_time
 from tests.support.chains import chain_dag
 
 GRAPH, COSTS = dag_from_json(chain_dag(4))

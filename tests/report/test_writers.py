@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from lowtide.errors import LowtideError, PlanError
+from lowtide.memory.measurement import Measurement, load_measurement
 from lowtide.planning import Plan, make_plan
-from lowtide.report.measured import load_measurement, measurement_to_json
 from lowtide.report.profile import profile_of_schedule
 from lowtide.report.report import Report, report_of_trace
 from lowtide.report.writers import WRITERS, write_report
-from lowtide.runtime.meter import Measurement
 from tests.report.reports import HOSTILE, MEASURED, plan_report, small_plan, trace_of_chain, trace_report
 from tests.support.random_graphs import random_graph
 
@@ -204,7 +203,7 @@ def test_plans_report_themselves(tmp_path: Path) -> None:
 def test_measurements_are_saved(tmp_path: Path) -> None:
     measurement = Measurement(2000, 10, "cpu", ((0, 1000), (5, 2000)), 500)
     measurement.save(tmp_path / "m.json")
-    assert measurement_to_json(load_measurement(tmp_path / "m.json")) == measurement_to_json(measurement)
+    assert load_measurement(tmp_path / "m.json") == measurement
     for text, reason in (("{}", "not a measurement"), ('{"format": "lowtide-measurement/1"}', "not a complete")):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(PlanError, match=reason):

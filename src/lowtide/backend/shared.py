@@ -29,10 +29,10 @@ from lowtide.backend.step import ForwardPass, LeftGradient, Replannable, left_gr
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Costs, keep_all_schedule, simulate
+from lowtide.memory.allocators import allocated_bytes
 from lowtide.pipeline import Settings, check_device, make_program_plan, program_costs, share_planners, with_aside
 from lowtide.planning import Plan, make_plan
 from lowtide.program import Program
-from lowtide.runtime.meter import allocated_bytes
 from lowtide.runtime.model import Entry
 from lowtide.runtime.step import ModelCall
 from lowtide.sharing import Assignment, Footprint, Member, choose, footprint, peak_bytes, sequential_constraints

@@ -22,7 +22,8 @@ from lowtide.batches.samples import Samples
 from lowtide.capture import Captured, capture
 from lowtide.cost import analytical_costs
 from lowtide.ir import Costs, Graph
-from lowtide.pipeline import Progress, free_memory, program_costs, resident_bytes
+from lowtide.memory.allocators import free_memory
+from lowtide.pipeline import Progress, program_costs, resident_bytes
 from lowtide.program import Program
 
 SMALL_BATCHES = (2, 8)
@@ -59,7 +60,7 @@ class Family:
 
     def captured(self, batch: int) -> tuple[Captured, Member]:
         """The call with ``batch``, its operators measured where the device has room for the largest of them."""
-        args, kwargs = self.samples.light(batch)
+        args, kwargs = self.samples.fake(batch)
         with torch.enable_grad():
             captured = capture(self.model, args, kwargs)
         program = captured.program

@@ -16,7 +16,8 @@ from lowtide.budget import is_amount, is_percentage, parse_budget
 from lowtide.capture import Captured
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Schedule, keep_all_schedule, simulate
-from lowtide.pipeline import Progress, Settings, free_memory, require_module
+from lowtide.memory.allocators import free_memory
+from lowtide.pipeline import Progress, Settings, require_module
 from lowtide.planning import Plan
 from lowtide.solve import Problem, Solution, format_spec, get_planner, solve, working_set_bound
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.planning import Plan
-from lowtide.report.units import format_bytes, format_percent
+from lowtide.units import format_bytes, format_percent
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ MakeSample: TypeAlias = Callable[[int], Sample]
 
 
 class Samples:
-    """``light(batch)``: a sample to capture with. ``real(batch)``: what the user's function returns."""
+    """``fake(batch)``: a sample to capture with. ``real(batch)``: what the user's function returns."""
 
     def __init__(self, make_sample: MakeSample, small: int) -> None:
         self.make_sample = make_sample
@@ -32,7 +32,7 @@ class Samples:
         with torch.random.fork_rng(devices=[]):
             return _called(self.make_sample, batch)
 
-    def light(self, batch: int) -> Sample:
+    def fake(self, batch: int) -> Sample:
         """Of the same structure and layouts as ``real(batch)``, its floating-point tensors fake."""
         fakes, tree = self._on_fakes(batch)
         tensors = [self._with_values(fake, index) for index, fake in enumerate(fakes)]

@@ -14,15 +14,15 @@ from lowtide.capture.capture import flat_arguments
 from lowtide.capture.traced_model import model_state
 from lowtide.errors import ExecutionError
 from lowtide.lower import Lowered, lower
+from lowtide.memory.meter import measure
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
-from lowtide.runtime.meter import measure
 from lowtide.runtime.step import Executable, run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Once:
+class _MeasuredStep:
     program: Program
     lowered: Lowered
 
@@ -45,14 +45,16 @@ def measured_peak(model: nn.Module, captured: Captured, plan: Plan, sample: Samp
     assert found is not None  # the model is as it was captured
     inputs = [*own, *(t.detach().clone().requires_grad_(t.requires_grad) for t in found[len(own) :])]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        peak = measure(_step, _Once(captured.program, lower(captured.program, plan.schedule)), inputs).peak_bytes
+        peak = measure(
+            _step, _MeasuredStep(captured.program, lower(captured.program, plan.schedule)), inputs
+        ).peak_bytes
     for tensor in tensors:
         if tensor.requires_grad and tensor.is_leaf:
             tensor.grad = None
     return peak
 
 
-def _step(executable: _Once, inputs: Sequence[torch.Tensor]) -> None:
+def _step(executable: _MeasuredStep, inputs: Sequence[torch.Tensor]) -> None:
     outputs = run(executable, list(inputs))
     roots = [outputs[index] for index in executable.program.tangents]
     torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])

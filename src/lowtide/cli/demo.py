@@ -105,7 +105,7 @@ def _print_losses(step: int, steps: int, plain: Training, planned: Training) -> 
 
 
 def _print_result(result: dict[str, Any]) -> None:
-    from lowtide.report.units import format_bytes, format_percent, format_time
+    from lowtide.units import format_bytes, format_percent, format_time
 
     def equal(key: str) -> str:
         return "equal to the bit" if result[key] else "DIFFERENT"

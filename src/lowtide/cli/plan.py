@@ -19,7 +19,7 @@ from lowtide.cli.progress import Progress, progress_bar
 from lowtide.errors import LowtideError, PlanError
 from lowtide.planning import Plan
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS
-from lowtide.report.units import overhead_percent
+from lowtide.units import overhead_percent
 
 _EXAMPLE = 'for instance "mypackage.models:build", where build() returns (model, args, kwargs)'
 

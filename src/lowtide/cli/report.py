@@ -15,8 +15,8 @@ from lowtide.cli.options import Subparsers
 from lowtide.cli.progress import progress_bar
 from lowtide.errors import PlanError
 from lowtide.ir.serial import read_json
+from lowtide.memory.measurement import Measurement, load_measurement
 from lowtide.planning import Plan
-from lowtide.report.measured import Measured, load_measurement
 from lowtide.report.report import Report, artefact_name, report_of_plan, report_of_trace, without_constants
 from lowtide.report.writers import check_extension, write_report
 from lowtide.trace import read_trace, unconstrained_peak_bytes
@@ -79,7 +79,7 @@ def _is_plan(path: str) -> bool:
     return "schedule" in found
 
 
-def _of_plan(path: str, measured: Measured | None, *, with_curve: bool) -> Report:
+def _of_plan(path: str, measured: Measurement | None, *, with_curve: bool) -> Report:
     plan = Plan.load(path)
     if with_curve and plan.known_curve is None:
         with progress_bar() as on_progress:
@@ -87,7 +87,7 @@ def _of_plan(path: str, measured: Measured | None, *, with_curve: bool) -> Repor
     return report_of_plan(plan, plan.known_curve, measured, name=artefact_name(path))
 
 
-def _of_trace(options: argparse.Namespace, measured: Measured | None) -> Report:
+def _of_trace(options: argparse.Namespace, measured: Measurement | None) -> Report:
     trace = without_constants(read_trace(options.file))
     budget = parse_budget(options.budget, unconstrained_peak_bytes(trace)) if options.budget else None
     heuristic = options.heuristic or "dtr-eq"

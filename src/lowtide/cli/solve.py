@@ -22,8 +22,8 @@ from lowtide.planning import infeasible
 from lowtide.report.curve import lowest_schedule
 from lowtide.report.files import write_atomically
 from lowtide.report.tables import fact_lines
-from lowtide.report.units import format_bytes, format_percent, format_time, overhead_percent
 from lowtide.solve import Problem, Solution, peak_lower_bound, solve
+from lowtide.units import format_bytes, format_percent, format_time, overhead_percent
 
 
 def add_parser(commands: Subparsers) -> None:

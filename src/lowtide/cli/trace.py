@@ -19,7 +19,6 @@ from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
 from lowtide.eviction import score_of
 from lowtide.report.files import write_atomically
 from lowtide.report.tables import table_lines
-from lowtide.report.units import format_bytes, format_time, overhead_percent
 from lowtide.trace import (
     Result,
     Status,
@@ -30,6 +29,7 @@ from lowtide.trace import (
     trace_to_graph,
     unconstrained_peak_bytes,
 )
+from lowtide.units import format_bytes, format_time, overhead_percent
 
 
 def add_parser(commands: Subparsers) -> None:

@@ -25,10 +25,11 @@ from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.cost.timing import time_call
 from lowtide.ir import Costs, Op
 from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.memory.allocators import round_up
 from lowtide.program.overwrites import overwritten_argument
 from lowtide.program.program import Call, Program, Ref
 from lowtide.program.references import map_references
-from lowtide.program.sizes import program_device, round_up, storage_bytes
+from lowtide.program.sizes import program_device, storage_bytes
 
 _LOG = logging.getLogger(__name__)
 _BUDGET_NS = 15_000_000  # per signature

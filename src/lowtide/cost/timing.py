@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lowtide.runtime.meter import allocation_peak
+from lowtide.memory.allocators import CudaMeter, PeakWindow
+from lowtide.memory.meter import allocation_peak
 
 _CACHE_SIZES = Path("/sys/devices/system/cpu/cpu0/cache")
 _USUAL_CACHE_BYTES, _LARGEST_SWEEP_BYTES = 32 << 20, 64 << 20
@@ -86,19 +87,18 @@ def _time_cuda(call: Callable[[], Any], device: torch.device, budget_ns: int, be
     """On the device's own clock, so that launch latency hidden behind other work is not counted."""
     samples: list[int] = []
     torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    level = torch.cuda.memory_allocated(device)
     deadline = time.perf_counter_ns() + budget_ns
-    while len(samples) < _FEWEST or (len(samples) < _MOST and time.perf_counter_ns() < deadline):
-        before()
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        samples.append(round(start.elapsed_time(end) * 1e6))
-    return _summary(samples, torch.cuda.max_memory_allocated(device) - level)
+    with PeakWindow(CudaMeter.of(device)) as window:
+        while len(samples) < _FEWEST or (len(samples) < _MOST and time.perf_counter_ns() < deadline):
+            before()
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            samples.append(round(start.elapsed_time(end) * 1e6))
+        return _summary(samples, window.peak_bytes)
 
 
 def _summary(samples: list[int], peak_bytes: int) -> Timing:

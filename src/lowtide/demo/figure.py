@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lowtide.extras import require
+from lowtide.memory.measurement import Measurement
 from lowtide.planning import Plan
-from lowtide.runtime.meter import Measurement
 
 _MEBIBYTE = 2**20
 _COLOURS = ("#888888", "#1f6fb2")

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lowtide.runtime.meter import Measurement, measure
+from lowtide.memory.measurement import Measurement
+from lowtide.memory.meter import measure
 
 _LEARNING_RATE = 1e-3
 

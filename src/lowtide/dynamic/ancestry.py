@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from lowtide.dynamic.node import Node, Record
+from lowtide.dynamic.node import Node, OperatorCall
 from lowtide.errors import ExecutionError
 
-Scratch = Callable[[Record], int]
+ScratchBytes = Callable[[OperatorCall], int]
 
 
-class Call:
-    """A recorded call as plans see it.
+class Rematerialization:
+    """Making a recorded call again, as plans see it.
 
     ``reads`` and ``makes``: without what stays where it is whatever is planned. ``bytes``: of all results. ``scratch_bytes``:
     what it takes on top while it runs, as far as that is known. ``serial``: calls were made in this order.
     """
 
-    __slots__ = ("bytes", "cost_ns", "makes", "reads", "record", "scratch_bytes", "serial")
+    __slots__ = ("bytes", "cost_ns", "makes", "reads", "recorded", "scratch_bytes", "serial")
 
-    def __init__(self, record: Record, node: Node, scratch_bytes: int) -> None:
-        results = tuple(record.results.values())
-        self.record = record
+    def __init__(self, call: OperatorCall, node: Node, scratch_bytes: int) -> None:
+        results = tuple(call.results.values())
+        self.recorded = call
         self.reads = tuple(parent for parent in node.parents if not _stays(parent))
         self.makes = tuple(result for result in results if not _stays(result))
         self.bytes = sum(result.size_bytes for result in results)
@@ -37,16 +37,16 @@ class Ancestry:
     memory now and may go.
     """
 
-    def __init__(self, targets: Sequence[Node], scratch: Scratch, *, deep: bool = False) -> None:
+    def __init__(self, targets: Sequence[Node], scratch: ScratchBytes, *, deep: bool = False) -> None:
         self.targets = tuple(targets)
         self.deep = deep
         self.scratch = scratch
-        self.calls: list[Call] = []
+        self.calls: list[Rematerialization] = []
         self.there: dict[Node, None] = {}
-        self._known: set[Record] = set()
+        self._known: set[OperatorCall] = set()
         self._walk()
 
-    def in_program_order(self) -> list[Call]:
+    def in_program_order(self) -> list[Rematerialization]:
         return sorted(self.calls, key=lambda call: call.serial)
 
     def _walk(self) -> None:
@@ -61,15 +61,15 @@ class Ancestry:
                 continue
             stack.pop()
             if node is not None:
-                self._call(node)
+                self._add_call_of(node)
 
-    def _call(self, node: Node) -> None:
-        record = node.record
-        if record is None:
+    def _add_call_of(self, node: Node) -> None:
+        call = node.call
+        if call is None:
             raise ExecutionError("a storage was evicted that can not be computed again")
-        if record not in self._known:
-            self._known.add(record)
-            self.calls.append(Call(record, node, self.scratch(record)))
+        if call not in self._known:
+            self._known.add(call)
+            self.calls.append(Rematerialization(call, node, self.scratch(call)))
 
     def _must_follow(self, node: Node) -> bool:
         if not node.resident:
@@ -81,7 +81,7 @@ class Ancestry:
 
 
 def _stays(node: Node) -> bool:
-    return node.resident and (node.record is None or node.pinned or node.locks > 0)
+    return node.resident and (node.call is None or node.pinned or node.locks > 0)
 
 
 def _latest_first(nodes: Iterable[Node]) -> list[Node]:

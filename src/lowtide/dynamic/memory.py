@@ -1,30 +1,31 @@
 """The storages of a live run: which the program holds, which were evicted, and which may be forgotten.
 
 A storage is a node from the moment that it is seen. Its bytes are there (resident), or were evicted and can be computed again
-by its record; nodes that nothing needs any more are released, and with them what they were computed from. What can not be
-computed again (parameters, inputs, results of operators that run once) has no record, and is never evicted.
+by its call; nodes that nothing needs any more are released, and with them what they were computed from. What can not be
+computed again (parameters, inputs, results of operators that run once) is a constant: it has no call, and is never evicted.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from lowtide.dynamic import tally
-from lowtide.dynamic.node import WRITTEN, Handle, Node, Origin, Record, dependents_of, storage_of
+from lowtide.dynamic import statistics
+from lowtide.dynamic.limit import Limit
+from lowtide.dynamic.node import WRITTEN, Handle, Node, OperatorCall, Origin, dependents_of, storage_of
+from lowtide.dynamic.recording import Recorder
 from lowtide.dynamic.storages import empty, is_empty
-from lowtide.dynamic.tally import Tally
 from lowtide.eviction import Entry, Pool
 
 _PLAIN_DEVICES = ("cpu", "cuda")
 _FEW = 32  # operators
 
 
-def _near(entry: Entry) -> bool:
+def _quickly_rebuilt(entry: Entry) -> bool:
     """Whether few operators would have to run to have the entry back."""
     gone = {entry}
     waiting = [entry]
@@ -38,62 +39,66 @@ def _near(entry: Entry) -> bool:
     return True
 
 
-def _origin(entry: Entry) -> Origin:
-    return cast("Node", entry).origin
-
-
-# What goes first, whatever the scores. What a backward pass computes lies behind ever more of the forward pass the longer it
-# waits; gradients, which an optimizer will read, lie behind all of both.
-_PREFERENCES: tuple[Callable[[Entry], bool], ...] = (
-    lambda entry: _origin(entry) is Origin.FORWARD and _near(entry),
-    lambda entry: _origin(entry) is not Origin.GRADIENT and _near(entry),
-    lambda entry: _origin(entry) is Origin.FORWARD,
-    _near,
-    lambda _: True,
+# What goes first, whatever the scores: what was computed by this part of the program or one before it and, where that is asked
+# for, can be rebuilt quickly. What a backward pass computes lies behind ever more of the forward pass the longer it waits;
+# gradients, which an optimizer will read, lie behind all of both.
+_PREFERENCES = (
+    (Origin.FORWARD, True),
+    (Origin.BACKWARD, True),
+    (Origin.FORWARD, False),
+    (Origin.GRADIENT, True),
+    (Origin.GRADIENT, False),
 )
 
 
 class Memory:
-    """The nodes of a run, and what is locked for the operators under way.
+    """The nodes of a run, what is locked for the operators under way, and the limit that their bytes are kept within.
 
-    ``banish``: forget what the program released as soon as nothing evicted needs it. ``ignore``: keep what the program released
-    until it is evicted. ``on_release`` is called with every node whose storage the program let go.
+    Whoever reads or changes it holds ``lock``. ``banish``: forget what the program released as soon as nothing evicted needs
+    it. ``ignore``: keep what the program released until it is evicted. ``recorder``: told of every storage that the program
+    let go.
     """
 
-    def __init__(self, pool: Pool, *, banish: bool = False, ignore: bool = False) -> None:
+    def __init__(
+        self, pool: Pool, limit: Limit, *, banish: bool = False, ignore: bool = False, recorder: Recorder | None = None
+    ) -> None:
         self.pool = pool
+        self.limit = limit
         self.banish = banish
         self.ignore = ignore
-        self.tally = Tally()
+        self.recorder = recorder
+        self.lock = threading.RLock()
+        self.counters = statistics.Counters()
         self.nodes: dict[int, Node] = {}  # by the address of the storage that the program holds
         self.dead: list[Handle] = []  # handles of storages that are gone, not yet looked at
-        self.frames: list[tuple[Node, ...]] = []  # what the operators under way need, the innermost last
-        self.running = 0  # of the frames, those whose operators were started
+        self.locked: list[tuple[Node, ...]] = []  # what each operator under way needs, the innermost last
+        self.started = 0  # of the operators under way, the outermost ones that run already
         self.rebuilds = 0  # under way, one inside the other
-        self.spare: dict[Node, None] = {}  # rebuilt for others though the program released them, the oldest first
-        self.held: dict[Node, None] = {}  # without a record, and records read them
-        self.refused_bytes: Callable[[], int] = lambda: 0  # by which the last allocation exceeded the limit; asked once
-        self.free_bytes: Callable[[], int] = lambda: sys.maxsize  # below the limit
-        self.on_release: Callable[[Node], None] = lambda node: None
+        self.intermediates: dict[
+            Node, None
+        ] = {}  # rebuilt only for others, the program released them; the oldest first
+        self.read_constants: dict[Node, None] = {}  # that calls read, and hold the storages of
 
     # --- what there is ---------------------------------------------------------------------------------------------
+
+    def known(self, storage: UntypedStorage) -> Node | None:
+        """The node of a storage that was seen before."""
+        node = self.nodes.get(storage._cdata)
+        return node if node is not None and node.handle is not None and node.handle() is storage else None
 
     def node_of(self, tensor: Tensor) -> Node:
         """The node of the tensor's storage, a new one where it was not seen before."""
         try:
             storage = storage_of(tensor)
         except (NotImplementedError, RuntimeError):  # sparse and other tensors without one
-            return _opaque()
-        node = self.nodes.get(storage._cdata)
-        if node is None or node.handle is None or node.handle() is not storage:
-            node = self.adopt(storage, opaque=tensor.is_quantized)
-        return node
+            node = Node.constant()
+            node.opaque = True
+            return node
+        return self.known(storage) or self.add_constant(storage, opaque=tensor.is_quantized)
 
-    def adopt(self, storage: UntypedStorage, *, opaque: bool = False) -> Node:
+    def add_constant(self, storage: UntypedStorage, *, opaque: bool = False) -> Node:
         """A storage from elsewhere: it can not be computed again."""
-        node = Node(0)
-        node.size_bytes = storage.nbytes()
-        node.resident = node.pinned = True
+        node = Node.constant(storage.nbytes())
         node.opaque = opaque or storage.device.type not in _PLAIN_DEVICES
         # Memory that is not PyTorch's own, such as a NumPy array's, may be written without anybody noticing.
         node.writers = int(not storage.resizable() and not storage.is_shared())
@@ -108,122 +113,116 @@ class Memory:
         node.address = storage._cdata
         self.nodes[node.address] = node
 
-    def attach(self, node: Node, record: Record) -> None:
-        """The node can be computed by the record."""
-        if not record.results:
+    def attach(self, node: Node, call: OperatorCall, storage: UntypedStorage | None, cost_ns: int, place: int) -> None:
+        """The node, whose bytes are there in ``storage``, can be computed by the call in this time, as the result there."""
+        node.cost_ns = cost_ns
+        node.place = place
+        if not call.results:
             for parent in node.parents:
-                if parent.record is None and (storage := parent.storage()) is not None:
-                    record.holds.append(storage)
-                    self.held[parent] = None
-        record.results[node.place] = node
-        node.record = record
+                if parent.call is None and (held := parent.storage()) is not None:
+                    call.holds.append(held)
+                    self.read_constants[parent] = None
+        call.results[place] = node
+        node.call = call
+        if storage is not None and node.handle is None:
+            self.own(node, storage)
+        self.pool.enter(node)
+        if self.ignore:
+            node.kept = storage
 
-    def open(self, needs: Iterable[Node]) -> tuple[Node, ...]:
-        """An operator that needs these is under way."""
-        frame = tuple(needs)
-        for node in frame:
+    def lock_all(self, needs: Iterable[Node]) -> tuple[Node, ...]:
+        """An operator that needs these is under way: they stay until ``unlock_last``."""
+        nodes = tuple(needs)
+        for node in nodes:
             node.locks += 1
-        self.frames.append(frame)
-        return frame
+        self.locked.append(nodes)
+        return nodes
 
-    def close(self, frame: tuple[Node, ...]) -> None:
-        """The operator of the innermost frame has ended."""
-        self.frames.pop()
-        for node in frame:
+    def unlock_last(self, nodes: tuple[Node, ...]) -> None:
+        """The innermost operator under way, which needed ``nodes``, has ended."""
+        self.locked.pop()
+        for node in nodes:
             node.locks -= 1
 
     # --- evicting --------------------------------------------------------------------------------------------------
 
+    def make_room(self, wanted_bytes: int) -> bool:
+        """Evict until so many bytes can be allocated; false where that cannot be."""
+        limit = self.limit
+        while limit.free_bytes() < wanted_bytes:
+            if not self.evict_one():
+                limit.refuse(wanted_bytes)
+                return False
+        return True
+
     def evict_one(self) -> bool:
         """Empty the storage that the heuristic chooses; false where none can go."""
-        began = tally.now_ns()
+        began = statistics.now_ns()
         node = self._victim()
         if node is None:
             return False
         self.evict(node)
-        self.tally.evictions += 1
-        self.tally.evicted_bytes += node.size_bytes
-        self.tally.evict_ns += tally.now_ns() - began
+        self.counters.evictions += 1
+        self.counters.evicted_bytes += node.size_bytes
+        self.counters.evict_ns += statistics.now_ns() - began
         return True
 
     def _victim(self) -> Node | None:
         if self.dead:
-            self.bury()
-        spare = next((node for node in self.spare if not node.locks), None)
-        if spare is not None:
-            return spare
+            self.release_dead()
+        intermediate = next((node for node in self.intermediates if not node.locks), None)
+        if intermediate is not None:
+            return intermediate
         chosen = self._preferred()
-        if chosen is None and self.sweep(thorough=True):
+        if chosen is None and self.release_constants(thorough=True):
             chosen = self._preferred()
         return chosen
 
     def _preferred(self) -> Node | None:
-        chosen = (self.pool.victim(allowed) for allowed in _PREFERENCES)
-        return cast("Node | None", next((entry for entry in chosen if entry is not None), None))
+        for latest, quickly in _PREFERENCES:
+
+            def allowed(entry: Entry, latest: Origin = latest, quickly: bool = quickly) -> bool:
+                return cast("Node", entry).origin <= latest and (not quickly or _quickly_rebuilt(entry))
+
+            if (chosen := self.pool.victim(allowed)) is not None:
+                return cast("Node", chosen)
+        return None
 
     def evict(self, node: Node) -> None:
         """Give the bytes back; what holds the storage keeps it, empty."""
-        storage = node.handle() if node.handle is not None else None
+        storage = node.held_storage()
         self.pool.evict(node)
-        self.spare.pop(node, None)
+        self.intermediates.pop(node, None)
         node.kept = None
         if storage is not None:
             empty(storage)
         elif node.handle is None:
             self.release(node)
 
-    def room_bytes(self) -> int:
+    def available_bytes(self) -> int:
         """What is free, and what could be evicted."""
-        return self.free_bytes() + self.pool.evictable_bytes()
+        return self.limit.free_bytes() + self.pool.evictable_bytes()
 
-    def sweep(self, *, thorough: bool = False) -> bool:
-        """Let go of what only records hold, where nothing evicted would have to be computed from it.
-
-        What was computed from it stays from then on. Unless ``thorough``, only where that is no more than what is let go; what
-        was written from it does not count, such as the optimizer's state from a gradient, which would go on to hold the
-        gradients of all steps. Whether anything went.
-        """
-        self.bury()
-        gone = [node for node in list(self.held) if not node.children or self._let_go(node, thorough=thorough)]
-        for node in gone:
-            self.held.pop(node, None)
-        return bool(gone)
-
-    def _let_go(self, node: Node, *, thorough: bool) -> bool:
-        if node.locks or not node.address or torch._C._storage_Use_Count(node.address) > 1:
-            return False
-        dependents = [dependent for dependent in dependents_of(node) if dependent.alive()]
-        if any(d.locks or not d.resident for d in dependents):
-            return False
-        fresh = sum(d.bytes for d in dependents if d.place != WRITTEN or d not in node.children)
-        if not thorough and fresh > node.size_bytes:
-            return False
-        for dependent in dependents:
-            self.keep(dependent)
-        return True
-
-    def keep(self, node: Node) -> None:
+    def pin(self, node: Node) -> None:
         """From now on the resident node can not be computed again, so it stays."""
-        record, storage, parents = node.record, node.storage(), node.parents
-        if record is None:
+        call, storage, parents = node.call, node.storage(), node.parents
+        if call is None:
             return
-        node.record = None
+        node.call = None
         node.pinned = True
-        record.results.pop(node.place, None)
-        if not record.results:
-            record.holds = []
+        call.forget_result(node)
         self.pool.cut(node)
         self.pool.resize(node, 0)
         for child in node.children:
-            if child.record is not None and storage is not None:
-                child.record.holds.append(storage)
-                self.held[node] = None
+            if child.call is not None and storage is not None:
+                child.call.holds.append(storage)
+                self.read_constants[node] = None
         for parent in parents:
             self.release(parent)
 
     # --- the end of things -----------------------------------------------------------------------------------------
 
-    def bury(self) -> None:
+    def release_dead(self) -> None:
         """Take note of the storages that the program released."""
         dead = self.dead
         while dead:
@@ -234,8 +233,9 @@ class Memory:
             if self.nodes.get(node.address) is node:
                 del self.nodes[node.address]
             node.handle = None
-            self.on_release(node)
-            if node.resident and node.record is not None and node.kept is None:
+            if self.recorder is not None:
+                self.recorder.release(node)
+            if node.resident and node.call is not None and node.kept is None:
                 self.pool.evict(node)
             self.release(node)
 
@@ -248,12 +248,10 @@ class Memory:
                 continue
             if node.children and not (self.banish and self._banished(node)):
                 continue
-            if node.record is not None:
-                node.record.results.pop(node.place, None)
-                if not node.record.results:
-                    node.record.holds = []
-            node.record = node.kept = None
-            self.spare.pop(node, None)
+            if node.call is not None:
+                node.call.forget_result(node)
+            node.call = node.kept = None
+            self.intermediates.pop(node, None)
             waiting.extend(node.parents)
             self.pool.forget(node)
 
@@ -262,61 +260,77 @@ class Memory:
         if self.rebuilds or any(not child.resident for child in node.children):
             return False
         for child in list(node.children):
-            self.keep(child)
+            self.pin(child)
         return not node.children
+
+    def release_constants(self, *, thorough: bool = False) -> bool:
+        """Let go of constants that only calls hold, where nothing evicted would have to be computed from them.
+
+        What was computed from them stays from then on. Unless ``thorough``, only where that is no more than what is let go;
+        what was written from them does not count, such as the optimizer's state from a gradient, which would go on to hold the
+        gradients of all steps. Whether anything went.
+        """
+        self.release_dead()
+        gone = [node for node in list(self.read_constants) if not node.children or self._let_go(node, thorough)]
+        for node in gone:
+            self.read_constants.pop(node, None)
+        return bool(gone)
+
+    def _let_go(self, node: Node, thorough: bool) -> bool:
+        if node.locks or not node.address or torch._C._storage_Use_Count(node.address) > 1:
+            return False
+        dependents = [dependent for dependent in dependents_of(node) if dependent.alive()]
+        if any(d.locks or not d.resident for d in dependents):
+            return False
+        fresh = sum(d.bytes for d in dependents if d.place != WRITTEN or d not in node.children)
+        if not thorough and fresh > node.size_bytes:
+            return False
+        for dependent in dependents:
+            self.pin(dependent)
+        return True
 
     def recover(self) -> None:
         """No operator is under way any more: the last one failed or was interrupted, between any two steps of it."""
-        self.frames.clear()
-        self.rebuilds = 0
-        self.running = 0
-        known = self._known()
-        for node in known:
+        self.locked.clear()
+        self.rebuilds = self.started = 0
+        nodes = self._all_nodes()
+        for node in nodes:
             node.locks = 0
             storage = node.storage()
             if node.handle is not None and self.nodes.get(node.address) is not node:
                 node.handle = None  # a newer version has the storage
             if node.handle is not None and node.handle() is None:
                 self.dead.append(node.handle)
-            if node.record is not None and storage is not None and not is_empty(storage):
+            if node.call is not None and storage is not None and not is_empty(storage):
                 if node.evicted:
                     node.kept = None
                     empty(storage)
                 else:
                     node.resident = True
-        self.pool.recover(known)
-        self.bury()
-        for node in known:
+        self.pool.recover(nodes)
+        self.release_dead()
+        for node in nodes:
             self.release(node)
 
-    def _known(self) -> list[Node]:
+    def _all_nodes(self) -> list[Node]:
         """Every node that something can still lead to."""
         there = cast("Iterator[Node]", iter(self.pool))
-        waiting = list(dict.fromkeys((*self.nodes.values(), *self.held, *self.spare, *there)))
+        waiting = list(dict.fromkeys((*self.nodes.values(), *self.read_constants, *self.intermediates, *there)))
         seen = set(waiting)
         found = []
         while waiting:
             node = waiting.pop()
             found.append(node)
-            around = [other for other in (*node.parents, *node.children) if other not in seen]
-            seen.update(around)
-            waiting.extend(around)
+            fresh = [other for other in (*node.parents, *node.children) if other not in seen]
+            seen.update(fresh)
+            waiting.extend(fresh)
         return found
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Forget everything; all that is held must have been restored."""
-        for node in self._known():
-            node.record = node.kept = node.handle = None
+        for node in self._all_nodes():
+            node.call = node.kept = node.handle = None
             node.parents, node.children = (), {}
-        self.nodes.clear()
-        self.held.clear()
-        self.spare.clear()
-        self.dead.clear()
-        self.frames.clear()
+        for collection in (self.nodes, self.read_constants, self.intermediates, self.dead, self.locked):
+            collection.clear()
         self.rebuilds = 0
-
-
-def _opaque() -> Node:
-    node = Node(0)
-    node.resident = node.pinned = node.opaque = True
-    return node

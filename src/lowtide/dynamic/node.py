@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import UntypedStorage
 
 from lowtide.dynamic.operators import Operator
 from lowtide.eviction import Entry
@@ -31,25 +30,16 @@ class Origin(IntEnum):
 class Node(Entry):
     """One version of one storage.
 
-    Writing into a storage makes a new version, which takes the storage over; of the old one only ``record`` remains, and
+    Writing into a storage makes a new version, which takes the storage over; of the old one only ``call`` remains, and
     where it is wanted again it is computed into a storage of its own, ``kept``. ``handle`` is dead or ``None`` where the
-    program holds no tensor of this version. A node without a ``record`` can not be computed again and is never evicted.
+    program holds no tensor of this version. A node without a ``call``, a *constant*, can not be computed again and is never
+    evicted.
     """
 
     __slots__ = (
-        "address",
-        "exported",
-        "handle",
-        "kept",
-        "number",
-        "opaque",
-        "origin",
-        "place",
-        "record",
-        "serial",
-        "size_bytes",
+        "address", "call", "exported", "handle", "kept", "number", "opaque", "origin", "place", "serial", "size_bytes",
         "writers",
-    )
+    )  # fmt: skip
 
     parents: tuple[Node, ...]
     children: dict[Node, None]  # type: ignore[assignment]
@@ -59,8 +49,8 @@ class Node(Entry):
         self.size_bytes = size_bytes
         self.serial = next(_SERIAL)  # later than all parents
         self.number = self.serial  # of the storage: all its versions have it
-        self.record: Record | None = None
-        self.place = 0
+        self.call: OperatorCall | None = None
+        self.place = 0  # among the results of the call
         self.handle: Handle | None = None
         self.address = 0
         self.kept: UntypedStorage | None = None
@@ -69,11 +59,21 @@ class Node(Entry):
         self.writers = 0  # how many others may write to it unseen
         self.exported = False  # something outside the operators may hold its address
 
+    @staticmethod
+    def constant(size_bytes: int = 0) -> Node:
+        """A node that is there and can not be computed again. The pool counts no bytes of it."""
+        node = Node(0)
+        node.size_bytes = size_bytes
+        node.pinned = node.resident = True
+        return node
+
+    def held_storage(self) -> UntypedStorage | None:
+        """The storage of this version that the program holds."""
+        return None if self.handle is None else self.handle()
+
     def storage(self) -> UntypedStorage | None:
         """The storage that is or will be filled with this version, if anybody holds one."""
-        if self.kept is not None:
-            return self.kept
-        return None if self.handle is None else self.handle()
+        return self.held_storage() if self.kept is None else self.kept
 
     def end_writer(self) -> None:
         """One of those that could write to it is gone."""
@@ -94,50 +94,12 @@ class Handle(weakref.ref[UntypedStorage]):
     node: Node
 
 
-class Piece:
-    """A tensor among recorded arguments: which bytes of which storage, and how they are read."""
-
-    __slots__ = ("conjugate", "dtype", "negative", "node", "offset", "size", "stride")
-
-    def __init__(self, node: Node, tensor: Tensor) -> None:
-        self.node = node
-        self.dtype = tensor.dtype
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
-        self.conjugate = tensor.is_conj()
-        self.negative = tensor.is_neg()
-
-    def of(self, storage: UntypedStorage) -> Tensor:
-        """The same piece of another storage."""
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-        tensor.set_(storage, self.offset, self.size, self.stride)
-        if self.conjugate:
-            tensor = torch._conj(tensor)
-        return torch._neg_view(tensor) if self.negative else tensor
-
-
-class Geometry:
-    """A tensor of which only shape, strides and type are read."""
-
-    __slots__ = ("device", "dtype", "size", "stride")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.dtype = tensor.dtype
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-        self.device = tensor.device
-
-    def blank(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
-
-
-class Record:
-    """An operator call that can be made again: ``args`` and ``kwargs`` with ``Piece``s in place of tensors.
+class OperatorCall:
+    """An operator call that can be made again: ``args`` and ``kwargs`` with ``View``s in place of tensors.
 
     ``generator``: the generator and its state before a random call. ``grad``: whether gradients were enabled, which a few
     kernels ask. ``results``: the nodes that the call computed, by the place of the tensor among its results. ``holds``: the
-    storages read that can not be computed again.
+    storages of constants that it reads.
     """
 
     __slots__ = ("args", "generator", "grad", "holds", "kwargs", "operator", "results")
@@ -151,23 +113,11 @@ class Record:
         self.results: dict[int, Node] = {}
         self.holds: list[UntypedStorage] = []
 
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_of(item)
-
-
-def pieces_in(value: Any) -> Iterator[Piece]:
-    """The pieces among recorded arguments."""
-    if isinstance(value, Piece):
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from pieces_in(item)
+    def forget_result(self, node: Node) -> None:
+        """The node is not computed by this call any more; a call without results lets go of what it reads."""
+        self.results.pop(node.place, None)
+        if not self.results:
+            self.holds = []
 
 
 def dependents_of(node: Node) -> list[Node]:

@@ -10,46 +10,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowtide.dynamic.ancestry import Call
+from lowtide.dynamic.ancestry import Rematerialization
 from lowtide.dynamic.node import Node
 
 _KEPT = 1024  # structures
 _NEAR = 0.95  # what was found for so much of the room is as good as what would be found for all of it
 
 _Structure = tuple[tuple[tuple[int, ...], ...], ...]
-
-
-class Orders:
-    def __init__(self) -> None:
-        self._known: OrderedDict[_Structure, _Known] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def within(self, room_bytes: int, calls: Sequence[Call], targets: Sequence[Node]) -> list[Call]:
-        """A sequence of ``calls``, which come in program order, some of them several times.
-
-        Of the lowest peak that was found where none was found within ``room_bytes``.
-        """
-        structure = _structure(calls, targets)
-        known = self._known.setdefault(structure, _Known())
-        self._known.move_to_end(structure)
-        while len(self._known) > _KEPT:
-            self._known.popitem(last=False)
-        fitting = [found for found in known.found if found.peak_bytes <= room_bytes]
-        searched = max((found.room_bytes for found in fitting), default=-1)
-        if searched < _NEAR * room_bytes and room_bytes > known.failed_bytes:
-            found = _search(structure, [call.cost_ns for call in calls], room_bytes)
-            known.found.append(found)
-            if found.peak_bytes <= room_bytes:
-                fitting.append(found)
-            else:
-                known.failed_bytes = room_bytes
-        if fitting:
-            chosen = min(fitting, key=lambda found: len(found.sequence))
-        else:
-            chosen = min(known.found, key=lambda found: found.peak_bytes)
-        return [calls[index] for index in chosen.sequence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +28,40 @@ class _Found:
     sequence: tuple[int, ...]
 
 
-class _Known:
-    """What was found, and the largest room for which nothing was."""
+class OrderCache:
+    """Orders by the structure of what was asked."""
 
     def __init__(self) -> None:
-        self.found: list[_Found] = []
-        self.failed_bytes = -1
+        self._known: OrderedDict[_Structure, list[_Found]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def within(
+        self, room_bytes: int, calls: Sequence[Rematerialization], targets: Sequence[Node]
+    ) -> list[Rematerialization]:
+        """A sequence of ``calls``, which come in program order, some of them several times.
+
+        Of the lowest peak that was found where none was found within ``room_bytes``.
+        """
+        structure = _structure(calls, targets)
+        known = self._known.setdefault(structure, [])
+        self._known.move_to_end(structure)
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+        searched = max((found.room_bytes for found in known if found.peak_bytes <= room_bytes), default=-1)
+        failed = max((found.room_bytes for found in known if found.peak_bytes > found.room_bytes), default=-1)
+        if searched < _NEAR * room_bytes and room_bytes > failed:
+            known.append(_search(structure, [call.cost_ns for call in calls], room_bytes))
+        fitting = [found for found in known if found.peak_bytes <= room_bytes]
+        if fitting:
+            chosen = min(fitting, key=lambda found: len(found.sequence))
+        else:
+            chosen = min(known, key=lambda found: found.peak_bytes)
+        return [calls[index] for index in chosen.sequence]
 
 
-def _structure(calls: Sequence[Call], targets: Sequence[Node]) -> _Structure:
+def _structure(calls: Sequence[Rematerialization], targets: Sequence[Node]) -> _Structure:
     """Of each call: its scratch, the places of what it reads, the sizes of what it makes. Last, the places of the targets."""
     place = {node: number for number, node in enumerate(node for call in calls for node in call.makes)}
     rows = [

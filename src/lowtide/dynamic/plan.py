@@ -10,39 +10,41 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from lowtide.dynamic.ancestry import Call
+from lowtide.dynamic.ancestry import Rematerialization
 from lowtide.dynamic.node import Node
 
 _PARTS = 16  # in which it is tried to hold what is there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class RebuildStep:
     """A call, what is wanted of its results, what is read by it for the last time, and what all takes up during it."""
 
-    call: Call
+    call: Rematerialization
     makes: tuple[Node, ...]
     done: tuple[Node, ...]
     peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class RebuildPlan:
     """``given`` is held from the start. ``peak_bytes``: of all that is given or made, nothing else counted."""
 
     given: tuple[Node, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[RebuildStep, ...]
     peak_bytes: int
 
 
-def make_plan(sequence: Sequence[Call], targets: Iterable[Node], given: Collection[Node] = ()) -> Plan:
+def make_plan(
+    sequence: Sequence[Rematerialization], targets: Iterable[Node], given: Collection[Node] = ()
+) -> RebuildPlan:
     """What is left of ``sequence`` if ``given`` is there; of that, what is not read is not held."""
     first: dict[Node, int] = {}
     if given:
         for index in range(len(sequence) - 1, -1, -1):
             first.update((node, index) for node in sequence[index].makes if node in given)
     needed = dict.fromkeys(targets)
-    found: list[tuple[Call, tuple[Node, ...], tuple[Node, ...]]] = []
+    found: list[tuple[Rematerialization, tuple[Node, ...], tuple[Node, ...]]] = []
     for index in range(len(sequence) - 1, -1, -1):
         call = sequence[index]
         makes = tuple(n for n in call.makes if n in needed and first.get(n) != index)
@@ -59,12 +61,14 @@ def make_plan(sequence: Sequence[Call], targets: Iterable[Node], given: Collecti
     for call, makes, done in found:
         during = level + call.bytes + call.scratch_bytes
         peak = max(peak, during)
-        steps.append(Step(call, makes, done, during))
+        steps.append(RebuildStep(call, makes, done, during))
         level += sum(node.size_bytes for node in makes) - sum(node.size_bytes for node in done)
-    return Plan(tuple(needed), tuple(steps), peak)
+    return RebuildPlan(tuple(needed), tuple(steps), peak)
 
 
-def with_what_is_there(sequence: Sequence[Call], targets: Sequence[Node], there: Iterable[Node], room: int) -> Plan:
+def with_what_is_there(
+    sequence: Sequence[Rematerialization], targets: Sequence[Node], there: Iterable[Node], room: int
+) -> RebuildPlan:
     """The plan that holds as much of what is there as fits into ``room`` bytes, late results before early ones.
 
     It may exceed the room all the same: then by no more than if it held nothing.

@@ -6,23 +6,24 @@ that is gone does not fit at once, results are computed more than once instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import UntypedStorage
 
-from lowtide.dynamic import random_state, tally
+from lowtide.dynamic import random_state, statistics
 from lowtide.dynamic.ancestry import Ancestry
+from lowtide.dynamic.arguments import Geometry, View, mapped, tensors_of, views_in
+from lowtide.dynamic.executor import Executor
 from lowtide.dynamic.memory import Memory
-from lowtide.dynamic.node import WRITTEN, Geometry, Node, Piece, Record, pieces_in, storage_of, tensors_of
+from lowtide.dynamic.node import WRITTEN, Node, OperatorCall, storage_of
 from lowtide.dynamic.operators import Operator, values_at
-from lowtide.dynamic.orders import Orders
-from lowtide.dynamic.plan import Plan, Step, make_plan, with_what_is_there
+from lowtide.dynamic.orders import OrderCache
+from lowtide.dynamic.plan import RebuildPlan, RebuildStep, make_plan, with_what_is_there
 from lowtide.dynamic.storages import fill
 from lowtide.errors import ExecutionError
 
-Execute = Callable[[Operator, Sequence[Any], dict[str, Any]], tuple[Any, int]]
 _CLONE = Operator(torch.ops.aten.clone.default)
 _ATTEMPTS = 30  # at a rebuild, each of which finds out what scratch one more operator takes
 
@@ -36,16 +37,16 @@ class RebuildError(RuntimeError):
 
 
 class Rebuilder:
-    """Brings evicted nodes of ``memory`` back. ``execute`` runs an operator once everything that it reads is in place."""
+    """Brings evicted nodes of ``memory`` back."""
 
-    def __init__(self, memory: Memory, execute: Execute) -> None:
+    def __init__(self, memory: Memory, executor: Executor) -> None:
         self.memory = memory
-        self.execute = execute
-        self.orders = Orders()
+        self.executor = executor
+        self.orders = OrderCache()
         self.scratch_bytes: dict[Hashable, int] = {}  # what kinds of calls were found to take beyond their results
 
     def complete(self, needs: Iterable[Node]) -> None:
-        """Have all of them there at once; they are in a frame."""
+        """Have all of them there at once; they are locked."""
         if missing := [node for node in needs if node.evicted]:
             self.rebuild(missing)
 
@@ -54,26 +55,26 @@ class Rebuilder:
 
         The scratch of operators is not known beforehand: where it was too much, the plan is made again with what was learnt.
         """
-        began = tally.now_ns()
+        began = statistics.now_ns()
         try:
             for _ in range(_ATTEMPTS):
                 targets = [node for node in targets if not node.resident]
                 plan = self._plan(targets)
-                if self._rebuild_in_less(targets) if plan is None else self._follow(plan, self.memory.room_bytes()):
+                if self._rebuild_in_less(targets) if plan is None else self._follow(plan):
                     return
             raise RebuildError(1)
         finally:
             if not self.memory.rebuilds:
-                self.memory.tally.rematerialize_ns += tally.now_ns() - began
+                self.memory.counters.rematerialize_ns += statistics.now_ns() - began
 
-    def _plan(self, targets: list[Node]) -> Plan | None:
+    def _plan(self, targets: list[Node]) -> RebuildPlan | None:
         """Everything that is gone once, and all that is there and read kept until then; ``None`` where there is no room."""
         ancestry = Ancestry(targets, self._scratch_of)
         plan = make_plan(ancestry.calls, targets, ancestry.there)
-        if plan.peak_bytes <= self.memory.free_bytes() or plan.peak_bytes <= self.memory.room_bytes():
+        if plan.peak_bytes <= self.memory.limit.free_bytes() or plan.peak_bytes <= self.memory.available_bytes():
             return plan
         plan = make_plan(ancestry.in_program_order(), targets, ancestry.there)
-        return plan if plan.peak_bytes <= self.memory.room_bytes() else None
+        return plan if plan.peak_bytes <= self.memory.available_bytes() else None
 
     def _rebuild_in_less(self, targets: list[Node]) -> bool:
         """From what cannot be computed again onwards, and some results more than once.
@@ -81,20 +82,19 @@ class Rebuilder:
         ``targets`` grows: what waiting operators read may go in between as well.
         """
         memory = self.memory
-        waiting = () if memory.rebuilds else memory.frames[memory.running :]
-        nodes = [node for frame in waiting for node in frame]
-        locks = {node: node.locks for node in nodes if node.record is not None and not node.pinned}
+        waiting = () if memory.rebuilds else memory.locked[memory.started :]
+        nodes = [node for needs in waiting for node in needs]
+        locks = {node: node.locks for node in nodes if node.call is not None and not node.pinned}
         targets += [node for node in locks if node.resident]
         for node in locks:
             node.locks = 0
         try:
-            room_bytes = memory.room_bytes()
-            return self._follow(self._plan_for(targets, room_bytes), room_bytes)
+            return self._follow(self._plan_for(targets, memory.available_bytes()))
         finally:
             for node, count in locks.items():
                 node.locks += count
 
-    def _plan_for(self, targets: list[Node], room_bytes: int) -> Plan:
+    def _plan_for(self, targets: list[Node], room_bytes: int) -> RebuildPlan:
         ancestry = Ancestry(targets, self._scratch_of, deep=True)
         calls = ancestry.in_program_order()
         plan = with_what_is_there(calls, targets, ancestry.there, room_bytes)
@@ -105,8 +105,9 @@ class Rebuilder:
             raise RebuildError(plan.peak_bytes - room_bytes)
         return plan
 
-    def _follow(self, plan: Plan, room_bytes: int) -> bool:
+    def _follow(self, plan: RebuildPlan) -> bool:
         """Make the calls of the plan; false where one took more scratch than was known, which is known now."""
+        room_bytes = self.memory.available_bytes()
         live = dict.fromkeys(plan.given)
         for node in live:
             node.locks += 1
@@ -118,10 +119,10 @@ class Rebuilder:
         except RuntimeError as error:
             if step is None or not out_of_memory(error):
                 raise
-            refused_bytes = self.memory.refused_bytes()
-            if refused_bytes <= 0:
+            missing_bytes = self.memory.limit.take_missing_bytes()
+            if missing_bytes <= 0:
                 raise
-            self._learn(step.call.record, room_bytes - step.peak_bytes + refused_bytes)
+            self._learn(step.call.recorded, room_bytes - step.peak_bytes + missing_bytes)
             return False
         finally:
             self.memory.rebuilds -= 1
@@ -133,69 +134,75 @@ class Rebuilder:
                         self.memory.release(node)
         return True
 
-    def _take(self, step: Step, live: dict[Node, None]) -> None:
-        frame = self.memory.open((*step.makes, *step.makes[0].parents))
+    def _take(self, step: RebuildStep, live: dict[Node, None]) -> None:
+        needs = self.memory.lock_all((*step.makes, *step.makes[0].parents))
         for node in step.done:
             del live[node]
             node.locks -= 1
         try:
             self.complete(step.makes[0].parents)  # the program may have released one in the meantime
             if not all(node.resident for node in step.makes):
-                self._compute(step.call.record, step.makes)
+                self._compute(step.call.recorded, step.makes)
             for node in step.makes:
                 live[node] = None
                 node.locks += 1
         finally:
-            self.memory.close(frame)
+            self.memory.unlock_last(needs)
 
-    def _scratch_of(self, record: Record) -> int:
-        return self.scratch_bytes.get(_kind(record), 0) if self.scratch_bytes else 0
+    def _scratch_of(self, call: OperatorCall) -> int:
+        return self.scratch_bytes.get(_kind(call), 0) if self.scratch_bytes else 0
 
-    def _learn(self, record: Record, more_bytes: int) -> None:
-        kind = _kind(record)
+    def _learn(self, call: OperatorCall, more_bytes: int) -> None:
+        kind = _kind(call)
         self.scratch_bytes[kind] = self.scratch_bytes.get(kind, 0) + max(more_bytes, 1)
 
-    def _compute(self, record: Record, wanted: Sequence[Node]) -> None:
+    def _compute(self, call: OperatorCall, wanted: Sequence[Node]) -> None:
         """Make the recorded call again; its results go where they were."""
-        version = record.results.get(WRITTEN)
-        own = {} if version is None else self._own_copies(record)
-        args = [_thaw(value, own) for value in record.args]
-        kwargs = {name: _thaw(value, own) for name, value in record.kwargs.items()}
-        if record.operator.geometry_only and kwargs.get("device") is None:
-            kwargs["device"] = record.args[0].device
-        with torch.set_grad_enabled(record.grad), random_state.replayed(record.generator):
-            result, cost_ns = self.execute(record.operator, args, kwargs)
+        version = call.results.get(WRITTEN)
+        own = {} if version is None else self._own_copies(call)
+
+        def thawed(value: Any) -> Any:
+            if isinstance(value, View):
+                return _tensor(value, own)
+            return value.blank() if isinstance(value, Geometry) else value
+
+        args = mapped(thawed, call.args)
+        kwargs = {name: mapped(thawed, value) for name, value in call.kwargs.items()}
+        if call.operator.geometry_only and kwargs.get("device") is None:
+            kwargs["device"] = call.args[0].device
+        with torch.set_grad_enabled(call.grad), random_state.replayed(call.generator):
+            result, cost_ns = self.executor.run(call.operator, args, kwargs)
         self.memory.pool.tick(cost_ns)
-        self.memory.tally.rematerializations += 1
+        self.memory.counters.rematerializations += 1
         if version is not None:
             (storage,) = own.values()
             self._place(version, storage)
             return
-        tensors = list(tensors_of(result))
-        for place, sibling in list(record.results.items()):
+        tensors = tensors_of(result)
+        for place, sibling in list(call.results.items()):
             if not sibling.resident and (sibling in wanted or sibling.alive()):
                 self._place(sibling, storage_of(tensors[place]))
 
-    def _own_copies(self, record: Record) -> dict[Node, UntypedStorage]:
+    def _own_copies(self, call: OperatorCall) -> dict[Node, UntypedStorage]:
         """For a call that writes: the old version, in a storage of its own that the call may change."""
-        (old,) = {piece.node for piece in pieces_in(values_at(record.operator.writes, record.args, record.kwargs))}
+        (old,) = {view.node for view in views_in(values_at(call.operator.writes, call.args, call.kwargs), {})}
         storage = old.storage()
         if storage is None:
             raise ExecutionError("the old version of a storage is not there")
         if old.kept is not None and old.handle is None and old.locks <= 1 and not old.pinned:
             self.memory.pool.evict(old)
-            self.memory.spare.pop(old, None)
+            self.memory.intermediates.pop(old, None)
             old.kept = None
             return {old: storage}
         return {old: self.clone(storage)}
 
     def _place(self, node: Node, source: UntypedStorage) -> None:
-        storage = node.handle() if node.handle is not None else None
+        storage = node.held_storage()
         if source.nbytes() != node.size_bytes:
             raise ExecutionError(f"{source.nbytes()} bytes were computed again where there had been {node.size_bytes}")
         if storage is None:
             node.kept = source
-            self.memory.spare[node] = None
+            self.memory.intermediates[node] = None
         else:
             fill(storage, source)
             if self.memory.ignore:
@@ -205,26 +212,20 @@ class Rebuilder:
     def clone(self, storage: UntypedStorage) -> UntypedStorage:
         """A copy from the allocator that is counted, which is not where ``UntypedStorage.clone`` takes it from."""
         tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        copy, _ = self.execute(_CLONE, (tensor,), {})
+        copy, _ = self.executor.run(_CLONE, (tensor,), {})
         return storage_of(copy)
 
 
-def _thaw(value: Any, own: dict[Node, UntypedStorage]) -> Any:
-    if isinstance(value, Piece):
-        storage = own[value.node] if value.node in own else value.node.storage()
-        if storage is None:
-            raise ExecutionError("an argument of a call that is made again is gone")
-        return value.of(storage)
-    if isinstance(value, Geometry):
-        return value.blank()
-    if isinstance(value, list):
-        return [_thaw(item, own) for item in value]
-    return value
+def _tensor(view: View, own: dict[Node, UntypedStorage]) -> torch.Tensor:
+    storage = own[view.node] if view.node in own else view.node.storage()
+    if storage is None:
+        raise ExecutionError("an argument of a call that is made again is gone")
+    return view.of(storage)
 
 
-def _kind(record: Record) -> Hashable:
+def _kind(call: OperatorCall) -> Hashable:
     """Calls that take the same scratch."""
-    return record.operator, *((piece.size, piece.dtype) for piece in pieces_in([*record.args, *record.kwargs.values()]))
+    return call.operator, *((view.size, view.dtype) for view in views_in(call.args, call.kwargs))
 
 
 def out_of_memory(error: RuntimeError) -> bool:

@@ -18,7 +18,7 @@ from typing import Self
 
 from torch import nn
 
-from lowtide.program.sizes import round_up
+from lowtide.memory.allocators import round_up
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from lowtide.api import runtime_of
+from lowtide.memory.allocators import Meter, PeakWindow, meter_of
 from lowtide.planning import Plan
-from lowtide.runtime import cpu_allocator
 
 
 @dataclass(slots=True)
@@ -23,39 +23,41 @@ class PassMeter:
 
     peak_bytes: int = 0
     time_ns: int = 0
-    _start_bytes: int = 0
-    _peak_before: int = 0
-    _start_ns: int = 0
-    _running: bool = False
-    _counter: cpu_allocator.AllocationCounter | None = field(default_factory=cpu_allocator.install)
+    _window: PeakWindow | None = None
+    _start_ns: int | None = None
+
+    def __post_init__(self) -> None:
+        _meter()  # counts from now on
 
     @property
     def available(self) -> bool:
-        return torch.cuda.is_initialized() or self._counter is not None  # type: ignore[no-untyped-call]
+        return _meter() is not None
 
     def start(self) -> None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self._start_bytes = torch.cuda.memory_allocated()
-        elif self._counter is not None:
-            self._peak_before = self._counter.peak_bytes
-            self._start_bytes = self._counter.reset_peak()
+        meter = _meter()
+        self._window = None if meter is None else PeakWindow(meter)
         self._start_ns = time.monotonic_ns()
-        self._running = True
 
     def stop(self) -> None:
         """Sets ``peak_bytes`` and ``time_ns``; without a ``start`` before, does nothing."""
-        if not self._running:
+        if self._start_ns is None:
             return
-        self._running = False
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
-            self.peak_bytes = torch.cuda.max_memory_allocated() - self._start_bytes
-        elif self._counter is not None:
-            self.peak_bytes = self._counter.peak_bytes - self._start_bytes
-            self._counter.raise_peak(self._peak_before)  # a measurement around this one sees what it would have seen
+        if self._window is not None:
+            self.peak_bytes = self._window.peak_bytes
+            self._window.close()
         self.time_ns = time.monotonic_ns() - self._start_ns
+        self._start_ns = self._window = None
+
+
+def _meter() -> Meter | None:
+    """Of the current CUDA device once the program uses CUDA, else of the CPU."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return meter_of(torch.device("cuda", torch.cuda.current_device()))
+    return meter_of(torch.device("cpu"))
 
 
 def latest_plans(model: nn.Module) -> list[Plan]:

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from lowtide.memory.allocators import round_up
 from lowtide.program.program import Program
-
-_CUDA_GRANULARITY_BYTES = 512
-
-
-def round_up(nbytes: int, device: torch.device) -> int:
-    """CUDA's caching allocator hands out multiples of 512 bytes; the CPU's what was asked for."""
-    if device.type != "cuda":
-        return nbytes
-    return -(-nbytes // _CUDA_GRANULARITY_BYTES) * _CUDA_GRANULARITY_BYTES
 
 
 def storage_bytes(program: Program) -> list[int]:

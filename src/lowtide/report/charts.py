@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import resources
 
+from lowtide.memory.measurement import Measurement
 from lowtide.report.curve import Curve, CurvePoint
-from lowtide.report.measured import Measured
 from lowtide.report.report import Report
 from lowtide.report.slices import Slices, measured_levels, slices_of
 from lowtide.report.svg import Frame, axes, picture, round_ticks, staircase, tag, text, ticks
-from lowtide.report.units import BYTE_UNITS, TIME_UNITS, format_bytes, format_percent
+from lowtide.units import BYTE_UNITS, TIME_UNITS, format_bytes, format_percent
 
 SLICES = 600
 _HEADROOM = 1.08
@@ -158,7 +158,7 @@ def _out_of_reach(frame: Frame, curve: Curve) -> list[str]:
     return [tag("rect", x=start, y=frame.top, width=round(end - start, 1), height=height, class_="unreachable")]
 
 
-def measured_chart(report: Report, measured: Measured, size: Size) -> str:
+def measured_chart(report: Report, measured: Measurement, size: Size) -> str:
     """Predicted and measured bytes, each against the share of its own time; empty where there is no measured timeline."""
     levels = measured_levels(measured, SLICES)
     if not levels:

@@ -12,8 +12,8 @@ from typing import Any
 from lowtide.errors import LowtideError
 from lowtide.ir import Costs, Graph
 from lowtide.report.tables import table_lines
-from lowtide.report.units import format_bytes, overhead_percent
 from lowtide.solve import Problem, Progress, solve
+from lowtide.units import format_bytes, overhead_percent
 
 _LOG = logging.getLogger(__name__)
 COMPARISON_FORMAT = "lowtide-comparison/1"

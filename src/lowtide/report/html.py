@@ -8,14 +8,14 @@ from typing import Any
 from lowtide import __version__
 from lowtide.extras import require
 from lowtide.ir import Kind
+from lowtide.memory.measurement import Measurement
 from lowtide.report.charts import NARROW, SLICES, WIDE, curve_chart, measured_chart, memory_chart, read_template
 from lowtide.report.curve import Curve
-from lowtide.report.measured import Measured
 from lowtide.report.modules import ModuleRow, block_of
 from lowtide.report.profile import MemoryBlock, StepProfile
 from lowtide.report.report import Report
 from lowtide.report.slices import slices_of
-from lowtide.report.units import format_bytes, format_percent, format_source, format_time
+from lowtide.units import format_bytes, format_percent, format_source, format_time
 
 _MOST_BLOCKS = 12
 _MOST_GROUPS = 9
@@ -185,7 +185,7 @@ def _curve(curve: Curve, budget_bytes: int) -> dict[str, Any]:
     }
 
 
-def _measured(report: Report, measured: Measured) -> dict[str, Any]:
+def _measured(report: Report, measured: Measurement) -> dict[str, Any]:
     rows = [
         ("peak", report.run.peak_bytes, measured.peak_bytes, format_bytes),
         ("time", report.run.time_ns, measured.time_ns, format_time),

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lowtide.ir import Compute, Costs, Graph, Schedule, live_at_boundary
-from lowtide.report.units import format_bytes, format_time
+from lowtide.units import format_bytes, format_time
 
 _INDEX = re.compile(r"(.*?\.)?(\d+)(?=\.|$)")
 

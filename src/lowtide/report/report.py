@@ -9,15 +9,15 @@ from pathlib import Path
 
 from lowtide.errors import LowtideError, PlanError
 from lowtide.ir import Kind, keep_all_schedule
+from lowtide.memory.measurement import Measurement
 from lowtide.report.curve import Curve, CurvePoint
-from lowtide.report.measured import Measured
 from lowtide.report.modules import ModuleRow, module_rows
 from lowtide.report.profile import StepProfile, profile_of_schedule
 from lowtide.report.replay import ENDLESS_BYTES, replay
 from lowtide.report.tables import fact_lines
 from lowtide.report.text import Planned, render_plan
-from lowtide.report.units import format_bytes, format_percent, format_source, format_time
 from lowtide.trace import Constant, Status, Trace
+from lowtide.units import format_bytes, format_percent, format_source, format_time
 
 _SHARES = (100, 90, 80, 70, 60, 50, 40, 30, 20)  # of the peak: the budgets of a trace's curve
 _MOST_SLOWDOWN = 3  # beyond it a trace's curve ends
@@ -42,7 +42,7 @@ class Report:
     text: str
     lower_bound_ns: int | None = None
     curve: Curve | None = None
-    measured: Measured | None = None
+    measured: Measurement | None = None
 
     @property
     def overhead(self) -> float:
@@ -51,7 +51,7 @@ class Report:
 
 
 def report_of_plan(
-    plan: Planned, curve: Curve | None = None, measured: Measured | None = None, *, name: str = ""
+    plan: Planned, curve: Curve | None = None, measured: Measurement | None = None, *, name: str = ""
 ) -> Report:
     """``measured``: a step that ran under the plan. ``name`` stands in for a graph without one."""
     run = profile_of_schedule(plan.graph, plan.costs, plan.schedule)
@@ -77,7 +77,7 @@ def report_of_trace(
     budget_bytes: int | None = None,
     heuristic: str = "dtr-eq",
     policy: str = "eager",
-    measured: Measured | None = None,
+    measured: Measurement | None = None,
     *,
     name: str = "",
 ) -> Report:
@@ -115,7 +115,7 @@ def report_of_trace(
     )
 
 
-def _text(summary: str, run: StepProfile, curve: Curve | None, measured: Measured | None) -> str:
+def _text(summary: str, run: StepProfile, curve: Curve | None, measured: Measurement | None) -> str:
     parts = [summary, _alive_text(run)]
     parts += [str(curve)] if curve is not None else []
     parts += [measured_text(run, measured)] if measured is not None else []
@@ -171,7 +171,7 @@ def _trace_text(title: str, run: StepProfile, plain: StepProfile, budget: int, h
     return "\n".join([f"replay of {title}: {len(plain.spans)} operators", *fact_lines(facts)])
 
 
-def measured_text(run: StepProfile, measured: Measured) -> str:
+def measured_text(run: StepProfile, measured: Measurement) -> str:
     """Predicted beside measured."""
     facts = {
         "peak": f"{format_bytes(run.peak_bytes)} predicted, {format_bytes(measured.peak_bytes)} measured",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.report.measured import Measured
 from lowtide.report.profile import StepProfile
 
 
@@ -36,7 +35,7 @@ def slices_of(profile: StepProfile, end_ns: int, count: int) -> Slices:
     return Slices(tuple(levels[:used]), tuple(spans[:used]), tuple(_ranges(again[:used])))
 
 
-def measured_levels(measured: Measured, count: int) -> tuple[int, ...]:
+def measured_levels(measured: Measurement, count: int) -> tuple[int, ...]:
     """The most bytes in each of ``count`` slices of the measured time; empty where there is no timeline."""
     if not measured.timeline:
         return ()

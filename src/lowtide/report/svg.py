@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from lowtide.report.units import largest_unit
+from lowtide.units import largest_unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Protocol
 from lowtide.ir import Compute, Costs, Graph, Schedule, simulate
 from lowtide.report.modules import ModuleRow, merge_repeats, module_rows
 from lowtide.report.tables import fact_lines, table_lines
-from lowtide.report.units import format_bytes, format_percent, format_time
+from lowtide.units import format_bytes, format_percent, format_time
 
 _MOST_ROWS = 40
 _HEADER = ("module", "saved", "recomputed ops", "recompute time", "time once")

@@ -1,1 +1,1 @@
-"""Running a planned program: the model swap, one plan per input signature, the exact memory meter."""
+"""Running a planned program: the model swap, one plan per input signature."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowtide.runtime import cpu_allocator
+from lowtide.memory import machine_code
 
 _SLOTS = 8
 # Words of the state, by the names that the code has for them.
@@ -24,7 +24,7 @@ class _Machine:
         self.released: list[int | None] = []
         self._deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.released.append)
         addresses = {name: self._state.ctypes.data + 8 * index for index, name in enumerate(_STATE)}
-        code = cpu_allocator._assemble(
+        code = machine_code.assemble(
             **addresses,
             original=0, original_allocate=0, original_deleter=_address(self._deleter), deleter_word=1,
             table=self.table.ctypes.data, hash_shift=64 - _SLOTS.bit_length() + 1, slot_mask=_SLOTS - 1, probes=_SLOTS,

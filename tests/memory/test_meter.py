@@ -10,8 +10,8 @@ import threading
 import pytest
 import torch
 
-from lowtide.runtime import cpu_allocator, meter
-from lowtide.runtime.meter import allocation_peak, measure
+from lowtide.memory import cpu_allocator, meter
+from lowtide.memory.meter import allocation_peak, measure
 
 
 def test_peak_and_final_level_are_exact() -> None:
@@ -147,7 +147,7 @@ def test_without_the_counter_the_profiler_answers(monkeypatch: pytest.MonkeyPatc
 
 def test_tensors_outlive_the_interpreter() -> None:
     script = (
-        "import torch, lowtide.runtime.meter as m\n"
+        "import torch, lowtide.memory.meter as m\n"
         "print(m.measure(torch.empty, 7, dtype=torch.uint8).peak_bytes)\n"
         "torch.kept = torch.empty(1000); torch._C.kept = torch.nn.Linear(9, 9)\n"
     )

@@ -1,0 +1,147 @@
+"""All that an online context changes in the process outside its own objects, and why.
+
+While at least one context is active, in whichever thread, and once however many there are:
+
+- The methods of ``torch.Tensor`` in ``_ACCESS``. They read memory without running an operator, and so past the dispatch mode:
+  an evicted tensor is rebuilt before each, and stays for as long as it lives where the memory may be seen from elsewhere
+  afterwards. Where it may be written from elsewhere, nothing is computed again from it, or by whoever made it. PyTorch's own
+  mechanism, ``TorchFunctionMode``, is no substitute: it is off while it handles a call, so what a hook reads inside
+  ``loss.backward()`` passes it by; it costs every call of PyTorch a microsecond; and it belongs to one thread.
+- ``threading.Thread.start``. A dispatch mode belongs to one thread, and another one could read an evicted tensor: a thread that
+  is started from inside a context runs inside it too.
+- The stance of ``torch.compile``, where Dynamo is loaded: what Dynamo meets under a dispatch mode it does not compile, nor ever
+  again afterwards, so it is told to run all as written.
+
+Everything is put back as it was when the last context ends. What somebody else has replaced in the meantime stays theirs, and
+what is ours under it only passes calls on. For the life of the process, but without effect outside contexts: the function that
+``os.register_at_fork`` calls in a forked process (``session``), which restores what it reads and evicts nothing any more, and
+the marks on our own code by which Dynamo leaves it alone (``uncompiled``).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+
+class Access(enum.IntEnum):
+    """What follows: the bytes are read now, may be read later, or may be written later."""
+
+    READ = 0
+    EXPORT = 1
+    SHARE = 2
+
+
+_ACCESS = {
+    **dict.fromkeys(("tolist", "__repr__", "__str__", "__format__"), Access.READ),
+    **dict.fromkeys(("data_ptr", "untyped_storage", "share_memory_"), Access.EXPORT),
+    **dict.fromkeys(("numpy", "__dlpack__"), Access.SHARE),
+}
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+Materialize = Callable[[torch.Tensor, Access], Callable[[], None] | None]
+
+
+def uncompiled(function: _Function) -> _Function:
+    """``function`` itself, marked: Dynamo leaves it alone, with all that it calls.
+
+    Where a part of the program is compiled, Dynamo looks at every frame below it, and so at ours, which the dispatcher calls
+    from there. PyTorch's own ``disable`` wraps a function in changes of thread state that an interrupt can leave undone; a
+    mark on the code itself changes nothing.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+class Patches:
+    """The changes, made at once and undone by ``remove``.
+
+    ``materialize(tensor, access)`` is called before each method of a tensor; what it returns is called when the array that
+    shares the memory is gone. Threads run inside ``inside()``, called in the thread that starts them; ``None``: as they are.
+    """
+
+    def __init__(self, materialize: Materialize, inside: Callable[[], AbstractContextManager[Any] | None]) -> None:
+        self._active = True
+        self._replaced: list[tuple[type, str, Any, Any]] = []  # owner, name, what the owner itself had, ours
+        for name, access in _ACCESS.items():
+            self._replace(torch.Tensor, name, self._materializing(getattr(torch.Tensor, name), materialize, access))
+        self._replace(threading.Thread, "start", self._starting(threading.Thread.start, inside))
+        self._stance: Any = None
+        if "torch._dynamo" in sys.modules:
+            self._stance = torch.compiler.set_stance("force_eager")
+
+    def remove(self) -> None:
+        """Put everything back."""
+        self._active = False
+        while self._replaced:
+            owner, name, original, ours = self._replaced.pop()
+            if owner.__dict__.get(name) is not ours:
+                continue
+            if original is None:  # inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+
+    def _replace(self, owner: type, name: str, ours: Any) -> None:
+        self._replaced.append((owner, name, owner.__dict__.get(name), ours))
+        setattr(owner, name, ours)
+
+    def _materializing(self, original: Any, materialize: Materialize, access: Access) -> Any:
+        @functools.wraps(original)
+        @uncompiled
+        def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            ended = materialize(tensor, access) if self._active else None
+            result = original(tensor, *args, **kwargs)
+            if ended is not None and isinstance(result, np.ndarray):  # its views hold it
+                weakref.finalize(result, ended).atexit = False
+            return result
+
+        return method
+
+    def _starting(self, original: Any, inside: Callable[[], AbstractContextManager[Any] | None]) -> Any:
+        @functools.wraps(original)
+        def start(thread: threading.Thread) -> None:
+            context = inside() if self._active else None
+            if context is None:
+                return original(thread)  # type: ignore[no-any-return]
+            own = thread.__dict__.get("run")
+            thread.run = _run_inside(thread, context, own)  # type: ignore[method-assign]
+            try:
+                original(thread)
+            except RuntimeError:  # it was started before, or cannot be
+                _put_back(thread, own)
+                raise
+
+        return start
+
+
+def _run_inside(thread: threading.Thread, context: AbstractContextManager[Any], own: Any) -> Callable[[], None]:
+    run = thread.run
+
+    @functools.wraps(run)
+    def inside() -> None:
+        _put_back(thread, own)
+        with context:
+            run()
+
+    return inside
+
+
+def _put_back(thread: threading.Thread, own: Any) -> None:
+    """The thread has the ``run`` that it had."""
+    if own is None:
+        thread.__dict__.pop("run", None)
+    else:
+        thread.run = own  # type: ignore[method-assign]

@@ -1,0 +1,40 @@
+"""Writes a live run as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lowtide.dynamic.node import Node
+from lowtide.dynamic.operators import Operator
+from lowtide.trace import TraceWriter
+
+
+class Recorder:
+    """Tells a ``TraceWriter`` of calls and releases, and of storages that came from elsewhere when they are first read."""
+
+    def __init__(self, writer: TraceWriter) -> None:
+        self.writer = writer
+        self.known: set[int] = set()  # numbers of storages that are in the trace
+
+    def call(
+        self, operator: Operator, reads: Iterable[Node], made: Sequence[Node], written: Sequence[Node], cost_ns: int
+    ) -> None:
+        for node in (*reads, *written):
+            if node.number not in self.known:
+                self.known.add(node.number)
+                self.writer.constant(node.number, node.size_bytes)
+        self.known.update(node.number for node in made)
+        self.writer.call(
+            operator.name,
+            cost_ns,
+            [node.number for node in reads],
+            [(node.number, node.size_bytes) for node in made],
+            writes=[node.number for node in written],
+            random=operator.random,
+            once=operator.once,
+        )
+
+    def release(self, node: Node) -> None:
+        """The program let the node's storage go."""
+        if node.number in self.known:
+            self.writer.release(node.number)

@@ -1,0 +1,1 @@
+"""What PyTorch's allocators hand out: the counter below the CPU's, and the meter of peak and time above it."""
