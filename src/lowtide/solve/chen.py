@@ -42,7 +42,7 @@ import numpy as np
 
 from lowtide.solve.keep_all import KeepAll
 from lowtide.solve.model.checkpoints import Readers, kept_sequence, make_readers, nothing_kept_sequence
-from lowtide.solve.model.compact import Compact, Indices
+from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.structure import articulation_points
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
@@ -70,13 +70,13 @@ def quickest(planner: str, problem: Problem, sequences: Callable[[Readers], Iter
     return answer(planner, problem, [portfolio.schedule(candidate) for candidate in chosen], began)
 
 
-def every_root(model: Compact, candidates: Sequence[int]) -> list[list[int]]:
+def every_root(model: CompactGraph, candidates: Sequence[int]) -> list[list[int]]:
     """One set: every floor(sqrt(n))-th of the n candidates."""
     spacing = max(math.isqrt(len(candidates)), 1)
     return [list(candidates[spacing - 1 :: spacing])]
 
 
-def greedy_sets(model: Compact, candidates: Sequence[int]) -> list[list[int]]:
+def greedy_sets(model: CompactGraph, candidates: Sequence[int]) -> list[list[int]]:
     """The sets of the sweep over b, from all candidates to none, each once."""
     own = np.zeros(model.boundary + 1, np.int64)
     forward = model.storage_node < model.boundary
@@ -117,7 +117,7 @@ def _sequences(readers: Readers, sets: Iterable[list[int]]) -> Iterator[Indices]
         yield kept_sequence(readers, checkpoints)
 
 
-Rule = Callable[[Compact, Sequence[int]], list[list[int]]]
+Rule = Callable[[CompactGraph, Sequence[int]], list[list[int]]]
 
 
 def _on_nodes(rule: Rule) -> Callable[[Readers], Iterator[Indices]]:

@@ -31,7 +31,7 @@ import numpy as np
 
 from lowtide.solve.chen import quickest
 from lowtide.solve.model.checkpoints import FIXED, SLOT, Memory, Readers, wanted
-from lowtide.solve.model.compact import Compact, Indices
+from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.structure import articulation_points
 from lowtide.solve.problem import Problem, Solution
 
@@ -84,7 +84,7 @@ def reversal(steps: int, slots: int) -> Iterator[Action]:
             pending.append(("chain", middle, high, left - 1))
 
 
-def states_of(model: Compact) -> list[int]:
+def states_of(model: CompactGraph) -> list[int]:
     """The articulation points, the last forward node left out, which nothing follows."""
     return [point for point in articulation_points(model) if point < model.boundary - 1]
 

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.solve.model.compact import Flags, Indices, Numbers
+from lowtide.solve.model.compact import CompactGraph, Flags, Indices, Numbers
 from lowtide.solve.model.compiled import kernel
-from lowtide.solve.model.tables import Tables
 
 
 class Span(NamedTuple):
@@ -44,7 +43,7 @@ class Measures(NamedTuple):
 
 
 @kernel
-def measure_option(t: Tables, span: Span, codes: Indices) -> Measures:
+def measure_option(t: CompactGraph, span: Span, codes: Indices) -> Measures:
     """Walks the codes, then the block's forward nodes, backwards."""
     live = np.zeros(len(t.storage_node), np.bool_)
     resident, peak, extra = 0, 0, 0
@@ -110,7 +109,7 @@ def measure_option(t: Tables, span: Span, codes: Indices) -> Measures:
 
 
 @kernel
-def _rerun_ns(t: Tables, span: Span, wanted: Flags) -> int:
+def _rerun_ns(t: CompactGraph, span: Span, wanted: Flags) -> int:
     """Time of the block's forward nodes that are needed for the storages in ``wanted``, which is used up."""
     time = 0
     for node in range(span.high - 1, span.low - 1, -1):
@@ -127,7 +126,7 @@ def _rerun_ns(t: Tables, span: Span, wanted: Flags) -> int:
 
 
 @kernel
-def lazy_codes(t: Tables, span: Span, kept: Flags, retain: bool) -> Indices:
+def lazy_codes(t: CompactGraph, span: Span, kept: Flags, retain: bool) -> Indices:
     """The block's backward nodes, each preceded by recomputes of what it reads and nobody has.
 
     ``kept`` (by node) tells whose results are there from the forward pass. With ``retain`` everything recomputed stays
@@ -171,7 +170,7 @@ def lazy_codes(t: Tables, span: Span, kept: Flags, retain: bool) -> Indices:
 
 
 @kernel
-def shrinking_sets(t: Tables, span: Span, weight: float) -> npt.NDArray[np.bool_]:
+def shrinking_sets(t: CompactGraph, span: Span, weight: float) -> npt.NDArray[np.bool_]:
     """Rows of kept flags (by node): all, then without the node whose loss costs least time per byte saved, and so on.
 
     Bytes saved count ``weight`` times the backward peak on top. Quadratic in the block's nodes, times its codes.

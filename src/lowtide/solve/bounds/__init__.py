@@ -6,7 +6,7 @@ anywhere, the forward pass included, any number of times; not tight in general. 
 multipliers (``dual``), so that no exact solver is needed, and is tightened by branching (``branch``).
 What must be resident for certain (``liveness``) tightens it and bounds the peak.
 
-Assumes a model that counts no byte too many (``Compact.bounding``); the bounds of others are trivial but valid. Views
+Assumes a model that counts no byte too many (``CompactGraph.bounding``); the bounds of others are trivial but valid. Views
 cost their time once, saved generator states nothing. Complexity: O(n^2) for liveness, then a fixed number of iterations
 on programs of a few entries per node and pair of cuts. Source: the rows are those of Checkmate (Jain et al. 2020, arXiv
 1910.02653, equations 1b to 1e of section 4.2) between a few stages rather than all of them, with windows of stages added.
@@ -24,7 +24,7 @@ from lowtide.solve.bounds.cuts import Trials, choose_cuts
 from lowtide.solve.bounds.liveness import liveness
 from lowtide.solve.bounds.relaxation import Facts, gather
 from lowtide.solve.bounds.whole import whole_bound
-from lowtide.solve.model.compact import Compact, Numbers
+from lowtide.solve.model.compact import CompactGraph, Numbers
 
 INFEASIBLE_NS = 2**62
 """The time bound where no schedule fits."""
@@ -44,7 +44,7 @@ _EFFORTS = {  # what is tried for the cuts, splits x entries in branching, secon
 }
 
 
-def time_bound(model: Compact, budget_bytes: int, *, effort: int = 3, known_ns: int | None = None) -> int:
+def time_bound(model: CompactGraph, budget_bytes: int, *, effort: int = 3, known_ns: int | None = None) -> int:
     """Nanoseconds that no schedule within ``budget_bytes`` undercuts; ``INFEASIBLE_NS`` where none fits. Raises ``PlanError``.
 
     ``effort``: 1 to 5. ``known_ns``: time of a schedule that fits; stops early once the bound has reached it.
@@ -66,7 +66,7 @@ def time_bound(model: Compact, budget_bytes: int, *, effort: int = 3, known_ns: 
     return base + unit * max(math.ceil(share * scale / unit - _ROUNDING), 0)  # times are multiples of the unit
 
 
-def peak_bound(model: Compact) -> int:
+def peak_bound(model: CompactGraph) -> int:
     """Bytes that no schedule's peak undercuts, ``fixed_bytes`` included."""
     if not _tractable(model) or model.nodes == 0:
         return model.fixed_bytes
@@ -81,22 +81,22 @@ def peak_bound(model: Compact) -> int:
     return low
 
 
-def proven_infeasible(model: Compact, budget_bytes: int) -> bool:
+def proven_infeasible(model: CompactGraph, budget_bytes: int) -> bool:
     """Whether certain liveness alone shows that no schedule fits."""
     return _tractable(model) and not liveness(model, budget_bytes).feasible
 
 
-def least_time(model: Compact) -> int:
+def least_time(model: CompactGraph) -> int:
     """Every node and every view once."""
     inside = int(model.view_time_ns[model.views].sum())  # those of external storages are in constant_ns
-    return model.constant_ns + int(model.time_ns.sum()) + inside
+    return model.least_ns + inside
 
 
-def _tractable(model: Compact) -> bool:
+def _tractable(model: CompactGraph) -> bool:
     return model.bounding and (model.nodes + 2) * max(len(model.storage_node), model.nodes) <= _MAX_CELLS
 
 
-def _kept_bytes(model: Compact) -> Numbers:
+def _kept_bytes(model: CompactGraph) -> Numbers:
     """Bytes resident at each instant without recomputation."""
     last = model.storage_node.astype(np.int64)
     np.maximum.at(last, model.reads, np.repeat(np.arange(model.nodes + 1), np.diff(model.reads_start)))

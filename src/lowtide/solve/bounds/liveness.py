@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.solve.model.compact import Compact, Flags, Indices, Numbers
+from lowtide.solve.model.compact import CompactGraph, Flags, Indices, Numbers
 from lowtide.solve.model.compiled import kernel
 
 Bytes = npt.NDArray[np.uint8]
@@ -32,27 +32,27 @@ class Liveness:
     instant_bytes: Numbers
     feasible: bool
 
-    def certain_at(self, model: Compact, instant: int) -> Flags:
+    def certain_at(self, model: CompactGraph, instant: int) -> Flags:
         """Storages computed before ``instant`` that are certainly live then."""
         after = self.certain_slots[:, instant + 1] == 1
-        after[model.reads[model.reads_start[instant] : model.reads_start[instant + 1]]] = True
+        after[model.reads_of(instant)] = True
         return np.asarray((after | model.held) & (model.storage_node < instant), np.bool_)
 
 
-def last_needs(model: Compact) -> Numbers:
+def last_needs(model: CompactGraph) -> Numbers:
     """Per storage, the last instant that reads it or reads what could be rebuilt from it."""
     need = model.storage_node.astype(np.int64)
     for node in range(model.nodes, -1, -1):
-        own = model.owns[model.owns_start[node] : model.owns_start[node + 1]]
+        own = model.owns_of(node)
         latest = node
         if node < model.nodes and model.recomputable[node] and len(own):
             latest = max(node, int(need[own].max()))
-        reads = model.reads[model.reads_start[node] : model.reads_start[node + 1]]
+        reads = model.reads_of(node)
         need[reads] = np.maximum(need[reads], latest)
     return need
 
 
-def liveness(model: Compact, budget_bytes: int) -> Liveness:
+def liveness(model: CompactGraph, budget_bytes: int) -> Liveness:
     """The closure described in the module's docstring."""
     storages, nodes = len(model.storage_node), model.nodes
     need = last_needs(model)

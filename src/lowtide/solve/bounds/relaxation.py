@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtide.solve.bounds.liveness import Liveness, last_needs
-from lowtide.solve.model.compact import Compact, Flags, Indices, Numbers
+from lowtide.solve.model.compact import CompactGraph, Flags, Indices, Numbers
 
 Floats = npt.NDArray[np.float64]
 Key = tuple[str, int, int]
@@ -61,7 +61,7 @@ class Covering:
 class Facts:
     """What every relaxation of one model under one budget shares."""
 
-    model: Compact
+    model: CompactGraph
     liveness: Liveness
     room_bytes: int
     last_need: Numbers  # storage -> instant
@@ -69,7 +69,7 @@ class Facts:
     edge_storage: Numbers  # per read: the storage
 
 
-def gather(model: Compact, live: Liveness, budget_bytes: int) -> Facts:
+def gather(model: CompactGraph, live: Liveness, budget_bytes: int) -> Facts:
     """Of a liveness closed under the same budget."""
     return Facts(
         model=model,

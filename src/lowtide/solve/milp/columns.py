@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lowtide.solve.milp.program import Rows
 from lowtide.solve.milp.tables import ONE, ZERO, Reach, Scale, Stage
-from lowtide.solve.model.compact import Compact
+from lowtide.solve.model.compact import CompactGraph
 
 
 @dataclass(slots=True, eq=False)
@@ -16,7 +16,7 @@ class StageColumns:
     ``budget_bytes`` ``None``: the peak is minimised, and ``peak`` is its column.
     """
 
-    model: Compact
+    model: CompactGraph
     budget_bytes: int | None
     rows: Rows = field(default_factory=Rows, kw_only=True)
     reach: Reach = field(init=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowtide.solve.milp.program import INFINITY, Floats, Program
-from lowtide.solve.model.compact import Compact
-from lowtide.solve.model.ragged import inverse
+from lowtide.solve.model.compact import CompactGraph
+from lowtide.solve.model.ragged import rows
 
 ZERO, ONE = -1, -2  # in place of a column: the constant
 _LARGEST = 1e6  # numbers in the program, roughly
@@ -30,18 +29,10 @@ class Reach:
     storage_until: list[int]
 
 
-def reach(model: Compact) -> Reach:
+def reach(model: CompactGraph) -> Reach:
     """Linear in the number of reads."""
-    reads, owns, needs = (
-        [table[a:b].tolist() for a, b in itertools.pairwise(start)]
-        for table, start in (
-            (model.reads, model.reads_start),
-            (model.owns, model.owns_start),
-            (model.needs, model.needs_start),
-        )
-    )
-    start, rows = inverse(model.reads_start, model.reads, len(model.storage_node))
-    readers = [rows[a:b].tolist() for a, b in itertools.pairwise(start)]
+    reads, owns = rows(model.reads_start, model.reads), rows(model.owns_start, model.owns)
+    needs, readers = rows(model.needs_start, model.needs), rows(model.uses_start, model.uses)
     node_until = [-1] * (model.nodes + 1)
     storage_until = [-1] * len(readers)
     for node in range(model.nodes, -1, -1):
@@ -53,7 +44,7 @@ def reach(model: Compact) -> Reach:
     return Reach(reads, owns, needs, readers, model.storage_node.tolist(), node_until, storage_until)
 
 
-def recompute_columns(model: Compact, reduced: bool) -> int:
+def recompute_columns(model: CompactGraph, reduced: bool) -> int:
     """How many R[t, i] a formulation has, without building it."""
     until = reach(model).node_until
     first = [max(node, model.boundary - 1) if reduced else node for node in range(model.nodes)]
@@ -77,7 +68,7 @@ class Scale:
         return self.whole_times if for_time else self.whole_bytes
 
 
-def make_scale(model: Compact, budget_bytes: int | None) -> Scale:
+def make_scale(model: CompactGraph, budget_bytes: int | None) -> Scale:
     """Sizes and times are divided by their greatest common divisors, or further where numbers stay too large."""
     sizes = np.concatenate([model.storage_bytes, model.workspace_bytes, [model.rng_state_bytes]])
     times = np.concatenate([model.time_ns, model.view_time_ns])
@@ -116,7 +107,7 @@ class Formulation:
         """The objective takes whole numbers only where its unit is the greatest common divisor."""
         return 0.99 if self.scale.whole(self.for_time) else 1e-6
 
-    def lower_bound(self, model: Compact, bound: float) -> int:
+    def lower_bound(self, model: CompactGraph, bound: float) -> int:
         """Nanoseconds (bytes where the peak is minimised) that follow from a bound on the objective."""
         if bound == -INFINITY:
             return 0
@@ -124,7 +115,7 @@ class Formulation:
         if self.scale.whole(self.for_time):
             safe = math.ceil(safe)
         if self.for_time:
-            return int(model.time_ns.sum()) + model.constant_ns + int(safe * self.scale.time_unit)
+            return model.least_ns + int(safe * self.scale.time_unit)
         return model.fixed_bytes + int(safe * self.scale.byte_unit)
 
     def sequence(self, values: Floats) -> list[int]:
@@ -136,7 +127,7 @@ class Formulation:
                 nodes.append(stage.target)
         return nodes[:-1]
 
-    def start(self, model: Compact, nodes: list[int]) -> Floats | None:
+    def start(self, model: CompactGraph, nodes: list[int]) -> Floats | None:
         """The solution that a sequence of nodes is, as far as it is integer (the rest NaN); ``None``: it is none."""
         runs = self._runs(model, nodes)
         if runs is None:
@@ -155,7 +146,7 @@ class Formulation:
                     values[column] = np.nanmax([values[column], float(storage in live)])
         return values
 
-    def _runs(self, model: Compact, nodes: list[int]) -> list[list[int]] | None:
+    def _runs(self, model: CompactGraph, nodes: list[int]) -> list[list[int]] | None:
         """The nodes of each stage in their order, which is ascending in each round of ordered stages; the last rounds of a
         stage are filled first."""
         runs: list[list[int]] = []

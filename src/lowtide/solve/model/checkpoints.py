@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.solve.model.compact import Compact, Indices
+from lowtide.solve.model.compact import CompactGraph, Indices
 
 FIXED, SLOT, WANTED = 1, 2, 4  # why a node's results are there: for good, as a checkpoint, until the last use
 
@@ -33,14 +33,14 @@ class Readers:
     ``x``, -1 where there is none. ``done[t]``: nodes that backward node ``t`` is the last to read.
     """
 
-    model: Compact
+    model: CompactGraph
     sources: list[list[int]]
     direct: list[list[int]]
     last_read: list[int]
     done: list[list[int]]
 
 
-def make_readers(model: Compact) -> Readers:
+def make_readers(model: CompactGraph) -> Readers:
     rows = [_sources(model, node) for node in range(model.nodes + 1)]
     direct = [[x for x in reversed(row) if x < model.boundary] for row in rows[model.boundary :]]
     last_read = [-1] * model.boundary
@@ -54,8 +54,8 @@ def make_readers(model: Compact) -> Readers:
     return Readers(model, rows[: model.boundary], direct, last_read, done)
 
 
-def _sources(model: Compact, node: int) -> list[int]:
-    storages = model.reads[model.reads_start[node] : model.reads_start[node + 1]]
+def _sources(model: CompactGraph, node: int) -> list[int]:
+    storages = model.reads_of(node)
     return sorted({int(model.storage_node[s]) for s in storages if not model.held[s]})
 
 

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lowtide.solve.model.bits import bits, members
-from lowtide.solve.model.compact import Compact
+from lowtide.solve.model.compact import CompactGraph
+from lowtide.solve.model.ragged import rows
 
 MAX_NODES = 9
 MAX_STORAGES = 12
@@ -36,11 +37,11 @@ class Optimum:
     peak_bytes: int
 
 
-def affordable(model: Compact) -> bool:
+def affordable(model: CompactGraph) -> bool:
     return model.nodes <= MAX_NODES and len(model.storage_node) <= MAX_STORAGES
 
 
-def shortest(model: Compact, budget_bytes: int | None) -> Optimum | None:
+def shortest(model: CompactGraph, budget_bytes: int | None) -> Optimum | None:
     """The least time within the budget; with ``None`` the least peak. ``None`` where there are too many states."""
     space = _Space(model)
     by_peak = budget_bytes is None
@@ -85,12 +86,13 @@ def _path(state: State, came: dict[State, tuple[State, int]], end: int) -> tuple
 class _Space:
     """Bit sets per node and the edges out of a state."""
 
-    def __init__(self, model: Compact) -> None:
+    def __init__(self, model: CompactGraph) -> None:
         self.model = model
-        self.reads = [bits(model.reads[a:b]) for a, b in itertools.pairwise(model.reads_start)]
-        self.owns = [bits(model.owns[a:b]) for a, b in itertools.pairwise(model.owns_start)]
-        self.needs = [bits(model.needs[a:b]) for a, b in itertools.pairwise(model.needs_start)]
-        self.views = [bits(model.views[a:b]) for a, b in itertools.pairwise(model.views_start)]
+        self.reads = [bits(row) for row in rows(model.reads_start, model.reads)]
+        self.owns = [bits(row) for row in rows(model.owns_start, model.owns)]
+        self.needs = [bits(row) for row in rows(model.needs_start, model.needs)]
+        self.views = [bits(row) for row in rows(model.views_start, model.views)]
+        self.overs = rows(model.overs_start, model.overs)
         self.held = bits(index for index, held in enumerate(model.held) if held)
 
     def edges(self, state: State) -> Iterator[tuple[State, int, int, int]]:
@@ -121,6 +123,6 @@ class _Space:
             step += sum(int(model.storage_bytes[s]) for s in members(self.owns[node]))
             later = first + (node == first)
             yield (later, live | self.owns[node], formed, kept), node, time, step
-            for storage in model.at_times.get(node, ()) if not live & self.owns[node] else ():
+            for storage in self.overs[node] if not live & self.owns[node] else ():
                 after = live & ~(1 << storage) | self.owns[node], formed & ~self.views[storage]
                 yield (later, *after, kept), node, time, step - int(model.storage_bytes[storage])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtide.solve.model.compact import Indices, Numbers
+from lowtide.solve.model.compact import CompactGraph, Indices, Numbers
 from lowtide.solve.model.compiled import kernel
-from lowtide.solve.model.tables import Tables
 
 
 @kernel
-def next_use(t: Tables, storage: int, node: int) -> int:
+def next_use(t: CompactGraph, storage: int, node: int) -> int:
     """The first node after ``node`` that reads the storage in the program as written, -1 without one."""
     low, high = t.uses_start[storage], t.uses_start[storage + 1]
     while low < high:
@@ -23,7 +22,7 @@ def next_use(t: Tables, storage: int, node: int) -> int:
 
 
 @kernel
-def rebuild_ns(t: Tables, live: Indices, node: int, seen: Indices, stamp: int, stack: Indices) -> int:
+def rebuild_ns(t: CompactGraph, live: Indices, node: int, seen: Indices, stamp: int, stack: Indices) -> int:
     """Time to compute the node again, with whatever it reads and is gone; the walk ends after 64 nodes."""
     total, depth, walked = 0, 1, 0
     stack[0] = node
@@ -45,7 +44,14 @@ def rebuild_ns(t: Tables, live: Indices, node: int, seen: Indices, stamp: int, s
 
 @kernel
 def choose_victim(
-    t: Tables, live: Indices, pins: Indices, at: int, elapsed: Numbers, seen: Indices, stamps: Indices, stack: Indices
+    t: CompactGraph,
+    live: Indices,
+    pins: Indices,
+    at: int,
+    elapsed: Numbers,
+    seen: Indices,
+    stamps: Indices,
+    stack: Indices,
 ) -> int:
     """The live storage that is cheapest to rebuild per byte and time until its next use, -1 without one."""
     best, best_score = -1, np.inf
@@ -67,7 +73,7 @@ def choose_victim(
 
 
 @kernel
-def overwritten(t: Tables, pins: Indices, node: int, at: int) -> int:
+def overwritten(t: CompactGraph, pins: Indices, node: int, at: int) -> int:
     """The storage that the node writes over because nothing reads it from ``at`` on, -1 without one."""
     for i in range(t.overs_start[node], t.overs_start[node + 1]):
         storage: int = t.overs[i]
@@ -77,7 +83,7 @@ def overwritten(t: Tables, pins: Indices, node: int, at: int) -> int:
 
 
 @kernel
-def dropped(t: Tables, live: Indices, storage: int, node: int) -> int:
+def dropped(t: CompactGraph, live: Indices, storage: int, node: int) -> int:
     """Let go of a storage that nothing after ``node`` reads; its bytes, 0 where it stays."""
     if live[storage] == 0 or t.held[storage] or not t.recomputable[t.storage_node[storage]]:
         return 0
@@ -88,7 +94,7 @@ def dropped(t: Tables, live: Indices, storage: int, node: int) -> int:
 
 
 @kernel
-def greedy_sequence(t: Tables, budget: int, capacity: int) -> Indices:
+def greedy_sequence(t: CompactGraph, budget: int, capacity: int) -> Indices:
     """An encoded sequence that evicts whenever the next compute would exceed the budget; it may still exceed it.
 
     Empty where more than ``capacity`` steps would be needed.

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from lowtide.solve.milp.tables import reach
 from lowtide.solve.model.bits import bits, members
-from lowtide.solve.model.compact import Compact
+from lowtide.solve.model.compact import CompactGraph
+from lowtide.solve.model.ragged import rows
 
 State = tuple[int, int, int, int]  # next first compute, live storages, formed views, kept states (bit sets)
 
@@ -35,7 +36,7 @@ class Path:
 
 
 def cheapest_path(
-    model: Compact, budget_bytes: int, below_ns: float = float("inf"), states: int = 4_000, any_path: bool = False
+    model: CompactGraph, budget_bytes: int, below_ns: float = float("inf"), states: int = 4_000, any_path: bool = False
 ) -> Path | None:
     """The path of least recompute time within the budget if that is less than ``below_ns`` (recomputes and views).
 
@@ -85,7 +86,7 @@ def _nodes(trail: list[tuple[int, int]], step: int) -> tuple[int, ...]:
 class _Space:
     """Bit sets per node and the edges out of a state."""
 
-    def __init__(self, model: Compact, budget_bytes: int) -> None:
+    def __init__(self, model: CompactGraph, budget_bytes: int) -> None:
         self.model = model
         self.room = budget_bytes - model.fixed_bytes
         tables = reach(model)
@@ -93,7 +94,7 @@ class _Space:
         self.reads = [bits(row) for row in tables.reads]
         self.owns = [bits(row) for row in tables.owns]
         self.needs = [bits(row) for row in tables.needs]
-        self.views = [bits(model.views[a:b].tolist()) for a, b in itertools.pairwise(model.views_start)]
+        self.views = [bits(row) for row in rows(model.views_start, model.views)]
         self.held = bits(s for s, held in enumerate(model.held) if held)
         self.sizes = model.storage_bytes.tolist()
         self.view_times = model.view_time_ns.tolist()
