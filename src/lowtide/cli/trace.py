@@ -17,7 +17,7 @@ from lowtide.cli.options import Subparsers
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
 
 if TYPE_CHECKING:
-    from lowtide.trace import Result, Trace
+    from lowtide.trace import ReplayResult, Trace
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -123,7 +123,7 @@ def _runs(trace: Trace, peak_bytes: int, options: argparse.Namespace) -> list[di
     return found
 
 
-def _summary(result: Result, heuristic: str, budget: str, policy: str, peak_bytes: int) -> dict[str, Any]:
+def _summary(result: ReplayResult, heuristic: str, budget: str, policy: str, peak_bytes: int) -> dict[str, Any]:
     from lowtide.report.units import overhead_percent
 
     whole = result.operator == ""
@@ -177,9 +177,9 @@ def _cell(run: dict[str, Any]) -> str:
 
 def _expect_room(runs: list[dict[str, Any]]) -> None:
     """Raises ``InfeasibleBudgetError`` where no replay had enough memory."""
-    from lowtide.trace import Status
+    from lowtide.trace import ReplayStatus
 
-    if all(run["status"] == Status.OUT_OF_MEMORY.value for run in runs):
+    if all(run["status"] == ReplayStatus.OUT_OF_MEMORY.value for run in runs):
         last, whole = runs[-1], runs[-1]["unconstrained_peak_bytes"]
         raise InfeasibleBudgetError(
             f"at {last['budget_bytes']} bytes there is nothing left to evict when {last['operator']} is to run; "

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from lowtide.report.run import Block, Run, Span
-from lowtide.trace import Result, Trace, simulate
-from lowtide.trace.program import Operator, Storage
+from lowtide.trace import ReplayResult, ReplayWatcher, Trace, simulate
+from lowtide.trace.storages import TracedOperator, TracedStorage
 
 ENDLESS_BYTES = 1 << 62
 
@@ -17,7 +17,7 @@ class Replay:
     """``run`` is what happened up to where the replay ended, ``result`` says how it ended."""
 
     run: Run
-    result: Result
+    result: ReplayResult
 
 
 def replay(trace: Trace, budget_bytes: int, heuristic: str = "dtr-eq", policy: str = "eager") -> Replay:
@@ -27,16 +27,16 @@ def replay(trace: Trace, budget_bytes: int, heuristic: str = "dtr-eq", policy: s
     return Replay(recorder.run(), result)
 
 
-class _Recorder:
+class _Recorder(ReplayWatcher):
     def __init__(self, forward_calls: int | None) -> None:
         self.forward_calls = forward_calls
         self.spans: list[Span] = []
         self.blocks: list[Block] = []
-        self.there: dict[Storage, int] = {}
+        self.there: dict[TracedStorage, int] = {}
         self.clock_ns = self.calls = 0
         self.boundary: int | None = None
 
-    def ran(self, operator: Operator, again: bool) -> None:
+    def ran(self, operator: TracedOperator, again: bool) -> None:
         if any(tensor.storage.outside and tensor is tensor.storage.tensors[0] for tensor in operator.creates):
             return  # what makes a constant is no operator of the program
         if self.calls == self.forward_calls and not again and self.boundary is None:
@@ -53,7 +53,7 @@ class _Recorder:
             if size:
                 self.blocks.append(Block(kind, size, index, index, index))
 
-    def came(self, storage: Storage) -> None:
+    def came(self, storage: TracedStorage) -> None:
         self.there[storage] = len(self.blocks)
         owner = None if storage.outside else len(self.spans) - 1
         kind = "fixed" if storage.outside else "tensor"
@@ -61,7 +61,7 @@ class _Recorder:
         first = len(self.spans) if owner is None else owner
         self.blocks.append(Block(kind, storage.bytes, first, -1, owner, detail))
 
-    def went(self, storage: Storage) -> None:
+    def went(self, storage: TracedStorage) -> None:
         position = self.there.pop(storage)
         self.blocks[position] = dataclasses.replace(self.blocks[position], last=len(self.spans) - 1)
 
