@@ -140,17 +140,17 @@ def _anneal(
     problem: Problem, portfolio: Portfolio, points: list[Candidate], iterations: int, bound_ns: int
 ) -> list[Candidate]:
     """The best that runs and recombination make of ``points``, quickest first."""
-    from lowtide.solve.search.portfolio import Run
+    from lowtide.solve.search.portfolio import AnnealRun
     from lowtide.solve.search.recombine import survivors
 
     budget, part = problem.budget_bytes, iterations // _RUN_PART
     problem.progress("annealing", 0.1)
     met: list[Candidate] = []
     if portfolio.model.nodes <= _HOT_NODES:
-        runs = [Run(portfolio.keep_all(), stream, heat) for stream, heat in enumerate(_HOT)]
+        runs = [AnnealRun(portfolio.keep_all(), stream, heat) for stream, heat in enumerate(_HOT)]
         met = portfolio.round(runs, budget, part, bound_ns)
     warm = _WARM if met else _WARM * 4  # where nothing hot comes down to the budget, or where it would take too long
-    runs = [Run(quickest(points, 1)[0], stream, heat) for stream, heat in enumerate(warm, len(_HOT))]
+    runs = [AnnealRun(quickest(points, 1)[0], stream, heat) for stream, heat in enumerate(warm, len(_HOT))]
     met += portfolio.round(runs, budget, part, bound_ns)
     population = survivors([*met, *quickest(points, _POINTS)], _POPULATION)
     return _recombine(problem, portfolio, population, iterations // _CHILD_PART, bound_ns)
@@ -161,7 +161,7 @@ def _recombine(
 ) -> list[Candidate]:
     """Generations of children, each annealed for a while, until nothing better came up for some generations."""
     from lowtide.solve.model.splitmix import make_state
-    from lowtide.solve.search.portfolio import Run
+    from lowtide.solve.search.portfolio import AnnealRun
     from lowtide.solve.search.recombine import children, survivors
 
     generations = _GENERATIONS if portfolio.model.nodes <= _LARGE_NODES else _LARGE_GENERATIONS
@@ -174,7 +174,7 @@ def _recombine(
         problem.progress("recombining", 0.3 + 0.7 * generation / generations)
         starts = portfolio.measure(children(population, len(_CHILDREN), rng))
         stream = _FIRST_CHILD + len(_CHILDREN) * generation
-        runs = [Run(starts[child], stream + child, heat) for child, heat in enumerate(_CHILDREN)]
+        runs = [AnnealRun(starts[child], stream + child, heat) for child, heat in enumerate(_CHILDREN)]
         met = portfolio.round(runs, problem.budget_bytes, iterations, bound_ns)
         population = survivors([*population, *met], _POPULATION)
         last = generation if population[0].recompute_ns < best.recompute_ns else last

@@ -23,11 +23,12 @@ import numpy as np
 
 from lowtide.ir import Schedule, keep_all_schedule, simulate
 from lowtide.solve.keep_all import KeepAll
-from lowtide.solve.milp.program import Floats, Outcome, Settings, solve_program
+from lowtide.solve.milp.formulation import Formulation
+from lowtide.solve.milp.linear import Floats, Outcome, SolverOptions, solve_program
 from lowtide.solve.milp.rounding import completed, roundings
 from lowtide.solve.milp.stages import StageModel
-from lowtide.solve.milp.tables import Formulation, recompute_columns
 from lowtide.solve.model.compact import CompactGraph, Indices, encode_keep_all
+from lowtide.solve.model.reach import recompute_columns
 from lowtide.solve.options import require, require_one_of
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
@@ -89,7 +90,7 @@ class CheckmateApprox:
                 continue
             room = int(problem.budget_bytes * (1 - reserve))
             formulation = StageModel(model, room, reduced=True, every=every, integer=False).build()
-            settings = Settings(time_limit=remaining, method="simplex", seed=problem.seed)
+            settings = SolverOptions(time_limit=remaining, method="simplex", seed=problem.seed)
             result = solve_program(formulation.program, settings)
             if result.outcome is Outcome.INFEASIBLE:
                 infeasible = reserve

@@ -41,6 +41,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowtide.solve.keep_all import KeepAll
+from lowtide.solve.model.candidate import lowest, quickest
 from lowtide.solve.model.checkpoints import Readers, kept_sequence, make_readers, nothing_kept_sequence
 from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.structure import articulation_points
@@ -52,7 +53,7 @@ _STEP = 32  # the sweep over b advances by at least one in this many
 _SIMULATED = 4  # candidates that are simulated: the lowest and the quickest that fit
 
 
-def quickest(planner: str, problem: Problem, sequences: Callable[[Readers], Iterable[Indices]]) -> Solution:
+def quickest_fitting(planner: str, problem: Problem, sequences: Callable[[Readers], Iterable[Indices]]) -> Solution:
     """The quickest of the encoded sequences that fits, the program as written included.
 
     The sequences must not depend on the budget. Where none fits, ``minimum_bytes`` is the lowest peak among them.
@@ -63,10 +64,9 @@ def quickest(planner: str, problem: Problem, sequences: Callable[[Readers], Iter
         return dataclasses.replace(kept, planner=planner)
     portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
     measured = [portfolio.keep_all(), *portfolio.measure(sequences(make_readers(portfolio.model)))]
-    lowest = min(measured, key=lambda candidate: (candidate.peak_bytes, candidate.recompute_ns))
-    fitting = [candidate for candidate in measured if candidate.peak_bytes <= problem.budget_bytes]
-    fitting.sort(key=lambda candidate: (candidate.recompute_ns, candidate.peak_bytes))
-    chosen = [lowest, *(candidate for candidate in fitting[: _SIMULATED - 1] if candidate is not lowest)]
+    least = lowest(measured)
+    fitting = quickest((one for one in measured if one.peak_bytes <= problem.budget_bytes), _SIMULATED - 1)
+    chosen = [least, *(one for one in fitting if one is not least)]
     return answer(planner, problem, [portfolio.schedule(candidate) for candidate in chosen], began)
 
 
@@ -141,7 +141,7 @@ class ChenSqrt:
     """No options."""
 
     def solve(self, problem: Problem) -> Solution:
-        return quickest("chen-sqrt", problem, _moved(every_root))
+        return quickest_fitting("chen-sqrt", problem, _moved(every_root))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class ChenGreedy:
     """No options."""
 
     def solve(self, problem: Problem) -> Solution:
-        return quickest("chen-greedy", problem, _moved(greedy_sets))
+        return quickest_fitting("chen-greedy", problem, _moved(greedy_sets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class ApSqrt:
     """No options."""
 
     def solve(self, problem: Problem) -> Solution:
-        return quickest("ap-sqrt", problem, _on_points(every_root))
+        return quickest_fitting("ap-sqrt", problem, _on_points(every_root))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class ApGreedy:
     """No options."""
 
     def solve(self, problem: Problem) -> Solution:
-        return quickest("ap-greedy", problem, _on_points(greedy_sets))
+        return quickest_fitting("ap-greedy", problem, _on_points(greedy_sets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class LinearizedSqrt:
     """No options."""
 
     def solve(self, problem: Problem) -> Solution:
-        return quickest("linearized-sqrt", problem, _on_nodes(every_root))
+        return quickest_fitting("linearized-sqrt", problem, _on_nodes(every_root))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class LinearizedGreedy:
     """No options."""
 
     def solve(self, problem: Problem) -> Solution:
-        return quickest("linearized-greedy", problem, _on_nodes(greedy_sets))
+        return quickest_fitting("linearized-greedy", problem, _on_nodes(greedy_sets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class CheckpointAllAp:
     """No options."""
 
     def solve(self, problem: Problem) -> Solution:
-        return quickest("checkpoint-all-ap", problem, _on_points(lambda model, points: [list(points)]))
+        return quickest_fitting("checkpoint-all-ap", problem, _on_points(lambda model, points: [list(points)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,4 +197,4 @@ class CheckpointLast:
     """No options."""
 
     def solve(self, problem: Problem) -> Solution:
-        return quickest("checkpoint-last", problem, lambda readers: [nothing_kept_sequence(readers)])
+        return quickest_fitting("checkpoint-last", problem, lambda readers: [nothing_kept_sequence(readers)])

@@ -1,4 +1,4 @@
-"""What Checkmate's programs are made from: the reach of nodes and storages, stages, units, and reading solutions."""
+"""What Checkmate's programs are made from: stages, units, and how solutions are read."""
 
 from __future__ import annotations
 
@@ -8,47 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.solve.milp.program import INFINITY, Floats, Program
+from lowtide.solve.milp.linear import INFINITY, Floats, LinearProgram
 from lowtide.solve.model.compact import CompactGraph
-from lowtide.solve.model.ragged import rows
+from lowtide.solve.model.reach import Reach
 
 ZERO, ONE = -1, -2  # in place of a column: the constant
 _LARGEST = 1e6  # numbers in the program, roughly
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reach:
-    """Lists per node and storage, and until which stage each can matter (-1: never after its first compute)."""
-
-    reads: list[list[int]]
-    owns: list[list[int]]
-    needs: list[list[int]]
-    readers: list[list[int]]
-    base: list[int]
-    node_until: list[int]
-    storage_until: list[int]
-
-
-def reach(model: CompactGraph) -> Reach:
-    """Linear in the number of reads."""
-    reads, owns = rows(model.reads_start, model.reads), rows(model.owns_start, model.owns)
-    needs, readers = rows(model.needs_start, model.needs), rows(model.uses_start, model.uses)
-    node_until = [-1] * (model.nodes + 1)
-    storage_until = [-1] * len(readers)
-    for node in range(model.nodes, -1, -1):
-        for storage in owns[node]:
-            uses = [max(reader, node_until[reader]) for reader in readers[storage]]
-            storage_until[storage] = model.nodes if model.held[storage] else max(uses, default=-1)
-            if model.recomputable[node] and not model.held[storage]:
-                node_until[node] = max(node_until[node], storage_until[storage])
-    return Reach(reads, owns, needs, readers, model.storage_node.tolist(), node_until, storage_until)
-
-
-def recompute_columns(model: CompactGraph, reduced: bool) -> int:
-    """How many R[t, i] a formulation has, without building it."""
-    until = reach(model).node_until
-    first = [max(node, model.boundary - 1) if reduced else node for node in range(model.nodes)]
-    return sum(max(until[node] - first[node], 0) for node in range(model.nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +47,7 @@ def make_scale(model: CompactGraph, budget_bytes: int | None) -> Scale:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class FrontierStage:
     """``target`` runs for the first time at its end, or nothing does (-1); nodes below ``limit`` may be recomputed."""
 
     target: int
@@ -94,8 +59,8 @@ class Stage:
 class Formulation:
     """A program and how to read its solutions. The objective is the recompute time, or the peak, in units of the scale."""
 
-    program: Program
-    stages: list[Stage]
+    program: LinearProgram
+    stages: list[FrontierStage]
     stored: list[dict[int, int]]  # stage -> storage -> column (or ZERO, ONE) at its beginning
     reach: Reach
     scale: Scale

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lowtide.solve.milp.program import Floats
-from lowtide.solve.milp.tables import ONE, Formulation
+from lowtide.solve.milp.formulation import ONE, Formulation
+from lowtide.solve.milp.linear import Floats
 from lowtide.solve.model.compact import CompactGraph, Indices
 
 _THRESHOLDS = tuple(step / 20 for step in range(1, 20))

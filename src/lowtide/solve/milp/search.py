@@ -9,10 +9,11 @@ from functools import partial
 
 from lowtide.ir import Schedule, schedule_from_sequence, simulate
 from lowtide.ir.schedule import Compute
-from lowtide.solve.milp.program import Outcome, Result, Settings, solve_program
+from lowtide.solve.milp.formulation import Formulation
+from lowtide.solve.milp.linear import Outcome, SolverOptions, SolverResult, solve_program
 from lowtide.solve.milp.stages import StageModel
-from lowtide.solve.milp.tables import Formulation, recompute_columns
 from lowtide.solve.model.compact import CompactGraph, compact
+from lowtide.solve.model.reach import recompute_columns
 from lowtide.solve.problem import Problem
 from lowtide.solve.search.memory_paths import cheapest_path
 
@@ -138,9 +139,9 @@ class Search:
             else:
                 self.bound = budget + 1
 
-    def _run(self, stages: StageModel, share: float) -> tuple[Formulation, Result]:
+    def _run(self, stages: StageModel, share: float) -> tuple[Formulation, SolverResult]:
         formulation = stages.build()
-        settings = Settings(
+        settings = SolverOptions(
             time_limit=self.remaining * share,
             gap=self.limits.gap,
             absolute_gap=formulation.absolute_gap,

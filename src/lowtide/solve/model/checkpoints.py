@@ -59,7 +59,7 @@ def _sources(model: CompactGraph, node: int) -> list[int]:
     return sorted({int(model.storage_node[s]) for s in storages if not model.held[s]})
 
 
-class Memory:
+class LiveResults:
     """Which forward nodes' results are there while the backward pass goes on; ``codes`` is the sequence so far."""
 
     def __init__(self, readers: Readers, kept: Iterable[int]) -> None:
@@ -103,7 +103,7 @@ def kept_sequence(readers: Readers, checkpoints: Iterable[int]) -> Indices:
     """
     cuts = sorted(set(checkpoints))
     boundary = readers.model.boundary
-    memory = Memory(readers, [*cuts, *range(cuts[-1] if cuts else 0, boundary)])
+    memory = LiveResults(readers, [*cuts, *range(cuts[-1] if cuts else 0, boundary)])
     segment_of = np.searchsorted(cuts, np.arange(boundary), side="right").tolist()
     edges = [0, *cuts, boundary]
     for step, nodes in enumerate(readers.direct):
@@ -125,7 +125,7 @@ def wanted(readers: Readers, nodes: Iterable[int], step: int) -> list[int]:
 def nothing_kept_sequence(readers: Readers) -> Indices:
     """The encoded sequence in which only the last forward node is kept and every backward node rebuilds what it reads,
     for itself alone; of the square of the program's length."""
-    memory = Memory(readers, [readers.model.boundary - 1] if readers.model.boundary else [])
+    memory = LiveResults(readers, [readers.model.boundary - 1] if readers.model.boundary else [])
     for step, nodes in enumerate(readers.direct):
         memory.rebuild(nodes)
         memory.compute(step)

@@ -23,12 +23,11 @@ class Classes(NamedTuple):
 
 def node_classes(model: CompactGraph, rounds: int = 3) -> Indices:
     """Class number of every node (the end included), dense, in order of appearance."""
-    readers: list[list[int]] = [[] for _ in range(model.nodes + 1)]
-    sources: list[list[int]] = [[] for _ in range(model.nodes + 1)]
-    for node in range(model.nodes + 1):
-        for storage in model.reads_of(node):
-            sources[node].append(int(model.storage_node[storage]))
-            readers[int(model.storage_node[storage])].append(node)
+    sources = [model.storage_node[model.reads_of(node)].tolist() for node in range(model.nodes + 1)]
+    readers: list[list[int]] = [[] for _ in sources]
+    for node, bases in enumerate(sources):
+        for base in bases:
+            readers[base].append(node)
     colours = _dense([_first_colour(model, node, len(sources[node])) for node in range(model.nodes + 1)])
     for _ in range(rounds):
         colours = _dense(

@@ -133,6 +133,7 @@ class _Compaction:
         self.views = {op.id for op in graph.ops if is_view(graph, op)}
         self.needed = needed_ops(graph)
         self.held = {graph.values[value].storage for value in graph.forward_outputs}
+        self.recomputable = {op.id for op in graph.ops if op.recomputable} - self._pinned_bases()
         self.node_of_op = {op: node for node, op in enumerate(sorted(self.needed - self.views))}
         bases = {storage.id: storage.base for storage in graph.storages}
         kept = [storage for storage, base in sorted(bases.items()) if base is not None and base in self.node_of_op]
@@ -155,22 +156,23 @@ class _Compaction:
         view_ops = sorted(self.view_index)
         on_storage = [self._view_storage(op) for op in view_ops]
         external = [op for op, storage in zip(view_ops, on_storage, strict=True) if storage is None]
-        views_of: list[list[int]] = [[] for _ in self.storage_index]
+        views_on: dict[int | None, list[int]] = {storage: [] for storage in (*self.storage_index, None)}
         for view, storage in enumerate(on_storage):
-            if storage is not None:
-                views_of[self.storage_index[storage]].append(view)
-        reads_start, reads = ragged([[self.storage_index[s] for s in sorted(read)] for read, _ in uses])
-        needs_start, needs = ragged([[self.view_index[v] for v in sorted(seen - {*external})] for _, seen in uses])
-        owns_start, owned = ragged([[self.storage_index[s] for s in allocated] for allocated in owns])
-        views_start, view_table = ragged(views_of)
+            views_on[storage].append(view)
         kept = list(self.storage_index)
-        pinned = self._pinned_bases()
         replaced, at_times = self._overwrites(ops, uses)
-        replaced_start, replaced_table = ragged([replaced.get(node, ()) for node in range(len(ops) + 1)])
-        overs_start, overs = ragged([at_times.get(node, ()) for node in range(len(ops) + 1)])
-        uses_start, use_table = inverse(reads_start, reads, len(kept))
-        needers_start, needers = inverse(needs_start, needs, len(view_ops))
         exact_views = not any(costs.workspace_bytes[op] or self._reads_elsewhere(op) for op in view_ops)
+        index, nodes = self.storage_index, range(len(ops) + 1)
+        tables = _tables(
+            reads=[[index[s] for s in sorted(read)] for read, _ in uses],
+            owns=[[index[s] for s in allocated] for allocated in owns],
+            needs=[[self.view_index[v] for v in sorted(seen - {*external})] for _, seen in uses],
+            views=[views_on[storage] for storage in kept],
+            overs=[at_times.get(node, ()) for node in nodes],
+            replaced=[replaced.get(node, ()) for node in nodes],
+        )
+        tables["uses_start"], tables["uses"] = inverse(tables["reads_start"], tables["reads"], len(kept))
+        tables["needers_start"], tables["needers"] = inverse(tables["needs_start"], tables["needs"], len(view_ops))
         model = CompactGraph(
             nodes=len(ops),
             boundary=forward,
@@ -179,35 +181,20 @@ class _Compaction:
             constant_ns=sum(int(costs.time_ns[op]) for op in external),
             faithful=exact_views and not (at_times or self.floor),
             bounding=exact_views and not at_times,
-            op_of_node=np.array(ops, np.int32),
             time_ns=np.array([*costs.time_ns[ops], 0], np.int64),
             workspace_bytes=self._workspace(ops, uses, owns, replaced),
-            recomputable=np.array([*(graph.ops[o].recomputable and o not in pinned for o in ops), False], np.bool_),
+            recomputable=np.array([*(op in self.recomputable for op in ops), False], np.bool_),
             random=np.array([*(graph.ops[op].random for op in ops), False], np.bool_),
-            reads_start=reads_start,
-            reads=reads,
-            read_node=np.repeat(np.arange(len(ops) + 1, dtype=np.int32), np.diff(reads_start)),
-            gaps=reads,
-            owns_start=owns_start,
-            owns=owned,
-            needs_start=needs_start,
-            needs=needs,
-            overs_start=overs_start,
-            overs=overs,
-            replaced_start=replaced_start,
-            replaced=replaced_table,
-            views_start=views_start,
-            views=view_table,
             view_time_ns=costs.time_ns[view_ops] if view_ops else np.zeros(0, np.int64),
-            view_storage=owners(views_start, view_table, len(view_ops)),
-            needers_start=needers_start,
-            needers=needers,
             storage_bytes=costs.storage_bytes[kept] if kept else np.zeros(0, np.int64),
-            storage_node=np.array([self.node_of_op[_base(graph, s)] for s in kept], np.int32),
-            uses_start=uses_start,
-            uses=use_table,
             held=np.array([s in self.held for s in kept], np.bool_),
-            overwritten=np.isin(np.arange(len(kept)), overs),
+            overwritten=np.isin(np.arange(len(kept)), tables["overs"]),
+            op_of_node=np.array(ops, np.int32),
+            read_node=np.repeat(np.arange(len(ops) + 1, dtype=np.int32), np.diff(tables["reads_start"])),
+            gaps=tables["reads"],
+            storage_node=np.array([self.node_of_op[_base(graph, s)] for s in kept], np.int32),
+            view_storage=owners(tables["views_start"], tables["views"], len(view_ops)),
+            **tables,
         )
         return model._replace(gaps=_gaps(model))
 
@@ -294,6 +281,14 @@ class _Compaction:
 def bounding_model(graph: Graph, costs: Costs, model: CompactGraph) -> CompactGraph:
     """``model`` of the graph where bounds on it hold for every schedule, else the ``floor`` model, on which they do."""
     return model if model.bounding else compact(graph, costs, floor=True)
+
+
+def _tables(**tables: Sequence[Sequence[int]]) -> dict[str, Indices]:
+    """``x_start`` and ``x`` of the rows of each table ``x``."""
+    arrays: dict[str, Indices] = {}
+    for name, lists in tables.items():
+        arrays[f"{name}_start"], arrays[name] = ragged(lists)
+    return arrays
 
 
 def _gaps(model: CompactGraph) -> Indices:

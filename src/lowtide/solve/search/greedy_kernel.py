@@ -94,6 +94,33 @@ def dropped(t: CompactGraph, live: Indices, storage: int, node: int) -> int:
 
 
 @kernel
+def pin_inputs(t: CompactGraph, pins: Indices, node: int, change: int) -> None:
+    """Keep what the node reads from being evicted, or (with -1) no longer."""
+    for i in range(t.reads_start[node], t.reads_start[node + 1]):
+        pins[t.reads[i]] += change
+
+
+@kernel
+def missing_input(t: CompactGraph, live: Indices, node: int) -> int:
+    """The latest of the nodes whose results the node reads and nobody has, -1 without one."""
+    missing = -1
+    for i in range(t.reads_start[node], t.reads_start[node + 1]):
+        if live[t.reads[i]] == 0:
+            missing = max(missing, t.storage_node[t.reads[i]])
+    return missing
+
+
+@kernel
+def fresh_bytes(t: CompactGraph, live: Indices, node: int) -> int:
+    """Bytes of the storages that the node allocates and that are not there."""
+    total = 0
+    for i in range(t.owns_start[node], t.owns_start[node + 1]):
+        if live[t.owns[i]] == 0:
+            total += t.storage_bytes[t.owns[i]]
+    return total
+
+
+@kernel
 def greedy_sequence(t: CompactGraph, budget: int, capacity: int) -> Indices:
     """An encoded sequence that evicts whenever the next compute would exceed the budget; it may still exceed it.
 
@@ -114,24 +141,16 @@ def greedy_sequence(t: CompactGraph, budget: int, capacity: int) -> Indices:
     for node in range(t.nodes + 1):
         depth, begun = 1, length
         stack[0] = node
-        for i in range(t.reads_start[node], t.reads_start[node + 1]):
-            pins[t.reads[i]] += 1
+        pin_inputs(t, pins, node, 1)
         while depth > 0:
             top = stack[depth - 1]
-            missing = -1
-            for i in range(t.reads_start[top], t.reads_start[top + 1]):
-                if live[t.reads[i]] == 0:
-                    missing = max(missing, t.storage_node[t.reads[i]])
+            missing = missing_input(t, live, top)
             if missing >= 0:
                 stack[depth] = missing
                 depth += 1
-                for i in range(t.reads_start[missing], t.reads_start[missing + 1]):
-                    pins[t.reads[i]] += 1
+                pin_inputs(t, pins, missing, 1)
                 continue
-            need = t.workspace_bytes[top]
-            for i in range(t.owns_start[top], t.owns_start[top + 1]):
-                if live[t.owns[i]] == 0:
-                    need += t.storage_bytes[t.owns[i]]
+            need = t.workspace_bytes[top] + fresh_bytes(t, live, top)
             over = overwritten(t, pins, top, node)
             if over >= 0:
                 need -= t.storage_bytes[over]
@@ -145,15 +164,12 @@ def greedy_sequence(t: CompactGraph, budget: int, capacity: int) -> Indices:
                 return out[:0]
             out[length] = node if depth == 1 else ~top
             length += 1
-            for i in range(t.owns_start[top], t.owns_start[top + 1]):
-                if live[t.owns[i]] == 0:
-                    live[t.owns[i]] = 1
-                    resident += t.storage_bytes[t.owns[i]]
+            resident += fresh_bytes(t, live, top)
+            live[t.owns[t.owns_start[top] : t.owns_start[top + 1]]] = 1
             if over >= 0:
                 live[over] = 0
                 resident -= t.storage_bytes[over]
-            for i in range(t.reads_start[top], t.reads_start[top + 1]):
-                pins[t.reads[i]] -= 1
+            pin_inputs(t, pins, top, -1)
             depth -= 1
         for i in range(t.reads_start[node], t.reads_start[node + 1]):
             resident -= dropped(t, live, t.reads[i], node)

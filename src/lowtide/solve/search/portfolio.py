@@ -30,7 +30,7 @@ _MANY_NODES = 4000  # from which on the iterations grow more slowly than the pro
 _COLD = 0.01  # last temperature, in mean node times
 
 
-class Run(NamedTuple):
+class AnnealRun(NamedTuple):
     """An annealing run: where it starts, its stream of random numbers, its first temperature in mean node times."""
 
     start: Candidate
@@ -95,13 +95,13 @@ class Portfolio:
         """Of the whole schedule."""
         return self.model.least_ns + candidate.recompute_ns
 
-    def round(self, runs: Iterable[Run], budget_bytes: int, iterations: int, bound_ns: int) -> list[Candidate]:
+    def round(self, runs: Iterable[AnnealRun], budget_bytes: int, iterations: int, bound_ns: int) -> list[Candidate]:
         """The results of several annealing runs, in their order; those that met nothing left out.
 
         A run ends when it meets ``bound_ns``, which no schedule undercuts.
         """
 
-        def anneal(run: Run) -> Candidate | None:
+        def anneal(run: AnnealRun) -> Candidate | None:
             return self.anneal(run.start, budget_bytes, iterations, run.stream, run.hot, bound_ns)
 
         return [candidate for candidate in in_threads(anneal, runs) if candidate is not None]
