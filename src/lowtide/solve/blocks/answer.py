@@ -1,7 +1,7 @@
 """From block tables to an answer: many nominal budgets asked of each table, the quickest real fit taken.
 
 A table's own figures are upper bounds (bytes are rounded up, what crosses a cut is counted whole), so the sequence of a
-nominal budget a little above the real one may fit. CompactGraph are built for a ladder of budgets from keep-all's peak
+nominal budget a little above the real one may fit. Tables are built for a ladder of budgets from keep-all's peak
 down, the rungs fixed by the program alone; every table answers for its part of the range. The set of sequences thus
 does not depend on the budget: more of it is never slower, and the lowest peak reported is reached when asked for.
 """

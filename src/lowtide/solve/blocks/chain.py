@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.solve.blocks.kernels import Span
+from lowtide.solve.blocks.kernels import BlockSpan
 from lowtide.solve.model.compact import CompactGraph, Flags, Indices, Numbers
 from lowtide.solve.model.structure import last_forward_use
 
@@ -50,10 +50,10 @@ class Chain:
         """Backward nodes of blocks ``low .. high - 1``: first, and one after the last."""
         return self.starts[high - 1], self.starts[low - 1] if low else self.model.nodes
 
-    def span(self, low: int, high: int) -> Span:
+    def span(self, low: int, high: int) -> BlockSpan:
         """Blocks ``low .. high - 1`` as one block for the kernels."""
         first, last = self.region(low, high)
-        return Span(
+        return BlockSpan(
             self.cuts[low],
             self.cuts[high],
             first,

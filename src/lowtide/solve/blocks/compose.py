@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lowtide.solve.blocks.chain import Chain, make_chain
-from lowtide.solve.blocks.kernels import Span, measure_option
+from lowtide.solve.blocks.kernels import BlockSpan, measure_option
 from lowtide.solve.blocks.menu import Menu, Signature, everything, leaf_menu, menus, moved, signature, thinned
 from lowtide.solve.blocks.partition import refined_cuts
 from lowtide.solve.model.compact import CompactGraph, Indices
@@ -32,7 +32,7 @@ class Composer:
         self.chain = chain
         self.count = count
         self.crossing = crossing_bytes(chain.model)
-        self.known: dict[Signature, tuple[Span, Menu]] = {}
+        self.known: dict[Signature, tuple[BlockSpan, Menu]] = {}
 
     def menu(self, low: int, high: int) -> Menu:
         """Options of blocks ``low .. high - 1``, about ``count`` of them."""

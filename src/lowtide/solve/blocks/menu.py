@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lowtide.solve.blocks.chain import Chain
-from lowtide.solve.blocks.kernels import Measures, Span, lazy_codes, measure_option, shrinking_sets
+from lowtide.solve.blocks.kernels import BlockSpan, Measures, lazy_codes, measure_option, shrinking_sets
 from lowtide.solve.model.compact import Indices
 
 Menu = tuple[Indices, ...]
@@ -75,13 +75,13 @@ def signature(chain: Chain, low: int, high: int) -> Signature:
     return tuple(rows)
 
 
-def moved(source: Span, target: Span, codes: Indices) -> Indices:
+def moved(source: BlockSpan, target: BlockSpan, codes: Indices) -> Indices:
     """Codes of one part of the chain as codes of an equal one."""
     recomputed, run = codes - (target.low - source.low), codes + (target.first - source.first)
     return np.where(codes < 0, recomputed, run).astype(np.int32)
 
 
-def leaf_menu(chain: Chain, alike: Sequence[Span], count: int) -> Menu:
+def leaf_menu(chain: Chain, alike: Sequence[BlockSpan], count: int) -> Menu:
     """Options of the first of some equal parts, by the saved sets of the module docstring."""
     span, model = alike[0], chain.model
     if len(alike) > 1:

@@ -26,7 +26,7 @@ import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.solve.blocks.chain import Chain
-from lowtide.solve.blocks.kernels import Measures, Span, measure_option
+from lowtide.solve.blocks.kernels import BlockSpan, Measures, measure_option
 from lowtide.solve.blocks.menu import Menu
 from lowtide.solve.model.compact import Indices, Numbers
 from lowtide.solve.model.compiled import kernel
@@ -180,7 +180,7 @@ def _table_costs(chain: Chain, measures: list[list[Measures]], unit: int, trim: 
     )
 
 
-def _unread(chain: Chain, block: int) -> Span:
+def _unread(chain: Chain, block: int) -> BlockSpan:
     """The block with nothing that stays for later regions."""
     span = chain.span(block, block + 1)
     return span._replace(late=np.zeros_like(span.late))
