@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.extras import require
-from lowtide.trace import Call, Created, Event, Release, Status, Trace, simulate
+from lowtide.trace import Created, Event, OperatorCall, Release, ReplayStatus, Trace, simulate
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS = tuple(2**exponent for exponent in range(6, 15))
@@ -56,12 +56,12 @@ def linear_network(layers: int) -> Trace:
     """
     events: list[Event] = []
     for layer in range(layers):
-        events.append(Call("forward", 1, (layer - 1,) if layer else (), (Created(layer, 1),)))
+        events.append(OperatorCall("forward", 1, (layer - 1,) if layer else (), (Created(layer, 1),)))
     for step in range(layers):
         layer, gradient = layers - 1 - step, layers + step
         events.append(Release(layer))
         reads = ((layer - 1,) if layer and step else ()) + ((gradient - 1,) if step else ())
-        events.append(Call("backward", 1, reads, (Created(gradient, 1),)))
+        events.append(OperatorCall("backward", 1, reads, (Created(gradient, 1),)))
         if step:
             events.append(Release(gradient - 1))
     return Trace(tuple(events), f"linear network of {layers} layers", forward_calls=layers)
@@ -76,7 +76,7 @@ def measure(heuristic: str, policy: str, layers: int) -> Point:
     limit = MOST / 2  # of twice the layers
     budget = budget_for(layers)
     result = simulate(linear_network(layers), budget, heuristic, policy=policy, most_slowdown=limit)
-    return Point(heuristic, policy, layers, budget, result.time_ns if result.status is Status.OK else None)
+    return Point(heuristic, policy, layers, budget, result.time_ns if result.status is ReplayStatus.OK else None)
 
 
 def curve(heuristic: str, policy: str, layers: Sequence[int]) -> list[Point]:

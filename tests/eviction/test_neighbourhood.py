@@ -80,7 +80,7 @@ def test_exact_neighbourhood_equals_a_naive_one(seed: int) -> None:
             disturb(pool, entries, draw)
         for entry in entries:
             if entry.resident:
-                assert pool.around_ns(entry) == cost_ns(ancestors(entry) | descendants(entry, entries))
+                assert pool.neighbourhood_ns(entry) == cost_ns(ancestors(entry) | descendants(entry, entries))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -92,7 +92,7 @@ def test_msps_counts_evicted_ancestors(seed: int) -> None:
         disturb(pool, entries, draw)
         for entry in entries:
             if entry.resident:
-                assert pool.around_ns(entry) == cost_ns(ancestors(entry))
+                assert pool.neighbourhood_ns(entry) == cost_ns(ancestors(entry))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -106,7 +106,7 @@ def test_components_hold_the_exact_neighbourhood(seed: int) -> None:
             disturb(pool, entries, draw)
         for entry in entries:
             if entry.resident:
-                assert pool.around_ns(entry) >= cost_ns(ancestors(entry) | descendants(entry, entries))
+                assert pool.neighbourhood_ns(entry) >= cost_ns(ancestors(entry) | descendants(entry, entries))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -126,7 +126,7 @@ def test_components_are_exact_while_nothing_is_rebuilt(seed: int) -> None:
                     if neighbour.evicted and neighbour not in component:
                         component.add(neighbour)
                         waiting.append(neighbour)
-            assert pool.around_ns(entry) == cost_ns(component)
+            assert pool.neighbourhood_ns(entry) == cost_ns(component)
 
 
 @pytest.mark.parametrize("heuristic", ["dtr", "dtr-eq", "msps"])
@@ -139,7 +139,7 @@ def test_what_all_left_costs_nothing(heuristic: str) -> None:
         pool.charge(entry, 100 + index)
     for entry in entries:
         pool.add(entry)
-    assert [pool.around_ns(entry) for entry in entries] == [0] * len(entries)
+    assert [pool.neighbourhood_ns(entry) for entry in entries] == [0] * len(entries)
 
 
 @pytest.mark.parametrize("heuristic", ["dtr", "dtr-eq"])
@@ -154,7 +154,7 @@ def test_long_chains(heuristic: str) -> None:
         pool.enter(chain[-1])
     for entry in chain[1:-1]:
         pool.evict(entry)
-    assert pool.around_ns(chain[-1]) == pool.around_ns(chain[0]) == length - 1
+    assert pool.neighbourhood_ns(chain[-1]) == pool.neighbourhood_ns(chain[0]) == length - 1
     for entry in chain[1:-1]:
         pool.add(entry)
-    assert pool.around_ns(chain[-1]) == 0
+    assert pool.neighbourhood_ns(chain[-1]) == 0

@@ -9,7 +9,7 @@ from lowtide.ir.dag import dag_from_json
 from lowtide.memory.measurement import Measurement
 from lowtide.planning import Plan, make_plan
 from lowtide.report.report import Report, report_of_plan, report_of_trace
-from lowtide.trace import Call, Created, Release, Trace
+from lowtide.trace import Created, OperatorCall, Release, Trace
 from tests.support.chains import LAYER_BYTES, chain_dag
 
 MEASURED = Measurement(3 * LAYER_BYTES, 400, "cpu", ((0, 0), (100, 2000), (200, 3000), (390, 0)), 0)
@@ -34,11 +34,11 @@ def plan_report(name: str = "chain") -> Report:
 
 def trace_of_chain(layers: int = 8) -> Trace:
     """Forward, then backward in reverse, each result as large as the others."""
-    forward = [Call(f"layer{i}", 10, (i - 1,) if i else (), (Created(i, LAYER_BYTES),)) for i in range(layers)]
-    events: list[Call | Release] = [*forward]
+    forward = [OperatorCall(f"layer{i}", 10, (i - 1,) if i else (), (Created(i, LAYER_BYTES),)) for i in range(layers)]
+    events: list[OperatorCall | Release] = [*forward]
     for i in range(layers):
         reads = (layers - 1 - i, layers + i - 1) if i else (layers - 1,)
-        events.append(Call(f"gradient{i}", 20, reads, (Created(layers + i, LAYER_BYTES),)))
+        events.append(OperatorCall(f"gradient{i}", 20, reads, (Created(layers + i, LAYER_BYTES),)))
         events.append(Release(layers - 1 - i))
         events += [Release(layers + i - 1)] if i else []
     return Trace(tuple(events), "recorded", "cpu", 6 * LAYER_BYTES, layers)

@@ -8,7 +8,7 @@ from lowtide.ir import Compute, keep_all_schedule, simulate
 from lowtide.planning import make_plan
 from lowtide.report.profile import profile_of_schedule
 from lowtide.report.replay import ENDLESS_BYTES, replay
-from lowtide.trace import Call, Status, unconstrained_peak_bytes
+from lowtide.trace import OperatorCall, ReplayStatus, unconstrained_peak_bytes
 from lowtide.trace import simulate as simulate_trace
 from tests.support.random_graphs import random_graph
 from tests.support.traces import random_trace
@@ -45,6 +45,6 @@ def test_replays_are_the_simulators(seed: int, policy: str) -> None:
         assert found.profile.time_ns == result.time_ns
         assert found.profile.peak_bytes == result.peak_bytes
         assert sum(span.again for span in found.profile.spans) == result.rematerializations
-        if result.status is Status.OK:
+        if result.status is ReplayStatus.OK:
             names = [span.name for span in found.profile.spans if not span.again]
-            assert names == [event.name for event in trace.events if isinstance(event, Call)]
+            assert names == [event.name for event in trace.events if isinstance(event, OperatorCall)]

@@ -6,17 +6,17 @@ import random
 
 import numpy as np
 
-from lowtide.solve.model.compact import Compact, Indices
-from lowtide.solve.model.sweep import Swept, sweep
-from lowtide.solve.model.tables import encode_keep_all, make_tables
+from lowtide.solve.model.candidate import Candidate
+from lowtide.solve.model.compact import CompactGraph, Indices, encode_keep_all
+from lowtide.solve.model.sweep import sweep
 
 
-def measure(model: Compact, codes: Indices) -> tuple[Indices, Swept]:
-    swept = sweep(make_tables(model), codes)
+def measure(model: CompactGraph, codes: Indices) -> tuple[Indices, Candidate]:
+    swept = sweep(model, codes)
     return swept.codes, swept
 
 
-def with_recomputes(model: Compact, seed: int) -> Indices:
+def with_recomputes(model: CompactGraph, seed: int) -> Indices:
     """The program with recomputes of random nodes at random places."""
     draw = random.Random(seed)
     codes: list[int] = []

@@ -67,9 +67,7 @@ def test_equal_blocks_are_found_and_solved_once() -> None:
     assert max(len(group) for group in groups) >= 9
     found = menus(chain, 8)
     alike = max(groups, key=len)
-    saved = [
-        [measure_option(chain.tables, chain.span(i, i + 1), codes).saved_bytes for codes in found[i]] for i in alike
-    ]
+    saved = [[measure_option(model, chain.span(i, i + 1), codes).saved_bytes for codes in found[i]] for i in alike]
     assert all(row == saved[0] for row in saved)
 
 
@@ -112,7 +110,7 @@ def test_seeds_are_valid_sequences(seed: int) -> None:
     graph, costs = random_graph(seed, 80)
     portfolio = make_portfolio(graph, costs, 0)
     peak = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
-    for codes in block_sequences(portfolio.book, int(0.8 * peak)):
+    for codes in block_sequences(portfolio.chains, int(0.8 * peak)):
         assert codes[codes >= 0].tolist() == list(range(portfolio.model.nodes + 1))
         candidate = portfolio.measure([codes])[0]
         result = simulate(graph, costs, portfolio.schedule(candidate))
@@ -123,5 +121,5 @@ def test_seeds_fit_small_budgets_of_deep_programs() -> None:
     graph, costs = transformer(24)
     portfolio = make_portfolio(graph, costs, 0)
     budget = int(0.15 * portfolio.keep_all().peak_bytes)
-    found = portfolio.measure(block_sequences(portfolio.book, budget))
+    found = portfolio.measure(block_sequences(portfolio.chains, budget))
     assert any(candidate.peak_bytes <= budget for candidate in found)

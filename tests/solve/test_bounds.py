@@ -14,7 +14,7 @@ from lowtide.solve.bounds import INFEASIBLE_NS, least_time, peak_bound, proven_i
 from lowtide.solve.bounds.dual import improve, make_matrix, solve_dual
 from lowtide.solve.bounds.liveness import liveness
 from lowtide.solve.bounds.relaxation import gather, relax
-from lowtide.solve.model.compact import Compact, compact
+from lowtide.solve.model.compact import compact
 from lowtide.solve.problem import Problem, Status
 from lowtide.solve.search.exact import shortest
 from tests.solve.brute_force import brute_force
@@ -165,7 +165,7 @@ def test_stops_at_a_known_time() -> None:
 
 
 def test_models_that_only_bound_the_bytes_get_trivial_bounds() -> None:
-    model: Compact = dataclasses.replace(compact(*chain(5)), bounding=False)
+    model = compact(*chain(5))._replace(bounding=False)
     assert time_bound(model, 1) == least_time(model)
     assert peak_bound(model) == model.fixed_bytes
 

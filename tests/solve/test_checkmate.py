@@ -12,7 +12,7 @@ from lowtide.errors import PlanError
 from lowtide.ir import keep_all_schedule, load_instance, simulate
 from lowtide.solve import Problem, Status, get_planner, solve
 from lowtide.solve.checkmate import least_peak
-from lowtide.solve.milp.program import Outcome, Rows, Settings, solve_program
+from lowtide.solve.milp.linear import Outcome, ProgramBuilder, SolverOptions, solve_program
 from lowtide.solve.milp.search import Limits
 from lowtide.solve.milp.stages import StageModel
 from lowtide.solve.model.compact import compact
@@ -86,7 +86,7 @@ def test_the_programs_alone_bracket_the_optimum() -> None:
             found: list[float] = []
             for ordered in (False, True):
                 formulation = StageModel(model, budget, ordered=ordered).build()
-                result = solve_program(formulation.program, Settings())
+                result = solve_program(formulation.program, SolverOptions())
                 infeasible = result.outcome is Outcome.INFEASIBLE
                 found.append(float("inf") if infeasible else formulation.lower_bound(model, result.objective))
             limit = float("inf") if optimum is None else optimum
@@ -166,9 +166,9 @@ def test_bad_options_are_refused(option: str) -> None:
 
 
 def test_a_program_without_columns() -> None:
-    rows = Rows()
+    rows = ProgramBuilder()
     rows.add_row([], [], upper=-1.0)
-    assert solve_program(rows.build(), Settings()).outcome is Outcome.INFEASIBLE
+    assert solve_program(rows.build(), SolverOptions()).outcome is Outcome.INFEASIBLE
 
 
 @published

@@ -15,9 +15,8 @@ from lowtide.solve import Problem, Status, solve
 from lowtide.solve.chen import every_root, greedy_sets, moved_back
 from lowtide.solve.griewank import slot_sequence, states_of
 from lowtide.solve.model.checkpoints import kept_sequence, make_readers, nothing_kept_sequence
-from lowtide.solve.model.compact import Compact, Indices, compact
+from lowtide.solve.model.compact import CompactGraph, Indices, compact
 from lowtide.solve.model.sweep import sweep
-from lowtide.solve.model.tables import make_tables
 from tests.solve.brute_force import brute_force
 from tests.solve.small_graphs import chain, small_graph
 from tests.support.random_graphs import random_graph
@@ -26,13 +25,13 @@ CHAIN_PLANNERS = ("chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy", "linearize
 PLANNERS = (*CHAIN_PLANNERS, "checkpoint-all-ap", "checkpoint-last", "griewank")
 
 
-def reads(model: Compact, node: int) -> Iterator[tuple[int, int]]:
+def reads(model: CompactGraph, node: int) -> Iterator[tuple[int, int]]:
     """(storage, node that allocates it)."""
     for storage in model.reads[model.reads_start[node] : model.reads_start[node + 1]].tolist():
         yield storage, int(model.storage_node[storage])
 
 
-def assert_dropped_nodes_are_rebuilt(model: Compact, codes: Indices, kept: set[int]) -> None:
+def assert_dropped_nodes_are_rebuilt(model: CompactGraph, codes: Indices, kept: set[int]) -> None:
     """No result of a dropped forward node is carried from the forward pass into the backward pass."""
     renewed: set[int] = set()
     for code in codes.tolist():
@@ -46,8 +45,8 @@ def assert_dropped_nodes_are_rebuilt(model: Compact, codes: Indices, kept: set[i
             renewed.add(node)
 
 
-def assert_every_recompute_is_used(model: Compact, codes: Indices) -> None:
-    assert len(sweep(make_tables(model), codes).codes) == len(codes)
+def assert_every_recompute_is_used(model: CompactGraph, codes: Indices) -> None:
+    assert len(sweep(model, codes).codes) == len(codes)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -97,7 +96,7 @@ def test_the_sweep_meets_every_choice_on_small_graphs() -> None:
             assert not (chosen := exceeding(model, size)) or chosen in sets
 
 
-def exceeding(model: Compact, size: int) -> list[int]:
+def exceeding(model: CompactGraph, size: int) -> list[int]:
     chosen, held = [], 0
     for node in range(model.boundary):
         held += sum(

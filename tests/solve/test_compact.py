@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lowtide.ir import Costs, Graph, check, schedule_from_sequence, simulate
-from lowtide.solve.model.compact import compact
-from lowtide.solve.model.tables import decode, encode_keep_all
+from lowtide.solve.model.compact import compact, decode, encode_keep_all
+from lowtide.solve.model.ragged import rows
 from lowtide.solve.search.segments import segment_sequences
 from tests.solve.sequences import measure, with_recomputes
 from tests.solve.small_graphs import chain, small_graph
@@ -52,7 +52,7 @@ def test_recomputes_of_what_could_be_kept_in_the_same_bytes_are_left_out() -> No
         graph, ops=tuple(dataclasses.replace(op, overwrites=op.inputs) if op.id == 5 else op for op in graph.ops)
     )
     model = compact(graph, costs)
-    assert model.faithful and model.replaced == {5: (4,)}
+    assert model.faithful and rows(model.replaced_start, model.replaced) == [[], [], [], [], [], [4], []]
     assert model.workspace_bytes.tolist() == [0, 0, 0, 0, 0, -4, 0]
     assert model.sequence([0, 1, 2, 3, 4, 5, 5, 3, 4, 5]) == [0, 1, 2, 3, 4, 5, 3, 4, 5]
 

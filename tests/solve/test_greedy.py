@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.solve.model.compact import compact
-from lowtide.solve.model.tables import encode_keep_all, make_tables
+from lowtide.solve.model.compact import compact, encode_keep_all
 from lowtide.solve.search.greedy_kernel import greedy_sequence
 from tests.solve.sequences import measure
 from tests.solve.small_graphs import small_graph
@@ -15,9 +14,9 @@ def test_nothing_is_evicted_at_the_peak_of_keeping_everything() -> None:
     """What an operator writes over takes no second memory. Graphs in which all may be freed, where they overwrite at times."""
     models = [compact(*overwriting(*small_graph(seed, 8), seed)) for seed in range(150)]
     models += [compact(*overwriting(*random_graph(seed, 40), seed)) for seed in range(150)]
-    models = [model for model in models if model.at_times and model.recomputable[:-1].all()]
+    models = [model for model in models if len(model.overs) and model.recomputable[:-1].all()]
     assert len(models) > 40
     for model in models:
         program = encode_keep_all(model)
         peak = measure(model, program)[1].peak_bytes
-        assert greedy_sequence(make_tables(model), peak, 2 * len(program)).tolist() == program.tolist()
+        assert greedy_sequence(model, peak, 2 * len(program)).tolist() == program.tolist()

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from lowtide.ir import check
+from lowtide.solve.model.candidate import Candidate
 from lowtide.solve.model.compact import Indices
 from lowtide.solve.model.splitmix import make_state
-from lowtide.solve.search.portfolio import Candidate, make_portfolio
+from lowtide.solve.search.portfolio import make_portfolio
 from lowtide.solve.search.recombine import children, crossed, survivors
 from tests.solve.sequences import with_recomputes
 from tests.support.random_graphs import random_graph

@@ -9,6 +9,7 @@ from lowtide.ir import keep_all_schedule, simulate
 from lowtide.solve import Problem, Status, get_planner, solve
 from lowtide.solve.blocks.chain import make_chain
 from lowtide.solve.model.compact import compact
+from lowtide.solve.model.sweep import sweep
 from lowtide.solve.rotor import Rotor
 from tests.solve.block_chains import best_persistent_ns, draw_chain
 
@@ -37,8 +38,6 @@ def test_one_table_answers_every_smaller_budget_as_its_own_would(seed: int) -> N
 
 @pytest.mark.parametrize("seed", range(12))
 def test_sequences_keep_what_the_table_promises(seed: int) -> None:
-    from lowtide.solve.blocks.answer import swept
-
     blocks = draw_chain(seed, 7)
     graph, costs = blocks.graph()
     model = compact(graph, costs)
@@ -48,7 +47,7 @@ def test_sequences_keep_what_the_table_promises(seed: int) -> None:
     assert least is not None
     forward_ns = sum(blocks.inner_ns) + sum(blocks.outer_ns)
     for slots in range(least, 81, 5):
-        recompute_ns, peak, _ = swept(chain.tables, table.codes(slots))
+        _, recompute_ns, peak = sweep(model, table.codes(slots))
         assert peak <= slots
         assert recompute_ns + forward_ns <= int(table.best_ns[0, chain.blocks, slots])
 

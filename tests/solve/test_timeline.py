@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lowtide.ir import Costs, Graph
+from lowtide.solve.model.compact import encode_keep_all
 from lowtide.solve.model.sweep import sweep
-from lowtide.solve.model.tables import encode_keep_all
 from lowtide.solve.search.moves import next_move
 from lowtide.solve.search.portfolio import make_portfolio
 from lowtide.solve.search.profile import BLOCK, add_range, excess_of, make_profile, peak_of
@@ -22,7 +22,7 @@ from tests.support.random_graphs import random_graph
 def assert_every_move_is_exact(graph: Graph, costs: Costs, seed: int, moves: int) -> int:
     """Moves that changed something; every third is taken back."""
     portfolio = make_portfolio(graph, costs, 0)
-    tables = portfolio.tables
+    tables = portfolio.model
     line = make_timeline(tables, 3 * portfolio.model.nodes + 4, 12, seed)
     load(tables, line, encode_keep_all(portfolio.model))
     rejected, changed = False, 0
@@ -65,14 +65,14 @@ def test_moves_on_a_chain_with_repeats() -> None:
 def test_a_rejected_move_leaves_no_trace(seed: int) -> None:
     graph, costs = random_graph(seed, 30)
     portfolio = make_portfolio(graph, costs, 0)
-    line = make_timeline(portfolio.tables, 200, 12, seed)
-    load(portfolio.tables, line, encode_keep_all(portfolio.model))
+    line = make_timeline(portfolio.model, 200, 12, seed)
+    load(portfolio.model, line, encode_keep_all(portfolio.model))
     for _ in range(50):
-        next_move(portfolio.tables, portfolio.classes, line, False, 256)
+        next_move(portfolio.model, portfolio.classes, line, False, 256)
     before, bytes_before = codes_of(line), line.profile.inner + np.repeat(line.profile.added, BLOCK)
     time_before = line.totals[RECOMPUTE_NS]
-    next_move(portfolio.tables, portfolio.classes, line, False, 256)
-    while next_move(portfolio.tables, portfolio.classes, line, True, 256):
+    next_move(portfolio.model, portfolio.classes, line, False, 256)
+    while next_move(portfolio.model, portfolio.classes, line, True, 256):
         pass  # the first that comes to nothing has taken back the one before and done nothing itself
     assert codes_of(line).tolist() == before.tolist()
     assert line.totals[RECOMPUTE_NS] == time_before

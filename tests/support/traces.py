@@ -6,7 +6,7 @@ import heapq
 import itertools
 import random
 
-from lowtide.trace import Call, Constant, Created, Event, Pin, Release, Trace
+from lowtide.trace import Constant, Created, Event, OperatorCall, Pin, Release, Trace
 
 
 def random_trace(seed: int, calls: int = 30) -> Trace:
@@ -26,7 +26,9 @@ def random_trace(seed: int, calls: int = 30) -> Trace:
         once = draw.random() < 0.05
         time_ns = draw.randint(0, 9)
         events.append(
-            Call(f"op{index}", time_ns, reads, tuple(creates), writes, workspace, random=index % 7 == 0, once=once)
+            OperatorCall(
+                f"op{index}", time_ns, reads, tuple(creates), writes, workspace, random=index % 7 == 0, once=once
+            )
         )
         live += [created.tensor for created in creates]
         count += len(creates)
@@ -43,7 +45,7 @@ def plain_trace(seed: int, calls: int = 6) -> Trace:
     live: list[int] = []
     for tensor in range(calls):
         reads = tuple(draw.sample(live, min(len(live), draw.randint(0, 2))))
-        events.append(Call(f"op{tensor}", draw.randint(1, 9), reads, (Created(tensor, draw.randint(1, 5)),)))
+        events.append(OperatorCall(f"op{tensor}", draw.randint(1, 9), reads, (Created(tensor, draw.randint(1, 5)),)))
         live.append(tensor)
         if len(live) > 2 and draw.random() < 0.6:
             events.append(Release(live.pop(draw.randrange(len(live)))))
@@ -70,9 +72,12 @@ def quickest_ns(trace: Trace, budget_bytes: int) -> int | None:
         ways = [(0, (position, there - {tensor})) for tensor in there]
         event = trace.events[position]
         made = {
-            created.tensor for call in trace.events[:position] if isinstance(call, Call) for created in call.creates
+            created.tensor
+            for call in trace.events[:position]
+            if isinstance(call, OperatorCall)
+            for created in call.creates
         }
-        asked = {event.creates[0].tensor} if isinstance(event, Call) else set()
+        asked = {event.creates[0].tensor} if isinstance(event, OperatorCall) else set()
         for tensor in (made | asked) - there:
             fits = sum(sizes[other] for other in there) + sizes[tensor] <= budget_bytes
             if fits and set(calls[tensor].reads) <= there:

@@ -7,9 +7,9 @@ from lowtide.ir.dag import dag_from_json
 from lowtide.ir.serial import graph_from_json
 from lowtide.solve import Problem, solve
 from lowtide.trace import (
-    Call,
     Constant,
     Created,
+    OperatorCall,
     Release,
     Trace,
     trace_to_dag,
@@ -22,10 +22,10 @@ from tests.support.traces import random_trace
 def test_aliases_results_and_constants() -> None:
     events = (
         Constant(0, 100),
-        Call("mm", 5, (0,), (Created(1, 4), Created(2, 6)), workspace_bytes=3),
-        Call("view", 1, (2,), (Created(3, 0, 2),)),
-        Call("t", 1, (0,), (Created(4, 0, 0),)),
-        Call("add", 7, (3, 4, 1), (Created(5, 8),)),
+        OperatorCall("mm", 5, (0,), (Created(1, 4), Created(2, 6)), workspace_bytes=3),
+        OperatorCall("view", 1, (2,), (Created(3, 0, 2),)),
+        OperatorCall("t", 1, (0,), (Created(4, 0, 0),)),
+        OperatorCall("add", 7, (3, 4, 1), (Created(5, 8),)),
         Release(1),
         Release(2),
         Release(3),
@@ -47,11 +47,11 @@ def test_writes() -> None:
     """A write is a new version; one to a constant has no bytes, and later readers come after it."""
     events = (
         Constant(0, 100),
-        Call("a", 1, (0,), (Created(1, 4),)),
-        Call("view", 1, (1,), (Created(2, 0, 1),)),
-        Call("relu_", 1, (1,), (), (1,)),
-        Call("step_", 1, (0, 2), (), (0,)),
-        Call("b", 1, (0,), (Created(3, 2),)),
+        OperatorCall("a", 1, (0,), (Created(1, 4),)),
+        OperatorCall("view", 1, (1,), (Created(2, 0, 1),)),
+        OperatorCall("relu_", 1, (1,), (), (1,)),
+        OperatorCall("step_", 1, (0, 2), (), (0,)),
+        OperatorCall("b", 1, (0,), (Created(3, 2),)),
     )
     dag = trace_to_dag(Trace(events))
     assert [(op["name"], op["bytes"], op["inputs"]) for op in dag["ops"]] == [
@@ -74,12 +74,12 @@ def test_graphs_have_every_result_and_view() -> None:
     """A storage per result, aliases as views, a new version per write; a write to a constant is an effect."""
     events = (
         Constant(0, 100),
-        Call("mm", 5, (0,), (Created(1, 4), Created(2, 6)), workspace_bytes=3, random=True),
-        Call("view", 1, (2,), (Created(3, 0, 2),)),
-        Call("relu_", 2, (2,), (), (2,)),
-        Call("step_", 1, (0, 1), (), (0,)),
-        Call("draw", 1, (), (Created(4, 2),), once=True),
-        Call("add", 7, (3, 4), (Created(5, 8),)),
+        OperatorCall("mm", 5, (0,), (Created(1, 4), Created(2, 6)), workspace_bytes=3, random=True),
+        OperatorCall("view", 1, (2,), (Created(3, 0, 2),)),
+        OperatorCall("relu_", 2, (2,), (), (2,)),
+        OperatorCall("step_", 1, (0, 1), (), (0,)),
+        OperatorCall("draw", 1, (), (Created(4, 2),), once=True),
+        OperatorCall("add", 7, (3, 4), (Created(5, 8),)),
     )
     graph, costs = graph_from_json(trace_to_graph(Trace(events, "small", forward_calls=2)))
     assert [(storage.base, int(costs.storage_bytes[storage.id])) for storage in graph.storages] == [

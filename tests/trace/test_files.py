@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import LowtideError
-from lowtide.trace import Call, Constant, Created, Pin, Release, Trace, TraceWriter, read_trace, write_trace
+from lowtide.trace import Constant, Created, OperatorCall, Pin, Release, Trace, TraceWriter, read_trace, write_trace
 from tests.support.traces import random_trace
 
 HEAD = '{"format": "lowtide-trace/1"}\n'
@@ -19,7 +19,7 @@ HEAD = '{"format": "lowtide-trace/1"}\n'
 def test_what_is_written_is_read_back(name: str, tmp_path: Path) -> None:
     for seed in range(10):
         events = random_trace(seed).events
-        calls = sum(isinstance(event, Call) for event in events)
+        calls = sum(isinstance(event, OperatorCall) for event in events)
         trace = Trace(events, 'a "name"', "a device", 1 << 30, (None, 0, calls // 2, calls)[seed % 4])
         write_trace(trace, tmp_path / name)
         assert read_trace(tmp_path / name) == trace
@@ -58,8 +58,8 @@ def test_the_writer_line_by_line(tmp_path: Path) -> None:
 def test_text() -> None:
     events = (
         Constant(0, 64),
-        Call("mm", 500, (0, 0), (Created(1, 32), Created(2, 0, 0)), workspace_bytes=8, random=True),
-        Call("add_", 7, (1,), (), (1,), once=True),
+        OperatorCall("mm", 500, (0, 0), (Created(1, 32), Created(2, 0, 0)), workspace_bytes=8, random=True),
+        OperatorCall("add_", 7, (1,), (), (1,), once=True),
         Release(1),
         Pin(2),
     )

@@ -18,12 +18,12 @@ from lowtide.ir import simulate as simulate_schedule
 from lowtide.ir.dag import dag_from_json
 from lowtide.ir.serial import graph_from_json
 from lowtide.trace import (
-    Call,
     Constant,
     Created,
+    OperatorCall,
     Pin,
     Release,
-    Status,
+    ReplayStatus,
     Trace,
     read_trace,
     simulate,
@@ -68,8 +68,8 @@ def test_a_small_log(tmp_path: Path) -> None:
     trace = read_log(tmp_path, LOG)
     assert trace.events == (
         Constant(0, 8),
-        Call("mm", 5, (0,), (Created(1, 4), Created(2, 0, 0))),
-        Call("relu_", 3, (1, 0), (Created(3, 4),)),
+        OperatorCall("mm", 5, (0,), (Created(1, 4), Created(2, 0, 0))),
+        OperatorCall("relu_", 3, (1, 0), (Created(3, 4),)),
         Release(1),
         Release(2),
         Pin(0),
@@ -110,7 +110,7 @@ def test_every_published_figure(name: str) -> None:
         for ratio, slowdown in by_ratio.items():
             budget = int(expected["peak_bytes"] * float(ratio))
             result = simulate(trace, budget, OURS.get(heuristic, heuristic))
-            found = result.slowdown if result.status is Status.OK else result.status.value
+            found = result.slowdown if result.status is ReplayStatus.OK else result.status.value
             assert found == (slowdown if isinstance(slowdown, str) else pytest.approx(slowdown, abs=1e-4)), (
                 heuristic,
                 ratio,

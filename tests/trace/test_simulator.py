@@ -8,14 +8,14 @@ from lowtide.errors import LowtideError
 from lowtide.eviction import HEURISTICS
 from lowtide.trace import (
     POLICIES,
-    Call,
     Constant,
     Created,
     Event,
+    OperatorCall,
     Pin,
     Release,
-    Result,
-    Status,
+    ReplayResult,
+    ReplayStatus,
     Trace,
     simulate,
     unconstrained_peak_bytes,
@@ -23,12 +23,12 @@ from lowtide.trace import (
 from tests.support.traces import plain_trace, quickest_ns, random_trace
 
 
-def call(name: str, reads: tuple[int, ...] = (), *creates: tuple[int, int], **options: object) -> Call:
+def call(name: str, reads: tuple[int, ...] = (), *creates: tuple[int, int], **options: object) -> OperatorCall:
     """Takes 10 ns."""
-    return Call(name, 10, reads, tuple(Created(*pair) for pair in creates), **options)  # type: ignore[arg-type]
+    return OperatorCall(name, 10, reads, tuple(Created(*pair) for pair in creates), **options)  # type: ignore[arg-type]
 
 
-def replay(*events: Event, budget: int, policy: str = "eager", heuristic: str = "lru") -> Result:
+def replay(*events: Event, budget: int, policy: str = "eager", heuristic: str = "lru") -> ReplayResult:
     return simulate(Trace(events), budget, heuristic, policy=policy, most_slowdown=None)
 
 
@@ -45,8 +45,8 @@ def test_the_budget_holds_and_results_are_reproducible(heuristic: str, policy: s
             again = simulate(trace, budget, heuristic, sample=bool(seed % 2), most_slowdown=50, **options)  # type: ignore[arg-type]
             assert result == again
             assert result.peak_bytes <= budget
-            assert result.status is not Status.OK or result.time_ns >= trace.time_ns
-            assert (result.operator == "") == (result.status is Status.OK)
+            assert result.status is not ReplayStatus.OK or result.time_ns >= trace.time_ns
+            assert (result.operator == "") == (result.status is ReplayStatus.OK)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -54,7 +54,7 @@ def test_nothing_is_evicted_where_there_is_room(policy: str) -> None:
     for seed in range(25):
         trace = random_trace(seed)
         result = simulate(trace, 10**9, policy=policy, most_slowdown=None)
-        assert (result.status, result.evictions) == (Status.OK, 0)
+        assert (result.status, result.evictions) == (ReplayStatus.OK, 0)
 
 
 @pytest.mark.parametrize("heuristic", HEURISTICS)
@@ -66,7 +66,7 @@ def test_never_quicker_than_the_quickest_way(heuristic: str) -> None:
             least = quickest_ns(trace, budget)
             for policy in POLICIES:
                 result = simulate(trace, budget, heuristic, policy=policy, most_slowdown=None)
-                assert result.status is Status.OUT_OF_MEMORY or (least is not None and result.time_ns >= least)
+                assert result.status is ReplayStatus.OUT_OF_MEMORY or (least is not None and result.time_ns >= least)
             if share == 100:
                 assert simulate(trace, budget, heuristic).time_ns == least == trace.time_ns
 
@@ -84,7 +84,7 @@ def test_eager_eviction_makes_room_in_time() -> None:
     events = (call("a", (), (0, 1)), call("b", (), (1, 8)), Release(0), call("c", (), (2, 1)), Pin(1))
     for policy in POLICIES:
         result = replay(*events, budget=9, policy=policy, heuristic="size")
-        assert result.status is Status.OK
+        assert result.status is ReplayStatus.OK
         assert (result.evictions > 0) == (policy == "ignore")
 
 
@@ -93,9 +93,9 @@ def test_banished_storages_never_return() -> None:
     events = (call("a", (), (0, 4)), call("b", (0,), (1, 4)), Release(0), call("c", (), (2, 8)), Release(2), Pin(1))
     for policy in ("eager", "ignore"):
         result = replay(*events, budget=8, policy=policy)
-        assert (result.status, result.rematerializations) == (Status.OK, 2)
-    assert replay(*events, budget=8, policy="banish").status is Status.OUT_OF_MEMORY
-    assert replay(*events, budget=12, policy="banish").status is Status.OK
+        assert (result.status, result.rematerializations) == (ReplayStatus.OK, 2)
+    assert replay(*events, budget=8, policy="banish").status is ReplayStatus.OUT_OF_MEMORY
+    assert replay(*events, budget=12, policy="banish").status is ReplayStatus.OK
 
 
 def test_banishing_waits_for_what_is_evicted() -> None:
@@ -110,14 +110,14 @@ def test_banishing_waits_for_what_is_evicted() -> None:
         call("e", (), (4, 4)),
     )
     result = replay(*events, budget=12, policy="banish")
-    assert (result.status, result.rematerializations, result.peak_bytes) == (Status.OK, 1, 12)
+    assert (result.status, result.rematerializations, result.peak_bytes) == (ReplayStatus.OK, 1, 12)
 
 
 def test_an_alias_is_defined_again_by_its_own_operator() -> None:
     """Base and alias share 4 bytes; reading the alias after their eviction runs both operators."""
-    view = Call("view", 10, (0,), (Created(1, 0, 0),))
+    view = OperatorCall("view", 10, (0,), (Created(1, 0, 0),))
     result = replay(call("a", (), (0, 4)), view, call("b", (), (2, 4)), call("c", (1,), (3, 0)), budget=4)
-    assert (result.status, result.evictions, result.rematerializations) == (Status.OK, 2, 2)
+    assert (result.status, result.evictions, result.rematerializations) == (ReplayStatus.OK, 2, 2)
 
 
 def test_a_result_that_is_there_is_there_twice_while_its_operator_runs_again() -> None:
@@ -126,20 +126,20 @@ def test_a_result_that_is_there_is_there_twice_while_its_operator_runs_again() -
     both = call("both", (0, 1), (3, 0))
     events = (pair, call("b", (), (2, 4)), both)
     assert replay(*events, budget=9, heuristic="size").peak_bytes == 8
-    assert replay(*events, budget=7, heuristic="size").status is Status.OUT_OF_MEMORY
+    assert replay(*events, budget=7, heuristic="size").status is ReplayStatus.OUT_OF_MEMORY
 
 
 def test_a_write_leaves_a_version_that_is_rebuilt_from_the_old_one() -> None:
     write = call("relu_", (0,), writes=(0,))
     events = (call("a", (), (0, 4)), write, call("b", (), (1, 8)), Release(1), call("c", (0,), (2, 0)))
     result = replay(*events, budget=8)
-    assert (result.status, result.rematerializations) == (Status.OK, 2)
-    assert replay(*events, budget=7).status is Status.OUT_OF_MEMORY
+    assert (result.status, result.rematerializations) == (ReplayStatus.OK, 2)
+    assert replay(*events, budget=7).status is ReplayStatus.OUT_OF_MEMORY
 
 
 def test_aliases_look_at_the_new_version() -> None:
     """The alias is read after the write: that needs the written version, not only what the alias was made from."""
-    view = Call("view", 10, (0,), (Created(1, 0, 0),))
+    view = OperatorCall("view", 10, (0,), (Created(1, 0, 0),))
     write = call("relu_", (0,), writes=(0,))
     events = (call("a", (), (0, 4)), view, write, call("b", (), (2, 8)), Release(2), call("c", (1,), (3, 0)))
     assert replay(*events, budget=8).rematerializations == 3  # a, relu_, and the alias, now of the new version
@@ -150,9 +150,9 @@ def test_a_constant_is_written_in_place_after_what_needs_its_old_content() -> No
     update = call("add_", (0,), writes=(0,))
     events = (Constant(0, 4), call("b", (0,), (1, 4)), call("c", (), (2, 8)), Release(2), update, Pin(1))
     result = replay(*events, budget=12)
-    assert (result.status, result.rematerializations, result.peak_bytes) == (Status.OK, 1, 12)
+    assert (result.status, result.rematerializations, result.peak_bytes) == (ReplayStatus.OK, 1, 12)
     late = (*events, call("d", (), (3, 8)))
-    assert replay(*late, budget=12).status is Status.OUT_OF_MEMORY
+    assert replay(*late, budget=12).status is ReplayStatus.OUT_OF_MEMORY
 
 
 def test_many_steps_of_training_leave_nothing_behind() -> None:
@@ -181,8 +181,8 @@ def test_many_steps_of_training_leave_nothing_behind() -> None:
 
 def test_what_runs_once_is_never_evicted_while_held() -> None:
     once = call("draw", (), (0, 4), once=True)
-    assert replay(once, call("b", (), (1, 8)), call("c", (0,), (2, 0)), budget=8).status is Status.OUT_OF_MEMORY
-    assert replay(once, Release(0), call("b", (), (1, 8)), budget=8).status is Status.OK
+    assert replay(once, call("b", (), (1, 8)), call("c", (0,), (2, 0)), budget=8).status is ReplayStatus.OUT_OF_MEMORY
+    assert replay(once, Release(0), call("b", (), (1, 8)), budget=8).status is ReplayStatus.OK
     again = call("draw", (), (0, 4), random=True)
     assert replay(again, call("b", (), (1, 8)), call("c", (0,), (2, 0)), budget=8).rematerializations == 1
 
@@ -197,7 +197,7 @@ def test_thrashing_ends_the_replay() -> None:
     network = [call("a", (), (0, 4)), call("b", (), (1, 4))]
     network += [call("c", (index % 2,), (2 + index, 0)) for index in range(50)]
     result = simulate(Trace(tuple(network)), 4, "lru", most_slowdown=1.5)
-    assert (result.status, result.operator) == (Status.THRASH, "a")
+    assert (result.status, result.operator) == (ReplayStatus.THRASH, "a")
     assert result.time_ns <= 2 * result.base_ns
 
 
@@ -208,7 +208,7 @@ def test_a_chain_longer_than_the_recursion_limit_is_rebuilt(heuristic: str) -> N
     events += [Release(i) for i in range(length - 1)]
     events += [call("large", (), (length, 2)), Release(length), call("last", (length - 1,), (length + 1, 0))]
     result = simulate(Trace(tuple(events)), 2, heuristic, most_slowdown=None)
-    assert (result.status, result.rematerializations) == (Status.OK, length)
+    assert (result.status, result.rematerializations) == (ReplayStatus.OK, length)
 
 
 def test_errors() -> None:

@@ -20,8 +20,8 @@ from lowtide.eviction import score_of
 from lowtide.report.files import write_atomically
 from lowtide.report.tables import table_lines
 from lowtide.trace import (
-    Result,
-    Status,
+    ReplayResult,
+    ReplayStatus,
     Trace,
     read_trace,
     simulate,
@@ -124,7 +124,7 @@ def _runs(trace: Trace, peak_bytes: int, options: argparse.Namespace) -> list[di
     return found
 
 
-def _summary(result: Result, heuristic: str, budget: str, policy: str, peak_bytes: int) -> dict[str, Any]:
+def _summary(result: ReplayResult, heuristic: str, budget: str, policy: str, peak_bytes: int) -> dict[str, Any]:
     whole = result.operator == ""
     return {
         "status": result.status.value,
@@ -170,7 +170,7 @@ def _cell(run: dict[str, Any]) -> str:
 
 def _expect_room(runs: list[dict[str, Any]]) -> None:
     """Raises ``InfeasibleBudgetError`` where no replay had enough memory."""
-    if all(run["status"] == Status.OUT_OF_MEMORY.value for run in runs):
+    if all(run["status"] == ReplayStatus.OUT_OF_MEMORY.value for run in runs):
         last, whole = runs[-1], runs[-1]["unconstrained_peak_bytes"]
         raise InfeasibleBudgetError(
             f"at {last['budget_bytes']} bytes there is nothing left to evict when {last['operator']} is to run; "

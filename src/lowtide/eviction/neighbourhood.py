@@ -8,30 +8,16 @@ the cost of each component; nothing is ever split, so a rebuilt storage only tak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
 
 from lowtide.eviction.entry import Component, Entry
 
-
-class Neighbourhood(Protocol):
-    """Told of every change: just after an eviction or its end, just before edges go, just after edges or a cost came."""
-
-    def evict(self, entry: Entry) -> None: ...
-
-    def restore(self, entry: Entry) -> None: ...
-
-    def charge(self, entry: Entry) -> None: ...
-
-    def link(self, entry: Entry) -> None: ...
-
-    def unlink(self, entry: Entry) -> None: ...
-
-    def cost_ns(self, entry: Entry) -> int: ...
+_Edges = Callable[[Entry], Iterable[Entry]]
 
 
-class Alone:
-    """No neighbourhood."""
+class Neighbourhood:
+    """No neighbourhood, and what others are told: just after an eviction or its end, just before edges go, and just
+    after edges or a cost came."""
 
     def evict(self, entry: Entry) -> None:
         pass
@@ -52,35 +38,11 @@ class Alone:
         return 0
 
 
-class Exact:
+class Exact(Neighbourhood):
     """e*, or its ancestors alone. Costs are remembered until something changes in the storage's reach."""
 
     def __init__(self, *, descendants: bool = True) -> None:
         self.descendants = descendants
-
-    def evict(self, entry: Entry) -> None:
-        self._forget(entry)
-
-    def restore(self, entry: Entry) -> None:
-        self._forget(entry)
-
-    def charge(self, entry: Entry) -> None:
-        if entry.evicted:
-            self._forget(entry)
-
-    def link(self, entry: Entry) -> None:
-        self._forget(entry)
-
-    def unlink(self, entry: Entry) -> None:
-        self._forget(entry)
-
-    def cost_ns(self, entry: Entry) -> int:
-        if entry.known_ns < 0:
-            around = _reached(entry, _up)
-            if self.descendants:
-                around |= _reached(entry, _down)
-            entry.known_ns = sum(there.cost_ns for there in around)
-        return entry.known_ns
 
     def _forget(self, entry: Entry) -> None:
         """Whoever has the entry in its neighbourhood, from either side."""
@@ -90,8 +52,22 @@ class Exact:
                 for neighbour in edges(here):
                     neighbour.known_ns = -1
 
+    evict = restore = link = unlink = _forget
 
-class Connected:
+    def charge(self, entry: Entry) -> None:
+        if entry.evicted:
+            self._forget(entry)
+
+    def cost_ns(self, entry: Entry) -> int:
+        if entry.known_ns < 0:
+            found = _reached(entry, _up)
+            if self.descendants:
+                found |= _reached(entry, _down)
+            entry.known_ns = sum(there.cost_ns for there in found)
+        return entry.known_ns
+
+
+class Connected(Neighbourhood):
     """Components of evicted storages. An entry takes away what it brought, whatever its cost has become."""
 
     def evict(self, entry: Entry) -> None:
@@ -114,9 +90,6 @@ class Connected:
         if entry.component is not None:
             for neighbour in _evicted_beside(entry):
                 entry.component.join(neighbour)
-
-    def unlink(self, entry: Entry) -> None:
-        pass
 
     def cost_ns(self, entry: Entry) -> int:
         leaders: list[Component] = []  # few: looked through faster than hashed
@@ -154,7 +127,3 @@ def _reached(entry: Entry, edges: _Edges) -> set[Entry]:
                 seen.add(neighbour)
                 waiting.append(neighbour)
     return seen
-
-
-class _Edges(Protocol):
-    def __call__(self, entry: Entry, /) -> Iterable[Entry]: ...

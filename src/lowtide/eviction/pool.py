@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 
 from lowtide.eviction.entry import Entry
-from lowtide.eviction.neighbourhood import Alone
+from lowtide.eviction.neighbourhood import Neighbourhood
 from lowtide.eviction.scores import neighbourhood_for, score_of
 
 _SMALL = 0.01
@@ -33,8 +33,8 @@ class Pool:
         self.skip_small = skip_small
         self._heuristic = heuristic
         self._score = score_of(heuristic)
-        self._around = neighbourhood_for(heuristic)
-        self._surrounded = not isinstance(self._around, Alone)
+        self._neighbourhood = neighbourhood_for(heuristic)
+        self._has_neighbourhood = type(self._neighbourhood) is not Neighbourhood
         self._draw = random.Random(seed)
         self._there: list[Entry] = []  # the resident entries that take up memory, in no order
         self._arrivals = 0
@@ -60,19 +60,19 @@ class Pool:
         """The entry was computed again."""
         if entry.evicted:
             entry.evicted = False
-            self._around.restore(entry)
+            self._neighbourhood.restore(entry)
         self._arrive(entry)
 
     def evict(self, entry: Entry) -> None:
         """The entry is gone, until someone reads it."""
         self._leave(entry)
         entry.evicted = True
-        self._around.evict(entry)
+        self._neighbourhood.evict(entry)
 
     def charge(self, entry: Entry, cost_ns: int) -> None:
         """Computing the entry again costs something else than was thought."""
         entry.cost_ns = cost_ns
-        self._around.charge(entry)
+        self._neighbourhood.charge(entry)
 
     def resize(self, entry: Entry, size: int) -> None:
         """The entry takes up more or less memory."""
@@ -89,11 +89,11 @@ class Pool:
         entry.parents = (*entry.parents, *fresh)
         for parent in fresh:
             parent.children[entry] = None
-        self._around.link(entry)
+        self._neighbourhood.link(entry)
 
     def cut(self, entry: Entry) -> None:
         """The entry can never be computed again."""
-        self._around.unlink(entry)
+        self._neighbourhood.unlink(entry)
         for parent in entry.parents:
             parent.children.pop(entry, None)
         entry.parents = ()
@@ -108,11 +108,11 @@ class Pool:
         entry.children = {}
         if entry.evicted:
             entry.evicted = False
-            self._around.restore(entry)
+            self._neighbourhood.restore(entry)
 
     def recover(self, entries: Iterable[Entry]) -> None:
         """Start over from whether each entry is resident or evicted: a change was interrupted halfway."""
-        self._there, self.bytes, self._around = [], 0, neighbourhood_for(self._heuristic)
+        self._there, self.bytes, self._neighbourhood = [], 0, neighbourhood_for(self._heuristic)
         entries = list(entries)
         for entry in entries:
             entry.position, entry.known_ns, entry.component = -1, -1, None
@@ -120,11 +120,11 @@ class Pool:
                 self._place(entry)
         for entry in entries:
             if entry.evicted:
-                self._around.evict(entry)
+                self._neighbourhood.evict(entry)
 
-    def around_ns(self, entry: Entry) -> int:
-        """The cost of the evicted neighbourhood, as the heuristic counts it."""
-        return self._around.cost_ns(entry)
+    def neighbourhood_ns(self, entry: Entry) -> int:
+        """The cost of the entry's evicted neighbourhood, as the heuristic counts it."""
+        return self._neighbourhood.cost_ns(entry)
 
     def evictable_bytes(self) -> int:
         """Of the resident entries that may be chosen."""
@@ -149,15 +149,15 @@ class Pool:
 
     def _least(self, entries: Iterable[Entry], allowed: Allowed | None, least_bytes: float) -> Entry | None:
         """A neighbourhood only adds to a score, so it is looked at where the score without it is low enough."""
-        clock_ns, score, around_ns, draw = self.clock_ns, self._score, self._around.cost_ns, self._draw
+        clock_ns, score, neighbourhood_ns, draw = self.clock_ns, self._score, self._neighbourhood.cost_ns, self._draw
         best, least = None, math.inf
         for entry in entries:
             if entry.locks or entry.pinned or entry.bytes < least_bytes or (allowed and not allowed(entry)):
                 continue
             stale_ns = clock_ns - entry.accessed_ns
             value = score(entry, 0, stale_ns, draw)
-            if self._surrounded and value <= least:
-                value = score(entry, around_ns(entry), stale_ns, draw)
+            if self._has_neighbourhood and value <= least:
+                value = score(entry, neighbourhood_ns(entry), stale_ns, draw)
             if best is None or value < least or (value == least and entry.arrived < best.arrived):
                 best, least = entry, value
         return best

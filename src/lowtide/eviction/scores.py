@@ -19,24 +19,24 @@ from collections.abc import Callable
 
 from lowtide.errors import LowtideError
 from lowtide.eviction.entry import Entry
-from lowtide.eviction.neighbourhood import Alone, Connected, Exact, Neighbourhood
+from lowtide.eviction.neighbourhood import Connected, Exact, Neighbourhood
 
 Score = Callable[[Entry, int, int, random.Random], float]  # of an entry, its neighbourhood's cost and its staleness
 
 
-def _rate(entry: Entry, around_ns: int, stale_ns: int, draw: random.Random) -> float:
-    return (entry.cost_ns + around_ns) / (entry.bytes * (stale_ns + 1))
+def _rate(entry: Entry, neighbourhood_ns: int, stale_ns: int, draw: random.Random) -> float:
+    return (entry.cost_ns + neighbourhood_ns) / (entry.bytes * (stale_ns + 1))
 
 
 HEURISTICS: dict[str, Score] = {
     "dtr-eq": _rate,
     "dtr": _rate,
-    "e-star": lambda entry, around_ns, _stale_ns, _draw: entry.cost_ns + around_ns,
+    "e-star": lambda entry, neighbourhood_ns, _stale_ns, _draw: entry.cost_ns + neighbourhood_ns,
     "dtr-local": _rate,
-    "lru": lambda _entry, _around_ns, stale_ns, _draw: 1.0 / (stale_ns + 1),
-    "size": lambda entry, _around_ns, _stale_ns, _draw: 1.0 / entry.bytes,
-    "msps": lambda entry, around_ns, _stale_ns, _draw: (entry.cost_ns + around_ns) / entry.bytes,
-    "random": lambda _entry, _around_ns, _stale_ns, draw: draw.random(),
+    "lru": lambda _entry, _neighbourhood_ns, stale_ns, _draw: 1.0 / (stale_ns + 1),
+    "size": lambda entry, _neighbourhood_ns, _stale_ns, _draw: 1.0 / entry.bytes,
+    "msps": lambda entry, neighbourhood_ns, _stale_ns, _draw: (entry.cost_ns + neighbourhood_ns) / entry.bytes,
+    "random": lambda _entry, _neighbourhood_ns, _stale_ns, draw: draw.random(),
 }
 
 
@@ -53,4 +53,4 @@ def neighbourhood_for(heuristic: str) -> Neighbourhood:
         return Connected()
     if heuristic in ("dtr", "e-star", "msps"):
         return Exact(descendants=heuristic != "msps")
-    return Alone()
+    return Neighbourhood()

@@ -5,7 +5,7 @@ from lowtide.ir.costs import Costs
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
 from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule, Step
 from lowtide.ir.schedule_text import format_schedule, parse_schedule
-from lowtide.ir.sequence import is_view, keep_all_schedule, schedule_from_sequence
+from lowtide.ir.sequence import is_view, keep_all_schedule, needed_ops, schedule_from_sequence
 from lowtide.ir.serial import (
     graph_from_json,
     graph_to_json,
@@ -49,6 +49,7 @@ __all__ = [
     "keep_all_schedule",
     "live_at_boundary",
     "load_instance",
+    "needed_ops",
     "owned_storages",
     "parse_graph",
     "parse_schedule",

@@ -37,6 +37,20 @@ def is_view(graph: Graph, op: Op) -> bool:
     return all(graph.storages[graph.values[value].storage].base != op.id for value in op.outputs)
 
 
+def needed_ops(graph: Graph) -> set[int]:
+    """Ops whose results someone needs, or that must run for their effect."""
+    producers = [graph.values[v].producer for v in (*graph.outputs, *graph.forward_outputs)]
+    needed = {op for op in producers if op is not None}
+    for op in reversed(graph.ops):
+        if op.id in needed or op.effect:
+            needed.add(op.id)
+            needed |= {p for p in (graph.values[value].producer for value in op.inputs) if p is not None}
+            # A value in another op's storage exists only while that storage does.
+            bases = (graph.storages[graph.values[value].storage].base for value in (*op.inputs, *op.outputs))
+            needed |= {base for base in bases if base is not None}
+    return needed
+
+
 class _Builder:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

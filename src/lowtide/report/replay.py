@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from lowtide.ir import Kind
 from lowtide.report.profile import MemoryBlock, Span, StepProfile
-from lowtide.trace import Result, Trace, simulate
-from lowtide.trace.program import Operator, Storage
+from lowtide.trace import ReplayResult, ReplayWatcher, Trace, simulate
+from lowtide.trace.storages import TracedOperator, TracedStorage
 
 ENDLESS_BYTES = 1 << 62
 
@@ -18,7 +18,7 @@ class Replay:
     """``profile`` is what happened up to where the replay ended, ``result`` says how it ended."""
 
     profile: StepProfile
-    result: Result
+    result: ReplayResult
 
 
 def replay(trace: Trace, budget_bytes: int, heuristic: str = "dtr-eq", policy: str = "eager") -> Replay:
@@ -28,16 +28,16 @@ def replay(trace: Trace, budget_bytes: int, heuristic: str = "dtr-eq", policy: s
     return Replay(recorder.profile(), result)
 
 
-class _Recorder:
+class _Recorder(ReplayWatcher):
     def __init__(self, forward_calls: int | None) -> None:
         self.forward_calls = forward_calls
         self.spans: list[Span] = []
         self.blocks: list[MemoryBlock] = []
-        self.there: dict[Storage, int] = {}
+        self.there: dict[TracedStorage, int] = {}
         self.clock_ns = self.calls = 0
         self.boundary: int | None = None
 
-    def ran(self, operator: Operator, again: bool) -> None:
+    def ran(self, operator: TracedOperator, again: bool) -> None:
         made = {tensor.storage for tensor in operator.creates if tensor is tensor.storage.tensors[0]}
         if any(storage.outside for storage in made):
             return  # what makes a constant is no operator of the program
@@ -54,7 +54,7 @@ class _Recorder:
             if size:
                 self.blocks.append(MemoryBlock(kind, size, index, index, self.spans[-1]))
 
-    def came(self, storage: Storage) -> None:
+    def came(self, storage: TracedStorage) -> None:
         self.there[storage] = len(self.blocks)
         if storage.outside:
             first = len(self.spans)
@@ -63,7 +63,7 @@ class _Recorder:
             block = MemoryBlock(Kind.TENSOR, storage.bytes, len(self.spans) - 1, -1, self.spans[-1])
         self.blocks.append(block)
 
-    def went(self, storage: Storage) -> None:
+    def went(self, storage: TracedStorage) -> None:
         self._end(self.there.pop(storage), len(self.spans) - 1)
 
     def _end(self, position: int, last: int) -> None:

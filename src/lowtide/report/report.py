@@ -16,7 +16,7 @@ from lowtide.report.profile import StepProfile, profile_of_schedule
 from lowtide.report.replay import ENDLESS_BYTES, replay
 from lowtide.report.tables import fact_lines
 from lowtide.report.text import Planned, render_plan
-from lowtide.trace import Constant, Status, Trace
+from lowtide.trace import Constant, ReplayStatus, Trace
 from lowtide.units import format_bytes, format_percent, format_source, format_time
 
 _SHARES = (100, 90, 80, 70, 60, 50, 40, 30, 20)  # of the peak: the budgets of a trace's curve
@@ -92,7 +92,7 @@ def report_of_trace(
     if budget is None:
         raise PlanError('the recorded run had no budget; give one, such as --budget "50%".')
     replayed = replay(trace, budget, heuristic, policy)
-    if replayed.result.status is not Status.OK:
+    if replayed.result.status is not ReplayStatus.OK:
         raise LowtideError(
             f"replayed within {budget} bytes, {replayed.result.operator} has nothing left to evict; give a larger --budget "
             f"(without evictions the program needs {plain.peak_bytes} bytes)."
@@ -135,7 +135,7 @@ def _trace_curve(trace: Trace, plain: StepProfile, heuristic: str, policy: str, 
     for share in _SHARES:
         budget = whole * share // 100
         result = replay(trace, budget, heuristic, policy).result
-        if result.status is not Status.OK or result.slowdown > _MOST_SLOWDOWN:
+        if result.status is not ReplayStatus.OK or result.slowdown > _MOST_SLOWDOWN:
             break
         points[budget] = CurvePoint(budget, result.peak_bytes, result.time_ns)
     ordered = sorted(points.values(), key=lambda point: -point.budget_bytes) or [own]

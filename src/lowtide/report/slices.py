@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowtide.memory.measurement import Measurement
 from lowtide.report.profile import StepProfile
 
 

@@ -26,12 +26,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lowtide.solve.keep_all import KeepAll
+from lowtide.solve.model.candidate import Candidate, quickest
 from lowtide.solve.options import require_range
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
 
 if TYPE_CHECKING:
-    from lowtide.solve.search.portfolio import Candidate, Portfolio
+    from lowtide.solve.search.portfolio import Portfolio
 
 _EFFORT = {1: 0.04, 2: 0.25, 3: 1.0, 4: 3.0, 5: 10.0}  # factors of the iterations of a run
 _LOWER_EFFORT = {1: 0.2, 2: 0.5, 3: 1.0, 4: 1.0, 5: 1.0}  # of the iterations of a search for the lowest peak
@@ -107,7 +108,7 @@ def _search(problem: Problem, portfolio: Portfolio, effort: int, began: float) -
     bound_ns = _bound(problem, portfolio, fitting, effort)
     found = _anneal(problem, portfolio, fitting, int(_EFFORT[effort] * portfolio.iterations), bound_ns)
     problem.progress("done", 1.0)
-    solution = answer("auto", problem, [portfolio.schedule(point) for point in _quickest(found, 6)], began)
+    solution = answer("auto", problem, [portfolio.schedule(point) for point in quickest(found, 6)], began)
     proven = solution.time_ns <= bound_ns
     status = Status.OPTIMAL if proven else solution.status
     return dataclasses.replace(solution, status=status, lower_bound_ns=min(bound_ns, solution.time_ns))
@@ -118,7 +119,7 @@ def _bound(problem: Problem, portfolio: Portfolio, known: list[Candidate], effor
     from lowtide.solve.bounds import time_bound
 
     limit = next((limit for nodes, limit in _BOUND_LIMITS if portfolio.model.nodes <= nodes), 1)
-    known_ns = portfolio.time_ns(_quickest(known, 1)[0])
+    known_ns = portfolio.time_ns(quickest(known, 1)[0])
     return time_bound(
         portfolio.floor, problem.budget_bytes, effort=min(_BOUND_EFFORT[effort], limit), known_ns=known_ns
     )
@@ -139,19 +140,19 @@ def _anneal(
     problem: Problem, portfolio: Portfolio, points: list[Candidate], iterations: int, bound_ns: int
 ) -> list[Candidate]:
     """The best that runs and recombination make of ``points``, quickest first."""
-    from lowtide.solve.search.portfolio import Run
+    from lowtide.solve.search.portfolio import AnnealRun
     from lowtide.solve.search.recombine import survivors
 
     budget, part = problem.budget_bytes, iterations // _RUN_PART
     problem.progress("annealing", 0.1)
     met: list[Candidate] = []
     if portfolio.model.nodes <= _HOT_NODES:
-        runs = [Run(portfolio.keep_all(), stream, heat) for stream, heat in enumerate(_HOT)]
+        runs = [AnnealRun(portfolio.keep_all(), stream, heat) for stream, heat in enumerate(_HOT)]
         met = portfolio.round(runs, budget, part, bound_ns)
     warm = _WARM if met else _WARM * 4  # where nothing hot comes down to the budget, or where it would take too long
-    runs = [Run(_quickest(points, 1)[0], stream, heat) for stream, heat in enumerate(warm, len(_HOT))]
+    runs = [AnnealRun(quickest(points, 1)[0], stream, heat) for stream, heat in enumerate(warm, len(_HOT))]
     met += portfolio.round(runs, budget, part, bound_ns)
-    population = survivors([*met, *_quickest(points, _POINTS)], _POPULATION)
+    population = survivors([*met, *quickest(points, _POINTS)], _POPULATION)
     return _recombine(problem, portfolio, population, iterations // _CHILD_PART, bound_ns)
 
 
@@ -160,7 +161,7 @@ def _recombine(
 ) -> list[Candidate]:
     """Generations of children, each annealed for a while, until nothing better came up for some generations."""
     from lowtide.solve.model.splitmix import make_state
-    from lowtide.solve.search.portfolio import Run
+    from lowtide.solve.search.portfolio import AnnealRun
     from lowtide.solve.search.recombine import children, survivors
 
     generations = _GENERATIONS if portfolio.model.nodes <= _LARGE_NODES else _LARGE_GENERATIONS
@@ -173,7 +174,7 @@ def _recombine(
         problem.progress("recombining", 0.3 + 0.7 * generation / generations)
         starts = portfolio.measure(children(population, len(_CHILDREN), rng))
         stream = _FIRST_CHILD + len(_CHILDREN) * generation
-        runs = [Run(starts[child], stream + child, heat) for child, heat in enumerate(_CHILDREN)]
+        runs = [AnnealRun(starts[child], stream + child, heat) for child, heat in enumerate(_CHILDREN)]
         met = portfolio.round(runs, problem.budget_bytes, iterations, bound_ns)
         population = survivors([*population, *met], _POPULATION)
         last = generation if population[0].recompute_ns < best.recompute_ns else last
@@ -190,7 +191,3 @@ def _unsolved(problem: Problem, portfolio: Portfolio, solution: Solution) -> Sol
     proven = working_set_bound(problem.graph, problem.costs) > problem.budget_bytes
     proven = proven or proven_infeasible(portfolio.floor, problem.budget_bytes)
     return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
-
-
-def _quickest(candidates: list[Candidate], count: int) -> list[Candidate]:
-    return sorted(candidates, key=lambda candidate: (candidate.recompute_ns, candidate.peak_bytes))[:count]

@@ -23,12 +23,12 @@ import numpy as np
 
 from lowtide.ir import Schedule, keep_all_schedule, simulate
 from lowtide.solve.keep_all import KeepAll
-from lowtide.solve.milp.program import Floats, Outcome, Settings, solve_program
+from lowtide.solve.milp.formulation import Formulation
+from lowtide.solve.milp.linear import Floats, Outcome, SolverOptions, solve_program
 from lowtide.solve.milp.rounding import completed, roundings
 from lowtide.solve.milp.stages import StageModel
-from lowtide.solve.milp.tables import Formulation, recompute_columns
-from lowtide.solve.model.compact import Compact, Indices
-from lowtide.solve.model.tables import encode_keep_all
+from lowtide.solve.model.compact import CompactGraph, Indices, encode_keep_all
+from lowtide.solve.model.reach import recompute_columns
 from lowtide.solve.options import require, require_one_of
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
@@ -75,7 +75,7 @@ class CheckmateApprox:
         best = min(candidates, key=lambda c: (max(c.peak_bytes - budget, 0), c.recompute_ns, c.peak_bytes))
         return answer("checkmate-approx", problem, [portfolio.schedule(best)], began)
 
-    def _sequences(self, model: Compact, problem: Problem, began: float) -> Iterator[Indices]:
+    def _sequences(self, model: CompactGraph, problem: Problem, began: float) -> Iterator[Indices]:
         """Encoded sequences, those that do not depend on the budget first."""
         yield encode_keep_all(model)
         if model.nodes > MOST_NODES:
@@ -90,7 +90,7 @@ class CheckmateApprox:
                 continue
             room = int(problem.budget_bytes * (1 - reserve))
             formulation = StageModel(model, room, reduced=True, every=every, integer=False).build()
-            settings = Settings(time_limit=remaining, method="simplex", seed=problem.seed)
+            settings = SolverOptions(time_limit=remaining, method="simplex", seed=problem.seed)
             result = solve_program(formulation.program, settings)
             if result.outcome is Outcome.INFEASIBLE:
                 infeasible = reserve
@@ -112,7 +112,7 @@ class CheckmateApprox:
         return _unsolved(solution, simulate(problem.graph, problem.costs, schedule).peak_bytes, schedule, began)
 
 
-def _gradients_only(formulation: Formulation, model: Compact) -> Floats:
+def _gradients_only(formulation: Formulation, model: CompactGraph) -> Floats:
     """The columns S when nothing of the forward pass is kept."""
     rounded = np.zeros(len(formulation.program.cost))
     for stored in formulation.stored:

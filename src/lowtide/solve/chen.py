@@ -41,8 +41,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowtide.solve.keep_all import KeepAll
+from lowtide.solve.model.candidate import lowest, quickest
 from lowtide.solve.model.checkpoints import Readers, kept_sequence, make_readers, nothing_kept_sequence
-from lowtide.solve.model.compact import Compact, Indices
+from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.structure import articulation_points
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
@@ -52,7 +53,7 @@ _STEP = 32  # the sweep over b advances by at least one in this many
 _SIMULATED = 4  # candidates that are simulated: the lowest and the quickest that fit
 
 
-def quickest(planner: str, problem: Problem, sequences: Callable[[Readers], Iterable[Indices]]) -> Solution:
+def quickest_fitting(planner: str, problem: Problem, sequences: Callable[[Readers], Iterable[Indices]]) -> Solution:
     """The quickest of the encoded sequences that fits, the program as written included.
 
     The sequences must not depend on the budget. Where none fits, ``minimum_bytes`` is the lowest peak among them.
@@ -63,20 +64,19 @@ def quickest(planner: str, problem: Problem, sequences: Callable[[Readers], Iter
         return dataclasses.replace(kept, planner=planner)
     portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
     measured = [portfolio.keep_all(), *portfolio.measure(sequences(make_readers(portfolio.model)))]
-    lowest = min(measured, key=lambda candidate: (candidate.peak_bytes, candidate.recompute_ns))
-    fitting = [candidate for candidate in measured if candidate.peak_bytes <= problem.budget_bytes]
-    fitting.sort(key=lambda candidate: (candidate.recompute_ns, candidate.peak_bytes))
-    chosen = [lowest, *(candidate for candidate in fitting[: _SIMULATED - 1] if candidate is not lowest)]
+    least = lowest(measured)
+    fitting = quickest((one for one in measured if one.peak_bytes <= problem.budget_bytes), _SIMULATED - 1)
+    chosen = [least, *(one for one in fitting if one is not least)]
     return answer(planner, problem, [portfolio.schedule(candidate) for candidate in chosen], began)
 
 
-def every_root(model: Compact, candidates: Sequence[int]) -> list[list[int]]:
+def every_root(model: CompactGraph, candidates: Sequence[int]) -> list[list[int]]:
     """One set: every floor(sqrt(n))-th of the n candidates."""
     spacing = max(math.isqrt(len(candidates)), 1)
     return [list(candidates[spacing - 1 :: spacing])]
 
 
-def greedy_sets(model: Compact, candidates: Sequence[int]) -> list[list[int]]:
+def greedy_sets(model: CompactGraph, candidates: Sequence[int]) -> list[list[int]]:
     """The sets of the sweep over b, from all candidates to none, each once."""
     own = np.zeros(model.boundary + 1, np.int64)
     forward = model.storage_node < model.boundary
@@ -117,7 +117,7 @@ def _sequences(readers: Readers, sets: Iterable[list[int]]) -> Iterator[Indices]
         yield kept_sequence(readers, checkpoints)
 
 
-Rule = Callable[[Compact, Sequence[int]], list[list[int]]]
+Rule = Callable[[CompactGraph, Sequence[int]], list[list[int]]]
 
 
 def _on_nodes(rule: Rule) -> Callable[[Readers], Iterator[Indices]]:
@@ -141,7 +141,7 @@ class ChenSqrt:
     """No options."""
 
     def solve(self, problem: Problem) -> Solution:
-        return quickest("chen-sqrt", problem, _moved(every_root))
+        return quickest_fitting("chen-sqrt", problem, _moved(every_root))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class ChenGreedy:
     """No options."""
 
     def solve(self, problem: Problem) -> Solution:
-        return quickest("chen-greedy", problem, _moved(greedy_sets))
+        return quickest_fitting("chen-greedy", problem, _moved(greedy_sets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class ApSqrt:
     """No options."""
 
     def solve(self, problem: Problem) -> Solution:
-        return quickest("ap-sqrt", problem, _on_points(every_root))
+        return quickest_fitting("ap-sqrt", problem, _on_points(every_root))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class ApGreedy:
     """No options."""
 
     def solve(self, problem: Problem) -> Solution:
-        return quickest("ap-greedy", problem, _on_points(greedy_sets))
+        return quickest_fitting("ap-greedy", problem, _on_points(greedy_sets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class LinearizedSqrt:
     """No options."""
 
     def solve(self, problem: Problem) -> Solution:
-        return quickest("linearized-sqrt", problem, _on_nodes(every_root))
+        return quickest_fitting("linearized-sqrt", problem, _on_nodes(every_root))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class LinearizedGreedy:
     """No options."""
 
     def solve(self, problem: Problem) -> Solution:
-        return quickest("linearized-greedy", problem, _on_nodes(greedy_sets))
+        return quickest_fitting("linearized-greedy", problem, _on_nodes(greedy_sets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class CheckpointAllAp:
     """No options."""
 
     def solve(self, problem: Problem) -> Solution:
-        return quickest("checkpoint-all-ap", problem, _on_points(lambda model, points: [list(points)]))
+        return quickest_fitting("checkpoint-all-ap", problem, _on_points(lambda model, points: [list(points)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,4 +197,4 @@ class CheckpointLast:
     """No options."""
 
     def solve(self, problem: Problem) -> Solution:
-        return quickest("checkpoint-last", problem, lambda readers: [nothing_kept_sequence(readers)])
+        return quickest_fitting("checkpoint-last", problem, lambda readers: [nothing_kept_sequence(readers)])

@@ -23,8 +23,8 @@ import numpy as np
 from lowtide.errors import LowtideError, PlanError
 from lowtide.eviction import Entry, Pool, score_of
 from lowtide.ir import keep_all_schedule, schedule_from_sequence
-from lowtide.solve.model.compact import Compact, Indices, compact
-from lowtide.solve.model.tables import decode
+from lowtide.solve.model.compact import CompactGraph, Indices, compact, decode
+from lowtide.solve.model.ragged import rows
 from lowtide.solve.outcome import answer, reachable
 from lowtide.solve.problem import Problem, Solution
 
@@ -61,7 +61,7 @@ class Dtr:
             return solution
         return replace(solution, minimum_bytes=reachable(attempt, solution.minimum_bytes or problem.budget_bytes))
 
-    def _sequences(self, model: Compact, problem: Problem, limits: tuple[float, ...]) -> Iterator[Indices]:
+    def _sequences(self, model: CompactGraph, problem: Problem, limits: tuple[float, ...]) -> Iterator[Indices]:
         room = max(problem.budget_bytes - model.fixed_bytes, 0)
         for limit in limits:
             run = _Run(model, int(room * limit), self, problem.seed)
@@ -72,11 +72,11 @@ class Dtr:
 class _Run:
     """One pass over the program. ``codes`` is the encoded sequence."""
 
-    def __init__(self, model: Compact, room: int, options: Dtr, seed: int) -> None:
+    def __init__(self, model: CompactGraph, room: int, options: Dtr, seed: int) -> None:
         self.model = model
         self.room = room
-        self.reads = [model.reads[a:b].tolist() for a, b in _rows(model.reads_start)]
-        self.owns = [model.owns[a:b].tolist() for a, b in _rows(model.owns_start)]
+        self.reads = rows(model.reads_start, model.reads)
+        self.owns = rows(model.owns_start, model.owns)
         self.base = model.storage_node.tolist()
         self.codes: list[int] = []
         self.left = [0] * len(self.base)  # uses that the program still has for a storage
@@ -152,7 +152,3 @@ class _Run:
         entry = self.entries[storage]
         if self.left[storage] == 0 and entry.locks == 0 and not entry.pinned and entry.resident:
             self.pool.evict(entry)
-
-
-def _rows(start: Indices) -> list[tuple[int, int]]:
-    return list(zip(start[:-1].tolist(), start[1:].tolist(), strict=True))

@@ -14,9 +14,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from lowtide.ir import Schedule, keep_all_schedule, schedule_from_sequence
-from lowtide.solve.model.compact import Compact, Indices, compact
-from lowtide.solve.model.tables import Tables, decode, make_tables
+from lowtide.ir import keep_all_schedule, schedule_from_sequence
+from lowtide.solve.model.compact import CompactGraph, Indices, compact, decode
 from lowtide.solve.outcome import answer, reachable
 from lowtide.solve.problem import Problem, Solution
 from lowtide.solve.search.threads import in_threads
@@ -34,12 +33,11 @@ class Greedy:
     def solve(self, problem: Problem) -> Solution:
         began = time.perf_counter()
         model = compact(problem.graph, problem.costs)
-        tables = make_tables(model)
 
         def attempt(budget_bytes: int) -> Solution:
             asked = replace(problem, budget_bytes=budget_bytes)
-            sequences = greedy_sequences(model, tables, budget_bytes, self.limits)
-            evicting = [_schedule(asked, model, codes) for codes in sequences]
+            sequences = greedy_sequences(model, budget_bytes, self.limits)
+            evicting = [schedule_from_sequence(problem.graph, decode(model, codes)) for codes in sequences]
             return answer("greedy", asked, [keep_all_schedule(problem.graph), *evicting], began)
 
         solution = attempt(problem.budget_bytes)
@@ -48,17 +46,13 @@ class Greedy:
         return replace(solution, minimum_bytes=reachable(attempt, solution.minimum_bytes or problem.budget_bytes))
 
 
-def greedy_sequences(model: Compact, tables: Tables, budget_bytes: int, limits: int = len(_LIMITS)) -> list[Indices]:
+def greedy_sequences(model: CompactGraph, budget_bytes: int, limits: int = len(_LIMITS)) -> list[Indices]:
     """Encoded sequences, one per limit for which greedy comes to an end."""
     from lowtide.solve.search.greedy_kernel import greedy_sequence
 
     room = max(budget_bytes - model.fixed_bytes, 0)
 
     def run(limit: float) -> Indices:
-        return greedy_sequence(tables, int(room * limit), _STEPS_PER_NODE * (model.nodes + 1))
+        return greedy_sequence(model, int(room * limit), _STEPS_PER_NODE * (model.nodes + 1))
 
     return [codes for codes in in_threads(run, _LIMITS[: max(limits, 1)]) if len(codes)]
-
-
-def _schedule(problem: Problem, model: Compact, codes: Indices) -> Schedule:
-    return schedule_from_sequence(problem.graph, decode(model, codes))

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.solve.chen import quickest
-from lowtide.solve.model.checkpoints import FIXED, SLOT, Memory, Readers, wanted
-from lowtide.solve.model.compact import Compact, Indices
+from lowtide.solve.chen import quickest_fitting
+from lowtide.solve.model.checkpoints import FIXED, SLOT, LiveResults, Readers, wanted
+from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.structure import articulation_points
 from lowtide.solve.problem import Problem, Solution
 
@@ -43,7 +43,7 @@ class Griewank:
     """No options."""
 
     def solve(self, problem: Problem) -> Solution:
-        return quickest("griewank", problem, _all_sequences)
+        return quickest_fitting("griewank", problem, _all_sequences)
 
 
 def repetitions(steps: int, slots: int) -> int:
@@ -84,7 +84,7 @@ def reversal(steps: int, slots: int) -> Iterator[Action]:
             pending.append(("chain", middle, high, left - 1))
 
 
-def states_of(model: Compact) -> list[int]:
+def states_of(model: CompactGraph) -> list[int]:
     """The articulation points, the last forward node left out, which nothing follows."""
     return [point for point in articulation_points(model) if point < model.boundary - 1]
 
@@ -102,7 +102,7 @@ def slot_sequence(readers: Readers, states: list[int], slots: int) -> Indices:
     boundary = readers.model.boundary
     edges = [0, *states, boundary]  # step i has the nodes from edges[i] to edges[i + 1]
     step_of = np.searchsorted(states, np.arange(boundary), side="right").tolist()
-    memory = Memory(readers, range(edges[-2], boundary))
+    memory = LiveResults(readers, range(edges[-2], boundary))
     slot_keeper = _Slots(memory, states, reversal(len(states) + 1, slots))
     slot_keeper.advance_to(len(states), -1)
     for node in slot_keeper.stored:
@@ -123,7 +123,7 @@ def slot_sequence(readers: Readers, states: list[int], slots: int) -> Indices:
 class _Slots:
     """Follows the reversal: which states are to be in slots now."""
 
-    def __init__(self, memory: Memory, states: list[int], actions: Iterator[Action]) -> None:
+    def __init__(self, memory: LiveResults, states: list[int], actions: Iterator[Action]) -> None:
         self.memory = memory
         self.states = states
         self.actions = actions

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lowtide.solve.blocks.answer import Builder, solve_with_tables
-from lowtide.solve.blocks.book import Book
+from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.blocks.partition import top_cuts
 from lowtide.solve.blocks.table import build_table
 from lowtide.solve.options import require_range
@@ -42,8 +42,8 @@ class HRockmate:
     def solve(self, problem: Problem) -> Solution:
         return solve_with_tables("h-rockmate", problem, self.builders)
 
-    def builders(self, book: Book) -> list[Builder]:
+    def builders(self, chains: BlockChains) -> list[Builder]:
         """Menus composed once per way to bundle, tables of the chain of bundles as they are asked for."""
-        ways = top_cuts(book.model, self.top, self.part_nodes)
-        composed = (book.composed(tops, self.part_nodes, self.options) for tops in ways)
+        ways = top_cuts(chains.model, self.top, self.part_nodes)
+        composed = (chains.composed(tops, self.part_nodes, self.options) for tops in ways)
         return [partial(build_table, *chain_and_menus, slots=self.slots) for chain_and_menus in composed]

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lowtide.ir import Costs, Graph, Schedule, keep_all_schedule, simulate
+from lowtide.ir import Costs, Graph, Schedule, keep_all_schedule, needed_ops, simulate
+from lowtide.solve.model.candidate import Candidate, lowest
 from lowtide.solve.search.threads import in_threads
 
 if TYPE_CHECKING:
-    from lowtide.solve.search.portfolio import Candidate, Portfolio
+    from lowtide.solve.search.portfolio import Portfolio
 
 _STREAMS = (60, 61, 62)  # of the runs from each starting point
 _BLOCKS_SHARE = 0.25  # of the peak without recomputation: the budget that block programs are asked for
@@ -54,7 +55,7 @@ def lowest_candidate(portfolio: Portfolio, target_bytes: int, share: float = 1.0
     iterations = int(share * portfolio.iterations)
     plain = starting_points(portfolio)
     top = max(point.peak_bytes for point in plain)
-    starts = [_lowest(points) for points in (plain, portfolio.blocks(int(_BLOCKS_SHARE * top))) if points]
+    starts = [lowest(points) for points in (plain, portfolio.blocks(int(_BLOCKS_SHARE * top))) if points]
 
     def lower(start: Candidate) -> Candidate:
         for stream in _STREAMS:
@@ -62,11 +63,7 @@ def lowest_candidate(portfolio: Portfolio, target_bytes: int, share: float = 1.0
                 start = portfolio.lower(start, target_bytes, iterations, stream)
         return start
 
-    return _lowest(in_threads(lower, starts))
-
-
-def _lowest(points: list[Candidate]) -> Candidate:
-    return min(points, key=lambda point: (point.peak_bytes, point.recompute_ns))
+    return lowest(in_threads(lower, starts))
 
 
 def peak_lower_bound(graph: Graph, costs: Costs) -> int:
@@ -80,8 +77,6 @@ def peak_lower_bound(graph: Graph, costs: Costs) -> int:
 def working_set_bound(graph: Graph, costs: Costs) -> int:
     """No schedule peaks below this: the largest sum, over the ops that must run, of the bytes that one op reads and
     writes elsewhere, its workspace, what was handed to the caller before it, and ``fixed_bytes``."""
-    from lowtide.solve.model.compact import needed_ops
-
     sizes = np.where([storage.external for storage in graph.storages], 0, costs.storage_bytes)
     held = {graph.values[value].storage for value in graph.forward_outputs}
     largest = sum(int(sizes[s]) for s in {graph.values[value].storage for value in graph.outputs} | held)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lowtide.solve.blocks.answer import Builder, solve_with_tables
-from lowtide.solve.blocks.book import Book
+from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.blocks.partition import refined_cuts, several_cuts
 from lowtide.solve.blocks.table import build_table
 from lowtide.solve.options import require_range
@@ -43,11 +43,11 @@ class Rockmate:
     def solve(self, problem: Problem) -> Solution:
         return solve_with_tables("rockmate", problem, self.builders)
 
-    def builders(self, book: Book) -> list[Builder]:
+    def builders(self, chains: BlockChains) -> list[Builder]:
         """One per way to cut."""
         ways: list[list[int]] = []
-        for cuts in several_cuts(book.model, _BLOCKS):
+        for cuts in several_cuts(chains.model, _BLOCKS):
             for most_nodes in (self.block_nodes, max(self.block_nodes // 2, 1)):
-                way = refined_cuts(book.model, cuts, most_nodes)
+                way = refined_cuts(chains.model, cuts, most_nodes)
                 ways += [way] if way not in ways else []
-        return [partial(build_table, *book.with_menus(way, self.options), slots=self.slots) for way in ways]
+        return [partial(build_table, *chains.with_menus(way, self.options), slots=self.slots) for way in ways]

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from lowtide.solve.blocks.answer import Builder, solve_with_tables
-from lowtide.solve.blocks.book import Book
-from lowtide.solve.blocks.chain import Chain
+from lowtide.solve.blocks.chain import Chain, make_chain
+from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.blocks.menu import everything
 from lowtide.solve.blocks.partition import several_cuts
 from lowtide.solve.blocks.table import Table, build_table
@@ -43,9 +43,9 @@ class Rotor:
     def solve(self, problem: Problem) -> Solution:
         return solve_with_tables("rotor", problem, self.builders)
 
-    def builders(self, book: Book) -> list[Builder]:
+    def builders(self, chains: BlockChains) -> list[Builder]:
         """One per way to cut."""
-        return [partial(self.table, book.chain(cuts)) for cuts in several_cuts(book.model, self.blocks)]
+        return [partial(self.table, make_chain(chains.model, cuts)) for cuts in several_cuts(chains.model, self.blocks)]
 
     def table(self, chain: Chain, most_bytes: int) -> Table:
         """One table for every budget up to ``most_bytes`` (``fixed_bytes`` apart)."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from lowtide.ir import Costs, Graph, Schedule, schedule_from_sequence, simulate
-from lowtide.ir.schedule import Compute
+from lowtide.ir import Compute, Costs, Graph, simulate
 from lowtide.solve.minimum import lowest_candidate
-from lowtide.solve.model.tables import decode
+from lowtide.solve.model.candidate import quickest
 
 _SHARE = 0.2  # of the iterations of a search for the lowest peak at default effort
 
@@ -20,12 +19,7 @@ def sequence_within(graph: Graph, costs: Costs, budget_bytes: int, seed: int = 0
 
     portfolio = make_portfolio(graph, costs, seed)
     met = [point for point in portfolio.greedy(budget_bytes) if point.peak_bytes <= budget_bytes]
-    met.sort(key=lambda point: (point.recompute_ns, point.peak_bytes))
-    if not met:
-        met = [lowest_candidate(portfolio, budget_bytes, _SHARE)]
-    schedule = schedule_from_sequence(graph, decode(portfolio.model, met[0].codes))
-    return simulate(graph, costs, schedule).peak_bytes, _computes(schedule)
-
-
-def _computes(schedule: Schedule) -> tuple[int, ...]:
-    return tuple(step.op for step in schedule.steps if isinstance(step, Compute))
+    found = quickest(met)[0] if met else lowest_candidate(portfolio, budget_bytes, _SHARE)
+    schedule = portfolio.schedule(found)
+    computes = tuple(step.op for step in schedule.steps if isinstance(step, Compute))
+    return simulate(graph, costs, schedule).peak_bytes, computes

@@ -8,20 +8,22 @@ from lowtide.trace.dag import trace_to_dag
 from lowtide.trace.files import TRACE_FORMAT, TraceWriter, read_trace, write_trace
 from lowtide.trace.graph import trace_to_graph
 from lowtide.trace.liveness import unconstrained_peak_bytes
-from lowtide.trace.model import Call, Constant, Created, Event, Pin, Release, Trace
-from lowtide.trace.simulator import POLICIES, Result, Status, simulate
+from lowtide.trace.model import Constant, Created, Event, OperatorCall, Pin, Release, Trace
+from lowtide.trace.replay import ReplayStatus, ReplayWatcher
+from lowtide.trace.simulator import POLICIES, ReplayResult, simulate
 
 __all__ = [
     "POLICIES",
     "TRACE_FORMAT",
-    "Call",
     "Constant",
     "Created",
     "Event",
+    "OperatorCall",
     "Pin",
     "Release",
-    "Result",
-    "Status",
+    "ReplayResult",
+    "ReplayStatus",
+    "ReplayWatcher",
     "Trace",
     "TraceWriter",
     "check_trace",

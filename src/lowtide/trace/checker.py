@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowtide.errors import LowtideError
-from lowtide.trace.model import Call, Constant, Event, Pin, Release, Trace
+from lowtide.trace.model import Constant, Event, OperatorCall, Pin, Release, Trace
 
 
 class Checker:
@@ -18,7 +18,7 @@ class Checker:
         match event:
             case Constant():
                 self._make(event.tensor)
-            case Call():
+            case OperatorCall():
                 self._call(event)
             case Release():
                 self._expect(event.tensor, "releases")
@@ -26,7 +26,7 @@ class Checker:
             case Pin():
                 self._expect(event.tensor, "pins")
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: OperatorCall) -> None:
         for tensor in (*call.reads, *call.writes):
             self._expect(tensor, f"{call.name} reads")
         for created in call.creates:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowtide.trace.model import Call, Constant, Pin, Release, Trace
+from lowtide.trace.model import Constant, OperatorCall, Pin, Release, Trace
 
 DAG_FORMAT = "lowtide-dag/1"
 
@@ -39,7 +39,7 @@ class _Conversion:
             match event:
                 case Constant():
                     self._constant(event)
-                case Call():
+                case OperatorCall():
                     if calls == self.trace.forward_calls:
                         forward_ops = len(self.ops)
                     calls += 1
@@ -64,7 +64,7 @@ class _Conversion:
         self.lasting.add(event.tensor)
         self.fixed_bytes += event.bytes
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: OperatorCall) -> None:
         fresh = [created for created in call.creates if created.alias_of is None]
         written = list(dict.fromkeys(self.storage_of[tensor] for tensor in call.writes))
         if fresh or written or not call.creates:
@@ -79,7 +79,7 @@ class _Conversion:
             if created.alias_of is not None:
                 self.storage_of[created.tensor] = self.storage_of[created.alias_of]
 
-    def _op(self, call: Call, size: int, written: list[int]) -> None:
+    def _op(self, call: OperatorCall, size: int, written: list[int]) -> None:
         read = dict.fromkeys(self.storage_of[tensor] for tensor in (*call.reads, *call.writes))
         inputs = sorted({op for storage in read for op in self.made_by[storage]})
         number = len(self.ops)

@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 
 from lowtide.errors import LowtideError
 from lowtide.trace.checker import Checker
-from lowtide.trace.model import Call, Constant, Created, Event, Pin, Release, Trace
+from lowtide.trace.model import Constant, Created, Event, OperatorCall, Pin, Release, Trace
 from lowtide.trace.published import read_published
 
 TRACE_FORMAT = "lowtide-trace/1"
@@ -87,7 +87,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
     calls = 0
     with TraceWriter(path, name=trace.name, device=trace.device, budget_bytes=trace.budget_bytes) as writer:
         for event in trace.events:
-            if isinstance(event, Call):
+            if isinstance(event, OperatorCall):
                 if calls == trace.forward_calls:
                     writer.backward()
                 calls += 1
@@ -104,7 +104,7 @@ def _write(writer: TraceWriter, event: Event) -> None:
             writer.release(event.tensor)
         case Pin():
             writer.pin(event.tensor)
-        case Call():
+        case OperatorCall():
             writer.call(
                 event.name,
                 event.time_ns,
@@ -233,8 +233,8 @@ def _count(number: Any, what: str) -> int:
     return number
 
 
-def _call(fields: _Fields) -> Call:
-    return Call(
+def _call(fields: _Fields) -> OperatorCall:
+    return OperatorCall(
         fields.text("call"),
         fields.count("time_ns"),
         fields.numbers("reads"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowtide.trace.model import Call, Constant, Pin, Release, Trace
+from lowtide.trace.model import Constant, OperatorCall, Pin, Release, Trace
 
 GRAPH_FORMAT = "lowtide-graph/1"
 
@@ -37,7 +37,7 @@ class _Conversion:
                 case Constant():
                     self.lasting.add(len(self.storages))
                     self._value(event.tensor, None, self._storage(None, event.bytes))
-                case Call():
+                case OperatorCall():
                     calls += 1
                     self._call(event)
                 case Release():
@@ -75,7 +75,7 @@ class _Conversion:
         storage: int = self.values[self.value_of[tensor]]["storage"]
         return storage
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: OperatorCall) -> None:
         op, outputs, effect = len(self.ops), list[int](), call.once
         inputs = list(dict.fromkeys(self.value_of[tensor] for tensor in (*call.reads, *call.writes)))
         for created in call.creates:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.trace.model import Call, Constant, Pin, Release, Trace
+from lowtide.trace.model import Constant, OperatorCall, Pin, Release, Trace
 
 
 def unconstrained_peak_bytes(trace: Trace) -> int:
@@ -19,7 +19,7 @@ def unconstrained_peak_bytes(trace: Trace) -> int:
                 lasting.add(event.tensor)
                 live += event.bytes
                 peak = max(peak, live)
-            case Call():
+            case OperatorCall():
                 for created in event.creates:
                     alias = created.alias_of
                     first = storage_of[created.tensor] = created.tensor if alias is None else storage_of[alias]

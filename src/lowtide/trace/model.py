@@ -3,11 +3,11 @@
 Grammar::
 
     trace    ::= event*                          in the order of execution
-    event    ::= Constant | Call | Release | Pin
-    Constant ::= tensor bytes                    made outside of the program, there throughout
-    Call     ::= name time reads creates writes  one operator; a created tensor has bytes or is an alias of one that is read
-    Release  ::= tensor                          the program has no more use for it
-    Pin      ::= tensor                          it must be there from here on
+    event    ::= Constant | OperatorCall | Release | Pin
+    Constant ::= tensor bytes                        made outside of the program, there throughout
+    OperatorCall ::= name time reads creates writes  one operator; what it creates has bytes or is an alias of what it reads
+    Release  ::= tensor                              the program has no more use for it
+    Pin      ::= tensor                              it must be there from here on
 
 Tensors are numbered by the writer, each number used once. Tensors that are aliases of each other share one storage, which
 has the bytes of the first. A call that *writes* a tensor leaves a new version of its storage, at which all its aliases
@@ -42,7 +42,7 @@ class Created:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperatorCall:
     name: str
     time_ns: int
     reads: tuple[int, ...]
@@ -78,7 +78,7 @@ class Pin:
         return f"pin %{self.tensor}"
 
 
-Event = Constant | Call | Release | Pin
+Event = Constant | OperatorCall | Release | Pin
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ class Trace:
         """Of every call once."""
         return sum(event.time_ns for event in self.calls())
 
-    def calls(self) -> Iterator[Call]:
-        return (event for event in self.events if isinstance(event, Call))
+    def calls(self) -> Iterator[OperatorCall]:
+        return (event for event in self.events if isinstance(event, OperatorCall))
 
     def __str__(self) -> str:
         head = f'trace "{self.name}" device="{self.device}"'

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lowtide.errors import LowtideError
-from lowtide.trace.model import Call, Constant, Created, Event, Pin, Release, Trace
+from lowtide.trace.model import Constant, Created, Event, OperatorCall, Pin, Release, Trace
 
 
 def read_published(lines: Iterable[str], name: str) -> Trace:
@@ -118,7 +118,7 @@ class _Reader:
             self._name(name, created.tensor)
 
     def _add(self, record: dict[str, Any], reads: tuple[int, ...], creates: list[Created]) -> None:
-        self.events.append(Call(record["NAME"], int(record["TIME"]), reads, tuple(creates)))
+        self.events.append(OperatorCall(record["NAME"], int(record["TIME"]), reads, tuple(creates)))
         self.calls += 1
 
     def _new(self, size: int) -> int:

@@ -8,45 +8,41 @@ does not depend on the budget: more of it is never slower, and the lowest peak r
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
 from lowtide.ir import schedule_from_sequence
-from lowtide.solve.blocks.book import Book
+from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.blocks.table import Table, spread
 from lowtide.solve.keep_all import KeepAll
-from lowtide.solve.model.compact import Indices, compact
+from lowtide.solve.model.candidate import lowest, quickest
+from lowtide.solve.model.compact import Indices, compact, decode, encode_keep_all
 from lowtide.solve.model.sweep import sweep
-from lowtide.solve.model.tables import Tables, decode, encode_keep_all, make_tables
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution
 
 _RUNG = 0.6
+_ABOVE = (1.3, 2.0, 4.0)
 _ASKED = 40
-
-Found = tuple[int, int, Indices]
-"""Recompute time, peak without ``fixed_bytes``, the sequence without its unused recomputes."""
+_SIMULATED = 6
 
 Builder = Callable[[int], Table]
 """The table for budgets up to so many bytes, ``fixed_bytes`` apart."""
 
 
-def solve_with_tables(name: str, problem: Problem, builders_of: Callable[[Book], Sequence[Builder]]) -> Solution:
+def solve_with_tables(name: str, problem: Problem, builders_of: Callable[[BlockChains], Sequence[Builder]]) -> Solution:
     """The quickest schedule that fits; else unsolved with the lowest peak of all sequences."""
     began = time.perf_counter()
     model = compact(problem.graph, problem.costs)
-    tables = make_tables(model)
-    book = Book(model, tables)
-    if not book.has_blocks:
+    chains = BlockChains(model)
+    if not chains.has_blocks:
         return KeepAll().solve(problem)
-    kept = swept(tables, encode_keep_all(model))
-    found = [kept, *(swept(tables, codes) for codes in table_sequences(builders_of(book), kept[1]))]
+    kept = sweep(model, encode_keep_all(model))
+    found = [kept, *(sweep(model, codes) for codes in table_sequences(builders_of(chains), kept.peak_bytes))]
     room = problem.budget_bytes - problem.graph.fixed_bytes
-    fitting = sorted((one for one in found if one[1] <= room), key=_quickest)[:6]
-    chosen = [*fitting, min(found, key=lambda one: (one[1], one[0]))]
-    schedules = [schedule_from_sequence(problem.graph, decode(model, codes)) for _, _, codes in chosen]
+    chosen = [*quickest((one for one in found if one.peak_bytes <= room), _SIMULATED), lowest(found)]
+    schedules = [schedule_from_sequence(problem.graph, decode(model, one.codes)) for one in chosen]
     return answer(name, problem, schedules, began)
 
 
@@ -65,43 +61,25 @@ def rungs(builder: Builder, most_bytes: int) -> Iterator[Table]:
         least = table.least_slots()
         if least is None:
             if room == most_bytes:  # bytes that the chain counts too high: look above
-                yield from _above(builder, most_bytes)
+                above = (builder(int(most_bytes * factor)) for factor in _ABOVE)
+                yield from itertools.islice((table for table in above if table.least_slots() is not None), 1)
             return
         yield table
-        lowest = table.chain.constant_bytes + least * table.unit_bytes
-        if table.unit_bytes == 1 or lowest >= 0.98 * room:
+        lowest_bytes = table.chain.constant_bytes + least * table.unit_bytes
+        if table.unit_bytes == 1 or lowest_bytes >= 0.98 * room:
             return
-        room = max(int(room * _RUNG), lowest)
-
-
-def _above(builder: Builder, most_bytes: int) -> Iterator[Table]:
-    for factor in (1.3, 2.0, 4.0):
-        table = builder(int(most_bytes * factor))
-        if table.least_slots() is not None:
-            yield table
-            return
+        room = max(int(room * _RUNG), lowest_bytes)
 
 
 def asked(table: Table) -> Iterator[Indices]:
     """The table's sequences for about fifty nominal budgets where its times change, most of them in the part of the
     range that no lower rung answers for."""
-    times = table.best_ns[0, table.chain.blocks]
     least = table.least_slots()
     if least is None:
         return
-    changes = least + np.flatnonzero(np.diff(times[least:], prepend=times[least] + 1))
-    upper = changes[changes >= 0.55 * len(times)]
-    for part, count in ((changes[changes < 0.55 * len(times)], _ASKED // 4), (upper, _ASKED)):
+    changes = table.changes(least)
+    upper = changes >= 0.55 * table.best_ns.shape[2]
+    for part, count in ((changes[~upper], _ASKED // 4), (changes[upper], _ASKED)):
         if len(part):
             for slots in spread(part, count):
                 yield table.codes(slots)
-
-
-def swept(tables: Tables, codes: Indices) -> Found:
-    """What the exact sweep says of a sequence."""
-    found = sweep(tables, codes)
-    return found.recompute_ns, found.peak_bytes, found.codes
-
-
-def _quickest(found: Found) -> tuple[int, int]:
-    return found[0], found[1]

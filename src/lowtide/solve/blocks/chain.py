@@ -23,17 +23,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.solve.blocks.kernels import Span
-from lowtide.solve.model.compact import Compact, Flags, Indices, Numbers
-from lowtide.solve.model.tables import Tables, make_tables
+from lowtide.solve.blocks.kernels import BlockSpan
+from lowtide.solve.model.compact import CompactGraph, Flags, Indices, Numbers
+from lowtide.solve.model.structure import last_forward_use
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
     """Blocks ``0 .. len(cuts) - 2``; ``starts[i]`` is the first backward node of block ``i``, not increasing."""
 
-    model: Compact
-    tables: Tables
+    model: CompactGraph
     cuts: tuple[int, ...]
     starts: tuple[int, ...]
     producer: Indices  # storage -> its block; -1 where it does not count
@@ -51,10 +50,10 @@ class Chain:
         """Backward nodes of blocks ``low .. high - 1``: first, and one after the last."""
         return self.starts[high - 1], self.starts[low - 1] if low else self.model.nodes
 
-    def span(self, low: int, high: int) -> Span:
+    def span(self, low: int, high: int) -> BlockSpan:
         """Blocks ``low .. high - 1`` as one block for the kernels."""
         first, last = self.region(low, high)
-        return Span(
+        return BlockSpan(
             self.cuts[low],
             self.cuts[high],
             first,
@@ -77,16 +76,14 @@ class Chain:
         return table
 
 
-def make_chain(
-    model: Compact, cuts: Sequence[int], tables: Tables | None = None, starts: Sequence[int] | None = None
-) -> Chain:
+def make_chain(model: CompactGraph, cuts: Sequence[int], starts: Sequence[int] | None = None) -> Chain:
     """The chain of blocks between ``cuts``, which begin with 0 and end with the first backward node.
 
     ``starts``, where given, are the regions' beginnings instead of those found; any not increasing line of them is
     sound, as what a region reads of an earlier block crosses to it.
     """
     producer = _producers(model, cuts)
-    last_forward = _last_forward_block(model, cuts)
+    last_forward = (np.searchsorted(cuts, last_forward_use(model), side="right") - 1).astype(np.int32)
     starts = _starts(model, producer, last_forward, len(cuts) - 1) if starts is None else starts
     until, last_use = _uses(model, starts, producer, last_forward)
     before, during = _backward_bytes(model)
@@ -100,7 +97,6 @@ def make_chain(
     constant = int(model.storage_bytes[forward & (producer < 0) & (model.held | (last_use >= 0))].sum())
     return Chain(
         model,
-        tables or make_tables(model),
         tuple(int(cut) for cut in cuts),
         tuple(starts),
         producer,
@@ -112,25 +108,17 @@ def make_chain(
     )
 
 
-def _producers(model: Compact, cuts: Sequence[int]) -> Indices:
+def _producers(model: CompactGraph, cuts: Sequence[int]) -> Indices:
     """Storage -> block, -1 for what is handed to the caller, runs once only, or belongs to the backward pass."""
     block = np.searchsorted(np.asarray(cuts), model.storage_node, side="right") - 1
     counts: Flags = (model.storage_node < model.boundary) & ~model.held & model.recomputable[model.storage_node]
     return np.where(counts, block, -1).astype(np.int32)
 
 
-def _last_forward_block(model: Compact, cuts: Sequence[int]) -> Indices:
-    last = np.full(len(model.storage_node), -1, np.int32)
-    for block in range(len(cuts) - 1):
-        begin, end = model.reads_start[cuts[block]], model.reads_start[cuts[block + 1]]
-        last[model.reads[begin:end]] = block
-    return last
-
-
-def _starts(model: Compact, producer: Indices, last_forward: Indices, blocks: int) -> list[int]:
+def _starts(model: CompactGraph, producer: Indices, last_forward: Indices, blocks: int) -> list[int]:
     starts = [model.nodes] * blocks
     for node in range(model.nodes - 1, model.boundary - 1, -1):
-        for storage in model.reads[model.reads_start[node] : model.reads_start[node + 1]]:
+        for storage in model.reads_of(node):
             if producer[storage] >= 0 and last_forward[storage] <= producer[storage]:
                 starts[producer[storage]] = node
     starts[blocks - 1] = model.boundary
@@ -139,7 +127,9 @@ def _starts(model: Compact, producer: Indices, last_forward: Indices, blocks: in
     return starts
 
 
-def _uses(model: Compact, starts: Sequence[int], producer: Indices, last_forward: Indices) -> tuple[Indices, Numbers]:
+def _uses(
+    model: CompactGraph, starts: Sequence[int], producer: Indices, last_forward: Indices
+) -> tuple[Indices, Numbers]:
     """The last block and the last node that read each storage, the end of the program included for the latter."""
     until = np.maximum(last_forward, producer).astype(np.int32)
     last_use = np.full(len(producer), -1, np.int64)
@@ -147,19 +137,19 @@ def _uses(model: Compact, starts: Sequence[int], producer: Indices, last_forward
     for node in range(model.boundary, model.nodes + 1):
         while block > 0 and node >= starts[block - 1]:
             block -= 1
-        for storage in model.reads[model.reads_start[node] : model.reads_start[node + 1]]:
+        for storage in model.reads_of(node):
             last_use[storage] = node
             if producer[storage] >= 0 and node < model.nodes:
                 until[storage] = max(until[storage], block)
     return until, last_use
 
 
-def _backward_bytes(model: Compact) -> tuple[Numbers, Numbers]:
+def _backward_bytes(model: CompactGraph) -> tuple[Numbers, Numbers]:
     """Bytes of backward storages right before each node and while it runs, its own results and workspace included."""
     change = np.zeros(model.nodes + 2, np.int64)
     last = model.storage_node.astype(np.int64)
     for node in range(model.nodes + 1):
-        last[model.reads[model.reads_start[node] : model.reads_start[node + 1]]] = node
+        last[model.reads_of(node)] = node
     own = np.zeros(model.nodes + 1, np.int64)
     for storage, node in enumerate(model.storage_node):
         if node >= model.boundary:

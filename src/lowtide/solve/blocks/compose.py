@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from lowtide.solve.blocks.chain import Chain, make_chain
-from lowtide.solve.blocks.kernels import measure_option
-from lowtide.solve.blocks.menu import Menu, Signature, everything, leaf_menu, signature, thinned
-from lowtide.solve.blocks.partition import crossing_bytes, refined_cuts
-from lowtide.solve.model.compact import Compact, Indices
-from lowtide.solve.model.tables import Tables
+from lowtide.solve.blocks.kernels import BlockSpan, measure_option
+from lowtide.solve.blocks.menu import Menu, Signature, everything, leaf_menu, menus, moved, signature, thinned
+from lowtide.solve.blocks.partition import refined_cuts
+from lowtide.solve.model.compact import CompactGraph, Indices
+from lowtide.solve.model.structure import crossing_bytes
 
 _WHOLE_NODES = 60  # parts of up to so many forward nodes get a menu of their own besides
 
@@ -32,25 +32,20 @@ class Composer:
         self.chain = chain
         self.count = count
         self.crossing = crossing_bytes(chain.model)
-        self.known: dict[Signature, tuple[int, int, Menu]] = {}
+        self.known: dict[Signature, tuple[BlockSpan, Menu]] = {}
 
     def menu(self, low: int, high: int) -> Menu:
         """Options of blocks ``low .. high - 1``, about ``count`` of them."""
-        key = signature(self.chain, low, high)
+        key, span = signature(self.chain, low, high), self.chain.span(low, high)
         if key in self.known:
-            begin, first, known = self.known[key]
-            span = self.chain.span(low, high)
-            return tuple(
-                np.where(codes < 0, codes - (span.low - begin), codes + (span.first - first)).astype(np.int32)
-                for codes in known
-            )
-        span = self.chain.span(low, high)
+            source, known = self.known[key]
+            return tuple(moved(source, span, codes) for codes in known)
         options: Menu = ()
         if high - low == 1 or span.high - span.low <= _WHOLE_NODES:
             options = leaf_menu(self.chain, [span], self.count)
         if high - low > 1:
             options = self._joined(low, self._middle(low, high), high, options)
-        self.known[key] = (span.low, span.first, options)
+        self.known[key] = (span, options)
         return options
 
     def _middle(self, low: int, high: int) -> int:
@@ -71,20 +66,44 @@ class Composer:
         for first in self.menu(middle, high):
             for second in self.menu(low, middle):
                 options += [np.concatenate([begin, first, between, second]) for begin, between in ways]
-        return thinned([(measure_option(chain.tables, span, codes), codes) for codes in options], self.count)
+        return thinned([(measure_option(chain.model, span, codes), codes) for codes in options], self.count)
 
     def _rerun(self, low: int, high: int) -> Indices:
         nodes = np.arange(self.chain.cuts[low], self.chain.cuts[high], dtype=np.int32)
         return ~nodes[self.chain.model.recomputable[nodes]]
 
 
-def composed_chain(
-    model: Compact, tables: Tables, tops: Sequence[int], part_nodes: int, count: int
-) -> tuple[Chain, list[Menu]]:
-    """The chain of the bundles between the cuts ``tops`` and their menus, composed of parts of ``part_nodes`` nodes."""
-    parts = make_chain(model, refined_cuts(model, list(tops), part_nodes), tables)
-    index = {cut: part for part, cut in enumerate(parts.cuts)}
-    groups = [(index[a], index[b]) for a, b in itertools.pairwise(tops)]
-    composer = Composer(parts, count)
-    chain = make_chain(model, tops, tables, [parts.starts[high - 1] for _, high in groups])
-    return chain, [composer.menu(low, high) for low, high in groups]
+ChainAndMenus = tuple[Chain, list[Menu]]
+
+
+class BlockChains:
+    """The chains of one program with their menus, each made once: planners cut in the same ways again."""
+
+    def __init__(self, model: CompactGraph) -> None:
+        self.model = model
+        self._known: dict[tuple[object, ...], ChainAndMenus] = {}
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether there is a forward and a backward pass."""
+        return 0 < self.model.boundary < self.model.nodes
+
+    def with_menus(self, cuts: Sequence[int], options: int) -> ChainAndMenus:
+        """The chain of blocks between the cuts, and about ``options`` options of each."""
+        key = ("blocks", *cuts, options)
+        if key not in self._known:
+            chain = make_chain(self.model, cuts)
+            self._known[key] = chain, menus(chain, options)
+        return self._known[key]
+
+    def composed(self, tops: Sequence[int], part_nodes: int, options: int) -> ChainAndMenus:
+        """The chain of bundles between the cuts ``tops``, with menus composed of parts of ``part_nodes`` nodes."""
+        key = ("bundles", *tops, part_nodes, options)
+        if key not in self._known:
+            parts = make_chain(self.model, refined_cuts(self.model, list(tops), part_nodes))
+            index = {cut: part for part, cut in enumerate(parts.cuts)}
+            groups = [(index[a], index[b]) for a, b in itertools.pairwise(tops)]
+            composer = Composer(parts, options)
+            chain = make_chain(self.model, tops, [parts.starts[high - 1] for _, high in groups])
+            self._known[key] = chain, [composer.menu(low, high) for low, high in groups]
+        return self._known[key]

@@ -13,12 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.solve.model.compact import Flags, Indices, Numbers
+from lowtide.solve.model.compact import CompactGraph, Flags, Indices, Numbers
 from lowtide.solve.model.compiled import kernel
-from lowtide.solve.model.tables import Tables
 
 
-class Span(NamedTuple):
+class BlockSpan(NamedTuple):
     """A block: its nodes, the storages that count, those that later blocks read, those that later regions read."""
 
     low: int
@@ -44,17 +43,32 @@ class Measures(NamedTuple):
 
 
 @kernel
-def measure_option(t: Tables, span: Span, codes: Indices) -> Measures:
+def measure_option(t: CompactGraph, span: BlockSpan, codes: Indices) -> Measures:
     """Walks the codes, then the block's forward nodes, backwards."""
     live = np.zeros(len(t.storage_node), np.bool_)
-    resident, peak, extra = 0, 0, 0
-    base = t.owns_start[span.low]
-    for index in range(base, t.owns_start[span.high]):
+    late = _revive(t, span, span.late, live)
+    resident, backward_peak, extra = _walk_codes(t, span, codes, live, late)
+    rerun = _rerun_ns(t, span, live.copy())
+    saved = resident + _revive(t, span, span.leaves, live)
+    return Measures(saved, _walk_forward(t, span, live, saved), backward_peak, rerun, extra)
+
+
+@kernel
+def _revive(t: CompactGraph, span: BlockSpan, chosen: Flags, live: Flags) -> int:
+    """Make the block's chosen storages live; the bytes that this adds."""
+    added = 0
+    for index in range(t.owns_start[span.low], t.owns_start[span.high]):
         storage = t.owns[index]
-        if span.counted[storage] and span.late[storage]:
+        if span.counted[storage] and chosen[storage] and not live[storage]:
             live[storage] = True
-            resident += t.storage_bytes[storage]
-    following = span.last
+            added += t.storage_bytes[storage]
+    return added
+
+
+@kernel
+def _walk_codes(t: CompactGraph, span: BlockSpan, codes: Indices, live: Flags, resident: int) -> tuple[int, int, int]:
+    """Bytes live before the codes, their peak, and the time of the recomputes among them that are used."""
+    peak, extra, following = 0, 0, span.last
     for position in range(len(codes) - 1, -1, -1):
         code = codes[position]
         node = code if code >= 0 else ~code
@@ -84,13 +98,13 @@ def measure_option(t: Tables, span: Span, codes: Indices) -> Measures:
             else:
                 step += t.storage_bytes[storage]
         peak = max(peak, step)
-    rerun = _rerun_ns(t, span, live.copy())
-    for index in range(base, t.owns_start[span.high]):
-        storage = t.owns[index]
-        if span.counted[storage] and span.leaves[storage] and not live[storage]:
-            live[storage] = True
-            resident += t.storage_bytes[storage]
-    saved, forward_peak = resident, resident
+    return resident, peak, extra
+
+
+@kernel
+def _walk_forward(t: CompactGraph, span: BlockSpan, live: Flags, resident: int) -> int:
+    """The peak of the block's forward nodes."""
+    peak = resident
     for node in range(span.high - 1, span.low - 1, -1):
         for index in range(t.reads_start[node], t.reads_start[node + 1]):
             storage = t.reads[index]
@@ -105,12 +119,12 @@ def measure_option(t: Tables, span: Span, codes: Indices) -> Measures:
                 resident -= t.storage_bytes[storage]
             elif span.counted[storage]:
                 step += t.storage_bytes[storage]
-        forward_peak = max(forward_peak, step)
-    return Measures(saved, forward_peak, peak, rerun, extra)
+        peak = max(peak, step)
+    return peak
 
 
 @kernel
-def _rerun_ns(t: Tables, span: Span, wanted: Flags) -> int:
+def _rerun_ns(t: CompactGraph, span: BlockSpan, wanted: Flags) -> int:
     """Time of the block's forward nodes that are needed for the storages in ``wanted``, which is used up."""
     time = 0
     for node in range(span.high - 1, span.low - 1, -1):
@@ -127,7 +141,17 @@ def _rerun_ns(t: Tables, span: Span, wanted: Flags) -> int:
 
 
 @kernel
-def lazy_codes(t: Tables, span: Span, kept: Flags, retain: bool) -> Indices:
+def _with_room(codes: Indices, size: int) -> Indices:
+    """The codes with room for another at position ``size``."""
+    if size < len(codes):
+        return codes
+    grown = np.empty(len(codes) * 2, np.int32)
+    grown[:size] = codes
+    return grown
+
+
+@kernel
+def lazy_codes(t: CompactGraph, span: BlockSpan, kept: Flags, retain: bool) -> Indices:
     """The block's backward nodes, each preceded by recomputes of what it reads and nobody has.
 
     ``kept`` (by node) tells whose results are there from the forward pass. With ``retain`` everything recomputed stays
@@ -153,25 +177,19 @@ def lazy_codes(t: Tables, span: Span, kept: Flags, retain: bool) -> Indices:
                         wanted[source] = True
         for owner in range(span.low, top + 1):
             if wanted[owner]:
-                if size + 2 >= len(codes):
-                    grown = np.empty(len(codes) * 2, np.int32)
-                    grown[:size] = codes[:size]
-                    codes = grown
+                codes = _with_room(codes, size)
                 codes[size] = ~owner
                 size += 1
                 have[owner] = retain or direct[owner]
         wanted[span.low : top + 1] = False
-        if size + 2 >= len(codes):
-            grown = np.empty(len(codes) * 2, np.int32)
-            grown[:size] = codes[:size]
-            codes = grown
+        codes = _with_room(codes, size)
         codes[size] = node
         size += 1
     return codes[:size].copy()
 
 
 @kernel
-def shrinking_sets(t: Tables, span: Span, weight: float) -> npt.NDArray[np.bool_]:
+def shrinking_sets(t: CompactGraph, span: BlockSpan, weight: float) -> npt.NDArray[np.bool_]:
     """Rows of kept flags (by node): all, then without the node whose loss costs least time per byte saved, and so on.
 
     Bytes saved count ``weight`` times the backward peak on top. Quadratic in the block's nodes, times its codes.

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lowtide.solve.blocks.chain import Chain
-from lowtide.solve.blocks.kernels import Measures, Span, lazy_codes, measure_option, shrinking_sets
+from lowtide.solve.blocks.kernels import BlockSpan, Measures, lazy_codes, measure_option, shrinking_sets
 from lowtide.solve.model.compact import Indices
 
 Menu = tuple[Indices, ...]
@@ -34,10 +34,10 @@ def menus(chain: Chain, count: int) -> list[Menu]:
     """One menu of about ``count`` options per block; equal blocks are solved once, with the sum of their times."""
     found: list[Menu] = [()] * chain.blocks
     for alike in equal_blocks(chain):
-        model = alike[0]
-        options = leaf_menu(chain, [chain.span(other, other + 1) for other in alike], count)
-        for block in alike:
-            found[block] = tuple(moved(chain, model, block, codes) for codes in options)
+        spans = [chain.span(block, block + 1) for block in alike]
+        options = leaf_menu(chain, spans, count)
+        for block, span in zip(alike, spans, strict=True):
+            found[block] = tuple(moved(spans[0], span, codes) for codes in options)
     return found
 
 
@@ -57,7 +57,7 @@ def signature(chain: Chain, low: int, high: int) -> Signature:
     for begin, end, origin in ((span.low, span.high, 0), (span.first, span.last, 1)):
         for node in range(begin, end):
             reads = []
-            for storage in model.reads[model.reads_start[node] : model.reads_start[node + 1]].tolist():
+            for storage in model.reads_of(node).tolist():
                 owner = int(model.storage_node[storage])
                 if span.low <= owner < span.high:
                     place = (0, owner - span.low, storage - int(model.owns[model.owns_start[owner]]))
@@ -68,32 +68,32 @@ def signature(chain: Chain, low: int, high: int) -> Signature:
                 reads.append(place)
             owned = tuple(
                 (int(model.storage_bytes[s]), bool(span.counted[s]), bool(span.leaves[s]), bool(span.late[s]))
-                for s in model.owns[model.owns_start[node] : model.owns_start[node + 1]]
+                for s in model.owns_of(node)
             )
             flags = (bool(model.recomputable[node]), bool(model.random[node]), int(model.workspace_bytes[node]))
             rows.append((origin, tuple(sorted(reads)), owned, flags))
     return tuple(rows)
 
 
-def moved(chain: Chain, source: int, target: int, codes: Indices) -> Indices:
-    """Codes of one block as codes of an equal one."""
-    a, b = chain.span(source, source + 1), chain.span(target, target + 1)
-    return np.where(codes < 0, codes - (b.low - a.low), codes + (b.first - a.first)).astype(np.int32)
+def moved(source: BlockSpan, target: BlockSpan, codes: Indices) -> Indices:
+    """Codes of one part of the chain as codes of an equal one."""
+    recomputed, run = codes - (target.low - source.low), codes + (target.first - source.first)
+    return np.where(codes < 0, recomputed, run).astype(np.int32)
 
 
-def leaf_menu(chain: Chain, alike: Sequence[Span], count: int) -> Menu:
+def leaf_menu(chain: Chain, alike: Sequence[BlockSpan], count: int) -> Menu:
     """Options of the first of some equal parts, by the saved sets of the module docstring."""
-    span, tables = alike[0], chain.tables
+    span, model = alike[0], chain.model
     if len(alike) > 1:
-        time = tables.time_ns.copy()
+        time = model.time_ns.copy()
         time[span.low : span.high] = np.sum([time[o.low : o.high] for o in alike], axis=0)
         time[span.first : span.last] = np.sum([time[o.first : o.last] for o in alike], axis=0)
-        tables = tables._replace(time_ns=time)
+        model = model._replace(time_ns=time)
     options = [np.arange(span.first, span.last, dtype=np.int32)]
     for weight in (0.0, 1.0):
-        for kept in shrinking_sets(tables, span, weight):
-            options += [lazy_codes(tables, span, kept, retain) for retain in (True, False)]
-    measured = [(measure_option(tables, span, codes), codes) for codes in options]
+        for kept in shrinking_sets(model, span, weight):
+            options += [lazy_codes(model, span, kept, retain) for retain in (True, False)]
+    measured = [(measure_option(model, span, codes), codes) for codes in options]
     return thinned(measured, count)
 
 

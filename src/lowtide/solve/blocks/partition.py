@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtide.solve.model.compact import Compact, Numbers
-from lowtide.solve.model.structure import last_forward_use
+from lowtide.solve.model.compact import CompactGraph
+from lowtide.solve.model.structure import crossing_bytes, even_cuts, last_forward_use
 
 _LONG_SHARE = 0.25
 _CHEAP_SHARE = 0.1
 
 
-def articulation_cuts(model: Compact, most_blocks: int) -> list[int]:
+def articulation_cuts(model: CompactGraph, most_blocks: int) -> list[int]:
     """Cuts ``0 .. boundary`` behind nodes whose storages alone cross, long-lived cheap storages apart.
 
     Where that gives more than ``most_blocks`` blocks, the cuts that leave the quickest pair are dropped.
@@ -35,13 +35,13 @@ def articulation_cuts(model: Compact, most_blocks: int) -> list[int]:
     for node in range(model.boundary):
         if furthest <= node and node + 1 < model.boundary:
             cuts.append(node + 1)
-        for storage in model.owns[model.owns_start[node] : model.owns_start[node + 1]]:
+        for storage in model.owns_of(node):
             if forward[storage] and not long_lived[storage]:
                 furthest = max(furthest, int(last[storage]))
     return merged_cuts(model, [*cuts, model.boundary], most_blocks)
 
 
-def merged_cuts(model: Compact, cuts: list[int], most_blocks: int) -> list[int]:
+def merged_cuts(model: CompactGraph, cuts: list[int], most_blocks: int) -> list[int]:
     """At most ``most_blocks`` blocks: the cut between the two quickest neighbours goes first."""
     elapsed = np.concatenate([[0], np.cumsum(np.maximum(model.time_ns[: model.boundary], 1))])
     cuts = list(cuts)
@@ -51,31 +51,7 @@ def merged_cuts(model: Compact, cuts: list[int], most_blocks: int) -> list[int]:
     return cuts
 
 
-def crossing_bytes(model: Compact) -> Numbers:
-    """Bytes that cross the cut before each forward node, counting forward reads only."""
-    last = last_forward_use(model)
-    change = np.zeros(model.boundary + 2, np.int64)
-    for storage, node in enumerate(model.storage_node):
-        if node < model.boundary and last[storage] > node:
-            change[node + 1] += model.storage_bytes[storage]
-            change[last[storage] + 1] -= model.storage_bytes[storage]
-    return np.cumsum(change)[: model.boundary + 1]
-
-
-def even_cuts(model: Compact, blocks: int) -> list[int]:
-    """About ``blocks`` blocks of even time, each cut moved to where the fewest bytes cross."""
-    crossing = crossing_bytes(model)
-    elapsed = np.concatenate([[0], np.cumsum(np.maximum(model.time_ns[: model.boundary], 1))])
-    cuts = [0]
-    for block in range(1, blocks):
-        low = max(int(np.searchsorted(elapsed, elapsed[-1] * (block - 0.4) / blocks)), cuts[-1] + 1)
-        high = min(int(np.searchsorted(elapsed, elapsed[-1] * (block + 0.4) / blocks)), model.boundary - 1)
-        if low <= high:
-            cuts.append(low + int(np.argmin(crossing[low : high + 1])))
-    return [*cuts, model.boundary]
-
-
-def refined_cuts(model: Compact, cuts: list[int], most_nodes: int) -> list[int]:
+def refined_cuts(model: CompactGraph, cuts: list[int], most_nodes: int) -> list[int]:
     """Every block of more than ``most_nodes`` nodes cut again where fewest bytes cross its middle half, recursively."""
     crossing = crossing_bytes(model)
     done: list[int] = [0]
@@ -92,7 +68,7 @@ def refined_cuts(model: Compact, cuts: list[int], most_nodes: int) -> list[int]:
     return done
 
 
-def several_cuts(model: Compact, most_blocks: int) -> list[list[int]]:
+def several_cuts(model: CompactGraph, most_blocks: int) -> list[list[int]]:
     """Articulation cuts for ``most_blocks`` blocks and ever half as many down to about six, each way once.
 
     Fine blocks cannot leave out what crosses between two of them, coarse blocks have fewer places to store: which does
@@ -107,7 +83,7 @@ def several_cuts(model: Compact, most_blocks: int) -> list[list[int]]:
     return ways
 
 
-def top_cuts(model: Compact, bundles: int, least_nodes: int) -> list[list[int]]:
+def top_cuts(model: CompactGraph, bundles: int, least_nodes: int) -> list[list[int]]:
     """Ways to cut any graph into about ``bundles`` or half as many bundles, at articulation points and evenly."""
     ways: list[list[int]] = []
     for count in (bundles, max(bundles // 2, 1)):

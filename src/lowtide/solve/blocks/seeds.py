@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
-from lowtide.solve.blocks.book import Book
+from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.blocks.partition import articulation_cuts, refined_cuts, several_cuts, top_cuts
 from lowtide.solve.blocks.table import Table, build_table, spread
 from lowtide.solve.model.compact import Indices
@@ -24,13 +22,13 @@ _BUNDLES, _PART_NODES = 24, 12
 _MOST_BLOCKS, _MOST_NODES = 60, 60
 
 
-def block_sequences(book: Book, budget_bytes: int) -> Iterator[Indices]:
+def block_sequences(chains: BlockChains, budget_bytes: int) -> Iterator[Indices]:
     """Encoded sequences whose peaks lie around ``budget_bytes`` (``fixed_bytes`` included), the end node kept."""
-    room = budget_bytes - book.model.fixed_bytes
-    if room <= 0 or not book.has_blocks:
+    room = budget_bytes - chains.model.fixed_bytes
+    if room <= 0 or not chains.has_blocks:
         return
     seen: set[bytes] = set()
-    for table in block_tables(book, room):
+    for table in block_tables(chains, room):
         for codes in near(table, room):
             if codes.tobytes() not in seen:
                 seen.add(codes.tobytes())
@@ -42,21 +40,19 @@ def near(table: Table, room: int) -> Iterator[Indices]:
     least = table.least_slots()
     if least is None:
         return
-    times = table.best_ns[0, table.chain.blocks]
-    first = max(table.slots(int(room * _LEAST)), least)
-    changes = first + np.flatnonzero(np.diff(times[first:], prepend=times[first] + 1))
+    changes = table.changes(max(table.slots(int(room * _LEAST)), least))
     for slots in sorted({least, *spread(changes, _ASKED)}):
         yield table.codes(slots)
 
 
-def block_tables(book: Book, room: int) -> Iterator[Table]:
+def block_tables(chains: BlockChains, room: int) -> Iterator[Table]:
     """Some tables per way to cut: composed bundles of any graph first, then blocks with menus of their own."""
-    model, mosts = book.model, [int(room * share) for share in _ROOMS]
+    model, mosts = chains.model, [int(room * share) for share in _ROOMS]
     for tops in top_cuts(model, _BUNDLES, _PART_NODES):
-        chain, composed = book.composed(tops, _PART_NODES, _OPTIONS)
+        chain, composed = chains.composed(tops, _PART_NODES, _OPTIONS)
         yield from (build_table(chain, composed, most, _SLOTS) for most in mosts)
     ways = [refined_cuts(model, cuts, _MOST_NODES) for cuts in several_cuts(model, _MOST_BLOCKS)]
     ways.insert(0, refined_cuts(model, articulation_cuts(model, _MOST_BLOCKS), 2 * _MOST_NODES))
     for cuts in (cuts for index, cuts in enumerate(ways) if cuts not in ways[:index]):
-        chain, options = book.with_menus(cuts, _OPTIONS)
+        chain, options = chains.with_menus(cuts, _OPTIONS)
         yield from (build_table(chain, options, most, _SLOTS) for most in mosts)

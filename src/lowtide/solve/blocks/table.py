@@ -26,7 +26,7 @@ import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.solve.blocks.chain import Chain
-from lowtide.solve.blocks.kernels import Measures, Span, measure_option
+from lowtide.solve.blocks.kernels import BlockSpan, Measures, measure_option
 from lowtide.solve.blocks.menu import Menu
 from lowtide.solve.model.compact import Indices, Numbers
 from lowtide.solve.model.compiled import kernel
@@ -35,7 +35,7 @@ _NEVER = 2**61
 _ENTRIES = 60_000_000
 
 
-class Costs(NamedTuple):
+class TableCosts(NamedTuple):
     """What the recurrence reads; bytes in slots. Ragged by block: options ``start[i] .. start[i + 1] - 1``."""
 
     forward_ns: Numbers  # block
@@ -56,15 +56,10 @@ class Table:
 
     chain: Chain
     menus: tuple[Menu, ...]
-    costs: Costs
+    costs: TableCosts
     best_ns: Numbers
     choice: Indices
     unit_bytes: int
-
-    @property
-    def most_bytes(self) -> int:
-        """The largest budget that the table answers for, ``constant_bytes`` included."""
-        return self.chain.constant_bytes + (int(self.best_ns.shape[2]) - 1) * self.unit_bytes
 
     def slots(self, budget_bytes: int) -> int:
         """Free slots under a budget; negative where nothing is free."""
@@ -81,6 +76,11 @@ class Table:
         """The fewest slots with a schedule."""
         fitting = np.flatnonzero(self.best_ns[0, self.chain.blocks] < _NEVER)
         return int(fitting[0]) if len(fitting) else None
+
+    def changes(self, first: int) -> Numbers:
+        """The numbers of slots from ``first`` on at which the time changes, ``first`` included."""
+        times = self.best_ns[0, self.chain.blocks, first:]
+        return first + np.flatnonzero(np.diff(times, prepend=times[0] + 1))
 
     def codes(self, slots: int) -> Indices:
         """The encoded sequence behind the entry for so many free slots, which has to exist."""
@@ -124,7 +124,7 @@ def build_table(chain: Chain, menus: Sequence[Menu], most_bytes: int, slots: int
     """
     room = max(most_bytes - chain.constant_bytes, 1)
     measures = [
-        [measure_option(chain.tables, chain.span(i, i + 1), codes) for codes in menu] for i, menu in enumerate(menus)
+        [measure_option(chain.model, chain.span(i, i + 1), codes) for codes in menu] for i, menu in enumerate(menus)
     ]
     unit = max(-(-room // slots), 1) if slots else _exact_unit(chain, measures)
     size = room // unit + 1
@@ -134,7 +134,7 @@ def build_table(chain: Chain, menus: Sequence[Menu], most_bytes: int, slots: int
             f"a block table of {entries:,} entries is above {_ENTRIES:,}: {size:,} slots for {chain.blocks} blocks; "
             f"round bytes up to fewer slots, for instance 'rotor{{slots=500}}'"
         )
-    costs = _costs(chain, measures, unit, trim)
+    costs = _table_costs(chain, measures, unit, trim)
     best, choice = _fill(costs, chain.blocks, size)
     return Table(chain, tuple(menus), costs, best, choice, unit)
 
@@ -146,14 +146,14 @@ def _exact_unit(chain: Chain, measures: list[list[Measures]]) -> int:
     return max(int(np.gcd.reduce(np.array(numbers, np.int64))), 1)
 
 
-def _costs(chain: Chain, measures: list[list[Measures]], unit: int, trim: bool) -> Costs:
+def _table_costs(chain: Chain, measures: list[list[Measures]], unit: int, trim: bool) -> TableCosts:
     model, blocks = chain.model, chain.blocks
     time = np.where(model.recomputable, model.time_ns, 0)
     forward = np.array([time[a:b].sum() for a, b in zip(chain.cuts[:-1], chain.cuts[1:], strict=True)], np.int64)
     crossing = chain.crossing_bytes()
     peaks = np.zeros((blocks + 1, blocks + 1), np.int64)
     nothing = np.zeros(0, np.int32)
-    alone = [int(measure_option(chain.tables, _unread(chain, i), nothing).forward_peak_bytes) for i in range(blocks)]
+    alone = [int(measure_option(chain.model, _unread(chain, i), nothing).forward_peak_bytes) for i in range(blocks)]
     for low in range(blocks):
         for high in range(low + 1, blocks + 1):
             peaks[low, high] = max(peaks[low, high - 1], crossing[low, high - 1] + alone[high - 1])
@@ -166,7 +166,7 @@ def _costs(chain: Chain, measures: list[list[Measures]], unit: int, trim: bool) 
     def rerun(block: int, found: Measures) -> int:
         return found.rerun_ns if trim else int(forward[block])
 
-    return Costs(
+    return TableCosts(
         forward,
         up(crossing),
         up(peaks),
@@ -180,14 +180,14 @@ def _costs(chain: Chain, measures: list[list[Measures]], unit: int, trim: bool) 
     )
 
 
-def _unread(chain: Chain, block: int) -> Span:
+def _unread(chain: Chain, block: int) -> BlockSpan:
     """The block with nothing that stays for later regions."""
     span = chain.span(block, block + 1)
     return span._replace(late=np.zeros_like(span.late))
 
 
 @kernel
-def _fill(c: Costs, blocks: int, size: int) -> tuple[Numbers, Indices]:
+def _fill(c: TableCosts, blocks: int, size: int) -> tuple[Numbers, Indices]:
     best = np.full((blocks + 1, blocks + 1, size), _NEVER, np.int64)
     choice = np.zeros((blocks + 1, blocks + 1, size), np.int32)
     until = np.zeros(blocks + 1, np.int64)

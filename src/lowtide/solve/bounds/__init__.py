@@ -6,7 +6,7 @@ anywhere, the forward pass included, any number of times; not tight in general. 
 multipliers (``dual``), so that no exact solver is needed, and is tightened by branching (``branch``).
 What must be resident for certain (``liveness``) tightens it and bounds the peak.
 
-Assumes a model that counts no byte too many (``Compact.bounding``); the bounds of others are trivial but valid. Views
+Assumes a model that counts no byte too many (``CompactGraph.bounding``); the bounds of others are trivial but valid. Views
 cost their time once, saved generator states nothing. Complexity: O(n^2) for liveness, then a fixed number of iterations
 on programs of a few entries per node and pair of cuts. Source: the rows are those of Checkmate (Jain et al. 2020, arXiv
 1910.02653, equations 1b to 1e of section 4.2) between a few stages rather than all of them, with windows of stages added.
@@ -19,12 +19,13 @@ import math
 import numpy as np
 
 from lowtide.errors import PlanError
+from lowtide.extras import MissingExtraError
 from lowtide.solve.bounds.branch import branch
 from lowtide.solve.bounds.cuts import Trials, choose_cuts
 from lowtide.solve.bounds.liveness import liveness
-from lowtide.solve.bounds.relaxation import Facts, gather
-from lowtide.solve.bounds.whole import whole_bound
-from lowtide.solve.model.compact import Compact, Numbers
+from lowtide.solve.bounds.relaxation import Covering, Facts, gather
+from lowtide.solve.milp.linear import INFINITY, LinearProgram, SolverOptions, solve_program
+from lowtide.solve.model.compact import CompactGraph, Numbers
 
 INFEASIBLE_NS = 2**62
 """The time bound where no schedule fits."""
@@ -32,6 +33,7 @@ INFEASIBLE_NS = 2**62
 _MAX_CELLS = 400_000_000  # nodes x storages: above this, the tables of certain liveness are not worth their memory
 _ENDLESS = 2**62
 _PEAK_STEPS = 1000  # of the bound: how finely the peak's is searched
+_TOLERANCE = 1e-5  # of the program's time: above what HiGHS may be wrong by
 _ROUNDING = 1e-6  # units of time: above what floating point can be wrong by
 
 
@@ -44,7 +46,7 @@ _EFFORTS = {  # what is tried for the cuts, splits x entries in branching, secon
 }
 
 
-def time_bound(model: Compact, budget_bytes: int, *, effort: int = 3, known_ns: int | None = None) -> int:
+def time_bound(model: CompactGraph, budget_bytes: int, *, effort: int = 3, known_ns: int | None = None) -> int:
     """Nanoseconds that no schedule within ``budget_bytes`` undercuts; ``INFEASIBLE_NS`` where none fits. Raises ``PlanError``.
 
     ``effort``: 1 to 5. ``known_ns``: time of a schedule that fits; stops early once the bound has reached it.
@@ -66,7 +68,7 @@ def time_bound(model: Compact, budget_bytes: int, *, effort: int = 3, known_ns: 
     return base + unit * max(math.ceil(share * scale / unit - _ROUNDING), 0)  # times are multiples of the unit
 
 
-def peak_bound(model: Compact) -> int:
+def peak_bound(model: CompactGraph) -> int:
     """Bytes that no schedule's peak undercuts, ``fixed_bytes`` included."""
     if not _tractable(model) or model.nodes == 0:
         return model.fixed_bytes
@@ -81,22 +83,22 @@ def peak_bound(model: Compact) -> int:
     return low
 
 
-def proven_infeasible(model: Compact, budget_bytes: int) -> bool:
+def proven_infeasible(model: CompactGraph, budget_bytes: int) -> bool:
     """Whether certain liveness alone shows that no schedule fits."""
     return _tractable(model) and not liveness(model, budget_bytes).feasible
 
 
-def least_time(model: Compact) -> int:
+def least_time(model: CompactGraph) -> int:
     """Every node and every view once."""
     inside = int(model.view_time_ns[model.views].sum())  # those of external storages are in constant_ns
-    return model.constant_ns + int(model.time_ns.sum()) + inside
+    return model.least_ns + inside
 
 
-def _tractable(model: Compact) -> bool:
+def _tractable(model: CompactGraph) -> bool:
     return model.bounding and (model.nodes + 2) * max(len(model.storage_node), model.nodes) <= _MAX_CELLS
 
 
-def _kept_bytes(model: Compact) -> Numbers:
+def _kept_bytes(model: CompactGraph) -> Numbers:
     """Bytes resident at each instant without recomputation."""
     last = model.storage_node.astype(np.int64)
     np.maximum.at(last, model.reads, np.repeat(np.arange(model.nodes + 1), np.diff(model.reads_start)))
@@ -115,5 +117,30 @@ def _share_bound(facts: Facts, trials: Trials, work: int, seconds: float, enough
     splits = work // max(len(relaxed.program.index), 1)
     bound = max(branch(relaxed.program, relaxed.dual, splits, enough), 0.0)
     if seconds > 0 and bound < enough:
-        bound = max(bound, whole_bound(relaxed.program, seconds) or 0.0)
+        bound = max(bound, _whole_bound(relaxed.program, seconds) or 0.0)
     return bound
+
+
+def _whole_bound(program: Covering, seconds: float) -> float | None:
+    """The relaxation's bound with whole columns after at most ``seconds``; ``None`` without HiGHS or a bound.
+
+    Its cuts close in tenths of a second what branching alone takes minutes for. A margin well above its tolerances is
+    taken off.
+    """
+    columns = len(program.cost)
+    whole = LinearProgram(
+        cost=program.cost,
+        lower=np.zeros(columns),
+        upper=np.ones(columns),
+        integer=np.ones(columns, np.bool_),
+        start=program.start,
+        index=program.index,
+        value=program.value,
+        row_lower=program.right,
+        row_upper=np.full(len(program.right), INFINITY),
+    )
+    try:
+        result = solve_program(whole, SolverOptions(time_limit=seconds))
+    except MissingExtraError:
+        return None
+    return result.bound - _TOLERANCE if math.isfinite(result.bound) else None

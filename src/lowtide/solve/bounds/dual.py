@@ -33,6 +33,15 @@ class Matrix(NamedTuple):
     column_value: Floats
 
 
+class Bounded(NamedTuple):
+    """Costs, right sides, and the bounds of the columns."""
+
+    cost: Floats
+    right: Floats
+    lower: Floats
+    upper: Floats
+
+
 class Dual(NamedTuple):
     """``bound`` is safe; ``x`` is a nearly optimal solution that goes with it; ``weight`` the last primal weight."""
 
@@ -66,8 +75,8 @@ def first_weight(program: Covering) -> float:
 def improve(program: Covering, matrix: Matrix, lower: Floats, upper: Floats, begin: Dual, iterations: int) -> Dual:
     """``iterations`` more from ``begin``, with these bounds of the columns; the best y seen."""
     x, y = np.minimum(np.maximum(begin.x, lower), upper), begin.y.copy()
-    weight = first_weight(program)
-    return Dual(*_ascend(matrix, program.cost, program.right, lower, upper, x, y, weight, iterations))
+    bounded = Bounded(program.cost, program.right, lower, upper)
+    return Dual(*_ascend(matrix, bounded, x, y, first_weight(program), iterations))
 
 
 @kernel
@@ -80,30 +89,30 @@ def _multiply(start: Indices, index: Indices, value: Floats, x: Floats, out: Flo
 
 
 @kernel
-def _safe_bound(matrix: Matrix, cost: Floats, right: Floats, lower: Floats, upper: Floats, y: Floats) -> float:
+def _safe_bound(matrix: Matrix, program: Bounded, y: Floats) -> float:
     """The bound that ``y`` proves, rounding errors taken off."""
     total, size = 0.0, 1.0
     for row in range(len(y)):
-        total += right[row] * y[row]
-        size += abs(right[row] * y[row])
-    for column in range(len(cost)):
-        reduced = cost[column]
+        total += program.right[row] * y[row]
+        size += abs(program.right[row] * y[row])
+    for column in range(len(program.cost)):
+        reduced = program.cost[column]
         for i in range(matrix.column_start[column], matrix.column_start[column + 1]):
             part = matrix.column_value[i] * y[matrix.column_index[i]]
             reduced -= part
             size += abs(part)
-        total += reduced * (lower[column] if reduced > 0 else upper[column])
+        total += reduced * (program.lower[column] if reduced > 0 else program.upper[column])
     return total - _MARGIN * size
 
 
 @kernel
-def _error(cost: Floats, right: Floats, bound: float, x: Floats, ax: Floats, weight: float) -> float:
+def _error(program: Bounded, bound: float, x: Floats, ax: Floats, weight: float) -> float:
     """How far from optimal: rows missed and the gap between the two objectives."""
     gap, missed = -bound, 0.0
     for column in range(len(x)):
-        gap += cost[column] * x[column]
-    for row in range(len(right)):
-        missed += max(right[row] - ax[row], 0.0) ** 2
+        gap += program.cost[column] * x[column]
+    for row in range(len(ax)):
+        missed += max(program.right[row] - ax[row], 0.0) ** 2
     return float(np.sqrt(weight * weight * missed + gap * gap))
 
 
@@ -120,79 +129,93 @@ def _steps(start: Indices, value: Floats) -> Floats:
     return out
 
 
+class _Ascent(NamedTuple):
+    """The point at hand, its products with A, sums since the last restart, and the point of that restart."""
+
+    x: Floats
+    y: Floats
+    ax: Floats
+    aty: Floats
+    x_sum: Floats
+    y_sum: Floats
+    x_from: Floats
+    y_from: Floats
+
+
+@kernel
+def _step(
+    matrix: Matrix, program: Bounded, at: _Ascent, x_step: Floats, y_step: Floats, weight: float, old: Floats
+) -> None:
+    """One iteration of the primal-dual hybrid gradient method; ``old`` is room for the last A x."""
+    for column in range(len(at.x)):
+        moved = at.x[column] - x_step[column] / weight * (program.cost[column] - at.aty[column])
+        at.x[column] = min(max(moved, program.lower[column]), program.upper[column])
+    old[:] = at.ax
+    _multiply(matrix.row_start, matrix.row_index, matrix.row_value, at.x, at.ax)
+    for row in range(len(at.y)):
+        at.y[row] = max(at.y[row] + y_step[row] * weight * (program.right[row] - 2 * at.ax[row] + old[row]), 0.0)
+    _multiply(matrix.column_start, matrix.column_index, matrix.column_value, at.y, at.aty)
+    at.x_sum[:] += at.x
+    at.y_sum[:] += at.y
+
+
+@kernel
+def _restart(at: _Ascent, weight: float, first: float) -> float:
+    """Begin again from the point at hand; the primal weight that the way to it suggests."""
+    moved_x = np.sqrt(np.sum((at.x - at.x_from) ** 2))
+    moved_y = np.sqrt(np.sum((at.y - at.y_from) ** 2))
+    if moved_x > 1e-10 and moved_y > 1e-10:
+        weight = min(max(np.sqrt(moved_y / moved_x * weight), first / _WEIGHT_RANGE), first * _WEIGHT_RANGE)
+    at.x_from[:] = at.x
+    at.y_from[:] = at.y
+    at.x_sum[:] = 0.0
+    at.y_sum[:] = 0.0
+    return weight
+
+
 @kernel
 def _ascend(
-    matrix: Matrix,
-    cost: Floats,
-    right: Floats,
-    lower: Floats,
-    upper: Floats,
-    x: Floats,
-    y: Floats,
-    weight: float,
-    iterations: int,
+    matrix: Matrix, program: Bounded, x: Floats, y: Floats, first_weight: float, iterations: int
 ) -> tuple[float, Floats, Floats, float]:
     """Safe bound, solution, multipliers and primal weight; ``x`` and ``y`` are overwritten."""
-    columns, rows = len(cost), len(right)
+    columns, rows, weight = len(x), len(y), first_weight
     x_step = _steps(matrix.column_start, matrix.column_value)
     y_step = _steps(matrix.row_start, matrix.row_value)
-    aty, ax, old = np.zeros(columns), np.zeros(rows), np.zeros(rows)
-    x_sum, y_sum = np.zeros(columns), np.zeros(rows)
-    _multiply(matrix.row_start, matrix.row_index, matrix.row_value, x, ax)
-    _multiply(matrix.column_start, matrix.column_index, matrix.column_value, y, aty)
-    best = _safe_bound(matrix, cost, right, lower, upper, y)
+    at = _Ascent(x, y, np.zeros(rows), np.zeros(columns), np.zeros(columns), np.zeros(rows), x.copy(), y.copy())
+    old, ax_mean = np.zeros(rows), np.zeros(rows)
+    _multiply(matrix.row_start, matrix.row_index, matrix.row_value, x, at.ax)
+    _multiply(matrix.column_start, matrix.column_index, matrix.column_value, y, at.aty)
+    best = _safe_bound(matrix, program, y)
     last_x, best_y = x.copy(), y.copy()
-    x_from, y_from = x.copy(), y.copy()
-    least_weight, most_weight = weight / _WEIGHT_RANGE, weight * _WEIGHT_RANGE
-    at_restart = _error(cost, right, best, x, ax, weight)
+    at_restart = _error(program, best, x, at.ax, weight)
     before, since = at_restart, 0
     for iteration in range(1, iterations + 1):
-        for column in range(columns):
-            moved = x[column] - x_step[column] / weight * (cost[column] - aty[column])
-            x[column] = min(max(moved, lower[column]), upper[column])
-        old[:] = ax
-        _multiply(matrix.row_start, matrix.row_index, matrix.row_value, x, ax)
-        for row in range(rows):
-            y[row] = max(y[row] + y_step[row] * weight * (right[row] - 2 * ax[row] + old[row]), 0.0)
-        _multiply(matrix.column_start, matrix.column_index, matrix.column_value, y, aty)
-        x_sum += x
-        y_sum += y
+        _step(matrix, program, at, x_step, y_step, weight, old)
         since += 1
         if iteration % _PERIOD != 0 and iteration != iterations:
             continue
-        x_mean, y_mean = x_sum / since, y_sum / since
-        ax_mean = np.zeros(rows)
+        x_mean, y_mean = at.x_sum / since, at.y_sum / since
         _multiply(matrix.row_start, matrix.row_index, matrix.row_value, x_mean, ax_mean)
-        here = _safe_bound(matrix, cost, right, lower, upper, y)
-        mean = _safe_bound(matrix, cost, right, lower, upper, y_mean)
+        here, mean = _safe_bound(matrix, program, y), _safe_bound(matrix, program, y_mean)
         if here > best:
             best = here
             best_y[:] = y
         if mean > best:
             best = mean
             best_y[:] = y_mean
-        error = _error(cost, right, here, x, ax, weight)
-        error_mean = _error(cost, right, mean, x_mean, ax_mean, weight)
+        error = _error(program, here, x, at.ax, weight)
+        error_mean = _error(program, mean, x_mean, ax_mean, weight)
         least = min(error, error_mean)
         last_x[:] = x if error <= error_mean else x_mean
         if least <= 0.2 * at_restart or (least <= 0.8 * at_restart and least > before) or since >= 0.36 * iteration:
             if error_mean < error:
                 x[:] = x_mean
                 y[:] = y_mean
-                ax[:] = ax_mean
-                _multiply(matrix.column_start, matrix.column_index, matrix.column_value, y, aty)
-            moved_x = np.sqrt(np.sum((x - x_from) ** 2))
-            moved_y = np.sqrt(np.sum((y - y_from) ** 2))
-            if moved_x > 1e-10 and moved_y > 1e-10:
-                weight = min(max(np.sqrt(moved_y / moved_x * weight), least_weight), most_weight)
-            x_from[:] = x
-            y_from[:] = y
-            x_sum[:] = 0.0
-            y_sum[:] = 0.0
-            since = 0
-            at_restart = before = least
+                at.ax[:] = ax_mean
+                _multiply(matrix.column_start, matrix.column_index, matrix.column_value, y, at.aty)
+            weight = _restart(at, weight, first_weight)
+            since, at_restart = 0, least
             if least < 1e-8:
                 break
-        else:
-            before = least
+        before = least
     return best, last_x, best_y, weight

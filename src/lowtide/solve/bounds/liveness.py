@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.solve.model.compact import Compact, Flags, Indices, Numbers
+from lowtide.solve.model.compact import CompactGraph, Flags, Numbers
 from lowtide.solve.model.compiled import kernel
 
 Bytes = npt.NDArray[np.uint8]
@@ -32,140 +32,96 @@ class Liveness:
     instant_bytes: Numbers
     feasible: bool
 
-    def certain_at(self, model: Compact, instant: int) -> Flags:
+    def certain_at(self, model: CompactGraph, instant: int) -> Flags:
         """Storages computed before ``instant`` that are certainly live then."""
         after = self.certain_slots[:, instant + 1] == 1
-        after[model.reads[model.reads_start[instant] : model.reads_start[instant + 1]]] = True
+        after[model.reads_of(instant)] = True
         return np.asarray((after | model.held) & (model.storage_node < instant), np.bool_)
 
 
-def last_needs(model: Compact) -> Numbers:
+def last_needs(model: CompactGraph) -> Numbers:
     """Per storage, the last instant that reads it or reads what could be rebuilt from it."""
     need = model.storage_node.astype(np.int64)
     for node in range(model.nodes, -1, -1):
-        own = model.owns[model.owns_start[node] : model.owns_start[node + 1]]
+        own = model.owns_of(node)
         latest = node
         if node < model.nodes and model.recomputable[node] and len(own):
             latest = max(node, int(need[own].max()))
-        reads = model.reads[model.reads_start[node] : model.reads_start[node + 1]]
+        reads = model.reads_of(node)
         need[reads] = np.maximum(need[reads], latest)
     return need
 
 
-def liveness(model: Compact, budget_bytes: int) -> Liveness:
+def liveness(model: CompactGraph, budget_bytes: int) -> Liveness:
     """The closure described in the module's docstring."""
-    storages, nodes = len(model.storage_node), model.nodes
-    need = last_needs(model)
-    until = np.zeros(nodes + 1, np.int64)
-    np.maximum.at(until, model.storage_node, np.where(model.held, -1, need))
-    open_slots = np.zeros((nodes, nodes + 2), np.uint8)
-    certain = np.zeros((storages, nodes + 2), np.uint8)
-    instant_bytes = np.zeros(nodes + 1, np.int64)
+    until = np.zeros(model.nodes + 1, np.int64)
+    np.maximum.at(until, model.storage_node, np.where(model.held, -1, last_needs(model)))
+    open_slots = np.zeros((model.nodes, model.nodes + 2), np.uint8)
+    for node in np.flatnonzero(model.recomputable):
+        open_slots[node, node + 1 : until[node] + 1] = 1
+    certain = np.zeros((len(model.storage_node), model.nodes + 2), np.uint8)
     room = budget_bytes - model.fixed_bytes
-    feasible = _close(
-        room,
-        _ROUNDS,
-        until,
-        model.recomputable,
-        model.held,
-        model.reads_start,
-        model.reads,
-        model.owns_start,
-        model.owns,
-        model.storage_node,
-        model.storage_bytes,
-        model.workspace_bytes,
-        open_slots,
-        certain,
-        instant_bytes,
-    )
-    return Liveness(open_slots, certain, instant_bytes, bool(feasible))
-
-
-@kernel
-def _close(
-    room: int,
-    rounds: int,
-    until: Numbers,
-    recomputable: Flags,
-    held: Flags,
-    reads_start: Indices,
-    reads: Indices,
-    owns_start: Indices,
-    owns: Indices,
-    storage_node: Indices,
-    storage_bytes: Numbers,
-    workspace_bytes: Numbers,
-    open_slots: Bytes,
-    certain: Bytes,
-    instant_bytes: Numbers,
-) -> bool:
-    """Fill the three tables; false where an instant does not fit."""
-    nodes = len(recomputable) - 1
-    slot_bytes = np.zeros(nodes + 2, np.int64)
-    for node in range(nodes):
-        if recomputable[node]:
-            open_slots[node, node + 1 : until[node] + 1] = 1
-    for _ in range(rounds):
-        _mark_certain(held, reads_start, reads, storage_node, open_slots, certain)
-        slot_bytes[:] = 0
-        for storage in range(len(storage_node)):
-            for slot in range(storage_node[storage] + 1, nodes + 1):
-                if certain[storage, slot] == 1:
-                    slot_bytes[slot] += storage_bytes[storage]
-        changed = False
-        for node in range(nodes):
-            own = workspace_bytes[node]
-            for i in range(owns_start[node], owns_start[node + 1]):
-                own += storage_bytes[owns[i]]
-            for slot in range(node + 1, until[node] + 1):
-                if open_slots[node, slot] == 0:
-                    continue
-                step = own + slot_bytes[slot]
-                for i in range(reads_start[node], reads_start[node + 1]):
-                    if certain[reads[i], slot] == 0:
-                        step += storage_bytes[reads[i]]
-                if step > room:
-                    open_slots[node, slot] = 0
-                    changed = True
-        if not changed:
+    for _ in range(_ROUNDS):
+        if not _close_slots(model, room, until, open_slots, certain):
             break
-    feasible = True
-    for node in range(nodes + 1):
-        total = workspace_bytes[node]
-        for i in range(owns_start[node], owns_start[node + 1]):
-            total += storage_bytes[owns[i]]
-        for i in range(reads_start[node], reads_start[node + 1]):
-            if certain[reads[i], node + 1] == 0 and not held[reads[i]]:
-                total += storage_bytes[reads[i]]
-        for storage in range(len(storage_node)):
-            if storage_node[storage] < node and (certain[storage, node + 1] == 1 or held[storage]):
-                total += storage_bytes[storage]
-        instant_bytes[node] = total
-        if total > room:
-            feasible = False
-    return feasible
+    instant_bytes = _instant_bytes(model, certain)
+    return Liveness(open_slots, certain, instant_bytes, bool((instant_bytes <= room).all()))
 
 
 @kernel
-def _mark_certain(
-    held: Flags,
-    reads_start: Indices,
-    reads: Indices,
-    storage_node: Indices,
-    open_slots: Bytes,
-    certain: Bytes,
-) -> None:
+def _close_slots(t: CompactGraph, room: int, until: Numbers, open_slots: Bytes, certain: Bytes) -> bool:
+    """One round: mark what is certain, close the slots in which a recompute does not fit; whether any was closed."""
+    _mark_certain(t, open_slots, certain)
+    slot_bytes = np.zeros(t.nodes + 2, np.int64)
+    for storage in range(len(t.storage_node)):
+        for slot in range(t.storage_node[storage] + 1, t.nodes + 1):
+            if certain[storage, slot] == 1:
+                slot_bytes[slot] += t.storage_bytes[storage]
+    closed = False
+    for node in range(t.nodes):
+        own = t.workspace_bytes[node]
+        for i in range(t.owns_start[node], t.owns_start[node + 1]):
+            own += t.storage_bytes[t.owns[i]]
+        for slot in range(node + 1, until[node] + 1):
+            if open_slots[node, slot] == 0:
+                continue
+            step = own + slot_bytes[slot]
+            for i in range(t.reads_start[node], t.reads_start[node + 1]):
+                if certain[t.reads[i], slot] == 0:
+                    step += t.storage_bytes[t.reads[i]]
+            if step > room:
+                open_slots[node, slot] = 0
+                closed = True
+    return closed
+
+
+@kernel
+def _mark_certain(t: CompactGraph, open_slots: Bytes, certain: Bytes) -> None:
     """A storage is live from the last slot open to its node until the instant that reads it."""
-    nodes = len(reads_start) - 2
-    for storage in range(len(storage_node)):
-        if held[storage]:
-            certain[storage, storage_node[storage] + 1 : nodes + 1] = 1
-    for instant in range(nodes + 1):
-        for i in range(reads_start[instant], reads_start[instant + 1]):
-            storage = reads[i]
+    for storage in range(len(t.storage_node)):
+        if t.held[storage]:
+            certain[storage, t.storage_node[storage] + 1 : t.nodes + 1] = 1
+    for instant in range(t.nodes + 1):
+        for i in range(t.reads_start[instant], t.reads_start[instant + 1]):
+            storage = t.reads[i]
             slot = instant
-            base = storage_node[storage]
+            base = t.storage_node[storage]
             while slot > base and open_slots[base, slot] == 0:
                 certain[storage, slot] = 1
                 slot -= 1
+
+
+@kernel
+def _instant_bytes(t: CompactGraph, certain: Bytes) -> Numbers:
+    """Bytes certainly resident at each instant."""
+    instant_bytes = t.workspace_bytes.copy()
+    for node in range(t.nodes + 1):
+        for i in range(t.owns_start[node], t.owns_start[node + 1]):
+            instant_bytes[node] += t.storage_bytes[t.owns[i]]
+        for i in range(t.reads_start[node], t.reads_start[node + 1]):
+            if certain[t.reads[i], node + 1] == 0 and not t.held[t.reads[i]]:
+                instant_bytes[node] += t.storage_bytes[t.reads[i]]
+        for storage in range(len(t.storage_node)):
+            if t.storage_node[storage] < node and (certain[storage, node + 1] == 1 or t.held[storage]):
+                instant_bytes[node] += t.storage_bytes[storage]
+    return instant_bytes

@@ -25,14 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtide.solve.bounds.liveness import Liveness, last_needs
-from lowtide.solve.model.compact import Compact, Flags, Indices, Numbers
+from lowtide.solve.model.compact import CompactGraph, Flags, Indices, Numbers
 
 Floats = npt.NDArray[np.float64]
 Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
+class IndexBlock:
     """Rows or columns of one kind and one window, from ``first`` on; ``members`` are the nodes, storages or reads
     that they stand for. The key is the kind and the nodes of the window's cuts."""
 
@@ -47,8 +47,8 @@ class Covering:
     of the program's time; ``weight`` is a storage's share of the budget for the S columns, 0 for the others."""
 
     cuts: tuple[int, ...]
-    row_blocks: tuple[Block, ...]
-    column_blocks: tuple[Block, ...]
+    row_blocks: tuple[IndexBlock, ...]
+    column_blocks: tuple[IndexBlock, ...]
     cost: Floats
     weight: Floats
     start: Indices
@@ -61,7 +61,7 @@ class Covering:
 class Facts:
     """What every relaxation of one model under one budget shares."""
 
-    model: Compact
+    model: CompactGraph
     liveness: Liveness
     room_bytes: int
     last_need: Numbers  # storage -> instant
@@ -69,7 +69,7 @@ class Facts:
     edge_storage: Numbers  # per read: the storage
 
 
-def gather(model: Compact, live: Liveness, budget_bytes: int) -> Facts:
+def gather(model: CompactGraph, live: Liveness, budget_bytes: int) -> Facts:
     """Of a liveness closed under the same budget."""
     return Facts(
         model=model,
@@ -104,8 +104,8 @@ class _Builder:
         self.certain: list[Flags] = []
         self.live: list[Numbers] = []
         self.again: dict[tuple[int, int], Numbers] = {}
-        self.row_blocks: list[Block] = []
-        self.column_blocks: list[Block] = []
+        self.row_blocks: list[IndexBlock] = []
+        self.column_blocks: list[IndexBlock] = []
 
     def build(self) -> Covering:
         for cut in self.cuts[:-1]:
@@ -151,7 +151,7 @@ class _Builder:
 
     def _add_columns(self, key: Key, chosen: Flags, cost: Floats, weight: Floats) -> Numbers:
         table = np.full(len(chosen), -1, np.int64)
-        self.column_blocks.append(Block(key, self.columns, np.nonzero(chosen)[0]))
+        self.column_blocks.append(IndexBlock(key, self.columns, np.nonzero(chosen)[0]))
         table[chosen] = self.columns + np.arange(len(cost))
         self.columns += len(cost)
         self.costs.append(cost)
@@ -188,14 +188,14 @@ class _Builder:
         rows = np.full(len(columns), self.rows, np.int64)
         self.entries.append((rows, columns, -self.weights[cut]))
         self.rights.append(np.array([taken / max(self.facts.room_bytes, 1) - 1.0]))
-        self.row_blocks.append(Block(("memory", self.cuts[cut], 0), self.rows, np.zeros(1, np.int64)))
+        self.row_blocks.append(IndexBlock(("memory", self.cuts[cut], 0), self.rows, np.zeros(1, np.int64)))
         self.rows += 1
 
     def _add_rows(self, terms: Sequence[tuple[Numbers, float]], right: float, key: Key, members: Numbers) -> None:
         """One row per member: each term has one column per row (-1: absent) and a coefficient."""
         count = len(members)
         rows = self.rows + np.arange(count)
-        self.row_blocks.append(Block(key, self.rows, members))
+        self.row_blocks.append(IndexBlock(key, self.rows, members))
         for columns, coefficient in terms:
             there = columns >= 0
             self.entries.append((rows[there], columns[there], np.full(int(there.sum()), coefficient)))

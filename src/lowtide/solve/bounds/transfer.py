@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowtide.solve.bounds.dual import Dual, first_weight
-from lowtide.solve.bounds.relaxation import Block, Covering, Floats
+from lowtide.solve.bounds.relaxation import Covering, Floats, IndexBlock
 
 
 def transfer(old: Covering, dual: Dual, new: Covering, cost: Floats) -> Dual:
@@ -31,7 +31,7 @@ def transfer(old: Covering, dual: Dual, new: Covering, cost: Floats) -> Dual:
     return Dual(dual.bound, x, y, first_weight(new))
 
 
-def _match(old: tuple[Block, ...], values: Floats, new: tuple[Block, ...], size: int) -> Floats:
+def _match(old: tuple[IndexBlock, ...], values: Floats, new: tuple[IndexBlock, ...], size: int) -> Floats:
     """The values of the members that both have, 0 elsewhere."""
     known = {block.key: block for block in old}
     out = np.zeros(size)

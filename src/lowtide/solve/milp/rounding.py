@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lowtide.solve.milp.program import Floats
-from lowtide.solve.milp.tables import ONE, Formulation
-from lowtide.solve.model.compact import Compact, Indices
+from lowtide.solve.milp.formulation import ONE, Formulation
+from lowtide.solve.milp.linear import Floats
+from lowtide.solve.model.compact import CompactGraph, Indices
 
 _THRESHOLDS = tuple(step / 20 for step in range(1, 20))
 
@@ -31,7 +31,7 @@ def roundings(values: Floats, rounding: str, samples: int, seed: int) -> Iterato
             yield (values > threshold).astype(float)
 
 
-def completed(formulation: Formulation, model: Compact, rounded: Floats) -> Indices:
+def completed(formulation: Formulation, model: CompactGraph, rounded: Floats) -> Indices:
     """The encoded sequence with the least recomputation for the storages that ``rounded`` keeps."""
     reach, kept = formulation.reach, set[int]()
     parts: list[list[int]] = [[model.nodes]]

@@ -9,10 +9,11 @@ from functools import partial
 
 from lowtide.ir import Schedule, schedule_from_sequence, simulate
 from lowtide.ir.schedule import Compute
-from lowtide.solve.milp.program import Outcome, Result, Settings, solve_program
+from lowtide.solve.milp.formulation import Formulation
+from lowtide.solve.milp.linear import Outcome, SolverOptions, SolverResult, solve_program
 from lowtide.solve.milp.stages import StageModel
-from lowtide.solve.milp.tables import Formulation, recompute_columns
-from lowtide.solve.model.compact import Compact, compact
+from lowtide.solve.model.compact import CompactGraph, compact
+from lowtide.solve.model.reach import recompute_columns
 from lowtide.solve.problem import Problem
 from lowtide.solve.search.memory_paths import cheapest_path
 
@@ -44,7 +45,7 @@ class Search:
     limits: Limits
     budget_bytes: int | None
     began: float
-    model: Compact = field(init=False)
+    model: CompactGraph = field(init=False)
     exact: bool = field(init=False)
     best: Schedule | None = None
     value: float = float("inf")
@@ -115,7 +116,7 @@ class Search:
         """The search over memory states, for something better than the best known; finding nothing proves it."""
         if self.budget_bytes is None:
             return self._lower_peaks()
-        least_ns = int(self.model.time_ns.sum()) + self.model.constant_ns
+        least_ns = self.model.least_ns
         path = cheapest_path(self.model, self.budget_bytes, self.value - least_ns)
         if path is None:
             return
@@ -138,9 +139,9 @@ class Search:
             else:
                 self.bound = budget + 1
 
-    def _run(self, stages: StageModel, share: float) -> tuple[Formulation, Result]:
+    def _run(self, stages: StageModel, share: float) -> tuple[Formulation, SolverResult]:
         formulation = stages.build()
-        settings = Settings(
+        settings = SolverOptions(
             time_limit=self.remaining * share,
             gap=self.limits.gap,
             absolute_gap=formulation.absolute_gap,
@@ -180,7 +181,7 @@ def run(search: Search) -> None:
         attempt()
 
 
-def nodes_of(model: Compact, schedule: Schedule) -> list[int]:
+def nodes_of(model: CompactGraph, schedule: Schedule) -> list[int]:
     """The nodes that a schedule computes, in its order."""
     node_of = {int(op): node for node, op in enumerate(model.op_of_node)}
     return [node_of[step.op] for step in schedule.steps if isinstance(step, Compute) and step.op in node_of]

@@ -26,13 +26,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lowtide.solve.milp.columns import StageColumns
-from lowtide.solve.milp.memory import any_order_memory, ordered_memory
-from lowtide.solve.milp.tables import ONE, ZERO, Formulation, Stage, make_scale, reach
+from lowtide.solve.milp.formulation import ONE, ZERO, Formulation, FrontierStage, make_scale
+from lowtide.solve.milp.linear import INFINITY
+from lowtide.solve.milp.memory import StageMemory
+from lowtide.solve.model.reach import reach
 
 
 @dataclass(slots=True, eq=False)
-class StageModel(StageColumns):
+class StageModel(StageMemory):
     """Builds a formulation. ``budget_bytes`` ``None``: minimise the peak. ``rounds`` per stage, 1 where left out."""
 
     reduced: bool = False
@@ -52,25 +53,23 @@ class StageModel(StageColumns):
         for index in range(len(self.stages)):
             self._inputs(index)
             self._kept(index)
-            (ordered_memory if self.ordered else any_order_memory)(self, index)
+            (self.ordered_memory if self.ordered else self.any_order_memory)(index)
         self._views()
         for_time = self.budget_bytes is not None
         return Formulation(self.rows.build(), self.stages, self.stored, self.reach, self.scale, for_time, self.ordered)
 
-    def _stages(self) -> list[Stage]:
+    def _stages(self) -> list[FrontierStage]:
         model, until = self.model, self.reach.node_until
+        unit = INFINITY if self.budget_bytes is None else self.scale.time_unit
+        cost = (model.time_ns / unit).tolist()
         stages = []
         for target in range(model.nodes + 1):
             skipped = (target - model.boundary) % self.every or (self.reduced and target < model.boundary)
             allowed = [] if skipped else range(target)
             nodes = [node for node in allowed if until[node] >= target]
             for remaining in range(self.rounds.get(target, 1), 0, -1):
-                cost = [
-                    0.0 if self.budget_bytes is None else model.time_ns[node] / self.scale.time_unit for node in nodes
-                ]
-                columns = self.rows.add_columns(len(nodes), cost, 0, 1, self.integer)
-                table = dict(zip(nodes, columns.tolist(), strict=True))
-                stages.append(Stage(target if remaining == 1 else -1, target, table))
+                table = {node: self.rows.add_column(cost[node], 0.0, 1.0, self.integer) for node in nodes}
+                stages.append(FrontierStage(target if remaining == 1 else -1, target, table))
         return stages
 
     def _fixed_until(self, storage: int) -> int:

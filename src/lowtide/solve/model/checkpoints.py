@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.solve.model.compact import Compact, Indices
+from lowtide.solve.model.compact import CompactGraph, Indices
 
 FIXED, SLOT, WANTED = 1, 2, 4  # why a node's results are there: for good, as a checkpoint, until the last use
 
@@ -33,14 +33,14 @@ class Readers:
     ``x``, -1 where there is none. ``done[t]``: nodes that backward node ``t`` is the last to read.
     """
 
-    model: Compact
+    model: CompactGraph
     sources: list[list[int]]
     direct: list[list[int]]
     last_read: list[int]
     done: list[list[int]]
 
 
-def make_readers(model: Compact) -> Readers:
+def make_readers(model: CompactGraph) -> Readers:
     rows = [_sources(model, node) for node in range(model.nodes + 1)]
     direct = [[x for x in reversed(row) if x < model.boundary] for row in rows[model.boundary :]]
     last_read = [-1] * model.boundary
@@ -54,12 +54,12 @@ def make_readers(model: Compact) -> Readers:
     return Readers(model, rows[: model.boundary], direct, last_read, done)
 
 
-def _sources(model: Compact, node: int) -> list[int]:
-    storages = model.reads[model.reads_start[node] : model.reads_start[node + 1]]
+def _sources(model: CompactGraph, node: int) -> list[int]:
+    storages = model.reads_of(node)
     return sorted({int(model.storage_node[s]) for s in storages if not model.held[s]})
 
 
-class Memory:
+class LiveResults:
     """Which forward nodes' results are there while the backward pass goes on; ``codes`` is the sequence so far."""
 
     def __init__(self, readers: Readers, kept: Iterable[int]) -> None:
@@ -103,7 +103,7 @@ def kept_sequence(readers: Readers, checkpoints: Iterable[int]) -> Indices:
     """
     cuts = sorted(set(checkpoints))
     boundary = readers.model.boundary
-    memory = Memory(readers, [*cuts, *range(cuts[-1] if cuts else 0, boundary)])
+    memory = LiveResults(readers, [*cuts, *range(cuts[-1] if cuts else 0, boundary)])
     segment_of = np.searchsorted(cuts, np.arange(boundary), side="right").tolist()
     edges = [0, *cuts, boundary]
     for step, nodes in enumerate(readers.direct):
@@ -125,7 +125,7 @@ def wanted(readers: Readers, nodes: Iterable[int], step: int) -> list[int]:
 def nothing_kept_sequence(readers: Readers) -> Indices:
     """The encoded sequence in which only the last forward node is kept and every backward node rebuilds what it reads,
     for itself alone; of the square of the program's length."""
-    memory = Memory(readers, [readers.model.boundary - 1] if readers.model.boundary else [])
+    memory = LiveResults(readers, [readers.model.boundary - 1] if readers.model.boundary else [])
     for step, nodes in enumerate(readers.direct):
         memory.rebuild(nodes)
         memory.compute(step)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.solve.model.compact import Compact, Indices
+from lowtide.solve.model.compact import CompactGraph, Indices
 
 
 class Classes(NamedTuple):
@@ -21,14 +21,13 @@ class Classes(NamedTuple):
     members: Indices
 
 
-def node_classes(model: Compact, rounds: int = 3) -> Indices:
+def node_classes(model: CompactGraph, rounds: int = 3) -> Indices:
     """Class number of every node (the end included), dense, in order of appearance."""
-    readers: list[list[int]] = [[] for _ in range(model.nodes + 1)]
-    sources: list[list[int]] = [[] for _ in range(model.nodes + 1)]
-    for node in range(model.nodes + 1):
-        for storage in model.reads[model.reads_start[node] : model.reads_start[node + 1]]:
-            sources[node].append(int(model.storage_node[storage]))
-            readers[int(model.storage_node[storage])].append(node)
+    sources = [model.storage_node[model.reads_of(node)].tolist() for node in range(model.nodes + 1)]
+    readers: list[list[int]] = [[] for _ in sources]
+    for node, bases in enumerate(sources):
+        for base in bases:
+            readers[base].append(node)
     colours = _dense([_first_colour(model, node, len(sources[node])) for node in range(model.nodes + 1)])
     for _ in range(rounds):
         colours = _dense(
@@ -50,8 +49,8 @@ def group(number: Indices) -> Classes:
     return Classes(number, start, np.argsort(number, kind="stable").astype(np.int32))
 
 
-def _first_colour(model: Compact, node: int, reads: int) -> tuple[int, ...]:
-    owned = model.owns[model.owns_start[node] : model.owns_start[node + 1]]
+def _first_colour(model: CompactGraph, node: int, reads: int) -> tuple[int, ...]:
+    owned = model.owns_of(node)
     return (
         reads,
         int(model.workspace_bytes[node]),

@@ -1,4 +1,4 @@
-"""A graph as flat arrays for the compiled searches, with view operators folded into the storages they look at.
+"""A graph as flat arrays for searches and compiled kernels, with view operators folded into the storages they look at.
 
 A *node* is an operator that must be scheduled: it allocates storages or may run only once. Nodes keep the order of
 their op ids; node ``nodes`` stands for the end of the program and reads the outputs. A *view* is an operator that
@@ -6,12 +6,13 @@ allocates nothing: whoever uses its result reads the storage (and whatever else 
 which is run again for every renewal of the storage in which it is needed. Dead operators are dropped.
 
 An operator that writes over an input which nobody else reads (``Op.overwrites``) always does so: its workspace is its own
-bytes less, and may be negative. Where the input has other readers, it depends on the schedule (``at_times``): searches over
+bytes less, and may be negative. Where the input has other readers, it depends on the schedule (``overs``): searches over
 sequences see that, for others it is new memory, or never (``floor``).
 
 Ragged tables are stored as ``x_start`` and ``x``: the entries of row ``i`` are ``x[x_start[i]:x_start[i + 1]]``.
 
-A sequence of op ids found on this model becomes a schedule through ``lowtide.ir.schedule_from_sequence``. The model
+A sequence of nodes is *encoded* as codes: a first compute of node ``x`` is ``x``, a recompute ``~x``, and the end node comes
+last. A sequence of op ids found on this model becomes a schedule through ``lowtide.ir.schedule_from_sequence``. The model
 errs only upwards: what the simulator reports for the schedule is never more than what was found here.
 """
 
@@ -19,51 +20,73 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.ir.costs import Costs
-from lowtide.ir.graph import Graph
-from lowtide.ir.sequence import is_view
-from lowtide.solve.model.ragged import ragged
+from lowtide.ir import Costs, Graph, is_view, needed_ops
+from lowtide.solve.model.ragged import inverse, owners, ragged, row, rows
 
 Indices = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
+_GAPS = 8192
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Compact:
-    """``nodes`` rows and one more for the end; storages and views are renumbered."""
+
+class CompactGraph(NamedTuple):
+    """``nodes`` rows and one more for the end; storages and views are renumbered. Kernels call it ``t``: its tables."""
 
     nodes: int
-    op_of_node: Indices
-    time_ns: Numbers
-    workspace_bytes: Numbers  # beyond owns and reads; a view's is charged to those who need it
-    reads_start: Indices  # node -> storages
-    reads: Indices
-    owns_start: Indices  # node -> storages it allocates
-    owns: Indices
-    needs_start: Indices  # node -> views
-    needs: Indices
-    views_start: Indices  # storage -> its views
-    views: Indices
-    view_time_ns: Numbers
-    storage_bytes: Numbers
-    storage_node: Indices  # storage -> the node that allocates it
-    held: Flags  # storage -> handed to the caller: never freed once computed
-    recomputable: Flags  # node
-    random: Flags  # node
     boundary: int  # the first backward node
     fixed_bytes: int
     rng_state_bytes: int
     constant_ns: int  # time of views of external storages
     faithful: bool  # bytes are exact
     bounding: bool  # bytes are exact or a lower bound
-    replaced: dict[int, tuple[int, ...]]  # node -> the nodes of what it always overwrites
-    at_times: dict[int, tuple[int, ...]]  # node -> storages that it overwrites where they die
+    op_of_node: Indices
+    time_ns: Numbers
+    workspace_bytes: Numbers  # beyond owns and reads; a view's is charged to those who need it
+    recomputable: Flags  # node
+    random: Flags  # node
+    reads_start: Indices  # node -> storages
+    reads: Indices
+    read_node: Indices  # index in reads -> node
+    gaps: Indices  # indices in reads, each as often as bytes x wait since the previous use ask for
+    owns_start: Indices  # node -> storages it allocates
+    owns: Indices
+    needs_start: Indices  # node -> views
+    needs: Indices
+    overs_start: Indices  # node -> storages that it overwrites where they die there
+    overs: Indices
+    replaced_start: Indices  # node -> the nodes of what it always overwrites
+    replaced: Indices
+    views_start: Indices  # storage -> its views
+    views: Indices
+    view_time_ns: Numbers
+    view_storage: Indices  # view -> the storage it looks at, -1 where that is outside
+    needers_start: Indices  # view -> the nodes that need it, ascending
+    needers: Indices
+    storage_bytes: Numbers
+    storage_node: Indices  # storage -> the node that allocates it
+    uses_start: Indices  # storage -> the nodes that read it, ascending
+    uses: Indices
+    held: Flags  # storage -> handed to the caller: never freed once computed
+    overwritten: Flags  # storage -> whether a node writes over it where it dies
+
+    def reads_of(self, node: int) -> Indices:
+        """The storages that the node reads."""
+        return row(self.reads_start, self.reads, node)
+
+    def owns_of(self, node: int) -> Indices:
+        """The storages that the node allocates."""
+        return row(self.owns_start, self.owns, node)
+
+    @property
+    def least_ns(self) -> int:
+        """Time of the program without recomputes and views."""
+        return int(self.time_ns.sum()) + self.constant_ns
 
     def sequence(self, nodes: Iterable[int]) -> list[int]:
         """Op ids of a sequence of nodes.
@@ -71,10 +94,11 @@ class Compact:
         A recompute of a node without one of what it always overwrites is left out: what it made before takes the memory
         that its input would have to be kept in, and is there already.
         """
+        replaced = rows(self.replaced_start, self.replaced)
         last: dict[int, int] = {}
         kept: list[int] = []
         for position, node in enumerate(nodes):
-            sources = self.replaced.get(node, ())
+            sources = replaced[node]
             if sources and node in last and all(last.get(source, -1) < last[node] for source in sources):
                 continue
             last[node] = position
@@ -82,7 +106,18 @@ class Compact:
         return kept
 
 
-def compact(graph: Graph, costs: Costs, *, floor: bool = False) -> Compact:
+def encode_keep_all(model: CompactGraph) -> Indices:
+    """The codes of the program as it is: every node once."""
+    return np.arange(model.nodes + 1, dtype=np.int32)
+
+
+def decode(model: CompactGraph, codes: Indices) -> list[int]:
+    """Op ids of an encoded sequence, the end left out."""
+    nodes = np.where(codes < 0, ~codes, codes)
+    return model.sequence(nodes[nodes < model.nodes])
+
+
+def compact(graph: Graph, costs: Costs, *, floor: bool = False) -> CompactGraph:
     """The graph as flat arrays. ``floor``: bytes that depend on the schedule are not counted, so that what no schedule of
     the model fits, or is quicker than, holds for the graph."""
     return _Compaction(graph, costs, floor).build()
@@ -97,6 +132,8 @@ class _Compaction:
         self.floor = floor
         self.views = {op.id for op in graph.ops if is_view(graph, op)}
         self.needed = needed_ops(graph)
+        self.held = {graph.values[value].storage for value in graph.forward_outputs}
+        self.recomputable = {op.id for op in graph.ops if op.recomputable} - self._pinned_bases()
         self.node_of_op = {op: node for node, op in enumerate(sorted(self.needed - self.views))}
         bases = {storage.id: storage.base for storage in graph.storages}
         kept = [storage for storage, base in sorted(bases.items()) if base is not None and base in self.node_of_op]
@@ -104,7 +141,7 @@ class _Compaction:
         self.view_index = {op: index for index, op in enumerate(sorted(self.views & self.needed))}
         self.closure: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
 
-    def build(self) -> Compact:
+    def build(self) -> CompactGraph:
         graph, costs = self.graph, self.costs
         ops = sorted(self.node_of_op)
         uses = [self._uses(graph.ops[op].inputs) for op in ops]
@@ -119,47 +156,47 @@ class _Compaction:
         view_ops = sorted(self.view_index)
         on_storage = [self._view_storage(op) for op in view_ops]
         external = [op for op, storage in zip(view_ops, on_storage, strict=True) if storage is None]
-        views_of: list[list[int]] = [[] for _ in self.storage_index]
+        views_on: dict[int | None, list[int]] = {storage: [] for storage in (*self.storage_index, None)}
         for view, storage in enumerate(on_storage):
-            if storage is not None:
-                views_of[self.storage_index[storage]].append(view)
-        reads_start, reads = ragged([[self.storage_index[s] for s in sorted(read)] for read, _ in uses])
-        needs_start, needs = ragged([[self.view_index[v] for v in sorted(seen - {*external})] for _, seen in uses])
-        owns_start, owned = ragged([[self.storage_index[s] for s in allocated] for allocated in owns])
-        views_start, view_table = ragged(views_of)
+            views_on[storage].append(view)
         kept = list(self.storage_index)
-        held = {graph.values[value].storage for value in graph.forward_outputs}
-        pinned = self._pinned_bases()
         replaced, at_times = self._overwrites(ops, uses)
         exact_views = not any(costs.workspace_bytes[op] or self._reads_elsewhere(op) for op in view_ops)
-        return Compact(
+        index, nodes = self.storage_index, range(len(ops) + 1)
+        tables = _tables(
+            reads=[[index[s] for s in sorted(read)] for read, _ in uses],
+            owns=[[index[s] for s in allocated] for allocated in owns],
+            needs=[[self.view_index[v] for v in sorted(seen - {*external})] for _, seen in uses],
+            views=[views_on[storage] for storage in kept],
+            overs=[at_times.get(node, ()) for node in nodes],
+            replaced=[replaced.get(node, ()) for node in nodes],
+        )
+        tables["uses_start"], tables["uses"] = inverse(tables["reads_start"], tables["reads"], len(kept))
+        tables["needers_start"], tables["needers"] = inverse(tables["needs_start"], tables["needs"], len(view_ops))
+        model = CompactGraph(
             nodes=len(ops),
-            op_of_node=np.array(ops, np.int32),
-            time_ns=np.array([*costs.time_ns[ops], 0], np.int64),
-            workspace_bytes=self._workspace(ops, uses, owns, replaced),
-            reads_start=reads_start,
-            reads=reads,
-            owns_start=owns_start,
-            owns=owned,
-            needs_start=needs_start,
-            needs=needs,
-            views_start=views_start,
-            views=view_table,
-            view_time_ns=costs.time_ns[view_ops] if view_ops else np.zeros(0, np.int64),
-            storage_bytes=costs.storage_bytes[kept] if kept else np.zeros(0, np.int64),
-            storage_node=np.array([self.node_of_op[_base(graph, s)] for s in kept], np.int32),
-            held=np.array([s in held for s in kept], np.bool_),
-            recomputable=np.array([*(graph.ops[o].recomputable and o not in pinned for o in ops), False], np.bool_),
-            random=np.array([*(graph.ops[op].random for op in ops), False], np.bool_),
             boundary=forward,
             fixed_bytes=graph.fixed_bytes,
             rng_state_bytes=costs.rng_state_bytes,
             constant_ns=sum(int(costs.time_ns[op]) for op in external),
             faithful=exact_views and not (at_times or self.floor),
             bounding=exact_views and not at_times,
-            replaced=replaced,
-            at_times=at_times,
+            time_ns=np.array([*costs.time_ns[ops], 0], np.int64),
+            workspace_bytes=self._workspace(ops, uses, owns, replaced),
+            recomputable=np.array([*(op in self.recomputable for op in ops), False], np.bool_),
+            random=np.array([*(graph.ops[op].random for op in ops), False], np.bool_),
+            view_time_ns=costs.time_ns[view_ops] if view_ops else np.zeros(0, np.int64),
+            storage_bytes=costs.storage_bytes[kept] if kept else np.zeros(0, np.int64),
+            held=np.array([s in self.held for s in kept], np.bool_),
+            overwritten=np.isin(np.arange(len(kept)), tables["overs"]),
+            op_of_node=np.array(ops, np.int32),
+            read_node=np.repeat(np.arange(len(ops) + 1, dtype=np.int32), np.diff(tables["reads_start"])),
+            gaps=tables["reads"],
+            storage_node=np.array([self.node_of_op[_base(graph, s)] for s in kept], np.int32),
+            view_storage=owners(tables["views_start"], tables["views"], len(view_ops)),
+            **tables,
         )
+        return model._replace(gaps=_gaps(model))
 
     def _uses(self, values: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
         """Internal storages read and view ops needed to have these values."""
@@ -212,12 +249,11 @@ class _Compaction:
     def _overwrites(
         self, ops: list[int], uses: Sequence[tuple[frozenset[int], frozenset[int]]]
     ) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-        """``replaced`` and ``at_times``; with ``floor``, what is overwritten at times stands in the first, without nodes."""
+        """``replaced`` and ``overs`` by node; with ``floor``, overwriting at times counts as ``replaced``, without nodes."""
         readers = Counter(storage for storages, _ in uses for storage in storages)
         replaced: dict[int, tuple[int, ...]] = {}
         at_times: dict[int, tuple[int, ...]] = {}
-        held = {self.graph.values[value].storage for value in self.graph.forward_outputs}
-        free = self.storage_index.keys() - held
+        free = self.storage_index.keys() - self.held
         for node, op in enumerate(ops):
             read = [self.graph.values[value].storage for value in self.graph.ops[op].overwrites]
             storages = [storage for storage in read if storage in free]
@@ -242,23 +278,31 @@ class _Compaction:
         return pinned
 
 
-def bounding_model(graph: Graph, costs: Costs, model: Compact) -> Compact:
+def bounding_model(graph: Graph, costs: Costs, model: CompactGraph) -> CompactGraph:
     """``model`` of the graph where bounds on it hold for every schedule, else the ``floor`` model, on which they do."""
     return model if model.bounding else compact(graph, costs, floor=True)
 
 
-def needed_ops(graph: Graph) -> set[int]:
-    """Ops whose results someone needs, or that must run for their effect."""
-    producers = [graph.values[v].producer for v in (*graph.outputs, *graph.forward_outputs)]
-    needed = {op for op in producers if op is not None}
-    for op in reversed(graph.ops):
-        if op.id in needed or op.effect:
-            needed.add(op.id)
-            needed |= {p for p in (graph.values[value].producer for value in op.inputs) if p is not None}
-            # A value in another op's storage exists only while that storage does.
-            bases = (graph.storages[graph.values[value].storage].base for value in (*op.inputs, *op.outputs))
-            needed |= {base for base in bases if base is not None}
-    return needed
+def _tables(**tables: Sequence[Sequence[int]]) -> dict[str, Indices]:
+    """``x_start`` and ``x`` of the rows of each table ``x``."""
+    arrays: dict[str, Indices] = {}
+    for name, lists in tables.items():
+        arrays[f"{name}_start"], arrays[name] = ragged(lists)
+    return arrays
+
+
+def _gaps(model: CompactGraph) -> Indices:
+    """Reads drawn evenly by the root of bytes x nodes since the storage was last used: where recomputing may pay."""
+    weights = np.zeros(len(model.reads))
+    last = model.storage_node.astype(np.int64)
+    for read, (storage, node) in enumerate(zip(model.reads, model.read_node, strict=True)):
+        if model.recomputable[model.storage_node[storage]] and not model.held[storage]:
+            weights[read] = np.sqrt(float(model.storage_bytes[storage]) * (node - last[storage] - 1))
+        last[storage] = node
+    total = weights.sum()
+    if total == 0:
+        return np.arange(len(weights), dtype=np.int32)
+    return np.asarray(np.searchsorted(np.cumsum(weights), (np.arange(_GAPS) + 0.5) / _GAPS * total), np.int32)
 
 
 def _base(graph: Graph, storage: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,6 +23,11 @@ def row(start: _Indices, entries: _Indices, index: int) -> _Indices:
     return entries[start[index] : start[index + 1]]
 
 
+def rows(start: _Indices, entries: _Indices) -> list[list[int]]:
+    """Every row as a list: inverse of ``ragged``."""
+    return [entries[a:b].tolist() for a, b in itertools.pairwise(start.tolist())]
+
+
 def inverse(start: _Indices, entries: _Indices, columns: int) -> tuple[_Indices, _Indices]:
     """The ragged table of entry -> rows, rows ascending."""
     rows = np.repeat(np.arange(len(start) - 1, dtype=np.int32), np.diff(start))
@@ -29,3 +35,10 @@ def inverse(start: _Indices, entries: _Indices, columns: int) -> tuple[_Indices,
     begin = np.zeros(columns + 1, np.int32)
     np.cumsum(np.bincount(entries, minlength=columns), out=begin[1:])
     return begin, rows[order]
+
+
+def owners(start: _Indices, entries: _Indices, columns: int) -> _Indices:
+    """Entry -> the one row that it stands in, -1 without one."""
+    owner = np.full(columns, -1, np.int32)
+    owner[entries] = np.repeat(np.arange(len(start) - 1, dtype=np.int32), np.diff(start))
+    return owner

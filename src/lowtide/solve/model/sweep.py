@@ -9,26 +9,16 @@ Sequences are encoded (first computes as the node, recomputes as its complement)
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from lowtide.solve.model.compact import Indices
+from lowtide.solve.model.candidate import Candidate
+from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.compiled import kernel
-from lowtide.solve.model.tables import Tables
-
-
-class Swept(NamedTuple):
-    """``codes`` without unused recomputes; ``recompute_ns`` counts recomputes and all views."""
-
-    codes: Indices
-    recompute_ns: int
-    peak_bytes: int
 
 
 @kernel
-def sweep(t: Tables, source: Indices) -> Swept:
-    """Peak (without ``fixed_bytes``) and time of an encoded sequence."""
+def sweep(t: CompactGraph, source: Indices) -> Candidate:
+    """Peak (without ``fixed_bytes``) and time of an encoded sequence, its unused recomputes left out."""
     live = np.zeros(len(t.storage_node), np.uint8)
     need = np.zeros(len(t.view_time_ns), np.uint8)
     saved = np.zeros(t.nodes + 1, np.uint8)
@@ -83,4 +73,4 @@ def sweep(t: Tables, source: Indices) -> Swept:
             saved[node] = 0
             resident -= t.rng_state_bytes
         peak = max(peak, step)
-    return Swept(target[out:].copy(), time, peak)
+    return Candidate(target[out:].copy(), time, peak)

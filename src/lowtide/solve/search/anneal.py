@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lowtide.solve.model.candidate import Candidate
 from lowtide.solve.model.classes import Classes
-from lowtide.solve.model.compact import Indices
+from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.compiled import kernel
 from lowtide.solve.model.splitmix import random_below
-from lowtide.solve.model.tables import Tables
 from lowtide.solve.search.moves import next_move
 from lowtide.solve.search.profile import excess_of, peak_of
 from lowtide.solve.search.timeline import CRAMPED, RECOMPUTE_NS, Timeline, codes_of, load, make_timeline
@@ -30,8 +30,8 @@ from lowtide.solve.search.timeline import CRAMPED, RECOMPUTE_NS, Timeline, codes
 _COINS = 3
 
 
-class Settings(NamedTuple):
-    """Of one run. Temperatures are nanoseconds; ``pressure`` is nanoseconds per byte at the start."""
+class AnnealSettings(NamedTuple):
+    """The options of one run. Temperatures are nanoseconds; ``pressure`` is nanoseconds per byte at the start."""
 
     budget_bytes: int
     iterations: int
@@ -45,17 +45,12 @@ class Settings(NamedTuple):
     rate: float = 1.05
 
 
-class Found(NamedTuple):
-    """``codes`` is empty where no sequence within the (last) budget was met."""
-
-    codes: Indices
-    recompute_ns: int
-    peak_bytes: int
-
-
 @kernel
-def anneal(t: Tables, classes: Classes, line: Timeline, first: Indices, settings: Settings) -> Found:
-    """The quickest sequence within the budget that was met (the lowest, with ``lower``), from ``first`` on."""
+def anneal(t: CompactGraph, classes: Classes, line: Timeline, first: Indices, settings: AnnealSettings) -> Candidate:
+    """The quickest sequence within the budget that was met (the lowest, with ``lower``), from ``first`` on.
+
+    Its ``codes`` are empty where no sequence within the (last) budget was met.
+    """
     budget, pressure, weight = settings.budget_bytes, settings.pressure, settings.time_weight
     load(t, line, first)
     share = 4.0 / len(line.profile.top)
@@ -101,10 +96,10 @@ def anneal(t: Tables, classes: Classes, line: Timeline, first: Indices, settings
                 load(t, line, codes_of(line))
                 largest, total = excess_of(line.profile, budget)
                 cost = weight * now_ns + pressure * (largest + share * total)
-    return Found(best, best_time, best_peak)
+    return Candidate(best, best_time, best_peak)
 
 
-def search(t: Tables, classes: Classes, first: Indices, settings: Settings, seed: int) -> Found:
+def search(t: CompactGraph, classes: Classes, first: Indices, settings: AnnealSettings, seed: int) -> Candidate:
     """``anneal`` with its own work space."""
     nodes = np.where(first < 0, ~first, first)
     repeats = int(np.bincount(nodes).max()) + 6

@@ -6,10 +6,9 @@ which are removed as well; all of them are in the journal, from which a rejected
 
 from __future__ import annotations
 
-from lowtide.solve.model.compact import Numbers
+from lowtide.solve.model.compact import CompactGraph, Numbers
 from lowtide.solve.model.compiled import inner
 from lowtide.solve.model.splitmix import random_below
-from lowtide.solve.model.tables import Tables
 from lowtide.solve.search.timeline import (
     ASKED,
     BACK,
@@ -38,7 +37,7 @@ def note(line: Timeline, node: int, slot: int) -> None:
 
 
 @inner
-def note_all(t: Tables, line: Timeline, node: int, slot: int, sign: int) -> None:
+def note_all(t: CompactGraph, line: Timeline, node: int, slot: int, sign: int) -> None:
     """Whoever may have lost the last use by the edit."""
     if sign > 0:
         note(line, node, slot)
@@ -71,7 +70,7 @@ def ask(line: Timeline, node: int, slot: int, sign: int) -> None:
 
 
 @inner
-def used(t: Tables, line: Timeline, node: int, slot: int) -> bool:
+def used(t: CompactGraph, line: Timeline, node: int, slot: int) -> bool:
     """Whether something reads what the compute in the slot allocates, before the node's next compute."""
     high = compute_after(line, node, before(line, node, slot + 1))
     for i in range(t.owns_start[node], t.owns_start[node + 1]):
@@ -91,7 +90,7 @@ def step_before(line: Timeline, slot: int) -> int:
 
 
 @inner
-def closure_node(t: Tables, line: Timeline, front: int, back: int, low: int) -> int:
+def closure_node(t: CompactGraph, line: Timeline, front: int, back: int, low: int) -> int:
     """The last node before ``low`` that the steps from ``front`` to ``back`` read and nobody does after them, so that
     it may have been gone; -1 without one."""
     chosen = -1
@@ -109,7 +108,7 @@ def closure_node(t: Tables, line: Timeline, front: int, back: int, low: int) -> 
 
 
 @inner
-def next_edit(t: Tables, line: Timeline, coin: int) -> tuple[int, int, int]:
+def next_edit(t: CompactGraph, line: Timeline, coin: int) -> tuple[int, int, int]:
     """Node, slot and sign of what is to be done next for the present move; sign 0 at its end.
 
     First the lazy closure of the last insertion, then what was asked for, then recomputes that have become useless.
@@ -149,7 +148,7 @@ def next_edit(t: Tables, line: Timeline, coin: int) -> tuple[int, int, int]:
 
 
 @inner
-def room_for(t: Tables, line: Timeline, node: int) -> bool:
+def room_for(t: CompactGraph, line: Timeline, node: int) -> bool:
     """Whether the tables have room for one more recompute of the node."""
     full = 2 * (line.totals[RECOMPUTES] + t.nodes) > len(line.node_at)
     return not full and line.computes[node] < line.slots.shape[1]

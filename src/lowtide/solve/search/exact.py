@@ -16,14 +16,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lowtide.solve.model.bits import bits, members
-from lowtide.solve.model.compact import Compact
+from lowtide.solve.model.compact import CompactGraph
+from lowtide.solve.model.ragged import rows
+from lowtide.solve.search.memory_states import MemorySpace, MemoryState, members
 
 MAX_NODES = 9
 MAX_STORAGES = 12
 MAX_STATES = 30_000
-
-State = tuple[int, int, int, int]  # next first compute, live storages, live views, saved states (bit sets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +35,20 @@ class Optimum:
     peak_bytes: int
 
 
-def affordable(model: Compact) -> bool:
+def affordable(model: CompactGraph) -> bool:
     return model.nodes <= MAX_NODES and len(model.storage_node) <= MAX_STORAGES
 
 
-def shortest(model: Compact, budget_bytes: int | None) -> Optimum | None:
+def shortest(model: CompactGraph, budget_bytes: int | None) -> Optimum | None:
     """The least time within the budget; with ``None`` the least peak. ``None`` where there are too many states."""
     space = _Space(model)
     by_peak = budget_bytes is None
-    start: State = (0, 0, 0, 0)
+    start: MemoryState = (0, 0, 0, 0)
     ticket = itertools.count()
-    queue: list[tuple[tuple[int, int], int, State]] = [((0, 0), next(ticket), start)]
-    best: dict[State, tuple[int, int]] = {start: (0, 0)}
-    came: dict[State, tuple[State, int]] = {}
-    settled: set[State] = set()
+    queue: list[tuple[tuple[int, int], int, MemoryState]] = [((0, 0), next(ticket), start)]
+    best: dict[MemoryState, tuple[int, int]] = {start: (0, 0)}
+    came: dict[MemoryState, tuple[MemoryState, int]] = {}
+    settled: set[MemoryState] = set()
     while queue:
         cost, _, state = heapq.heappop(queue)
         if state in settled:
@@ -73,7 +72,7 @@ def shortest(model: Compact, budget_bytes: int | None) -> Optimum | None:
     return Optimum(False, (), 0, 0)
 
 
-def _path(state: State, came: dict[State, tuple[State, int]], end: int) -> tuple[int, ...]:
+def _path(state: MemoryState, came: dict[MemoryState, tuple[MemoryState, int]], end: int) -> tuple[int, ...]:
     nodes: list[int] = []
     while state in came:
         state, node = came[state]
@@ -82,18 +81,14 @@ def _path(state: State, came: dict[State, tuple[State, int]], end: int) -> tuple
     return tuple(reversed(nodes))
 
 
-class _Space:
-    """Bit sets per node and the edges out of a state."""
+class _Space(MemorySpace):
+    """The edges out of a state."""
 
-    def __init__(self, model: Compact) -> None:
-        self.model = model
-        self.reads = [bits(model.reads[a:b]) for a, b in itertools.pairwise(model.reads_start)]
-        self.owns = [bits(model.owns[a:b]) for a, b in itertools.pairwise(model.owns_start)]
-        self.needs = [bits(model.needs[a:b]) for a, b in itertools.pairwise(model.needs_start)]
-        self.views = [bits(model.views[a:b]) for a, b in itertools.pairwise(model.views_start)]
-        self.held = bits(index for index, held in enumerate(model.held) if held)
+    def __init__(self, model: CompactGraph) -> None:
+        super().__init__(model)
+        self.overs = rows(model.overs_start, model.overs)
 
-    def edges(self, state: State) -> Iterator[tuple[State, int, int, int]]:
+    def edges(self, state: MemoryState) -> Iterator[tuple[MemoryState, int, int, int]]:
         """(state after, node computed or -1, time, bytes resident during the step)."""
         first, live, views, saved = state
         for storage in members(live & ~self.held):
@@ -107,7 +102,9 @@ class _Space:
             if allowed and self.owns[node] & ~live:
                 yield from self._compute(state, node, (False,))
 
-    def _compute(self, state: State, node: int, saves: tuple[bool, ...]) -> Iterator[tuple[State, int, int, int]]:
+    def _compute(
+        self, state: MemoryState, node: int, saves: tuple[bool, ...]
+    ) -> Iterator[tuple[MemoryState, int, int, int]]:
         first, live, views, saved = state
         model = self.model
         if self.reads[node] & ~live:
@@ -121,6 +118,6 @@ class _Space:
             step += sum(int(model.storage_bytes[s]) for s in members(self.owns[node]))
             later = first + (node == first)
             yield (later, live | self.owns[node], formed, kept), node, time, step
-            for storage in model.at_times.get(node, ()) if not live & self.owns[node] else ():
+            for storage in self.overs[node] if not live & self.owns[node] else ():
                 after = live & ~(1 << storage) | self.owns[node], formed & ~self.views[storage]
                 yield (later, *after, kept), node, time, step - int(model.storage_bytes[storage])

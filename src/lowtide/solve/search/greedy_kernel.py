@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtide.solve.model.compact import Indices, Numbers
+from lowtide.solve.model.compact import CompactGraph, Indices, Numbers
 from lowtide.solve.model.compiled import kernel
-from lowtide.solve.model.tables import Tables
 
 
 @kernel
-def next_use(t: Tables, storage: int, node: int) -> int:
+def next_use(t: CompactGraph, storage: int, node: int) -> int:
     """The first node after ``node`` that reads the storage in the program as written, -1 without one."""
     low, high = t.uses_start[storage], t.uses_start[storage + 1]
     while low < high:
@@ -23,7 +22,7 @@ def next_use(t: Tables, storage: int, node: int) -> int:
 
 
 @kernel
-def rebuild_ns(t: Tables, live: Indices, node: int, seen: Indices, stamp: int, stack: Indices) -> int:
+def rebuild_ns(t: CompactGraph, live: Indices, node: int, seen: Indices, stamp: int, stack: Indices) -> int:
     """Time to compute the node again, with whatever it reads and is gone; the walk ends after 64 nodes."""
     total, depth, walked = 0, 1, 0
     stack[0] = node
@@ -45,7 +44,14 @@ def rebuild_ns(t: Tables, live: Indices, node: int, seen: Indices, stamp: int, s
 
 @kernel
 def choose_victim(
-    t: Tables, live: Indices, pins: Indices, at: int, elapsed: Numbers, seen: Indices, stamps: Indices, stack: Indices
+    t: CompactGraph,
+    live: Indices,
+    pins: Indices,
+    at: int,
+    elapsed: Numbers,
+    seen: Indices,
+    stamps: Indices,
+    stack: Indices,
 ) -> int:
     """The live storage that is cheapest to rebuild per byte and time until its next use, -1 without one."""
     best, best_score = -1, np.inf
@@ -67,7 +73,7 @@ def choose_victim(
 
 
 @kernel
-def overwritten(t: Tables, pins: Indices, node: int, at: int) -> int:
+def overwritten(t: CompactGraph, pins: Indices, node: int, at: int) -> int:
     """The storage that the node writes over because nothing reads it from ``at`` on, -1 without one."""
     for i in range(t.overs_start[node], t.overs_start[node + 1]):
         storage: int = t.overs[i]
@@ -77,7 +83,7 @@ def overwritten(t: Tables, pins: Indices, node: int, at: int) -> int:
 
 
 @kernel
-def dropped(t: Tables, live: Indices, storage: int, node: int) -> int:
+def dropped(t: CompactGraph, live: Indices, storage: int, node: int) -> int:
     """Let go of a storage that nothing after ``node`` reads; its bytes, 0 where it stays."""
     if live[storage] == 0 or t.held[storage] or not t.recomputable[t.storage_node[storage]]:
         return 0
@@ -88,7 +94,34 @@ def dropped(t: Tables, live: Indices, storage: int, node: int) -> int:
 
 
 @kernel
-def greedy_sequence(t: Tables, budget: int, capacity: int) -> Indices:
+def pin_inputs(t: CompactGraph, pins: Indices, node: int, change: int) -> None:
+    """Keep what the node reads from being evicted, or (with -1) no longer."""
+    for i in range(t.reads_start[node], t.reads_start[node + 1]):
+        pins[t.reads[i]] += change
+
+
+@kernel
+def missing_input(t: CompactGraph, live: Indices, node: int) -> int:
+    """The latest of the nodes whose results the node reads and nobody has, -1 without one."""
+    missing = -1
+    for i in range(t.reads_start[node], t.reads_start[node + 1]):
+        if live[t.reads[i]] == 0:
+            missing = max(missing, t.storage_node[t.reads[i]])
+    return missing
+
+
+@kernel
+def fresh_bytes(t: CompactGraph, live: Indices, node: int) -> int:
+    """Bytes of the storages that the node allocates and that are not there."""
+    total = 0
+    for i in range(t.owns_start[node], t.owns_start[node + 1]):
+        if live[t.owns[i]] == 0:
+            total += t.storage_bytes[t.owns[i]]
+    return total
+
+
+@kernel
+def greedy_sequence(t: CompactGraph, budget: int, capacity: int) -> Indices:
     """An encoded sequence that evicts whenever the next compute would exceed the budget; it may still exceed it.
 
     Empty where more than ``capacity`` steps would be needed.
@@ -108,24 +141,16 @@ def greedy_sequence(t: Tables, budget: int, capacity: int) -> Indices:
     for node in range(t.nodes + 1):
         depth, begun = 1, length
         stack[0] = node
-        for i in range(t.reads_start[node], t.reads_start[node + 1]):
-            pins[t.reads[i]] += 1
+        pin_inputs(t, pins, node, 1)
         while depth > 0:
             top = stack[depth - 1]
-            missing = -1
-            for i in range(t.reads_start[top], t.reads_start[top + 1]):
-                if live[t.reads[i]] == 0:
-                    missing = max(missing, t.storage_node[t.reads[i]])
+            missing = missing_input(t, live, top)
             if missing >= 0:
                 stack[depth] = missing
                 depth += 1
-                for i in range(t.reads_start[missing], t.reads_start[missing + 1]):
-                    pins[t.reads[i]] += 1
+                pin_inputs(t, pins, missing, 1)
                 continue
-            need = t.workspace_bytes[top]
-            for i in range(t.owns_start[top], t.owns_start[top + 1]):
-                if live[t.owns[i]] == 0:
-                    need += t.storage_bytes[t.owns[i]]
+            need = t.workspace_bytes[top] + fresh_bytes(t, live, top)
             over = overwritten(t, pins, top, node)
             if over >= 0:
                 need -= t.storage_bytes[over]
@@ -139,15 +164,12 @@ def greedy_sequence(t: Tables, budget: int, capacity: int) -> Indices:
                 return out[:0]
             out[length] = node if depth == 1 else ~top
             length += 1
-            for i in range(t.owns_start[top], t.owns_start[top + 1]):
-                if live[t.owns[i]] == 0:
-                    live[t.owns[i]] = 1
-                    resident += t.storage_bytes[t.owns[i]]
+            resident += fresh_bytes(t, live, top)
+            live[t.owns[t.owns_start[top] : t.owns_start[top + 1]]] = 1
             if over >= 0:
                 live[over] = 0
                 resident -= t.storage_bytes[over]
-            for i in range(t.reads_start[top], t.reads_start[top + 1]):
-                pins[t.reads[i]] -= 1
+            pin_inputs(t, pins, top, -1)
             depth -= 1
         for i in range(t.reads_start[node], t.reads_start[node + 1]):
             resident -= dropped(t, live, t.reads[i], node)

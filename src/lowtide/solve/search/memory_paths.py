@@ -18,11 +18,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lowtide.solve.milp.tables import reach
-from lowtide.solve.model.bits import bits, members
-from lowtide.solve.model.compact import Compact
-
-State = tuple[int, int, int, int]  # next first compute, live storages, formed views, kept states (bit sets)
+from lowtide.solve.model.compact import CompactGraph
+from lowtide.solve.model.reach import reach
+from lowtide.solve.search.memory_states import MemorySpace, MemoryState, bits, members
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +33,18 @@ class Path:
 
 
 def cheapest_path(
-    model: Compact, budget_bytes: int, below_ns: float = float("inf"), states: int = 4_000, any_path: bool = False
+    model: CompactGraph, budget_bytes: int, below_ns: float = float("inf"), states: int = 4_000, any_path: bool = False
 ) -> Path | None:
     """The path of least recompute time within the budget if that is less than ``below_ns`` (recomputes and views).
 
     ``any_path``: some path, looked for depth first. ``None``: given up, after ``states`` states or as much other work.
     """
     space = _Space(model, budget_bytes)
-    start: State = (0, 0, 0, 0)
+    start: MemoryState = (0, 0, 0, 0)
     ticket = itertools.count()
-    queue: list[tuple[int, int, int, State, int]] = [(0, 0, next(ticket), start, -1)]
+    queue: list[tuple[int, int, int, MemoryState, int]] = [(0, 0, next(ticket), start, -1)]
     trail: list[tuple[int, int]] = []  # settled step -> (step before, node)
-    settled: list[list[State]] = [[] for _ in range(model.nodes + 2)]
+    settled: list[list[MemoryState]] = [[] for _ in range(model.nodes + 2)]
     work = 0
     while queue:
         _, cost, _, state, parent = heapq.heappop(queue)
@@ -68,7 +66,7 @@ def cheapest_path(
     return Path(False)
 
 
-def _dominated(state: State, known: Iterable[State]) -> bool:
+def _dominated(state: MemoryState, known: Iterable[MemoryState]) -> bool:
     """Whether a known state of the same frontier has everything that this one has."""
     _, live, views, kept = state
     return any(not (live & ~other[1] or views & ~other[2] or kept & ~other[3]) for other in known)
@@ -82,19 +80,14 @@ def _nodes(trail: list[tuple[int, int]], step: int) -> tuple[int, ...]:
     return tuple(reversed(nodes))
 
 
-class _Space:
-    """Bit sets per node and the edges out of a state."""
+class _Space(MemorySpace):
+    """The edges out of a state."""
 
-    def __init__(self, model: Compact, budget_bytes: int) -> None:
-        self.model = model
+    def __init__(self, model: CompactGraph, budget_bytes: int) -> None:
+        super().__init__(model)
         self.room = budget_bytes - model.fixed_bytes
         tables = reach(model)
         self.until = tables.node_until
-        self.reads = [bits(row) for row in tables.reads]
-        self.owns = [bits(row) for row in tables.owns]
-        self.needs = [bits(row) for row in tables.needs]
-        self.views = [bits(model.views[a:b].tolist()) for a, b in itertools.pairwise(model.views_start)]
-        self.held = bits(s for s, held in enumerate(model.held) if held)
         self.sizes = model.storage_bytes.tolist()
         self.view_times = model.view_time_ns.tolist()
         stages = range(model.nodes + 2)
@@ -102,7 +95,7 @@ class _Space:
         self.random = [bits(i for i in range(model.nodes) if model.random[i] and self.until[i] >= t) for t in stages]
         self.own_bytes = [sum(self.sizes[s] for s in row) for row in tables.owns]
 
-    def edges(self, state: State) -> Iterator[tuple[State, int, int]]:
+    def edges(self, state: MemoryState) -> Iterator[tuple[MemoryState, int, int]]:
         """(state after, node computed, time beyond first computes)."""
         first, live, _, kept = state
         resident = sum(self.sizes[s] for s in members(live))
@@ -118,7 +111,9 @@ class _Space:
                 if self.random[first] >> node & 1:
                     yield from self._compute(state, node, resident, kept | 1 << node)
 
-    def _compute(self, state: State, node: int, resident: int, kept: int) -> Iterator[tuple[State, int, int]]:
+    def _compute(
+        self, state: MemoryState, node: int, resident: int, kept: int
+    ) -> Iterator[tuple[MemoryState, int, int]]:
         first, live, views, _ = state
         state_bytes = self.model.rng_state_bytes
         over = resident + self.own_bytes[node] + int(self.model.workspace_bytes[node]) - self.room

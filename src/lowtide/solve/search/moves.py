@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from lowtide.solve.model.classes import Classes
+from lowtide.solve.model.compact import CompactGraph
 from lowtide.solve.model.compiled import inner
 from lowtide.solve.model.splitmix import random_below
-from lowtide.solve.model.tables import Tables
 from lowtide.solve.search.edits import ask, next_edit, note_all, record, step_before, take_back
 from lowtide.solve.search.timeline import (
     ASKED,
@@ -60,7 +60,7 @@ def random_recompute(line: Timeline) -> int:
 
 
 @inner
-def random_read(t: Tables, line: Timeline) -> tuple[int, int]:
+def random_read(t: CompactGraph, line: Timeline) -> tuple[int, int]:
     """The slot of a step and the index in ``t.reads`` of one of its reads that could be recomputed; -1 without one.
 
     Mostly a first compute that has not been near what it reads for long, else any step.
@@ -94,7 +94,7 @@ def chunk_start(line: Timeline, slot: int) -> int:
 
 
 @inner
-def insert_before_use(t: Tables, line: Timeline) -> None:
+def insert_before_use(t: CompactGraph, line: Timeline) -> None:
     """Recompute what a random step reads just before it, or before the recomputes that precede it."""
     slot, read = random_read(t, line)
     if read < 0:
@@ -121,7 +121,7 @@ def group_around(classes: Classes, line: Timeline, node: int) -> tuple[int, int]
 
 
 @inner
-def insert_in_group(t: Tables, classes: Classes, line: Timeline) -> None:
+def insert_in_group(t: CompactGraph, classes: Classes, line: Timeline) -> None:
     """As ``insert_before_use``, for the same read of every step of the same class."""
     slot, read = random_read(t, line)
     if read < 0:
@@ -176,7 +176,7 @@ def remove_in_group(classes: Classes, line: Timeline) -> None:
 
 
 @inner
-def shift(t: Tables, line: Timeline) -> None:
+def shift(t: CompactGraph, line: Timeline) -> None:
     """Move a recompute: to just before its next use or the use after that, or a random distance either way."""
     slot = random_recompute(line)
     if slot < 0:
@@ -199,7 +199,7 @@ def shift(t: Tables, line: Timeline) -> None:
 
 
 @inner
-def step_down(t: Tables, line: Timeline) -> None:
+def step_down(t: CompactGraph, line: Timeline) -> None:
     """Keep the result of a recompute by recomputing one of its inputs instead, or one of its readers."""
     slot = random_recompute(line)
     if slot < 0:
@@ -224,7 +224,7 @@ def step_down(t: Tables, line: Timeline) -> None:
 
 
 @inner
-def propose(t: Tables, classes: Classes, line: Timeline) -> None:
+def propose(t: CompactGraph, classes: Classes, line: Timeline) -> None:
     """Ask for the edits of one random move, or for none. What is asked for last is done first."""
     draw = random_below(line.rng, 100)
     if draw < 58:
@@ -244,7 +244,7 @@ def propose(t: Tables, classes: Classes, line: Timeline) -> None:
 
 
 @inner
-def next_move(t: Tables, classes: Classes, line: Timeline, rejected: bool, coin: int) -> bool:
+def next_move(t: CompactGraph, classes: Classes, line: Timeline, rejected: bool, coin: int) -> bool:
     """Take back the last move if it was rejected, then carry out a random one; false where it came to nothing."""
     if not rejected:
         line.totals[EDITS] = 0

@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 from lowtide.ir import Costs, Graph, Schedule, schedule_from_sequence
 from lowtide.solve.blocks.answer import table_sequences
-from lowtide.solve.blocks.book import Book
+from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.blocks.seeds import block_sequences
 from lowtide.solve.greedy import greedy_sequences
+from lowtide.solve.model.candidate import Candidate
 from lowtide.solve.model.classes import Classes, group, node_classes
-from lowtide.solve.model.compact import Compact, Indices, bounding_model, compact
+from lowtide.solve.model.compact import CompactGraph, Indices, bounding_model, compact, decode, encode_keep_all
 from lowtide.solve.model.sweep import sweep
-from lowtide.solve.model.tables import Tables, decode, encode_keep_all, make_tables
 from lowtide.solve.rockmate import Rockmate
-from lowtide.solve.search.anneal import Found, Settings, search
+from lowtide.solve.search.anneal import AnnealSettings, search
 from lowtide.solve.search.segments import segment_sequences
 from lowtide.solve.search.threads import in_threads
 
@@ -30,16 +30,7 @@ _MANY_NODES = 4000  # from which on the iterations grow more slowly than the pro
 _COLD = 0.01  # last temperature, in mean node times
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Candidate:
-    """A sequence and what the compact model says of it; ``peak_bytes`` includes ``fixed_bytes``."""
-
-    codes: Indices
-    recompute_ns: int
-    peak_bytes: int
-
-
-class Run(NamedTuple):
+class AnnealRun(NamedTuple):
     """An annealing run: where it starts, its stream of random numbers, its first temperature in mean node times."""
 
     start: Candidate
@@ -49,14 +40,13 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Portfolio:
-    """One problem's model with everything that the runs share."""
+    """One problem's model with everything that the runs share. Peaks of its candidates include ``fixed_bytes``."""
 
     graph: Graph
-    model: Compact
-    floor: Compact  # for bounds
-    tables: Tables
+    model: CompactGraph
+    floor: CompactGraph  # for bounds
     classes: Classes
-    book: Book
+    chains: BlockChains
     seed: int
 
     @property
@@ -79,45 +69,39 @@ class Portfolio:
 
     def measure(self, sequences: Iterable[Indices]) -> list[Candidate]:
         """Each sequence swept once, unused recomputes dropped."""
-        return [self._measure_one(codes) for codes in sequences]
+        return [self._with_fixed(sweep(self.model, codes)) for codes in sequences]
 
-    def _measure_one(self, codes: Indices) -> Candidate:
-        swept = sweep(self.tables, codes)
-        return Candidate(swept.codes, swept.recompute_ns, swept.peak_bytes + self.model.fixed_bytes)
+    def _with_fixed(self, found: Candidate) -> Candidate:
+        return found._replace(peak_bytes=found.peak_bytes + self.model.fixed_bytes)
 
     def keep_all(self) -> Candidate:
-        return self._measure_one(encode_keep_all(self.model))
+        return self.measure([encode_keep_all(self.model)])[0]
 
     def greedy(self, budget_bytes: int) -> list[Candidate]:
-        return self.measure(greedy_sequences(self.model, self.tables, budget_bytes))
+        return self.measure(greedy_sequences(self.model, budget_bytes))
 
     def segments(self) -> list[Candidate]:
         return self.measure(segment_sequences(self.model))
 
     def blocks(self, budget_bytes: int) -> list[Candidate]:
-        return self.measure(block_sequences(self.book, budget_bytes))
+        return self.measure(block_sequences(self.chains, budget_bytes))
 
     def tables_of_rockmate(self) -> list[Candidate]:
         """Everything that ``rockmate`` chooses from, whatever the budget."""
         top = self.keep_all().peak_bytes - self.model.fixed_bytes
-        return self.measure(table_sequences(Rockmate().builders(self.book), top))
+        return self.measure(table_sequences(Rockmate().builders(self.chains), top))
 
     def time_ns(self, candidate: Candidate) -> int:
         """Of the whole schedule."""
-        return self.least_ns + candidate.recompute_ns
+        return self.model.least_ns + candidate.recompute_ns
 
-    @property
-    def least_ns(self) -> int:
-        """Of the program without recomputes and views."""
-        return int(self.model.time_ns.sum()) + self.model.constant_ns
-
-    def round(self, runs: Iterable[Run], budget_bytes: int, iterations: int, bound_ns: int) -> list[Candidate]:
+    def round(self, runs: Iterable[AnnealRun], budget_bytes: int, iterations: int, bound_ns: int) -> list[Candidate]:
         """The results of several annealing runs, in their order; those that met nothing left out.
 
         A run ends when it meets ``bound_ns``, which no schedule undercuts.
         """
 
-        def anneal(run: Run) -> Candidate | None:
+        def anneal(run: AnnealRun) -> Candidate | None:
             return self.anneal(run.start, budget_bytes, iterations, run.stream, run.hot, bound_ns)
 
         return [candidate for candidate in in_threads(anneal, runs) if candidate is not None]
@@ -127,20 +111,20 @@ class Portfolio:
     ) -> Candidate | None:
         """The quickest within the budget that a run meets; temperature in mean node times. ``None``: none met."""
         room = max(budget_bytes - self.model.fixed_bytes, 1)
-        settings = Settings(
+        settings = AnnealSettings(
             budget_bytes=room,
             iterations=iterations,
             hot=hot * self.mean_ns,
             cold=_COLD * self.mean_ns,
             pressure=float(self.model.time_ns.sum() + 1) / room,
-            target_ns=bound_ns - self.least_ns,
+            target_ns=bound_ns - self.model.least_ns,
         )
-        return self._candidate(search(self.tables, self.classes, start.codes, settings, self.seed * _STREAMS + stream))
+        return self._run(start, settings, stream)
 
     def lower(self, start: Candidate, target_bytes: int, iterations: int, stream: int) -> Candidate:
         """The lowest peak that a run meets, which ends early at ``target_bytes``."""
         room = max(start.peak_bytes - self.model.fixed_bytes, 1)
-        settings = Settings(
+        settings = AnnealSettings(
             budget_bytes=room,
             iterations=iterations,
             hot=0.1 * self.mean_ns,
@@ -151,17 +135,15 @@ class Portfolio:
             target_bytes=max(target_bytes - self.model.fixed_bytes, 0),
             rate=1.0,
         )
-        found = self._candidate(search(self.tables, self.classes, start.codes, settings, self.seed * _STREAMS + stream))
+        found = self._run(start, settings, stream)
         return start if found is None or found.peak_bytes > start.peak_bytes else found
 
-    def _candidate(self, found: Found) -> Candidate | None:
-        if len(found.codes) == 0:
-            return None
-        return Candidate(found.codes, found.recompute_ns, found.peak_bytes + self.model.fixed_bytes)
+    def _run(self, start: Candidate, settings: AnnealSettings, stream: int) -> Candidate | None:
+        found = search(self.model, self.classes, start.codes, settings, self.seed * _STREAMS + stream)
+        return self._with_fixed(found) if len(found.codes) else None
 
 
 def make_portfolio(graph: Graph, costs: Costs, seed: int) -> Portfolio:
     model = compact(graph, costs)
     floor = bounding_model(graph, costs, model)
-    tables = make_tables(model)
-    return Portfolio(graph, model, floor, tables, group(node_classes(model)), Book(model, tables), seed)
+    return Portfolio(graph, model, floor, group(node_classes(model)), BlockChains(model), seed)

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from lowtide.solve.model.candidate import Candidate, quickest
 from lowtide.solve.model.compact import Indices
 from lowtide.solve.model.splitmix import States, random_below
-from lowtide.solve.search.portfolio import Candidate
 
 Places = npt.NDArray[np.intp]
 
@@ -65,6 +65,6 @@ def children(population: Sequence[Candidate], count: int, rng: States) -> list[I
 def survivors(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
     """The quickest, at most ``count``, no two of the same time."""
     distinct: dict[int, Candidate] = {}
-    for candidate in sorted(candidates, key=lambda candidate: (candidate.recompute_ns, candidate.peak_bytes)):
+    for candidate in quickest(candidates):
         distinct.setdefault(candidate.recompute_ns, candidate)
     return list(distinct.values())[:count]

@@ -17,71 +17,34 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.solve.model.compact import Compact, Indices, Numbers
+from lowtide.solve.model.compact import CompactGraph, Indices, Numbers
 from lowtide.solve.model.compiled import kernel
+from lowtide.solve.model.structure import even_cuts, last_forward_use
 
 _BLOCKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48)
 _SLOTS = (1, 2, 3, 4, 5, 6, 8)
 
 
-def segment_sequences(model: Compact) -> Iterator[Indices]:
+def segment_sequences(model: CompactGraph) -> Iterator[Indices]:
     """Encoded sequences, one per number of blocks and slots."""
-    crossing = _crossing_bytes(model)
-    first_use = _first_backward_use(model)
     for blocks in _BLOCKS:
         if blocks >= model.boundary:
             return
-        cuts = _cuts(model, crossing, blocks)
+        cuts = even_cuts(model, blocks, least_ns=0)
         if len(cuts) != blocks + 1:
             continue
         times = np.array([model.time_ns[a:b].sum() for a, b in zip(cuts[:-1], cuts[1:], strict=True)], np.int64)
-        stages = _stages(model, cuts, first_use)
+        stages = _recompute_at(model, cuts)
         for slots in sorted({*(s for s in _SLOTS if s < blocks - 1), blocks - 1}):
             yield _sequence(model, cuts, stages, _advance_from(times, slots))
 
 
-def _crossing_bytes(model: Compact) -> Numbers:
-    """Bytes that cross the cut before each forward node, counting forward reads only."""
-    change = np.zeros(model.boundary + 1, np.int64)
-    last = _last_forward_use(model)
-    for storage, node in enumerate(model.storage_node):
-        if node < model.boundary and last[storage] > node:
-            change[node + 1] += model.storage_bytes[storage]
-            change[last[storage] + 1] -= model.storage_bytes[storage]
-    return np.cumsum(change)
-
-
-def _last_forward_use(model: Compact) -> Numbers:
-    last = np.full(len(model.storage_node), -1, np.int64)
-    for node in range(model.boundary):
-        last[model.reads[model.reads_start[node] : model.reads_start[node + 1]]] = node
-    return last
-
-
-def _first_backward_use(model: Compact) -> Numbers:
-    first = np.full(len(model.storage_node), model.nodes, np.int64)
-    for node in range(model.nodes - 1, model.boundary - 1, -1):
-        first[model.reads[model.reads_start[node] : model.reads_start[node + 1]]] = node
-    return first
-
-
-def _cuts(model: Compact, crossing: Numbers, blocks: int) -> list[int]:
-    """Node positions ``0 = c_0 < ... < c_blocks = boundary``; fewer where blocks would be empty."""
-    elapsed = np.concatenate([[0], np.cumsum(model.time_ns[: model.boundary])])
-    total = int(elapsed[-1])
-    cuts = [0]
-    for block in range(1, blocks):
-        low = int(np.searchsorted(elapsed, total * (block - 0.4) / blocks))
-        high = int(np.searchsorted(elapsed, total * (block + 0.4) / blocks))
-        low, high = max(low, cuts[-1] + 1), min(high, model.boundary - 1)
-        if low <= high:
-            cuts.append(low + int(np.argmin(crossing[low : high + 1])))
-    return [*cuts, model.boundary]
-
-
-def _stages(model: Compact, cuts: list[int], first_use: Numbers) -> list[int]:
+def _recompute_at(model: CompactGraph, cuts: list[int]) -> list[int]:
     """Per block the backward node before which it has to be there; not increasing with the block."""
-    last = _last_forward_use(model)
+    last = last_forward_use(model)
+    first_use = np.full(len(model.storage_node), model.nodes, np.int64)
+    backward = slice(model.reads_start[model.boundary], model.reads_start[model.nodes])
+    np.minimum.at(first_use, model.reads[backward], model.read_node[backward])
     stages = [model.nodes] * (len(cuts) - 1)
     for block, (begin, end) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
         inside = (model.storage_node >= begin) & (model.storage_node < end) & (last < end)
@@ -134,7 +97,7 @@ def best_splits(times: Numbers, slots: int) -> npt.NDArray[np.int32]:
     return split
 
 
-def _sequence(model: Compact, cuts: list[int], stages: list[int], starts: list[int]) -> Indices:
+def _sequence(model: CompactGraph, cuts: list[int], stages: list[int], starts: list[int]) -> Indices:
     recomputes: dict[int, list[int]] = {}
     for block in range(len(starts) - 1, -1, -1):
         if starts[block] >= 0 and stages[block] < model.nodes:

@@ -21,10 +21,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.solve.model.compact import Indices, Numbers
+from lowtide.solve.model.compact import CompactGraph, Indices, Numbers
 from lowtide.solve.model.compiled import inner, kernel
 from lowtide.solve.model.splitmix import States, make_state
-from lowtide.solve.model.tables import Tables
 from lowtide.solve.search.profile import BLOCK, Profile, add_range, make_profile, settle
 
 _JOURNAL = 4096
@@ -51,7 +50,7 @@ class Timeline(NamedTuple):
     rng: States
 
 
-def make_timeline(t: Tables, length: int, repeats: int, seed: int) -> Timeline:
+def make_timeline(t: CompactGraph, length: int, repeats: int, seed: int) -> Timeline:
     """Empty, for sequences of about ``length`` steps in which no node is computed more than ``repeats`` times."""
     size = -(-(16 * max(length, t.nodes + 1) + 512) // BLOCK) * BLOCK
     return Timeline(
@@ -87,7 +86,7 @@ def compute_after(line: Timeline, node: int, index: int) -> int:
 
 
 @inner
-def last_use(t: Tables, line: Timeline, storage: int, low: int, high: int) -> int:
+def last_use(t: CompactGraph, line: Timeline, storage: int, low: int, high: int) -> int:
     """The last slot strictly between that reads the storage, ``low`` without one."""
     latest = low
     for i in range(t.uses_start[storage], t.uses_start[storage + 1]):
@@ -101,7 +100,7 @@ def last_use(t: Tables, line: Timeline, storage: int, low: int, high: int) -> in
 
 
 @inner
-def next_use(t: Tables, line: Timeline, node: int, low: int) -> int:
+def next_use(t: CompactGraph, line: Timeline, node: int, low: int) -> int:
     """The first slot after ``low`` that reads something the node allocates; the number of slots without one."""
     earliest = len(line.node_at)
     for own in range(t.owns_start[node], t.owns_start[node + 1]):
@@ -117,7 +116,7 @@ def next_use(t: Tables, line: Timeline, node: int, low: int) -> int:
 
 
 @inner
-def view_needed(t: Tables, line: Timeline, view: int, low: int, high: int) -> bool:
+def view_needed(t: CompactGraph, line: Timeline, view: int, low: int, high: int) -> bool:
     """Whether a step strictly between needs the view."""
     for i in range(t.needers_start[view], t.needers_start[view + 1]):
         reader = t.needers[i]
@@ -131,7 +130,7 @@ def view_needed(t: Tables, line: Timeline, view: int, low: int, high: int) -> bo
 
 
 @inner
-def reads(t: Tables, node: int, storage: int) -> bool:
+def reads(t: CompactGraph, node: int, storage: int) -> bool:
     found = False
     for i in range(t.reads_start[node], t.reads_start[node + 1]):
         found = found or t.reads[i] == storage
@@ -139,7 +138,7 @@ def reads(t: Tables, node: int, storage: int) -> bool:
 
 
 @inner
-def end_with(t: Tables, line: Timeline, storage: int, slot: int, node: int, at: int) -> int:
+def end_with(t: CompactGraph, line: Timeline, storage: int, slot: int, node: int, at: int) -> int:
     """The end of the storage's life around the slot were the node computed at ``at`` too (node -1: as things are)."""
     base = t.storage_node[storage]
     index = before(line, base, slot)
@@ -152,7 +151,7 @@ def end_with(t: Tables, line: Timeline, storage: int, slot: int, node: int, at: 
 
 
 @inner
-def overwrites(t: Tables, line: Timeline, reader: int, slot: int, node: int, at: int) -> bool:
+def overwrites(t: CompactGraph, line: Timeline, reader: int, slot: int, node: int, at: int) -> bool:
     """Whether the reader's compute at the slot writes over what ends there, see ``end_with``."""
     for i in range(t.overs_start[reader], t.overs_start[reader + 1]):
         if end_with(t, line, t.overs[i], slot, node, at) == slot:
@@ -161,7 +160,7 @@ def overwrites(t: Tables, line: Timeline, reader: int, slot: int, node: int, at:
 
 
 @inner
-def overwrite(t: Tables, line: Timeline, storage: int, end: int, node: int, slot: int, sign: int) -> None:
+def overwrite(t: CompactGraph, line: Timeline, storage: int, end: int, node: int, slot: int, sign: int) -> None:
     """Bytes at the end of a life of the storage, which a compute of the node at the slot moves to there or away."""
     reader = line.node_at[end]
     for i in range(t.overs_start[reader], t.overs_start[reader + 1]):
@@ -177,7 +176,7 @@ def overwrite(t: Tables, line: Timeline, storage: int, end: int, node: int, slot
 
 
 @inner
-def change(t: Tables, line: Timeline, node: int, slot: int, sign: int) -> None:
+def change(t: CompactGraph, line: Timeline, node: int, slot: int, sign: int) -> None:
     """Add (or take back) what a recompute at the slot does to bytes and time, while it does not stand there."""
     profile, size = line.profile, len(line.node_at)
     time = t.time_ns[node]
@@ -267,7 +266,7 @@ def codes_of(line: Timeline) -> Indices:
 
 
 @kernel
-def load(t: Tables, line: Timeline, codes: Indices) -> None:
+def load(t: CompactGraph, line: Timeline, codes: Indices) -> None:
     """Spread an encoded sequence evenly over the slots and measure it from scratch."""
     size = len(line.node_at)
     line.node_at[:] = -1
@@ -291,7 +290,7 @@ def load(t: Tables, line: Timeline, codes: Indices) -> None:
 
 
 @inner
-def lives_with(t: Tables, line: Timeline, view: int) -> int:
+def lives_with(t: CompactGraph, line: Timeline, view: int) -> int:
     """In how many lives of its storage a view is needed."""
     storage = t.view_storage[view]
     base = t.storage_node[storage]
@@ -305,7 +304,7 @@ def lives_with(t: Tables, line: Timeline, view: int) -> int:
 
 
 @kernel
-def measure(t: Tables, line: Timeline) -> None:
+def measure(t: CompactGraph, line: Timeline) -> None:
     """Bytes over time from scratch."""
     bytes_at, size = line.profile.inner, len(line.node_at)
     bytes_at[:] = 0

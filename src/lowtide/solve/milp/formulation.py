@@ -1,63 +1,19 @@
-"""What Checkmate's programs are made from: the reach of nodes and storages, stages, units, and reading solutions."""
+"""What Checkmate's programs are made from: stages, units, and how solutions are read."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.solve.milp.program import INFINITY, Floats, Program
-from lowtide.solve.model.compact import Compact
-from lowtide.solve.model.ragged import inverse
+from lowtide.solve.milp.linear import INFINITY, Floats, LinearProgram
+from lowtide.solve.model.compact import CompactGraph
+from lowtide.solve.model.reach import Reach
 
 ZERO, ONE = -1, -2  # in place of a column: the constant
 _LARGEST = 1e6  # numbers in the program, roughly
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reach:
-    """Lists per node and storage, and until which stage each can matter (-1: never after its first compute)."""
-
-    reads: list[list[int]]
-    owns: list[list[int]]
-    needs: list[list[int]]
-    readers: list[list[int]]
-    base: list[int]
-    node_until: list[int]
-    storage_until: list[int]
-
-
-def reach(model: Compact) -> Reach:
-    """Linear in the number of reads."""
-    reads, owns, needs = (
-        [table[a:b].tolist() for a, b in itertools.pairwise(start)]
-        for table, start in (
-            (model.reads, model.reads_start),
-            (model.owns, model.owns_start),
-            (model.needs, model.needs_start),
-        )
-    )
-    start, rows = inverse(model.reads_start, model.reads, len(model.storage_node))
-    readers = [rows[a:b].tolist() for a, b in itertools.pairwise(start)]
-    node_until = [-1] * (model.nodes + 1)
-    storage_until = [-1] * len(readers)
-    for node in range(model.nodes, -1, -1):
-        for storage in owns[node]:
-            uses = [max(reader, node_until[reader]) for reader in readers[storage]]
-            storage_until[storage] = model.nodes if model.held[storage] else max(uses, default=-1)
-            if model.recomputable[node] and not model.held[storage]:
-                node_until[node] = max(node_until[node], storage_until[storage])
-    return Reach(reads, owns, needs, readers, model.storage_node.tolist(), node_until, storage_until)
-
-
-def recompute_columns(model: Compact, reduced: bool) -> int:
-    """How many R[t, i] a formulation has, without building it."""
-    until = reach(model).node_until
-    first = [max(node, model.boundary - 1) if reduced else node for node in range(model.nodes)]
-    return sum(max(until[node] - first[node], 0) for node in range(model.nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +33,7 @@ class Scale:
         return self.whole_times if for_time else self.whole_bytes
 
 
-def make_scale(model: Compact, budget_bytes: int | None) -> Scale:
+def make_scale(model: CompactGraph, budget_bytes: int | None) -> Scale:
     """Sizes and times are divided by their greatest common divisors, or further where numbers stay too large."""
     sizes = np.concatenate([model.storage_bytes, model.workspace_bytes, [model.rng_state_bytes]])
     times = np.concatenate([model.time_ns, model.view_time_ns])
@@ -91,7 +47,7 @@ def make_scale(model: Compact, budget_bytes: int | None) -> Scale:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class FrontierStage:
     """``target`` runs for the first time at its end, or nothing does (-1); nodes below ``limit`` may be recomputed."""
 
     target: int
@@ -103,8 +59,8 @@ class Stage:
 class Formulation:
     """A program and how to read its solutions. The objective is the recompute time, or the peak, in units of the scale."""
 
-    program: Program
-    stages: list[Stage]
+    program: LinearProgram
+    stages: list[FrontierStage]
     stored: list[dict[int, int]]  # stage -> storage -> column (or ZERO, ONE) at its beginning
     reach: Reach
     scale: Scale
@@ -116,7 +72,7 @@ class Formulation:
         """The objective takes whole numbers only where its unit is the greatest common divisor."""
         return 0.99 if self.scale.whole(self.for_time) else 1e-6
 
-    def lower_bound(self, model: Compact, bound: float) -> int:
+    def lower_bound(self, model: CompactGraph, bound: float) -> int:
         """Nanoseconds (bytes where the peak is minimised) that follow from a bound on the objective."""
         if bound == -INFINITY:
             return 0
@@ -124,7 +80,7 @@ class Formulation:
         if self.scale.whole(self.for_time):
             safe = math.ceil(safe)
         if self.for_time:
-            return int(model.time_ns.sum()) + model.constant_ns + int(safe * self.scale.time_unit)
+            return model.least_ns + int(safe * self.scale.time_unit)
         return model.fixed_bytes + int(safe * self.scale.byte_unit)
 
     def sequence(self, values: Floats) -> list[int]:
@@ -136,7 +92,7 @@ class Formulation:
                 nodes.append(stage.target)
         return nodes[:-1]
 
-    def start(self, model: Compact, nodes: list[int]) -> Floats | None:
+    def start(self, model: CompactGraph, nodes: list[int]) -> Floats | None:
         """The solution that a sequence of nodes is, as far as it is integer (the rest NaN); ``None``: it is none."""
         runs = self._runs(model, nodes)
         if runs is None:
@@ -155,7 +111,7 @@ class Formulation:
                     values[column] = np.nanmax([values[column], float(storage in live)])
         return values
 
-    def _runs(self, model: Compact, nodes: list[int]) -> list[list[int]] | None:
+    def _runs(self, model: CompactGraph, nodes: list[int]) -> list[list[int]] | None:
         """The nodes of each stage in their order, which is ascending in each round of ordered stages; the last rounds of a
         stage are filled first."""
         runs: list[list[int]] = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lowtide.eviction import Entry
-from lowtide.trace.model import Call
+from lowtide.trace.model import OperatorCall
 
 
-class Storage(Entry):
+class TracedStorage(Entry):
     """``held``: how many of its ``tensors`` the program still has; ``lasting``: it cannot be computed again;
     ``outside``: neither made nor freed by the program."""
 
@@ -15,7 +17,7 @@ class Storage(Entry):
     def __init__(self, size: int, *, outside: bool = False) -> None:
         super().__init__(size)
         self.outside = outside
-        self.tensors: list[Tensor] = []
+        self.tensors: list[TracedTensor] = []
         self.held = 0
         self.lasting = False
 
@@ -23,26 +25,40 @@ class Storage(Entry):
         """Never evict it."""
         self.lasting = self.pinned = True
 
+    def dependents(self) -> tuple[list[TracedStorage], list[TracedStorage]]:
+        """What was computed from the storage, directly or by way of what nobody holds: the held ones, and those between."""
+        held: dict[TracedStorage, None] = {}
+        unheld: dict[TracedStorage, None] = {}
+        waiting = [self]
+        while waiting:
+            for child in storages_among(waiting.pop().children):
+                if not (child.resident or child.evicted) or child in held or child in unheld:
+                    continue
+                (held if child.held else unheld)[child] = None
+                if not child.held:
+                    waiting.append(child)
+        return list(held), list(unheld)
 
-class Operator:
+
+class TracedOperator:
     """``needed_bytes``: for what it creates and its workspace."""
 
     __slots__ = ("creates", "name", "needed_bytes", "reads", "time_ns")
 
-    def __init__(self, name: str, time_ns: int, reads: list[Tensor], workspace_bytes: int = 0) -> None:
+    def __init__(self, name: str, time_ns: int, reads: list[TracedTensor], workspace_bytes: int = 0) -> None:
         self.name = name
         self.time_ns = time_ns
         self.reads = reads
-        self.creates: list[Tensor] = []
+        self.creates: list[TracedTensor] = []
         self.needed_bytes = workspace_bytes
 
     @staticmethod
-    def of(call: Call, reads: list[Tensor]) -> Operator:
-        return Operator(call.name, call.time_ns, reads, call.workspace_bytes)
+    def of(call: OperatorCall, reads: list[TracedTensor]) -> TracedOperator:
+        return TracedOperator(call.name, call.time_ns, reads, call.workspace_bytes)
 
-    def create(self, storage: Storage, number: int) -> Tensor:
+    def create(self, storage: TracedStorage, number: int) -> TracedTensor:
         """A tensor in the storage, whose bytes are needed where the tensor is its first."""
-        tensor = Tensor(self, storage, number)
+        tensor = TracedTensor(self, storage, number)
         if not storage.tensors:
             self.needed_bytes += storage.bytes
         self.creates.append(tensor)
@@ -51,7 +67,7 @@ class Operator:
         return tensor
 
 
-class Tensor:
+class TracedTensor:
     """``defined``: it can be read. An alias is not, although its storage may be there, until its operator has run again.
 
     ``number``: what the trace calls it.
@@ -59,9 +75,14 @@ class Tensor:
 
     __slots__ = ("defined", "held", "number", "operator", "storage")
 
-    def __init__(self, operator: Operator, storage: Storage, number: int) -> None:
+    def __init__(self, operator: TracedOperator, storage: TracedStorage, number: int) -> None:
         self.operator = operator
         self.storage = storage
         self.number = number
         self.defined = False
         self.held = True
+
+
+def storages_among(entries: Iterable[Entry]) -> list[TracedStorage]:
+    """The entries as what they are in a replay."""
+    return [entry for entry in entries if isinstance(entry, TracedStorage)]
