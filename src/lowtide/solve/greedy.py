@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from lowtide.ir import Schedule, keep_all_schedule, schedule_from_sequence
 from lowtide.solve.model.compact import Compact, Indices, compact
 from lowtide.solve.model.tables import Tables, decode, make_tables
-from lowtide.solve.outcome import answer, reachable
+from lowtide.solve.outcome import answer, with_reachable_minimum
 from lowtide.solve.problem import Problem, Solution
 from lowtide.solve.search.threads import in_threads
 
@@ -45,7 +45,7 @@ class Greedy:
         solution = attempt(problem.budget_bytes)
         if solution.status.solved:
             return solution
-        return replace(solution, minimum_bytes=reachable(attempt, solution.minimum_bytes or problem.budget_bytes))
+        return with_reachable_minimum(attempt, solution, problem.budget_bytes)
 
 
 def greedy_sequences(model: Compact, tables: Tables, budget_bytes: int, limits: int = len(_LIMITS)) -> list[Indices]:
