@@ -14,6 +14,8 @@ from benchmarks import breadth
 from benchmarks.breadth import Row, main
 from benchmarks.breadth_models import architectures
 
+pytestmark = pytest.mark.slow  # the harness, not the library
+
 
 def _rows(folder: Path) -> dict[str, Row]:
     found = [Row(**row) for row in json.loads((folder / "breadth.json").read_text())["rows"]]

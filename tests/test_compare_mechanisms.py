@@ -18,6 +18,8 @@ from benchmarks.compare.report import document, lost
 from benchmarks.compare.worker import Row
 from benchmarks.compare.worker import main as work
 
+pytestmark = pytest.mark.slow  # the harness, not the library
+
 # The shared shift makes the model no chain, which rotor and rockmate need; checkmate takes long.
 _NOT_HERE = ("lowtide-checkmate", "lowtide-rockmate", "lowtide-rotor")
 

@@ -1,4 +1,4 @@
-"""Architectures that nobody here wrote: a few at two budgets always, all of them at four budgets under ``-m slow``."""
+"""Architectures that nobody here wrote, in ``make test-all``: a few at two budgets, all of them at four."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def _assert_good(name: str, arguments: list[str], results: Path) -> None:
     assert not complaints, "\n".join([name, *complaints])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_quick(name: str, tmp_path: Path) -> None:
     _assert_good(name, ["--budgets", "60%,35%", "--timings", "1", "--planner", "auto{effort=1}"], tmp_path)

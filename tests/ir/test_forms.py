@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -67,9 +68,19 @@ def test_round_trips(seed: int) -> None:
 
 def test_compact_form_leaves_out_defaults_and_loads_the_same() -> None:
     graph, costs = random_graph(4, 20)
-    compact = graph_to_json(graph, costs, compact=True)
-    assert len(json.dumps(compact)) < len(json.dumps(graph_to_json(graph, costs)))
-    assert all(op.get("flags") != [] for op in compact["ops"])
+    bare = dataclasses.replace(graph.values[0], dtype="", shape=())
+    graph = dataclasses.replace(graph, values=(bare, *graph.values[1:]))
+    compact, whole = graph_to_json(graph, costs, compact=True), graph_to_json(graph, costs)
+    defaults = {
+        "ops": {"workspace_bytes": 0, "flags": [], "overwrites": [], "module": "", "source": ""},
+        "values": {"dtype": "", "shape": []},
+    }
+    for kind, left_out in defaults.items():
+        assert [{**left_out, **entry} for entry in compact[kind]] == whole[kind]
+        assert all(
+            entry[key] != default for entry in compact[kind] for key, default in left_out.items() if key in entry
+        )
+        assert any(left_out.keys() - entry.keys() for entry in compact[kind])
     again, same_costs = graph_from_json(compact)
     assert graph_to_json(again, same_costs) == graph_to_json(graph, costs)
     assert again == graph

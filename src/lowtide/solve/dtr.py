@@ -25,7 +25,7 @@ from lowtide.eviction import Entry, Pool, score_of
 from lowtide.ir import keep_all_schedule, schedule_from_sequence
 from lowtide.solve.model.compact import CompactGraph, Indices, compact, decode
 from lowtide.solve.model.ragged import rows
-from lowtide.solve.outcome import answer, reachable
+from lowtide.solve.outcome import answer, with_reachable_minimum
 from lowtide.solve.problem import Problem, Solution
 
 _LIMITS = (1.0, 0.97, 0.93, 0.88)
@@ -59,7 +59,7 @@ class Dtr:
         solution = attempt(problem.budget_bytes, _LIMITS)
         if solution.status.solved:
             return solution
-        return replace(solution, minimum_bytes=reachable(attempt, solution.minimum_bytes or problem.budget_bytes))
+        return with_reachable_minimum(attempt, solution, problem.budget_bytes)
 
     def _sequences(self, model: CompactGraph, problem: Problem, limits: tuple[float, ...]) -> Iterator[Indices]:
         room = max(problem.budget_bytes - model.fixed_bytes, 0)

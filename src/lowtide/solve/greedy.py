@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from lowtide.ir import keep_all_schedule, schedule_from_sequence
 from lowtide.solve.model.compact import CompactGraph, Indices, compact, decode
-from lowtide.solve.outcome import answer, reachable
+from lowtide.solve.outcome import answer, with_reachable_minimum
 from lowtide.solve.problem import Problem, Solution
 from lowtide.solve.search.threads import in_threads
 
@@ -43,7 +43,7 @@ class Greedy:
         solution = attempt(problem.budget_bytes)
         if solution.status.solved:
             return solution
-        return replace(solution, minimum_bytes=reachable(attempt, solution.minimum_bytes or problem.budget_bytes))
+        return with_reachable_minimum(attempt, solution, problem.budget_bytes)
 
 
 def greedy_sequences(model: CompactGraph, budget_bytes: int, limits: int = len(_LIMITS)) -> list[Indices]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from lowtide.ir import Schedule, simulate
 from lowtide.solve.problem import Problem, Solution, Status
@@ -44,13 +45,19 @@ def answer(
     )
 
 
-def reachable(attempt: Callable[[int], Solution], budget_bytes: int) -> int:
-    """The first budget, going up from peak to peak, that ``attempt`` meets when it is asked for just that.
+def with_reachable_minimum(attempt: Callable[[int], Solution], unsolved: Solution, budget_bytes: int) -> Solution:
+    """``unsolved``, the answer within ``budget_bytes``, naming the smallest budget that ``attempt`` meets.
 
-    An attempt may come to no end at all; then the next budget is 2 % larger.
+    Found by bisection, to 2 % and at most to the byte. An attempt may come to no end at all; then the next budget is larger.
     """
-    while True:
-        solution = attempt(budget_bytes)
-        if solution.status.solved:
-            return budget_bytes
-        budget_bytes = max(solution.minimum_bytes or 0, budget_bytes + budget_bytes // 50 + 1)
+    low, high = budget_bytes, unsolved.minimum_bytes or budget_bytes
+    while not (met := attempt(high)).status.solved:
+        low, high = high, max(met.minimum_bytes or 0, high + high // 50 + 1)
+    while high - low > max(high // 50, 1):
+        middle = (low + high) // 2
+        found = attempt(middle)
+        if found.status.solved:
+            high, met = middle, found
+        else:
+            low = middle
+    return replace(unsolved, minimum_bytes=high, lowest_schedule=met.schedule)
