@@ -20,13 +20,13 @@ from lowtide.capture import Program, capture
 from lowtide.capture.places import Place
 from lowtide.capture.results import GradientMask
 from lowtide.cost import analytical_costs, measure_costs
-from lowtide.cost.cache import cache_folder
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.planning import Plan, make_plan
 from lowtide.solve import check_seed, get_planner
 from lowtide.stages import stage
+from lowtide.store import cache_folder
 
 Progress = Callable[[str, float], None]
 _LOG = logging.getLogger(__name__)
@@ -107,6 +107,8 @@ def fused(program: Program, settings: Settings) -> Program:
 
     with stage("kernels"):
         kernels = fuse(program)
+    if several_processes():
+        return kernels  # each process would choose other routines for itself
     with stage("costs"):
         return autotuned(kernels)
 

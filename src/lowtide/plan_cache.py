@@ -33,7 +33,7 @@ from lowtide.ir import (
     simulate,
 )
 from lowtide.planning import Plan
-from lowtide.report.files import write_atomically
+from lowtide.store import write_atomically
 
 _LOG = logging.getLogger(__name__)
 FORMAT = "lowtide-cached-plan/1"

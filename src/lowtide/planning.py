@@ -14,7 +14,7 @@ from lowtide.ir import Costs, Graph, Schedule, check, keep_all_schedule, simulat
 from lowtide.ir.schedule import Compute
 from lowtide.ir.serial import graph_from_json, graph_to_json, read_json, schedule_from_json, schedule_to_json
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint, make_curve
-from lowtide.report.files import write_atomically
+from lowtide.store import write_atomically
 from lowtide.report.measured import Measured
 from lowtide.report.text import render_plan
 from lowtide.report.units import format_bytes

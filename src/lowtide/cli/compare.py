@@ -41,7 +41,7 @@ def add_parser(commands: Subparsers) -> None:
 def run(options: argparse.Namespace) -> int:
     from lowtide.ir import load_instance
     from lowtide.report.comparison import LEGEND, comparison_to_json, render_comparison
-    from lowtide.report.files import write_atomically
+    from lowtide.store import write_atomically
 
     planners = _planners(options.planners)
     if options.time_limit is not None and not 0 < options.time_limit <= _LONGEST:

@@ -126,7 +126,7 @@ def _print_result(result: dict[str, Any]) -> None:
 
 def _save(folder: Path, plain: Run, planned: Run, plan: Plan, result: dict[str, Any]) -> None:
     from lowtide.demo.figure import memory_figure
-    from lowtide.report.files import write_atomically
+    from lowtide.store import write_atomically
 
     write_atomically(folder / "result.json", json.dumps(result, indent=1) + "\n")
     figure = memory_figure({run.name: run.measurements[-1] for run in (plain, planned)}, plan)

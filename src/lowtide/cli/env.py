@@ -13,7 +13,7 @@ from lowtide import __version__
 from lowtide.cli.options import Subparsers
 from lowtide.extras import EXTRAS
 
-_NEEDED = ("torch", "numpy", "numba", "platformdirs")
+_NEEDED = ("torch", "numpy", "numba", "platformdirs", "filelock", "msgspec")
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -51,14 +51,14 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _cost_cache() -> str:
-    from lowtide.cost.cache import cache_folder
+    from lowtide.store import cache_folder
 
-    return _contents(cache_folder())
+    return _contents(cache_folder() / "costs")
 
 
 def _plan_cache() -> str:
-    from lowtide.cost.cache import cache_folder
     from lowtide.plan_cache import enabled
+    from lowtide.store import cache_folder
 
     return _contents(cache_folder() / "plans") if enabled() else "off (LOWTIDE_PLAN_CACHE)"
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def write_schedule(schedule: Schedule, path: str) -> None:
     from lowtide.ir.serial import schedule_to_json
-    from lowtide.report.files import write_atomically
+    from lowtide.store import write_atomically
 
     write_atomically(Path(path), json.dumps(schedule_to_json(schedule)))
     print(f"schedule written to {path}", file=sys.stderr)

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write_graphs(trace: Trace, dag_path: str | None, graph_path: str | None) -> None:
-    from lowtide.report.files import write_atomically
+    from lowtide.store import write_atomically
     from lowtide.trace import trace_to_dag, trace_to_graph
 
     for path, convert in ((dag_path, trace_to_dag), (graph_path, trace_to_graph)):

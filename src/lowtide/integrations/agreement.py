@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from lowtide.capture.program import Program
-from lowtide.cost.cache import device_name
 from lowtide.cost.columns import program_device
+from lowtide.cost.devices import device_name
 from lowtide.errors import PlanError
 from lowtide.ir import Costs, check, simulate
 from lowtide.ir.serial import schedule_from_json, schedule_to_json

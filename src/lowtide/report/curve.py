@@ -16,10 +16,10 @@ from typing import Any
 from lowtide.errors import PlanError
 from lowtide.ir import Costs, Graph, keep_all_schedule, simulate
 from lowtide.ir.fields import expect_format
-from lowtide.report.files import write_atomically
 from lowtide.report.units import format_bytes, format_percent
 from lowtide.solve import Problem, Progress, minimum_peak, peak_lower_bound, solve
 from lowtide.solve.model.compact import needed_ops
+from lowtide.store import write_atomically
 
 CURVE_FORMAT = "lowtide-curve/1"
 CURVE_PLANNER = "auto{effort=1}"

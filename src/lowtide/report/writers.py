@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lowtide.errors import PlanError
-from lowtide.report.files import write_atomically
 from lowtide.report.report import Report
+from lowtide.store import write_atomically
 
 
 def _html(report: Report) -> str:

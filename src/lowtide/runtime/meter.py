@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowtide.report.files import write_atomically
 from lowtide.report.measured import measurement_to_json
 from lowtide.runtime import cpu_allocator
+from lowtide.store import write_atomically
 
 _LOG_EVENTS = 1 << 20
 _COLLECTIONS = 5  # at most, before a measurement
