@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import lowtide
 from lowtide.capture import Program, capture
-from lowtide.integrations import agreement
 from lowtide.pipeline import Settings, make_program_plan
+from lowtide.sharing import agreement
 from tests.support.networks import WithLoss, perceptron, rows
 
 

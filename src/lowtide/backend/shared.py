@@ -38,7 +38,7 @@ from lowtide.planning import Plan, make_plan
 from lowtide.runtime.meter import allocated_bytes
 from lowtide.runtime.model import Entry, Rematerialized, Sample
 from lowtide.runtime.step import ModelCall
-from lowtide.sharing import Block, Moment, Part, choose, part_of, peak_bytes
+from lowtide.sharing.choice import Block, Moment, Part, choose, part_of, peak_bytes
 
 _LOG = logging.getLogger(__name__)
 _MOST_ORDERS = 64  # kept

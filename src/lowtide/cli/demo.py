@@ -49,7 +49,7 @@ def _train(options: argparse.Namespace) -> tuple[Run, Run, Plan]:
     import lowtide
     from lowtide.demo.gpt2 import Shape, build_model, draw_batches, load_corpus
     from lowtide.demo.training import Run, train_side_by_side
-    from lowtide.stages import itemised, stage_seconds
+    from lowtide.stage_times import itemised, stage_seconds
 
     shape = Shape(layers=options.layers, batch=options.batch)
     model = build_model(shape)

@@ -57,10 +57,9 @@ def _cost_cache() -> str:
 
 
 def _plan_cache() -> str:
-    from lowtide.plan_cache import enabled
-    from lowtide.store import cache_folder
+    from lowtide.planning.cache import enabled, plan_folder
 
-    return _contents(cache_folder() / "plans") if enabled() else "off (LOWTIDE_PLAN_CACHE)"
+    return _contents(plan_folder()) if enabled() else "off (LOWTIDE_PLAN_CACHE)"
 
 
 def _contents(folder: Path) -> str:

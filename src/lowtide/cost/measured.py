@@ -86,7 +86,7 @@ def measure_operators(
 
 
 def _missing(
-    program: Program, signatures: Mapping[int, tuple[str, bool]], cache: CostCache
+    program: Program, signatures: dict[int, tuple[str, bool]], cache: CostCache
 ) -> dict[str, tuple[int, bool]]:
     """By signature that has no cost, an op and whether its cost goes to disk."""
     return {
@@ -98,7 +98,7 @@ def _missing(
 
 def _measure(
     program: Program,
-    missing: Mapping[str, tuple[int, bool]],
+    missing: dict[str, tuple[int, bool]],
     cache: CostCache,
     device: torch.device,
     on_progress: Callable[[str, float], None] | None,

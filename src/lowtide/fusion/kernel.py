@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from lowtide.capture.program import Call, Program, Ref, TensorMeta
 from lowtide.cost.signature import map_refs, target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.errors import CompiledMismatchError, PlanError
+from lowtide.store import content_key
 
 _LOG = logging.getLogger(__name__)
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -108,7 +108,7 @@ class Kernel:
 
     def __init__(self, body: Body) -> None:
         self.body = body
-        self.digest = hashlib.sha256(str(body).encode()).hexdigest()[:16]
+        self.digest = content_key(str(body))[:16]
         self.__name__ = f"fused_{self.digest[:6]}"
         self.__qualname__ = f"fused_{self.digest}"  # what costs are kept under
         self.code: Code | None = None

@@ -27,7 +27,7 @@ from lowtide.integrations.samples import BlockCalls
 from lowtide.integrations.surroundings import moments
 from lowtide.pipeline import Settings, program_costs
 from lowtide.runtime.model import Rematerialized
-from lowtide.sharing import Block, Part, choose, peak_bytes
+from lowtide.sharing.choice import Block, Part, choose, peak_bytes
 
 _LOG = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import numpy as np
 from lowtide.integrations.gathers import Gathers
 from lowtide.ir import Costs, Graph, Phase, Schedule, keep_all_schedule, simulate
 from lowtide.ir.schedule import Compute, Free
-from lowtide.sharing import SCALAR_BYTES, Moment
+from lowtide.sharing.choice import SCALAR_BYTES, Moment
 
 _Window = tuple[int, bool]  # a block, and whether it is its backward pass
 

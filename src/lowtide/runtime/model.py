@@ -33,7 +33,7 @@ from lowtide.pipeline import Settings, captured_program, planned_program
 from lowtide.planning import Plan
 from lowtide.runtime.signature import Arguments, Signature, describe, signature
 from lowtide.runtime.step import run
-from lowtide.stages import itemised, stage, stage_seconds
+from lowtide.stage_times import itemised, stage, stage_seconds
 
 _LOG = logging.getLogger(__name__)
 _TRACED = (FakeTensor, FunctionalTensor)

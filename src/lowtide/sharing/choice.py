@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 from lowtide.capture import Program
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.integrations.agreement import program_key
 from lowtide.ir import Costs, Schedule, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.pipeline import Settings, make_program_plan, program_costs
 from lowtide.planning import Plan
 from lowtide.report.modules import live_at_boundary
+from lowtide.sharing.agreement import program_key
 
 SCALAR_BYTES = 8  # what runs eagerly may keep a number that an operator was given, as a tensor, for the backward pass
 
