@@ -24,7 +24,7 @@ from benchmarks.graph_models import GRAPH_MODELS
 from lowtide.capture import capture
 from lowtide.ir import Costs, Graph, graph_to_json, keep_all_schedule, simulate
 from lowtide.pipeline import program_costs
-from lowtide.report.files import write_atomically
+from lowtide.store import write_atomically
 
 GRAPHS = Path(__file__).parent / "graphs"
 

@@ -29,7 +29,7 @@ import lowtide
 from benchmarks.compare.models import SMALL
 from benchmarks.graph_models import GRAPH_MODELS
 from benchmarks.zoo import Sample, loss_of
-from lowtide.stages import STAGES, stage_seconds
+from lowtide.stage_times import STAGES, stage_seconds
 
 RESULTS = Path(__file__).parent / "results"
 DEEP = "gpt2_12"

@@ -34,9 +34,9 @@ from lowtide.errors import PlanError
 from lowtide.ir import keep_all_schedule, load_instance, simulate
 from lowtide.report.comparison import OVER_TIME, Cell, Instance, Task, cell_text, comparison_to_json
 from lowtide.report.comparison_figure import comparison_figure
-from lowtide.report.files import write_atomically
 from lowtide.report.limited import run_limited
 from lowtide.solve import get_planner, planner_names
+from lowtide.store import write_atomically
 
 HERE = Path(__file__).parent
 PUBLISHED = Path(os.environ.get("LOWTIDE_INSTANCES", HERE.parents[1] / "shared" / "instances"))

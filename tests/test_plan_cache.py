@@ -1,4 +1,4 @@
-"""The plan cache: found again by the same question only, never trusted, shared by processes."""
+"""The plan cache: found again by the same request only, never trusted, shared by processes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide import plan_cache
 from lowtide.cli.main import main
 from lowtide.ir import Schedule, keep_all_schedule, schedule_to_json, simulate
 from lowtide.ir.serial import dag_from_json
-from lowtide.plan_cache import Question
 from lowtide.planning import Plan, make_plan
+from lowtide.planning.cache import FORMAT, PlanCache, PlanRequest
+from tests.store.entries import signed
 from tests.support.chains import chain_dag
 
 GRAPH, COSTS = dag_from_json(chain_dag())
 PEAK = simulate(GRAPH, COSTS, keep_all_schedule(GRAPH)).peak_bytes
-QUESTION = Question(GRAPH, COSTS, PEAK * 7 // 10, "greedy", 0, ("torch 2",))
+REQUEST = PlanRequest(GRAPH, COSTS, PEAK * 7 // 10, "greedy", 0, ("torch 2",))
 
 
-def _solved(question: Question = QUESTION) -> Plan:
-    return make_plan(question.graph, question.costs, budget=question.budget_bytes, planner=question.planner)
+def _solved(request: PlanRequest = REQUEST) -> Plan:
+    return make_plan(request.graph, request.costs, budget=request.budget_bytes, planner=request.planner)
 
 
 def _entry(folder: Path) -> Path:
@@ -43,26 +43,26 @@ def _entry(folder: Path) -> Path:
 
 def test_a_kept_plan_comes_back(tmp_path: Path) -> None:
     plan = _solved()
-    assert plan_cache.load(tmp_path / "new", QUESTION) is None
-    plan_cache.store(tmp_path / "new", QUESTION, plan)
-    kept = plan_cache.load(tmp_path / "new", QUESTION)
+    assert PlanCache(tmp_path / "new").get(REQUEST) is None
+    PlanCache(tmp_path / "new").put(REQUEST, plan)
+    kept = PlanCache(tmp_path / "new").get(REQUEST)
     assert kept is not None and kept.cached and not plan.cached
     for field in dataclasses.fields(Plan):
         if field.name != "cached":
             assert getattr(kept, field.name) == getattr(plan, field.name), field.name
 
 
-def _other_graph(question: Question) -> Question:
-    first, *others = question.graph.ops
+def _other_graph(request: PlanRequest) -> PlanRequest:
+    first, *others = request.graph.ops
     renamed = dataclasses.replace(first, target="another")
-    return dataclasses.replace(question, graph=dataclasses.replace(question.graph, ops=(renamed, *others)))
+    return dataclasses.replace(request, graph=dataclasses.replace(request.graph, ops=(renamed, *others)))
 
 
-def _other_column(name: str) -> Callable[[Question], Question]:
-    def change(question: Question) -> Question:
-        column: Any = np.array(getattr(question.costs, name))
+def _other_column(name: str) -> Callable[[PlanRequest], PlanRequest]:
+    def change(request: PlanRequest) -> PlanRequest:
+        column: Any = np.array(getattr(request.costs, name))
         column[-1] += 1
-        return dataclasses.replace(question, costs=dataclasses.replace(question.costs, **{name: column}))
+        return dataclasses.replace(request, costs=dataclasses.replace(request.costs, **{name: column}))
 
     return change
 
@@ -74,95 +74,113 @@ def _other_column(name: str) -> Callable[[Question], Question]:
         _other_column("time_ns"),
         _other_column("workspace_bytes"),
         _other_column("storage_bytes"),
-        lambda question: dataclasses.replace(question, costs=dataclasses.replace(question.costs, rng_state_bytes=1)),
-        lambda question: dataclasses.replace(question, costs=dataclasses.replace(question.costs, device="another")),
-        lambda question: dataclasses.replace(question, budget_bytes=question.budget_bytes - 1),
-        lambda question: dataclasses.replace(question, planner="greedy{sweep=false}"),
-        lambda question: dataclasses.replace(question, seed=1),
-        lambda question: dataclasses.replace(question, versions=("torch 3",)),
+        lambda request: dataclasses.replace(request, costs=dataclasses.replace(request.costs, rng_state_bytes=1)),
+        lambda request: dataclasses.replace(request, costs=dataclasses.replace(request.costs, device="another")),
+        lambda request: dataclasses.replace(request, budget_bytes=request.budget_bytes - 1),
+        lambda request: dataclasses.replace(request, planner="greedy{sweep=false}"),
+        lambda request: dataclasses.replace(request, seed=1),
+        lambda request: dataclasses.replace(request, versions=("torch 3",)),
     ],
 )
-def test_another_question_has_another_key(change: Callable[[Question], Question], tmp_path: Path) -> None:
-    assert change(QUESTION).key != QUESTION.key
-    plan_cache.store(tmp_path, QUESTION, _solved())
-    assert plan_cache.load(tmp_path, change(QUESTION)) is None
+def test_another_request_has_another_key(change: Callable[[PlanRequest], PlanRequest], tmp_path: Path) -> None:
+    assert change(REQUEST).key != REQUEST.key
+    PlanCache(tmp_path).put(REQUEST, _solved())
+    assert PlanCache(tmp_path).get(change(REQUEST)) is None
 
 
 def test_places_in_the_users_files_do_not_matter() -> None:
     moved = tuple(dataclasses.replace(op, source="model.py:7", module="block.1") for op in GRAPH.ops)
-    assert dataclasses.replace(QUESTION, graph=dataclasses.replace(GRAPH, ops=moved)).key == QUESTION.key
+    assert dataclasses.replace(REQUEST, graph=dataclasses.replace(GRAPH, ops=moved)).key == REQUEST.key
 
 
 def _damaged(data: dict[str, Any]) -> list[str]:
-    steps = data["answer"]["schedule"]["steps"]
+    entry = data["entry"]
+    schedule = entry["schedule"]
+    changes: list[dict[str, Any]] = [
+        {"schedule": []},
+        {"schedule": None},
+        {"schedule": {**schedule, "steps": schedule["steps"][1:]}},
+        {"schedule": {**schedule, "steps": []}},
+        {"schedule": {**schedule, "steps": [["compute", 10**30]]}},
+        {"schedule": {**schedule, "steps": [["free", -1]]}},
+        {"schedule": {**schedule, "boundary": 1e30}},
+        {"schedule": schedule_to_json(keep_all_schedule(GRAPH))},
+        {"schedule": schedule_to_json(Schedule((), 0))},
+        {"lower_bound_ns": float("inf")},
+        {"lower_bound_ns": -1},
+        {"lower_bound_ns": 10**400},
+        {"lower_bound_ns": 1 << 61},
+        {"solve_seconds": 10**400},
+        {"solve_seconds": float("nan")},
+        {"solve_seconds": -1.0},
+        {"solve_seconds": "soon"},
+        {"planner": None},
+        {"seed": -1},
+        {"budget_bytes": 1e30},
+    ]
     return [
         "",
         "{",
         "[1, 2]",
         "\udc80",
-        json.dumps(data | {"format": "lowtide-cached-plan/0"}),
-        json.dumps({key: value for key, value in data.items() if key != "answer"}),
-        json.dumps(data | {"answer": 7}),
-        json.dumps(data | {"answer": data["answer"] | {"lower_bound_ns": 1}}),
+        "[" * 100_000,
+        signed("lowtide-cached-plan/0", entry),
+        json.dumps({key: value for key, value in data.items() if key != "entry"}),
+        json.dumps(data | {"entry": 7}),
+        json.dumps(data | {"entry": entry | {"lower_bound_ns": 1}}),
         json.dumps(data)[:-20],
-        *map(json.dumps, map(_signed, ({}, {"schedule": []}, {"schedule": None, "lower_bound_ns": None}))),
-        json.dumps(_signed(data["answer"] | {"schedule": data["answer"]["schedule"] | {"steps": steps[1:]}})),
-        json.dumps(_signed(data["answer"] | {"schedule": schedule_to_json(keep_all_schedule(GRAPH))})),
-        json.dumps(_signed(data["answer"] | {"schedule": schedule_to_json(Schedule((), 0))})),
+        *(signed(FORMAT, document) for document in ({}, None, [], 7)),
+        *(signed(FORMAT, entry | change) for change in changes),
     ]
 
 
-def _signed(answer: dict[str, Any]) -> dict[str, Any]:
-    return {"format": plan_cache.FORMAT, "sha256": plan_cache._digest(answer), "answer": answer}
-
-
 def test_damaged_entries_are_ignored_and_rewritten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    plan_cache.store(tmp_path, QUESTION, _solved())
+    PlanCache(tmp_path).put(REQUEST, _solved())
     path = _entry(tmp_path)
     for text in _damaged(json.loads(path.read_text())):
         caplog.clear()
         path.write_bytes(text.encode("utf-8", "surrogateescape"))
         with caplog.at_level(logging.WARNING):
-            assert plan_cache.load(tmp_path, QUESTION) is None, text
+            assert PlanCache(tmp_path).get(REQUEST) is None, text
         assert str(path) in caplog.text
-        plan_cache.store(tmp_path, QUESTION, _solved())
-        assert plan_cache.load(tmp_path, QUESTION) is not None
+        PlanCache(tmp_path).put(REQUEST, _solved())
+        assert PlanCache(tmp_path).get(REQUEST) is not None
         assert _entry(tmp_path) == path
 
 
 def test_concurrent_writers_and_readers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    questions = [dataclasses.replace(QUESTION, seed=seed) for seed in range(3)]
+    requests = [dataclasses.replace(REQUEST, seed=seed) for seed in range(3)]
     plan = _solved()
 
     def work(turn: int) -> None:
-        question = questions[turn % len(questions)]
-        plan_cache.store(tmp_path, question, plan)
-        kept = plan_cache.load(tmp_path, question)
+        request = requests[turn % len(requests)]
+        PlanCache(tmp_path).put(request, plan)
+        kept = PlanCache(tmp_path).get(request)
         assert kept is not None and kept.schedule == plan.schedule
 
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(120)))
     assert not caplog.records
-    assert len(list(tmp_path.iterdir())) == len(questions)
+    assert len(list(tmp_path.iterdir())) == len(requests)
 
 
 def test_the_entries_used_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_cache, "MOST_ENTRIES", 3)
+    monkeypatch.setattr("lowtide.planning.cache.MOST_ENTRIES", 3)
     plan = _solved()
-    questions = [dataclasses.replace(QUESTION, seed=seed) for seed in range(4)]
-    for age, question in enumerate(questions[:3]):
-        plan_cache.store(tmp_path, question, plan)
-        os.utime(tmp_path / f"{question.key[:40]}.json", (age, age))
-    assert plan_cache.load(tmp_path, questions[0]) is not None
-    plan_cache.store(tmp_path, questions[3], plan)
-    kept = [plan_cache.load(tmp_path, question) is not None for question in questions]
+    requests = [dataclasses.replace(REQUEST, seed=seed) for seed in range(4)]
+    for age, request in enumerate(requests[:3]):
+        PlanCache(tmp_path).put(request, plan)
+        os.utime(tmp_path / f"{request.key}.json", (age, age))
+    assert PlanCache(tmp_path).get(requests[0]) is not None
+    PlanCache(tmp_path).put(requests[3], plan)
+    kept = [PlanCache(tmp_path).get(request) is not None for request in requests]
     assert kept == [True, False, True, True]
 
 
 def test_a_folder_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     with caplog.at_level(logging.WARNING):
-        plan_cache.store(tmp_path / "file" / "below", QUESTION, _solved())
+        PlanCache(tmp_path / "file" / "below").put(REQUEST, _solved())
     assert "cannot be kept" in caplog.text
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lowtide.errors import InfeasibleBudgetError, PlanError, ScheduleError
+from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError, ScheduleError
 from lowtide.ir.serial import dag_from_json
 from lowtide.planning import Plan, make_plan
 from tests.support.chains import LAYER_BYTES, chain_dag
@@ -84,6 +86,14 @@ def test_load_refuses(tmp_path: Path, text: str, reason: str) -> None:
         ("curve", 5, "lowtide-curve/1"),
         ("curve", "lowtide-curve/1", "found a str"),
         ("budget_bytes", float("inf"), "not a complete plan"),
+        ("budget_bytes", 1e30, "not a complete plan"),
+        ("budget_bytes", -1, "not a complete plan"),
+        ("lower_bound_ns", float("inf"), "not a complete plan"),
+        ("lower_bound_ns", 1 << 61, "less than the bound"),
+        ("solve_seconds", 10**400, "not a complete plan"),
+        ("solve_seconds", float("nan"), "not a complete plan"),
+        ("seed", -1, "not a complete plan"),
+        ("planner", None, "not a complete plan"),
     ],
 )
 def test_load_refuses_damaged_plans(tmp_path: Path, key: str, value: Any, reason: str) -> None:
@@ -92,6 +102,42 @@ def test_load_refuses_damaged_plans(tmp_path: Path, key: str, value: Any, reason
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(PlanError, match=reason):
         Plan.load(path)
+
+
+_ODD = [None, True, -1, 1e30, 10**400, 2.5, float("inf"), float("nan"), "", "x", [], {}, [None]]
+
+
+def _places(data: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Of everything in a JSON document."""
+    yield place
+    inside = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in inside:
+        yield from _places(value, (*place, key))
+
+
+def _changed(data: Any, place: tuple[Any, ...], value: Any) -> Any:
+    if not place:
+        return value
+    key, *others = place
+    copy = dict(data) if isinstance(data, dict) else list(data)
+    copy[key] = _changed(data[key], tuple(others), value)
+    return copy
+
+
+def test_plans_with_anything_in_any_place_load_or_are_refused(tmp_path: Path) -> None:
+    """Costs, sizes, ids, names and lists of every kind: an error of ours, or a plan that can be rendered and saved."""
+    path = tmp_path / "plan.json"
+    _plan(planner="greedy").save(path)
+    data = json.loads(path.read_text())
+    source = random.Random(0)
+    refused = 0
+    for place in source.choices([*_places(data)], k=400):
+        path.write_text(json.dumps(_changed(data, place, source.choice(_ODD))))
+        try:
+            str(Plan.load(path))
+        except LowtideError:
+            refused += 1
+    assert 200 < refused < 400
 
 
 def test_a_seed_below_0() -> None:

@@ -13,22 +13,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from lowtide import __version__, plan_cache
+from lowtide import __version__
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Captured, Known, capture
 from lowtide.capture.python_state.paths import Place
 from lowtide.cost import analytical_costs, measure_costs
-from lowtide.cost.cache import cache_folder
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.memory.allocators import device_memory
 from lowtide.planning import Plan, make_plan
+from lowtide.planning.cache import PlanCache, PlanRequest, enabled
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
 from lowtide.sharing import Member, Planning, Share
+from lowtide.sharing.agreement import agreed_plan, several_processes
 from lowtide.solve import check_seed, get_planner
-from lowtide.stages import stage
+from lowtide.stage_times import stage
 
 Progress = Callable[[str, float], None]
 _LOG = logging.getLogger(__name__)
@@ -108,6 +109,8 @@ def fused(program: Program, settings: Settings) -> Program:
 
     with stage("kernels"):
         kernels = fuse(program)
+    if several_processes():
+        return kernels  # each process would choose other routines for itself
     with stage("costs"):
         return autotuned(kernels)
 
@@ -222,8 +225,6 @@ def make_program_plan(
 
     if not several_processes():
         return make()
-    from lowtide.integrations.agreement import agreed_plan
-
     resident = resident_bytes(program, model) if settings.budget is None else 0
     return agreed_plan(program, (settings, granted_bytes, resident), make)
 
@@ -240,11 +241,6 @@ def share_planners(settings: Settings) -> tuple[Planning, Planning | None]:
 
     by_search = settings.planner.startswith("auto") and settings.planner != _QUICK_SEARCH
     return planning(settings.planner), planning(_QUICK_SEARCH) if by_search else None
-
-
-def several_processes() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _make_program_plan(
@@ -293,25 +289,21 @@ def with_aside(error: InfeasibleBudgetError, aside: int) -> InfeasibleBudgetErro
 def _kept_or_made(
     program: Program, costs: Costs, budget_bytes: int, settings: Settings, on_progress: Progress | None
 ) -> Plan:
-    """The plan that an earlier process made for the same question, else a new one, which is kept."""
-    question = plan_cache.Question(
-        program.graph, costs, budget_bytes, settings.planner, settings.seed, (__version__, torch.__version__)
-    )
-    folder = cache_folder() / "plans"
-    kept = plan_cache.load(folder, question) if plan_cache.enabled() else None
-    if kept is not None:
-        return kept
-    plan = make_plan(
-        program.graph,
-        costs,
-        budget=budget_bytes,
-        planner=settings.planner,
-        seed=settings.seed,
-        on_progress=on_progress,
-    )
-    if plan_cache.enabled():
-        plan_cache.store(folder, question, plan)
-    return plan
+    """The plan that an earlier process made for the same request, else a new one, which is kept."""
+    versions = (__version__, str(torch.__version__))
+    request = PlanRequest(program.graph, costs, budget_bytes, settings.planner, settings.seed, versions)
+
+    def make() -> Plan:
+        return make_plan(
+            program.graph,
+            costs,
+            budget=budget_bytes,
+            planner=settings.planner,
+            seed=settings.seed,
+            on_progress=on_progress,
+        )
+
+    return PlanCache().get_or_make(request, make) if enabled() else make()
 
 
 def _reserved_bytes(program: Program, settings: Settings, unconstrained: int, model: nn.Module | None) -> int:

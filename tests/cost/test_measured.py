@@ -226,5 +226,7 @@ def test_records_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path))
     program = program_of(("y", aten.relu.default, ("x",)), x=torch.empty(50))
     first = measure_costs(program)
-    assert [name.startswith("costs-") for name in sorted(os.listdir(tmp_path)) if name.endswith(".json")] == [True]
+    assert [name.startswith("costs-") for name in sorted(os.listdir(tmp_path / "costs")) if name.endswith(".json")] == [
+        True
+    ]
     assert measure_costs(program).time_ns.tolist() == first.time_ns.tolist()

@@ -13,7 +13,7 @@ from torch import nn
 import lowtide
 from lowtide.capture import capture
 from lowtide.cost import CostCache
-from lowtide.cost.cache import Record
+from lowtide.cost.cache import OperatorCost
 from lowtide.cost.measured import synthetic_arguments
 from lowtide.cost.signature import signature
 from lowtide.fusion import autotune, autotuned, checked
@@ -183,10 +183,12 @@ def _known(program: Program, quicker: float, larger: int) -> list[int]:
         several = routines(program, op.id, spare[op.id])
         if several:
             tuned.append(op.id)
-            cache.put(signature(program, op.id)[0], Record(1000, 0, 1 << 20, (4096,), (1,)))
+            cache.put(signature(program, op.id)[0], OperatorCost(1000, 0, 1 << 20, (4096,), (1,)))
         for routine in several:
             other = autotune.with_routines(program, {op.id: routine})
-            cache.put(signature(other, op.id)[0], Record(round(1000 * quicker), 0, (1 << 20) + larger, (4096,), (1,)))
+            cache.put(
+                signature(other, op.id)[0], OperatorCost(round(1000 * quicker), 0, (1 << 20) + larger, (4096,), (1,))
+            )
     cache.save()
     return tuned
 
@@ -243,7 +245,7 @@ def test_what_was_measured_is_not_tried_again(costs: Path, monkeypatch: pytest.M
     assert _taken(autotuned(program)) == tuned
 
 
-def _always(record: Record, best: Record, own: Record, spare_bytes: int) -> bool:
+def _always(record: OperatorCost, best: OperatorCost, own: OperatorCost, spare_bytes: int) -> bool:
     return True
 
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import lowtide
 from lowtide.capture import capture
-from lowtide.integrations import agreement
 from lowtide.pipeline import Settings, make_program_plan
 from lowtide.program import Program
+from lowtide.sharing import agreement
 from tests.support.networks import WithLoss, perceptron, rows
 
 

@@ -28,9 +28,9 @@ from lowtide.report.comparison import (
     run_cell,
 )
 from lowtide.report.comparison_figure import comparison_figure
-from lowtide.report.files import write_atomically
 from lowtide.report.limited import run_limited
 from lowtide.solve import get_planner, planner_names
+from lowtide.store import write_atomically
 
 _LONGEST = 1_000_000  # seconds
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")

@@ -49,7 +49,7 @@ def _train(options: argparse.Namespace) -> tuple[Training, Training, Plan]:
     import lowtide
     from lowtide.demo.gpt2 import Shape, build_model, draw_batches, load_corpus
     from lowtide.demo.training import Training, train_side_by_side
-    from lowtide.stages import itemised, stage_seconds
+    from lowtide.stage_times import itemised, stage_seconds
 
     shape = Shape(layers=options.layers, batch=options.batch)
     model = build_model(shape)
@@ -126,7 +126,7 @@ def _print_result(result: dict[str, Any]) -> None:
 
 def _save(folder: Path, plain: Training, planned: Training, plan: Plan, result: dict[str, Any]) -> None:
     from lowtide.demo.figure import memory_figure
-    from lowtide.report.files import write_atomically
+    from lowtide.store import write_atomically
 
     write_atomically(folder / "result.json", json.dumps(result, indent=1) + "\n")
     figure = memory_figure({run.name: run.measurements[-1] for run in (plain, planned)}, plan)

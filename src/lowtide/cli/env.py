@@ -14,7 +14,7 @@ from lowtide.cli.options import Subparsers
 from lowtide.extras import EXTRAS
 from lowtide.report.tables import fact_lines
 
-_NEEDED = ("torch", "numpy", "numba", "platformdirs")
+_NEEDED = ("torch", "numpy", "numba", "platformdirs", "filelock", "msgspec")
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -50,16 +50,15 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _cost_cache() -> str:
-    from lowtide.cost.cache import cache_folder
+    from lowtide.store import cache_folder
 
-    return _contents(cache_folder())
+    return _contents(cache_folder() / "costs")
 
 
 def _plan_cache() -> str:
-    from lowtide.cost.cache import cache_folder
-    from lowtide.plan_cache import enabled
+    from lowtide.planning.cache import enabled, plan_folder
 
-    return _contents(cache_folder() / "plans") if enabled() else "off (LOWTIDE_PLAN_CACHE)"
+    return _contents(plan_folder()) if enabled() else "off (LOWTIDE_PLAN_CACHE)"
 
 
 def _contents(folder: Path) -> str:

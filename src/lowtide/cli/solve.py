@@ -20,9 +20,9 @@ from lowtide.cli.progress import progress_bar
 from lowtide.ir import Costs, Graph, Schedule, check, keep_all_schedule, load_instance, schedule_to_json, simulate
 from lowtide.planning import infeasible
 from lowtide.report.curve import lowest_schedule
-from lowtide.report.files import write_atomically
 from lowtide.report.tables import fact_lines
 from lowtide.solve import Problem, Solution, peak_lower_bound, solve
+from lowtide.store import write_atomically
 from lowtide.units import format_bytes, format_percent, format_time, overhead_percent
 
 

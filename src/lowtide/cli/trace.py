@@ -17,8 +17,8 @@ from lowtide.budget import parse_budget
 from lowtide.cli.options import Subparsers
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
 from lowtide.eviction import score_of
-from lowtide.report.files import write_atomically
 from lowtide.report.tables import table_lines
+from lowtide.store import write_atomically
 from lowtide.trace import (
     ReplayResult,
     ReplayStatus,

@@ -8,6 +8,9 @@ AVX2: 2 cores x 3 GHz x 32 float32 operations, and the bandwidth that two cores 
 
 from __future__ import annotations
 
+import contextlib
+import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -73,3 +76,18 @@ def _own_device() -> Device:
             if any(word in maker for word in device.matches):
                 return device
     return _BY_NAME["cpu"]
+
+
+def device_name(device: torch.device) -> str:
+    """The device as its maker names it; for a CPU with the number of cores that the process may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu {_processor()} {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from lowtide.cost.analytical import operator_time_ns, spare_workspace_bytes
-from lowtide.cost.cache import CostCache, Record, device_name
+from lowtide.cost.cache import CostCache, OperatorCost
+from lowtide.cost.devices import device_name
 from lowtide.cost.signature import copies_storage, is_opaque, signature, target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.cost.timing import time_call
@@ -69,29 +70,54 @@ def measure_operators(
     *,
     cache: CostCache | None = None,
     on_progress: Callable[[str, float], None] | None = None,
-) -> tuple[dict[int, Record], dict[int, str]]:
-    """The records of ``ops``, and of those that cannot be run on synthetic tensors why. Arguments as of ``measure_costs``."""
+) -> tuple[dict[int, OperatorCost], dict[int, str]]:
+    """The costs of ``ops``, and of those that cannot be run on synthetic tensors why. Arguments as of ``measure_costs``."""
     device = program_device(program)
     cache = CostCache.open(device) if cache is None else cache
-    report = on_progress or (lambda text, fraction: None)
     signatures = {op: signature(program, op) for op in ops}
-    missing = {key: op for op, (key, _) in reversed(signatures.items()) if cache.get(key) is None}
+    failed: dict[str, str] = {}
+    if _missing(program, signatures, cache):
+        with cache.measuring():
+            missing = _missing(program, signatures, cache)  # another process may have measured the same meanwhile
+            failed = _measure(program, missing, cache, device, on_progress)
+    if on_progress is not None:
+        on_progress("measuring operators", 1.0)
+    keys = {op: key for op, (key, _) in signatures.items()}
+    known = {op: cache.costs[key] for op, key in keys.items() if key not in failed}
+    return known, {op: failed[key] for op, key in keys.items() if key in failed}
+
+
+def _missing(
+    program: Program, signatures: dict[int, tuple[str, bool]], cache: CostCache
+) -> dict[str, tuple[int, bool]]:
+    """By signature that has no cost, an op and whether its cost goes to disk."""
+    return {
+        key: (op, keep)
+        for op, (key, keep) in reversed(signatures.items())
+        if cache.get(key, len(program.graph.ops[op].outputs)) is None
+    }
+
+
+def _measure(
+    program: Program,
+    missing: dict[str, tuple[int, bool]],
+    cache: CostCache,
+    device: torch.device,
+    on_progress: Callable[[str, float], None] | None,
+) -> dict[str, str]:
+    """Add the costs of the ``missing`` to ``cache``; by signature that cannot be run, why."""
     failed: dict[str, str] = {}
     with _undisturbed(device):
-        for count, (key, op) in enumerate(reversed(missing.items())):
-            report("measuring operators", count / len(missing))
-            record = _try_measure(program, op, device)
-            if isinstance(record, str):
-                failed[key] = record
+        for count, (key, (op, keep)) in enumerate(reversed(missing.items())):
+            if on_progress is not None:
+                on_progress("measuring operators", count / len(missing))
+            cost = _try_measure(program, op, device)
+            if isinstance(cost, str):
+                failed[key] = cost
             else:
-                cache.put(key, record, keep=signatures[op][1])
-        measured = {key: (op, signatures[op][1]) for key, op in missing.items() if key not in failed}
-        _settle_times(program, cache, measured, device)
-    cache.save()
-    report("measuring operators", 1.0)
-    keys = {op: key for op, (key, _) in signatures.items()}
-    records = {op: cache.records[key] for op, key in keys.items() if key not in failed}
-    return records, {op: failed[key] for op, key in keys.items() if key in failed}
+                cache.put(key, cost, keep=keep)
+        _settle_times(program, cache, {key: found for key, found in missing.items() if key not in failed}, device)
+    return failed
 
 
 def _settle_times(
@@ -99,9 +125,9 @@ def _settle_times(
 ) -> None:
     """Time operators again whose repetitions scattered, until they do not; the least time is kept.
 
-    ``measured``: by signature, an op and whether its record goes to disk.
+    ``measured``: by signature, an op and whether its cost goes to disk.
     """
-    scattered = sorted(key for key in measured if _scatters(cache.records[key]))
+    scattered = sorted(key for key in measured if _scatters(cache.costs[key]))
     for _ in range(_AGAIN):
         left = []
         for key in scattered:
@@ -109,18 +135,18 @@ def _settle_times(
             again = _try_measure(program, op, device)
             if isinstance(again, str):
                 continue
-            if again.time_ns < cache.records[key].time_ns:
+            if again.time_ns < cache.costs[key].time_ns:
                 cache.put(key, again, keep=keep)
             if _scatters(again):
                 left.append(key)
         scattered = left
 
 
-def _scatters(record: Record) -> bool:
+def _scatters(record: OperatorCost) -> bool:
     return record.spread_ns > _SCATTERED * record.time_ns
 
 
-def _try_measure(program: Program, op: int, device: torch.device) -> Record | str:
+def _try_measure(program: Program, op: int, device: torch.device) -> OperatorCost | str:
     """The record, or why there is none."""
     try:
         return measure_operator(program, op, device)
@@ -130,7 +156,7 @@ def _try_measure(program: Program, op: int, device: torch.device) -> Record | st
         return f"{name} cannot be run on synthetic tensors ({summary})"
 
 
-def measure_operator(program: Program, op: int, device: torch.device, budget_ns: int = _BUDGET_NS) -> Record:
+def measure_operator(program: Program, op: int, device: torch.device, budget_ns: int = _BUDGET_NS) -> OperatorCost:
     """Run one operator of ``program`` on synthetic tensors. Raises whatever it raises."""
     call = program.calls[op]
     args, kwargs, tensors = synthetic_arguments(program, op)
@@ -138,7 +164,7 @@ def measure_operator(program: Program, op: int, device: torch.device, budget_ns:
     before = _restoring(call, args)
     output_bytes, output_groups = _returned(target(*args, **kwargs), call.positions, tensors)
     timing = time_call(lambda: target(*args, **kwargs), device, budget_ns, before)
-    return Record(timing.time_ns, timing.spread_ns, timing.peak_bytes, output_bytes, output_groups)
+    return OperatorCost(timing.time_ns, timing.spread_ns, timing.peak_bytes, output_bytes, output_groups)
 
 
 def _restoring(call: Call, args: tuple[Any, ...]) -> Callable[[], Any]:
@@ -194,7 +220,7 @@ def _opaque(program: Program, value: int) -> torch.Tensor | None:
 def _returned(
     result: Any, positions: tuple[int, ...] | None, arguments: list[torch.Tensor]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(bytes of the storage, group) of each output, see ``Record``."""
+    """(bytes of the storage, group) of each output, see ``OperatorCost``."""
     outputs = [result] if positions is None else [result[position] for position in positions]
     groups = {tensor.untyped_storage()._cdata: _ARGUMENT for tensor in arguments}
     sizes, numbers = [], []
@@ -210,7 +236,7 @@ def _returned(
     return tuple(sizes), tuple(numbers)
 
 
-def _columns(program: Program, records: dict[int, Record | None], device: torch.device) -> Costs:
+def _columns(program: Program, records: dict[int, OperatorCost | None], device: torch.device) -> Costs:
     graph = program.graph
     time_ns, workspace = [0] * len(graph.ops), [0] * len(graph.ops)
     captured = storage_bytes(program)
@@ -228,7 +254,7 @@ def _columns(program: Program, records: dict[int, Record | None], device: torch.
     return Costs(time_ns, workspace, real, device=device_name(device))  # type: ignore[arg-type]
 
 
-def _settle(program: Program, op: Op, record: Record, real: list[int]) -> int:
+def _settle(program: Program, op: Op, record: OperatorCost, real: list[int]) -> int:
     """The op's workspace, after raising ``real`` where the storages returned are larger than captured.
 
     An output that the capture took for a view but that has bytes of its own is charged to the storage it was taken to

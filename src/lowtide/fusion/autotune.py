@@ -2,7 +2,7 @@
 
 A routine takes the operator's place where it takes a tenth less time at least, and not much more memory: nothing that the
 smallest budgets would feel. What is measured is kept with the costs of operators, so every process on a machine chooses alike,
-at every budget. In a training of several processes, each of which would choose for itself, the operators stay.
+at every budget. In a training of several processes, each of which would choose for itself, ``pipeline`` asks nothing here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from lowtide.cost.cache import CostCache, Record
+from lowtide.cost.cache import CostCache, OperatorCost
 from lowtide.cost.measured import measure_operators, synthetic_arguments
 from lowtide.cost.signature import signature
 from lowtide.fusion.routines import Routine, disagreement, is_available, routines
@@ -27,7 +27,7 @@ _agree: dict[str, bool] = {}  # by signature
 
 def autotuned(program: Program, on_progress: Callable[[str, float], None] | None = None) -> Program:
     """``program`` with quicker routines in the place of operators."""
-    if (program.graph.ops and program.metas[0].device.type != "cpu") or not is_available() or _is_shared():
+    if (program.graph.ops and program.metas[0].device.type != "cpu") or not is_available():
         return program
     spare = _spare_bytes(program)
     found = {op.id: routines(program, op.id, spare[op.id]) for op in program.graph.ops}
@@ -54,14 +54,9 @@ def with_routines(program: Program, chosen: dict[int, Routine]) -> Program:
     return dataclasses.replace(program, calls=tuple(calls))
 
 
-def _is_better(record: Record, best: Record, own: Record, spare_bytes: int) -> bool:
+def _is_better(record: OperatorCost, best: OperatorCost, own: OperatorCost, spare_bytes: int) -> bool:
     quicker = record.time_ns < min(best.time_ns, _QUICKER * own.time_ns)
     return quicker and record.peak_bytes <= own.peak_bytes + spare_bytes
-
-
-def _is_shared() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _spare_bytes(program: Program) -> list[int]:
@@ -77,7 +72,7 @@ def _spare_bytes(program: Program) -> list[int]:
 def _agrees(program: Program, op: int, cache: CostCache) -> bool:
     """Whether the routine of ``op`` gives the operator's results on synthetic tensors; one that was measured does."""
     key, _ = signature(program, op)
-    if cache.get(key) is not None:
+    if cache.get(key, len(program.graph.ops[op].outputs)) is not None:
         return True
     if key not in _agree:
         routine = program.calls[op].target

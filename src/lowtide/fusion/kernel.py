@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from lowtide.fusion.body import Body, Code
 from lowtide.fusion.comparison import checking, compare, require_same
 from lowtide.program import layouts
 from lowtide.program.program import Program, TensorMeta
+from lowtide.store import content_key
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Kernel:
 
     def __init__(self, body: Body) -> None:
         self.body = body
-        self.digest = hashlib.sha256(str(body).encode()).hexdigest()[:16]
+        self.digest = content_key(str(body))[:16]
         self.__name__ = f"fused_{self.digest[:6]}"
         self.__qualname__ = f"fused_{self.digest}"  # what costs are kept under
         self.code: Code | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lowtide.errors import PlanError
 from lowtide.ir.serial import read_json
-from lowtide.report.files import write_atomically
+from lowtide.store import write_atomically
 
 MEASUREMENT_FORMAT = "lowtide-measurement/1"
 

@@ -16,9 +16,9 @@ from typing import Any
 from lowtide.errors import PlanError
 from lowtide.ir import Costs, Graph, Schedule, keep_all_schedule, needed_ops, simulate
 from lowtide.ir.fields import expect_format
-from lowtide.report.files import write_atomically
 from lowtide.report.tables import table_lines
 from lowtide.solve import Problem, Progress, minimum_peak, peak_lower_bound, solve
+from lowtide.store import write_atomically
 from lowtide.units import format_bytes, format_percent
 
 CURVE_FORMAT = "lowtide-curve/1"

@@ -8,10 +8,10 @@ from pathlib import Path
 from lowtide.errors import PlanError
 from lowtide.report.charts import memory_picture
 from lowtide.report.chrome import chrome_trace
-from lowtide.report.files import write_atomically
 from lowtide.report.html import html_page
 from lowtide.report.report import Report
 from lowtide.report.snapshot import memory_snapshot
+from lowtide.store import write_atomically
 
 # By extension; the first that fits counts.
 WRITERS: dict[str, Callable[[Report], str | bytes]] = {

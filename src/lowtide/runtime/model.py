@@ -34,7 +34,7 @@ from lowtide.program import Program, layouts, structure
 from lowtide.program.results import GradientMask
 from lowtide.runtime.signature import Arguments, Signature, describe, signature
 from lowtide.runtime.step import run
-from lowtide.stages import itemised, stage, stage_seconds
+from lowtide.stage_times import itemised, stage, stage_seconds
 
 _LOG = logging.getLogger(__name__)
 _TRACED = (FakeTensor, FunctionalTensor)

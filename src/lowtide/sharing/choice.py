@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.integrations.agreement import program_key
 from lowtide.planning import Plan
+from lowtide.sharing.agreement import program_key
 from lowtide.sharing.constraints import Constraint, Footprint, Member, footprint, peak_bytes
 
 _BISECTIONS = 5

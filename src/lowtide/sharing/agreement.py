@@ -11,33 +11,36 @@ themselves.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
 import zlib
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 
-from lowtide.cost.cache import device_name
-from lowtide.errors import PlanError
-from lowtide.ir import Costs, check, simulate
-from lowtide.ir.serial import schedule_from_json, schedule_to_json
+from lowtide.cost.devices import device_name
 from lowtide.planning import Plan
 from lowtide.program.program import Program
 from lowtide.program.sizes import program_device
+from lowtide.store import content_key
 
 _LOG = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 1800.0  # how long a plan may take to be made elsewhere; then it is made here
 _POLL_SECONDS = 0.02
 
 
+def several_processes() -> bool:
+    """Whether this process is one of several of a distributed training."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 def agreed_plan(program: Program, asked: Any, make: Callable[[], Plan]) -> Plan:
     """The plan that the first process to ask for this program made with ``make``; here, if this is the first.
 
-    ``asked`` is whatever else a plan depends on; its ``repr`` must be the same in all processes.
+    ``asked`` is whatever else a plan depends on, of parts that ``content_key`` takes.
     """
     store = torch.distributed.distributed_c10d._get_default_store()
     key = f"lowtide/{program_key(program, asked)}"
@@ -61,7 +64,7 @@ def program_key(program: Program, asked: Any) -> str:
     values = [(value.storage, value.dtype, value.shape) for value in graph.values]
     sizes = [meta.storage_bytes for meta in program.metas]
     ends = (graph.inputs, graph.forward_outputs, graph.outputs, graph.forward_ops)
-    return hashlib.sha256(repr((ops, values, sizes, ends, where, asked)).encode()).hexdigest()
+    return content_key(repr((ops, values, sizes, ends)), where, asked)
 
 
 def _wait(store: Any, key: str, program: Program) -> Plan | None:
@@ -75,37 +78,11 @@ def _wait(store: Any, key: str, program: Program) -> Plan | None:
     return decode(message, program) if message else None
 
 
-_NUMBERS = ("planner", "budget_bytes", "unconstrained_peak_bytes", "lower_bound_ns", "seed", "solve_seconds")
-_COLUMNS = ("time_ns", "workspace_bytes", "storage_bytes")
-
-
 def encode(plan: Plan) -> bytes:
     """The plan without its graph, compressed."""
-    costs = plan.costs
-    data = {
-        "schedule": schedule_to_json(plan.schedule),
-        "costs": {name: getattr(costs, name).tolist() for name in _COLUMNS},
-        "rng_state_bytes": costs.rng_state_bytes,
-        "device": costs.device,
-        **{name: getattr(plan, name) for name in _NUMBERS},
-    }
-    return zlib.compress(json.dumps(data).encode())
+    return zlib.compress(msgspec.json.encode(plan.to_json(graph=False)))
 
 
 def decode(message: bytes, program: Program) -> Plan:
     """Inverse of ``encode`` for the process's own program. Raises ``ScheduleError`` where the schedule is not valid for it."""
-    data = json.loads(zlib.decompress(message))
-    costs = Costs(**data["costs"], rng_state_bytes=data["rng_state_bytes"], device=data["device"])
-    schedule = schedule_from_json(data["schedule"])
-    check(program.graph, schedule)
-    result = simulate(program.graph, costs, schedule)
-    if result.peak_bytes > data["budget_bytes"]:
-        raise PlanError(f"a plan from another process peaks at {result.peak_bytes} bytes of {data['budget_bytes']}.")
-    return Plan(
-        graph=program.graph,
-        costs=costs,
-        schedule=schedule,
-        peak_bytes=result.peak_bytes,
-        time_ns=result.time_ns,
-        **{name: data[name] for name in _NUMBERS},
-    )
+    return Plan.from_json(msgspec.json.decode(zlib.decompress(message)), program.graph)

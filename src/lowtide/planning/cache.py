@@ -1,0 +1,90 @@
+"""Plans on disk: an entry per request, so that a second start of the same program does not search again.
+
+A key is made of everything that a plan depends on: the graph without the places in the user's files, its costs, the budget,
+planner and seed, the versions given, and the sources of the planners themselves. No entry is trusted: its schedule is checked
+and simulated like a planner's. Of processes that ask for the same plan at the same time, one searches.
+
+``LOWTIDE_PLAN_CACHE=0`` turns the cache off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from lowtide.errors import ScheduleError
+from lowtide.ir import Costs, Graph, format_graph
+from lowtide.planning.plan import Plan
+from lowtide.store import Cache, cache_folder, content_key, sources_key
+
+FORMAT = "lowtide-cached-plan/2"
+MOST_ENTRIES = 512
+PATIENCE_SECONDS = 600.0  # for another process that searches for the same plan
+_PLANNERS = tuple(Path(__file__).parents[1] / package for package in ("ir", "solve", "eviction"))
+_OFF = ("0", "off", "false", "no")
+
+
+def enabled() -> bool:
+    """Whether the environment leaves the cache on."""
+    return os.environ.get("LOWTIDE_PLAN_CACHE", "").strip().lower() not in _OFF
+
+
+def plan_folder() -> Path:
+    return cache_folder() / "plans"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What is asked of a planner. ``versions``: of whatever else the plan depends on, such as torch."""
+
+    graph: Graph
+    costs: Costs
+    budget_bytes: int
+    planner: str
+    seed: int
+    versions: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Equal for requests that have the same plan, and stable across processes."""
+        settings = (self.budget_bytes, self.planner, self.seed, self.versions)
+        return content_key(
+            FORMAT, sources_key(*_PLANNERS), settings, format_graph(self.graph.without_places()), self.costs
+        )
+
+    def decode(self, entry: bytes) -> Plan:
+        """The plan of an entry. Raises ``ValueError`` or a ``LowtideError`` where it is no sound plan for this request."""
+        plan = Plan.from_json(msgspec.json.decode(entry), self.graph, self.costs)
+        if plan.peak_bytes > self.budget_bytes:
+            raise ScheduleError(f"it peaks at {plan.peak_bytes} bytes, over the budget of {self.budget_bytes}.")
+        return dataclasses.replace(plan, budget_bytes=self.budget_bytes, seed=self.seed, cached=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanCache:
+    """The plans kept in ``folder``."""
+
+    folder: Path = dataclasses.field(default_factory=plan_folder)
+
+    def get(self, request: PlanRequest) -> Plan | None:
+        """The plan kept for ``request``; ``None`` where there is none that is sound."""
+        return self._entries.get(request.key, request.decode)
+
+    def put(self, request: PlanRequest, plan: Plan) -> None:
+        self._entries.put(request.key, _encode(plan))
+
+    def get_or_make(self, request: PlanRequest, make: Callable[[], Plan]) -> Plan:
+        """The plan kept for ``request``, else that of ``make``, which is kept. Raises what ``make`` raises."""
+        return self._entries.get_or_make(request.key, request.decode, make, _encode, PATIENCE_SECONDS)
+
+    @property
+    def _entries(self) -> Cache:
+        return Cache(self.folder, FORMAT, MOST_ENTRIES)
+
+
+def _encode(plan: Plan) -> object:
+    return plan.to_json(graph=False, costs=False)

@@ -1,0 +1,68 @@
+"""Making a plan: a planner is asked for a schedule within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lowtide.budget import parse_budget
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.ir import Compute, Costs, Graph, keep_all_schedule, simulate
+from lowtide.planning.plan import Plan
+from lowtide.solve import Problem, Solution, format_spec, get_planner, minimum_peak, solve
+from lowtide.units import format_bytes
+
+Progress = Callable[[str, float], None]
+
+
+def make_plan(
+    graph: Graph,
+    costs: Costs,
+    *,
+    budget: int | str,
+    planner: str = "auto",
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> Plan:
+    """Plan ``graph`` within ``budget``. Raises ``InfeasibleBudgetError`` where the planner finds no schedule."""
+    unconstrained = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+    budget_bytes = parse_budget(budget, unconstrained)
+    problem = Problem(graph, costs, budget_bytes, seed, on_progress)
+    solution = solve(problem, planner)
+    if solution.schedule is None:
+        raise infeasible(problem, solution, unconstrained, planner)
+    return Plan(
+        graph,
+        costs,
+        solution.schedule,
+        format_spec(get_planner(planner)),
+        budget_bytes,
+        solution.peak_bytes,
+        unconstrained,
+        solution.time_ns,
+        solution.lower_bound_ns,
+        int(seed),
+        solution.solve_seconds,
+    )
+
+
+def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner: str) -> InfeasibleBudgetError:
+    """The error for a budget that was not met: what is known to be reachable, and where the bottleneck is."""
+    lowest, minimum = solution.lowest_schedule, solution.minimum_bytes
+    if lowest is None:
+        reached, lowest = minimum_peak(problem.graph, problem.costs, problem.seed)
+        minimum = reached if minimum is None else minimum
+    step = lowest.steps[simulate(problem.graph, problem.costs, lowest).peak_step]
+    op = problem.graph.ops[step.op] if isinstance(step, Compute) else problem.graph.ops[0]
+    place = (f" of {op.module}" if op.module else "") + (f" ({op.source})" if op.source else "")
+    hint = "" if planner.startswith("auto") else " Planner auto may reach less."
+    percent = 100 * (minimum or 0) / max(unconstrained, 1)
+    return InfeasibleBudgetError(
+        f"planner {planner} found no schedule within {problem.budget_bytes} bytes ({format_bytes(problem.budget_bytes)}); the "
+        f"smallest budget it can meet is {minimum} bytes ({format_bytes(minimum or 0)}, {percent:.1f}% of the "
+        f"{format_bytes(unconstrained)} without rematerialization). The bottleneck is {op.name}{place}.{hint} Raise the "
+        "budget, or make the batch or the sequence smaller.",
+        minimum_bytes=minimum or 0,
+        operator=op.name,
+        source=op.source,
+        budget_bytes=problem.budget_bytes,
+    )

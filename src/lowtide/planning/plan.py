@@ -1,0 +1,211 @@
+"""The plan: a graph, its costs, and the schedule that fits a budget; and the one form in which plans are written.
+
+The form is ``lowtide-plan/1``. A saved plan has everything. Where the program is at hand, as in the plan cache and among the
+ranks of a training, its graph is left out, and the costs stand by themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from lowtide.errors import PlanError, ScheduleError
+from lowtide.ir import Costs, Graph, Schedule, check, keep_all_schedule, simulate
+from lowtide.ir.serial import graph_from_json, graph_to_json, read_json, schedule_from_json, schedule_to_json
+from lowtide.memory.measurement import Measurement
+from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint, make_curve
+from lowtide.report.report import report_of_plan
+from lowtide.report.text import render_plan
+from lowtide.report.writers import check_extension, write_report
+from lowtide.store import write_atomically
+
+PLAN_FORMAT = "lowtide-plan/1"
+_FACTS = (
+    "planner", "seed", "budget_bytes", "peak_bytes", "unconstrained_peak_bytes", "time_ns", "lower_bound_ns", "solve_seconds",
+)  # fmt: skip
+_COLUMNS = ("time_ns", "workspace_bytes", "storage_bytes")
+Progress = Callable[[str, float], None]
+Amount = Annotated[int, Meta(ge=0, le=1 << 62)]  # bytes or nanoseconds, as large as a budget may be
+Column = Annotated[list[Annotated[int, Meta(ge=0, le=1 << 50)]], Meta(max_length=1 << 24)]
+
+
+class _Costs(msgspec.Struct, frozen=True):
+    """Costs by themselves, for a program that is at hand."""
+
+    time_ns: Column
+    workspace_bytes: Column
+    storage_bytes: Column
+    rng_state_bytes: Amount
+    device: str
+
+
+class _Form(msgspec.Struct, frozen=True):
+    """The fields of ``lowtide-plan/1`` that are read; what follows from the schedule is computed again."""
+
+    planner: str
+    seed: Annotated[int, Meta(ge=0)]
+    budget_bytes: Annotated[int, Meta(ge=1, le=1 << 62)]
+    lower_bound_ns: Amount | None
+    solve_seconds: Annotated[float, Meta(ge=0, le=1e9)]
+    schedule: Any
+    graph: Any = None
+    costs: _Costs | None = None
+    curve: Any = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A schedule of a training program within a memory budget.
+
+    Bytes are what a forward and backward pass allocates above what was allocated when it began. ``time_ns`` is the
+    predicted time of the pass, ``lower_bound_ns`` a proven bound on it for any schedule within the budget, if there is
+    one. ``solve_seconds`` is what the planner took when the plan was made, ``cached`` whether that was in an earlier
+    process (``plan_cache``). ``str(plan)`` is a readable report. ``known_curve`` is what ``with_curve`` found; it is saved
+    along.
+    """
+
+    graph: Graph
+    costs: Costs
+    schedule: Schedule
+    planner: str
+    budget_bytes: int
+    peak_bytes: int
+    unconstrained_peak_bytes: int
+    time_ns: int
+    lower_bound_ns: int | None = None
+    seed: int = 0
+    solve_seconds: float = 0.0
+    cached: bool = False
+    known_curve: Curve | None = None
+
+    @property
+    def overhead(self) -> float:
+        """Extra time over the same program without recomputation, as a fraction."""
+        total = self.costs.total_time_ns
+        return self.time_ns / total - 1 if total else 0.0
+
+    def curve(
+        self, *, points: int = CURVE_POINTS, planner: str = CURVE_PLANNER, on_progress: Progress | None = None
+    ) -> Curve:
+        """Overhead against budget, from the unconstrained peak to the least budget that ``planner`` meets.
+
+        There are ``points`` budgets and this plan's. The default planner takes seconds per point.
+        """
+        known = CurvePoint(self.budget_bytes, self.peak_bytes, self.time_ns, self.lower_bound_ns)
+        return make_curve(
+            self.graph,
+            self.costs,
+            points=points,
+            planner=planner,
+            seed=self.seed,
+            known=[known],
+            on_progress=on_progress,
+        )
+
+    def with_curve(
+        self, *, points: int = CURVE_POINTS, planner: str = CURVE_PLANNER, on_progress: Progress | None = None
+    ) -> Plan:
+        """This plan with its ``curve`` for reports, so that it is not searched for again."""
+        return dataclasses.replace(
+            self, known_curve=self.curve(points=points, planner=planner, on_progress=on_progress)
+        )
+
+    def report(self, path: str | Path, measurement: Measurement | None = None) -> None:
+        """Write a report of this plan; the extension of ``path`` says which: see ``lowtide report``.
+
+        ``measurement``: of a step that ran under the plan, from ``lowtide.measure``. The curve is that of ``with_curve``.
+        """
+        check_extension(path)
+        write_report(report_of_plan(self, self.known_curve, measurement), path)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as ``lowtide-plan/1`` JSON, atomically."""
+        write_atomically(Path(path), msgspec.json.encode(self.to_json()))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a saved plan; checks and simulates its schedule again.
+
+        Raises ``PlanError`` for a file that is not a plan and ``ScheduleError`` for a schedule that is not valid.
+        """
+        data = read_json(path)
+        if data.get("format") != PLAN_FORMAT:
+            raise PlanError(
+                f"{path} is not a saved plan: expected format {PLAN_FORMAT!r}, found {data.get('format')!r}."
+            )
+        try:
+            return cls.from_json(data)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
+
+    def to_json(self, *, graph: bool = True, costs: bool = True) -> dict[str, Any]:
+        """A ``lowtide-plan/1`` object; for whoever has the program without its ``graph``, the ``costs`` or both."""
+        data: dict[str, Any] = {"format": PLAN_FORMAT} | {name: getattr(self, name) for name in _FACTS}
+        data["schedule"] = schedule_to_json(self.schedule)
+        if graph:
+            data["graph"] = graph_to_json(self.graph, self.costs)
+            data["curve"] = None if self.known_curve is None else self.known_curve.to_json()
+        elif costs:
+            columns = {name: getattr(self.costs, name).tolist() for name in _COLUMNS}
+            data["costs"] = columns | {name: getattr(self.costs, name) for name in ("rng_state_bytes", "device")}
+        return data
+
+    @classmethod
+    def from_json(cls, data: Any, graph: Graph | None = None, costs: Costs | None = None) -> Plan:
+        """Inverse of ``to_json``. ``graph`` and ``costs``: of the program at hand, where the plan comes without its own.
+
+        Raises ``PlanError`` for what is no plan, or not of ``graph``, and ``ScheduleError`` for a schedule that is not valid,
+        or that exceeds the budget on ``graph``.
+        """
+        try:
+            form = msgspec.convert(data, _Form)
+        except ValueError as error:
+            raise PlanError(f"it is not a complete plan: {error}.") from error
+        at_hand = graph is not None
+        if graph is None:
+            graph, costs = graph_from_json(form.graph)
+        elif costs is None:
+            costs = _costs(form, graph)
+        schedule = schedule_from_json(form.schedule)
+        check(graph, schedule)
+        result = simulate(graph, costs, schedule)
+        if at_hand and result.peak_bytes > form.budget_bytes:
+            raise ScheduleError(f"it peaks at {result.peak_bytes} bytes, over the budget of {form.budget_bytes}.")
+        if form.lower_bound_ns is not None and form.lower_bound_ns > result.time_ns:
+            raise PlanError(f"its schedule takes {result.time_ns} ns, less than the bound of {form.lower_bound_ns} ns.")
+        return cls(
+            graph,
+            costs,
+            schedule,
+            form.planner,
+            form.budget_bytes,
+            result.peak_bytes,
+            simulate(graph, costs, keep_all_schedule(graph)).peak_bytes,
+            result.time_ns,
+            form.lower_bound_ns,
+            form.seed,
+            form.solve_seconds,
+            known_curve=None if form.curve is None else Curve.from_json(form.curve),
+        )
+
+    def __str__(self) -> str:
+        return render_plan(self)
+
+
+def _costs(form: _Form, graph: Graph) -> Costs:
+    """The costs that a plan without a graph comes with. Raises ``PlanError`` where they are not of ``graph``."""
+    if form.costs is None:
+        raise PlanError("the plan has neither a graph nor costs.")
+    given = form.costs
+    columns = [given.time_ns, given.workspace_bytes, given.storage_bytes]
+    if [len(column) for column in columns] != [len(graph.ops), len(graph.ops), len(graph.storages)]:
+        raise PlanError("the plan's costs are of another program.")
+    time_ns, workspace_bytes, storage_bytes = (np.array(column, np.int64) for column in columns)
+    return Costs(time_ns, workspace_bytes, storage_bytes, given.rng_state_bytes, given.device)

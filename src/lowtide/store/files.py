@@ -1,0 +1,80 @@
+"""Files, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from lowtide.errors import PlanError
+
+LEFTOVER_SECONDS = 3600  # nobody writes a file, or is waited for, as long as this
+LEFTOVER_SUFFIXES = (".tmp", ".lock")
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader sees the old or the new content, never a part. Raises ``PlanError``.
+
+    Links are followed; what is there and no file, such as a pipe or a device, is written to.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        if target.exists() and not target.is_file():
+            target.write_bytes(data)
+            return
+        with open(temporary, "xb") as file:
+            file.write(data)
+        os.replace(temporary, target)
+    except OSError as error:
+        raise PlanError(f"cannot write {path}: {error.strerror or error}.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """The content of a regular file. Raises ``OSError``; ``ValueError`` for what is no file or has more than ``most_bytes``."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is not a file")
+    if found.st_size > most_bytes:
+        raise ValueError(f"it has {found.st_size} bytes, more than any entry")
+    return path.read_bytes()
+
+
+def by_last_use(paths: Iterable[Path]) -> list[Path]:
+    """Those of ``paths`` that are still there, the one used last first."""
+    times: list[tuple[int, Path]] = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            times.append((max(found.st_atime_ns, found.st_mtime_ns), path))
+    return [path for _, path in sorted(times, reverse=True)]
+
+
+def mark_used(path: Path) -> None:
+    """Say that ``path`` is of use now, without looking as if it had been written."""
+    with contextlib.suppress(OSError):
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+
+
+def is_old(path: Path, seconds: float) -> bool:
+    """Whether ``path`` was written so long ago."""
+    try:
+        return time.time() - path.lstat().st_mtime > seconds
+    except OSError:
+        return False
+
+
+def sweep(folder: Path) -> None:
+    """Remove what processes that were killed have left in ``folder``: half-written files and locks. Raises ``OSError``."""
+    for path in folder.iterdir():
+        if path.suffix in LEFTOVER_SUFFIXES and is_old(path, LEFTOVER_SECONDS):
+            with contextlib.suppress(OSError):
+                path.unlink()
