@@ -19,6 +19,7 @@ from lowtide.errors import (
     PlanError,
     ScheduleError,
 )
+from lowtide.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lowtide.api import plan, plans, rematerialize, restore
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from lowtide.memory.meter import measure
     from lowtide.planning import Plan
 
-__version__ = "0.1.0"
 
 _LAZY = {
     "rematerialize": "lowtide.api",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowtide import pipeline
-from lowtide.capture.traced_model import planned_forward
+from lowtide.capture.copies import planned_forward
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import PlanError
 from lowtide.pipeline import Settings

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from lowtide import __version__
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Captured, Known, capture
 from lowtide.capture.python_state.paths import Place
@@ -30,6 +29,7 @@ from lowtide.sharing import Member, Planning, Share
 from lowtide.sharing.agreement import agreed_plan, several_processes
 from lowtide.solve import check_seed, get_planner
 from lowtide.stage_times import stage
+from lowtide.version import __version__
 
 Progress = Callable[[str, float], None]
 _LOG = logging.getLogger(__name__)

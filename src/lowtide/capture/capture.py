@@ -18,24 +18,18 @@ from torch._functorch._aot_autograd.schemas import OutputType
 
 from lowtide.capture.contract import Captured, Conditions, Contract
 from lowtide.capture.convert.convert import Converted, convert
+from lowtide.capture.copies import State, copy_without_data, model_state
 from lowtide.capture.python_state import attributes
 from lowtide.capture.python_state.draws import Draws, Recorder
 from lowtide.capture.python_state.followed import Followed, follow_places
 from lowtide.capture.python_state.guards import Guards
 from lowtide.capture.python_state.paths import Place, sharing
-from lowtide.capture.python_state.rehearsal import Effects, rehearse
 from lowtide.capture.refusals import capture_error, check, refuse_merged, written_attributes
+from lowtide.capture.rehearsal import Effects, rehearse
 from lowtide.capture.trace.autocast import is_kept, share_casts
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
 from lowtide.capture.trace.joint import export_joint
-from lowtide.capture.traced_model import (
-    State,
-    TracedModel,
-    announce_origins,
-    copy_without_data,
-    model_state,
-    period_of_casts,
-)
+from lowtide.capture.traced_model import TracedModel, announce_origins, period_of_casts
 from lowtide.errors import CaptureError, LowtideError, NoGradientError, PlanError
 from lowtide.ir import Graph
 from lowtide.ir.graph import TANGENT_TARGET

@@ -16,7 +16,7 @@ from lowtide.capture.python_state.followed import Followed
 from lowtide.capture.python_state.guards import Guards
 from lowtide.capture.python_state.paths import Place, value_at
 from lowtide.capture.python_state.registered import Registered
-from lowtide.capture.python_state.rehearsal import Effects
+from lowtide.capture.rehearsal import Effects
 from lowtide.program import Program, structure
 from lowtide.program.keys import fingerprint
 

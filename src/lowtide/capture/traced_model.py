@@ -7,11 +7,9 @@ one input, so that their gradients are summed by the autograd engine itself, in 
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,18 +18,15 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.capture.python_state import attributes, draws
 from lowtide.capture.python_state.caches import clear_caches_of_fakes
 from lowtide.capture.python_state.draws import Recorder
-from lowtide.capture.python_state.followed import held_tensors
 from lowtide.capture.python_state.observe import Observer, Reads
 from lowtide.capture.python_state.outside import ARGUMENT, Reached, hooks_of
 from lowtide.capture.python_state.paths import Place
 from lowtide.capture.python_state.registered import Registered, declared_buffers, new_buffers, registered
-from lowtide.capture.sharded import copy_module
 from lowtide.capture.trace.autocast import Period, periods_of_casts
 from lowtide.capture.trace.fake import known_value
 from lowtide.errors import CaptureError
@@ -44,69 +39,6 @@ NO_SAVED_TENSORS_HOOKS = (
     "replaces: switch that off or, where the model is planned in a call that is checkpointed itself, give rematerialize a "
     "sample"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """A model's parameters and buffers, each once: ``names[i]`` lists every place where ``tensors[i]`` is registered."""
-
-    tensors: tuple[torch.Tensor, ...]
-    names: tuple[tuple[str, ...], ...]
-    parameters: int  # tensors[:parameters] are parameters, the rest buffers
-
-
-def model_state(model: nn.Module) -> State:
-    """Parameters, then buffers, in registration order, without duplicates."""
-    places: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        if is_lazy(tensor):
-            raise CaptureError(
-                f"parameter {name!r} has no shape yet: call the model once with a sample before it is rematerialized."
-            )
-        places.setdefault(id(tensor), (tensor, []))[1].append(name)
-    parameters = len(places)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        places.setdefault(id(buffer), (buffer, []))[1].append(name)
-    tensors = tuple(tensor for tensor, _ in places.values())
-    return State(tensors, tuple(tuple(names) for _, names in places.values()), parameters)
-
-
-def copy_without_data(
-    model: nn.Module, state: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
-) -> tuple[nn.Module, dict[int, Any]]:
-    """A deep copy of the module tree that holds ``others`` instead of the tensors ``state`` and shares all other tensors; and
-    what each object in it is a copy of, by the id of the copy."""
-    memo: dict[int, Any] = {id(real): other for real, other in zip(state, others, strict=True)}
-    for tensor in held_tensors(model):
-        memo.setdefault(id(tensor), tensor)
-    memo.update({id(generator): generator for generator in draws.GENERATORS})  # behind random.uniform and the like
-    memo.update(
-        {id(value): value for m in model.modules() for value in vars(m).values() if isinstance(value, ModuleType)}
-    )
-    planned = planned_forward(model)
-    if planned is not None:
-        memo[id(planned)] = None
-    try:
-        clone = copy_module(model, memo)
-    except Exception as error:
-        raise CaptureError(
-            f"the model cannot be copied ({type(error).__name__}: {error}), and what is captured is a copy of it, so that the "
-            "model itself is left alone. Keep what copy.deepcopy refuses outside of the model, in a variable say."
-        ) from error
-    if planned is not None:
-        del clone.__dict__["forward"]
-        if planned.had_instance_forward:
-            memo[id(model)] = clone
-            clone.forward = copy.deepcopy(planned.original_forward, memo)
-    return clone, {id(memo[id(one)]): one for one in memo.get(id(memo), ()) if id(one) in memo}
-
-
-def planned_forward(model: nn.Module) -> Any:
-    """The planned ``forward`` that a model was given, also below the wrappers of mixed precision; ``None`` without one."""
-    forward: Any = model.__dict__.get("forward")
-    while forward is not None and not getattr(forward, "_lowtide_runtime", False):
-        forward = getattr(forward, "__func__", None) or getattr(forward, "__wrapped__", None)
-    return forward
 
 
 @dataclass

@@ -9,10 +9,10 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-from lowtide import __version__
 from lowtide.cli.options import Subparsers
 from lowtide.extras import EXTRAS
 from lowtide.report.tables import fact_lines
+from lowtide.version import __version__
 
 _NEEDED = ("torch", "numpy", "numba", "platformdirs", "filelock", "msgspec")
 

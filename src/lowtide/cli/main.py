@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lowtide import __version__
 from lowtide.cli import compare, demo, env, max_batch, plan, planners, report, solve, trace
 from lowtide.errors import InfeasibleBudgetError, LowtideError, ScheduleError
+from lowtide.version import __version__
 
 DONE, DEFECT, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 1, 2, 3, 130
 _COMMANDS = (demo, plan, max_batch, solve, compare, trace, report, planners, env)

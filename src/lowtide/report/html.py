@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from lowtide import __version__
 from lowtide.extras import require
 from lowtide.ir import Kind
 from lowtide.memory.measurement import Measurement
@@ -16,6 +15,7 @@ from lowtide.report.profile import MemoryBlock, StepProfile
 from lowtide.report.report import Report
 from lowtide.report.slices import slices_of
 from lowtide.units import format_bytes, format_percent, format_source, format_time
+from lowtide.version import __version__
 
 _MOST_BLOCKS = 12
 _MOST_GROUPS = 9

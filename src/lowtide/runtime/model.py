@@ -21,10 +21,10 @@ from torch.autograd import forward_ad
 
 from lowtide.capture.capture import flat_arguments
 from lowtide.capture.contract import Captured, Conditions
+from lowtide.capture.copies import model_state
 from lowtide.capture.python_state import attributes, registered
 from lowtide.capture.python_state.followed import held_tensors
 from lowtide.capture.python_state.paths import Place
-from lowtide.capture.traced_model import model_state
 from lowtide.dynamic.context import is_inside, online
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.lower import Lowered, lower

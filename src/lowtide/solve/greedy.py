@@ -15,20 +15,17 @@ import time
 from dataclasses import dataclass, replace
 
 from lowtide.ir import keep_all_schedule, schedule_from_sequence
-from lowtide.solve.model.compact import CompactGraph, Indices, compact, decode
+from lowtide.solve.model.compact import compact, decode
 from lowtide.solve.outcome import answer, with_reachable_minimum
 from lowtide.solve.problem import Problem, Solution
-from lowtide.solve.search.threads import in_threads
-
-_LIMITS = (1.0, 0.97, 0.93, 0.88, 0.8, 0.7, 0.6, 0.5)
-_STEPS_PER_NODE = 6
+from lowtide.solve.search.evictions import LIMITS, greedy_sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
     """``limits``: how many limits at and below the budget are tried."""
 
-    limits: int = len(_LIMITS)
+    limits: int = len(LIMITS)
 
     def solve(self, problem: Problem) -> Solution:
         began = time.perf_counter()
@@ -44,15 +41,3 @@ class Greedy:
         if solution.status.solved:
             return solution
         return with_reachable_minimum(attempt, solution, problem.budget_bytes)
-
-
-def greedy_sequences(model: CompactGraph, budget_bytes: int, limits: int = len(_LIMITS)) -> list[Indices]:
-    """Encoded sequences, one per limit for which greedy comes to an end."""
-    from lowtide.solve.search.greedy_kernel import greedy_sequence
-
-    room = max(budget_bytes - model.fixed_bytes, 0)
-
-    def run(limit: float) -> Indices:
-        return greedy_sequence(model, int(room * limit), _STEPS_PER_NODE * (model.nodes + 1))
-
-    return [codes for codes in in_threads(run, _LIMITS[: max(limits, 1)]) if len(codes)]

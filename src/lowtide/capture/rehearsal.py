@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.capture.copies import copy_without_data
 from lowtide.capture.python_state import attributes
 from lowtide.capture.python_state.caches import clear_caches_of_fakes
 from lowtide.capture.python_state.draws import untouched
@@ -19,7 +20,6 @@ from lowtide.capture.python_state.outside import Reached
 from lowtide.capture.python_state.paths import Place, attributes_of, tensors_in, texts
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
 from lowtide.capture.trace.joint import as_traced
-from lowtide.capture.traced_model import copy_without_data
 from lowtide.errors import CaptureError
 from lowtide.program import structure
 from lowtide.program.keys import layout
