@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtide.solve.model.compact import CompactGraph, Flags, Indices, Numbers
-from lowtide.solve.model.compiled import kernel
+from lowtide.solve.model.compiled import inner, kernel
 
 
 class BlockSpan(NamedTuple):
@@ -53,7 +53,7 @@ def measure_option(t: CompactGraph, span: BlockSpan, codes: Indices) -> Measures
     return Measures(saved, _walk_forward(t, span, live, saved), backward_peak, rerun, extra)
 
 
-@kernel
+@inner
 def _revive(t: CompactGraph, span: BlockSpan, chosen: Flags, live: Flags) -> int:
     """Make the block's chosen storages live; the bytes that this adds."""
     added = 0
@@ -65,7 +65,7 @@ def _revive(t: CompactGraph, span: BlockSpan, chosen: Flags, live: Flags) -> int
     return added
 
 
-@kernel
+@inner
 def _walk_codes(t: CompactGraph, span: BlockSpan, codes: Indices, live: Flags, resident: int) -> tuple[int, int, int]:
     """Bytes live before the codes, their peak, and the time of the recomputes among them that are used."""
     peak, extra, following = 0, 0, span.last
@@ -101,7 +101,7 @@ def _walk_codes(t: CompactGraph, span: BlockSpan, codes: Indices, live: Flags, r
     return resident, peak, extra
 
 
-@kernel
+@inner
 def _walk_forward(t: CompactGraph, span: BlockSpan, live: Flags, resident: int) -> int:
     """The peak of the block's forward nodes."""
     peak = resident

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowtide.solve.model.compact import CompactGraph, Indices, Numbers
-from lowtide.solve.model.compiled import kernel
+from lowtide.solve.model.compiled import inner, kernel
 
 
 @kernel
@@ -93,14 +93,14 @@ def dropped(t: CompactGraph, live: Indices, storage: int, node: int) -> int:
     return int(t.storage_bytes[storage])
 
 
-@kernel
+@inner
 def pin_inputs(t: CompactGraph, pins: Indices, node: int, change: int) -> None:
     """Keep what the node reads from being evicted, or (with -1) no longer."""
     for i in range(t.reads_start[node], t.reads_start[node + 1]):
         pins[t.reads[i]] += change
 
 
-@kernel
+@inner
 def missing_input(t: CompactGraph, live: Indices, node: int) -> int:
     """The latest of the nodes whose results the node reads and nobody has, -1 without one."""
     missing = -1
@@ -110,7 +110,7 @@ def missing_input(t: CompactGraph, live: Indices, node: int) -> int:
     return missing
 
 
-@kernel
+@inner
 def fresh_bytes(t: CompactGraph, live: Indices, node: int) -> int:
     """Bytes of the storages that the node allocates and that are not there."""
     total = 0
