@@ -21,6 +21,7 @@ from torch._functorch._aot_autograd import descriptors as d
 
 from lowtide.capture.convert.builder import Builder, owned
 from lowtide.capture.convert.gradients import Gradients
+from lowtide.capture.convert.refused import refuse
 from lowtide.capture.trace.fake import UNINITIALISED
 from lowtide.capture.traced_model import origin
 from lowtide.errors import CaptureError
@@ -70,7 +71,7 @@ class _Walk:
         live = _ancestors([nodes[-1], *(n for n in nodes if _runs_anyway(n))])
         calls = [n for n in nodes if n.op in ("call_function", "get_attr") and n in live]
         for node in calls:
-            self._refuse_sparse(node)
+            refuse(node, self._origin)
         split = next((i for i, n in enumerate(calls) if _begins_backward(n)), len(calls))
         output = nodes[-1]
         descriptors = dict(zip(output.meta["desc"], output.args[0], strict=True))
@@ -97,18 +98,6 @@ class _Walk:
         return Converted(
             self.builder, forward_ops, tuple(self.inputs), self.constants, tangent_outputs, outputs, self.kept
         )
-
-    def _refuse_sparse(self, node: fx.Node) -> None:
-        value = node.meta.get("val")
-        for tensor in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
-                module, source = self._origin(node)
-                place = "".join((f" in module {module!r}" if module else "", f" at {source}" if source else ""))
-                raise CaptureError(
-                    f"operator {node.target}{place} makes a sparse tensor ({tensor.layout}), which a plan cannot hold. Compute "
-                    "densely (sparse=False), or run the model under lowtide.online.",
-                    source=source,
-                )
 
     def _placeholders(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         tangents = []

@@ -1,0 +1,35 @@
+"""Operators that are refused by name: the message says which, where, why, and what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.capture import capture
+from lowtide.capture.convert import refused
+
+
+class _Rolling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.roll(self.linear(x), 1).sum()
+
+
+@pytest.mark.parametrize("name", ["aten::roll", "aten::roll.default"])
+def test_operators_are_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(refused.REFUSED, name, "turns everything round. Use torch.flip")
+    with pytest.raises(
+        lowtide.CaptureError, match=r"aten.roll.* at .*test_refused.py:\d+ turns everything .* torch.flip, or"
+    ) as caught:
+        capture(_Rolling(), (torch.randn(3, 4),))
+    assert "test_refused.py" in caught.value.source
+
+
+def test_other_operators_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(refused.REFUSED, "aten::roll.dims", "is another overload")
+    capture(_Rolling(), (torch.randn(3, 4),))
