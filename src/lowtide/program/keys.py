@@ -8,27 +8,17 @@ from __future__ import annotations
 
 import argparse
 import enum
-import functools
 import hashlib
 import sys
 import types
 from typing import Any
 
-import numpy as np
 import torch
 
-from lowtide.program.structure import (
-    CONTAINERS,
-    MOST_LOOKED_AT,
-    PLAIN,
-    Held,
-    Nested,
-    Slot,
-    fields,
-    flatten,
-    is_open,
-)
+from lowtide.program.objects import PLAIN, content, fields, is_open
+from lowtide.program.structure import Held, Nested, Slot, flatten
 
+_LONG = 256  # bytes, from which on they are told by a digest
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 
@@ -54,6 +44,8 @@ class _Visit:
         self.met: dict[int, tuple[int, Any]] = {}
 
     def key(self, node: Any) -> Any:
+        if isinstance(node, bytes) and len(node) > _LONG:
+            return ("bytes", hashlib.sha256(node).digest())
         if isinstance(node, PLAIN):
             return (type(node), node)
         if isinstance(node, Slot):
@@ -62,10 +54,8 @@ class _Visit:
             return (str(node.spec), tuple(map(self.key, node.leaves)))
         if isinstance(node, Held):
             return (type(node.prototype), self._items(node.attributes))
-        if isinstance(node, np.ndarray) and not node.dtype.hasobject:
-            return ("array", node.dtype.str, node.shape, hashlib.sha256(node.tobytes()).digest())
         parts = _parts(node)
-        if not parts or len(self.met) >= MOST_LOOKED_AT:
+        if not parts:
             return (type(node), node if _is_hashable(node) else repr(node))
         if id(node) in self.met:
             return ("met", self.met[id(node)][0])
@@ -83,16 +73,13 @@ def _parts(node: Any) -> dict[Any, Any]:
         return {key if _is_hashable(key) else repr(key): item for key, item in node.items()}
     if isinstance(node, (set, frozenset)):
         return dict.fromkeys(sorted(node, key=repr))
-    if isinstance(node, CONTAINERS):
-        return dict(enumerate(node))
-    if isinstance(node, functools.partial):
-        return {"func": node.func, "args": node.args, "keywords": node.keywords}
-    if isinstance(node, types.MethodType):
-        return {"func": node.__func__, "self": node.__self__}
     if isinstance(node, types.FunctionType):
         cells = {i: cell.cell_contents for i, cell in enumerate(node.__closure__ or ()) if _is_filled(cell)}
         held = {"defaults": node.__defaults__, "keywords": node.__kwdefaults__, "closure": cells}
         return {"code": node.__code__, **held} if cells or any(held.values()) else {}
+    items = content(node)
+    if items is not None:
+        return dict(enumerate(items))
     return fields(node) if is_open(node) and not _is_closed(type(node)) else {}
 
 

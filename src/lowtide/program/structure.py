@@ -6,25 +6,16 @@ tensors (key-value caches, say) are handled here: a shallow copy is made and its
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import types
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.utils._pytree as pytree
 
-CONTAINERS = (list, tuple, deque, set, frozenset, dict)
-MUTABLE = (list, deque, dict, set)
-_MOST_BYTES = 1 << 24  # of an array that is compared
-_CLOSED = (torch.nn.Module, torch.Tensor, np.ndarray, types.ModuleType, types.FunctionType, types.MethodType, type)
-MOST_LOOKED_AT = 4096  # objects in arguments and attributes
-PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
+from lowtide.program.objects import CLOSED, PLAIN, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +58,7 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[int, ...]) -> Any
     if isinstance(node, torch.Tensor):
         tensors.append(node)
         return Slot(len(tensors) - 1)
-    if isinstance(node, (*PLAIN, *_CLOSED)) or id(node) in seen or getattr(type(node), "_lowtide_runtime", False):
+    if isinstance(node, (*PLAIN, *CLOSED)) or id(node) in seen or getattr(type(node), "_lowtide_runtime", False):
         return node
     within = (*seen, id(node))
     if not _is_pytree_leaf(node):
@@ -135,22 +126,6 @@ def _replaced(structure: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(structure)
 
 
-def modules(tree: Any) -> list[torch.nn.Module]:
-    """The modules in containers and objects."""
-    found: dict[int, Any] = {}
-    waiting = [tree]
-    while waiting and len(found) < MOST_LOOKED_AT:
-        node = waiting.pop()
-        if id(node) in found or isinstance(node, (*PLAIN, torch.Tensor)):
-            continue
-        found[id(node)] = node
-        if isinstance(node, CONTAINERS):
-            waiting += node.values() if isinstance(node, dict) else node
-        elif not isinstance(node, torch.nn.Module) and is_open(node):
-            waiting += fields(node).values()
-    return [node for node in found.values() if isinstance(node, torch.nn.Module)]
-
-
 def state_of(module: torch.nn.Module) -> list[torch.Tensor]:
     """Its parameters and buffers."""
     return [*module.parameters(), *module.buffers()]
@@ -175,43 +150,6 @@ def slots(structure: Any) -> list[int]:
     if isinstance(structure, Held):
         children = tuple(structure.attributes.values())
     return [slot for child in children for slot in slots(child)]
-
-
-def items(container: Any) -> list[Any]:
-    """What is in it; of a dict, keys and values."""
-    return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
-
-
-def refill(container: Any, others: Any) -> None:
-    """Put ``others`` instead of what is in it."""
-    container.clear()
-    (container.update if isinstance(container, (dict, set)) else container.extend)(others)
-
-
-def is_comparable(value: Any) -> bool:
-    """Whether it is an array that can be compared with a copy."""
-    return isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES and not value.dtype.hasobject
-
-
-def is_open(value: Any) -> bool:
-    """Whether it is an object with attributes of its own, such as a configuration, that may be looked into."""
-    if isinstance(value, (*PLAIN, *CONTAINERS, *_CLOSED)) or getattr(type(value), "_lowtide_runtime", False):
-        return False  # a planned forward that a wrapper keeps is none of the model's state
-    return bool(fields(value))
-
-
-def fields(value: Any) -> dict[str, Any]:
-    """The attributes of an object, those in slots included, past what its class makes of reading them: a configuration may
-    refuse to answer."""
-    own = getattr(value, "__dict__", None)
-    found = dict(own) if type(own) is dict else {}
-    for base in type(value).__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__"):
-                with contextlib.suppress(AttributeError):
-                    found[name] = object.__getattribute__(value, name)
-    return found
 
 
 def _is_pytree_leaf(node: Any) -> bool:

@@ -32,6 +32,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import nn
 
 from lowtide.capture.python_state.paths import (
@@ -44,9 +45,9 @@ from lowtide.capture.python_state.paths import (
     texts,
     value_at,
 )
-from lowtide.capture.python_state.walk import ABSENT
 from lowtide.errors import CaptureError
 from lowtide.program import structure
+from lowtide.program.objects import ABSENT, CONTAINERS, MUTABLE, PLAIN, is_open, items, refill
 
 _LOG = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ def snapshot(model: nn.Module) -> Snapshot:
     kept: list[Any] = []
     found = dict(attributes_of(model))
     attributes = {place: _identity(value, kept) for place, value in found.items()}
-    containers = {p: (v, copy.copy(v)) for p, v in found.items() if isinstance(v, structure.MUTABLE)}
+    containers = {p: (v, copy.copy(v)) for p, v in found.items() if isinstance(v, MUTABLE)}
     return Snapshot(attributes, _modules(model), containers, kept)
 
 
@@ -128,7 +129,7 @@ def changes(model: nn.Module, before: Snapshot) -> Changes:
     places = [*found, *sorted(before.attributes.keys() - found.keys())]
     outer = [place for place in places if place in changed and not changed & set(around(place))]
     holding = [place for place in outer if place in found and tensors_in(found[place])]
-    shared = {id(found[place]): place for place in reversed(holding) if isinstance(found[place], structure.MUTABLE)}
+    shared = {id(found[place]): place for place in reversed(holding) if isinstance(found[place], MUTABLE)}
     once = [place for place in holding if shared.get(id(found[place]), place) == place]  # one list of several modules
     return Changes(tuple(once), tuple(place for place in outer if place not in holding))
 
@@ -153,18 +154,16 @@ def settings(
 
 
 def _is_constant(value: Any) -> bool:
-    if isinstance(value, structure.CONTAINERS):
-        return all(map(_is_constant, structure.items(value)))
-    return isinstance(value, (*structure.PLAIN, enum.Enum))
+    if isinstance(value, CONTAINERS):
+        return all(map(_is_constant, items(value)))
+    return isinstance(value, (*PLAIN, enum.Enum))
 
 
 def written(model: nn.Module, before: Snapshot, places: Sequence[Assigned]) -> list[Any]:
     """How to bring the attributes from what they were to what they are: a verb and its object, see ``write``."""
     values = [value_at(model, assigned.place) for assigned in places]
     return [
-        ("refill", value)
-        if assigned.anew and isinstance(value, structure.MUTABLE)
-        else _written(value, before, assigned.place)
+        ("refill", value) if assigned.anew and isinstance(value, MUTABLE) else _written(value, before, assigned.place)
         for value, assigned in zip(values, places, strict=True)
     ]
 
@@ -187,10 +186,10 @@ def write(model: nn.Module, places: Sequence[Assigned], changes: Sequence[tuple[
     """Do to the attributes what the traced forward pass did: set them anew, refill, extend or update what is there."""
     for assigned, (verb, value) in zip(places, changes, strict=True):
         found = value_at(model, assigned.place)
-        if verb == "set" or not isinstance(found, structure.MUTABLE):
+        if verb == "set" or not isinstance(found, MUTABLE):
             set_at(model, assigned.place, value)
         elif verb == "refill":
-            structure.refill(found, value)
+            refill(found, value)
         else:
             getattr(found, verb)(value)
 
@@ -199,8 +198,8 @@ def apply(model: nn.Module, wanted: Sequence[Setting]) -> None:
     """Write plain values."""
     for setting in wanted:
         found = value_at(model, setting.place)
-        if setting.inside and isinstance(found, structure.MUTABLE):
-            structure.refill(found, copy.deepcopy(setting.value))
+        if setting.inside and isinstance(found, MUTABLE):
+            refill(found, copy.deepcopy(setting.value))
         elif found is not setting.value:
             set_at(model, setting.place, copy.deepcopy(setting.value))
 
@@ -210,8 +209,8 @@ class Before:
 
     def __init__(self, place: Place, value: Any) -> None:
         self.place = place
-        self.container = value if isinstance(value, structure.MUTABLE) else None
-        self.object = value if structure.is_open(value) else None  # whose own attributes are remembered by themselves
+        self.container = value if isinstance(value, MUTABLE) else None
+        self.object = value if is_open(value) else None  # whose own attributes are remembered by themselves
         tensors, self._structure = structure.flatten(copy.copy(value) if self.container is not None else value)
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._known = bool(tensors) or _is_constant(value)
@@ -232,7 +231,7 @@ def undone(model: nn.Module, before: Sequence[Before]) -> Iterator[None]:
     others = [(item, found) for item, found in now if found is None or found is not item.container]
     try:
         for item, container, _ in inside:
-            structure.refill(container, item.value())
+            refill(container, item.value())
         for item, _ in others:
             set_at(model, item.place, item.value())
         yield
@@ -240,7 +239,7 @@ def undone(model: nn.Module, before: Sequence[Before]) -> Iterator[None]:
         for item, found in others:
             set_at(model, item.place, found)
         for _, container, items in inside:
-            structure.refill(container, items)
+            refill(container, items)
 
 
 def say_unknown(model: nn.Module, places: Sequence[Place]) -> None:
@@ -259,13 +258,13 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def _identity(value: Any, kept: list[Any]) -> Any:
     """Equal for what is the same: values of plain types, the very same objects, and containers of such."""
-    if isinstance(value, structure.PLAIN):
+    if isinstance(value, PLAIN):
         return type(value), repr(value)
     if isinstance(value, (list, tuple, set, deque)):
         return type(value), tuple(_identity(item, kept) for item in value)
     if isinstance(value, dict):
         return type(value), tuple((repr(key), _identity(item, kept)) for key, item in value.items())
     kept.append(value)
-    if structure.is_comparable(value):
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return id(value), hashlib.sha256(value.tobytes()).digest()
     return id(value)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import operator
 import pickle
 import random
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,10 +24,10 @@ from torch import nn
 
 from lowtide.capture.trace.patches import wrapped
 from lowtide.errors import CaptureError
+from lowtide.program.objects import CLOSED, reachable
 
 GENERATORS: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)  # those that all share
 _OWN_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
-_DEPTH = 4  # of objects in objects in attributes
 _SEEDING = (
     (random, "seed"),
     (random, "setstate"),
@@ -104,8 +103,7 @@ class Draw:
 def none_by(model: nn.Module) -> Iterator[None]:
     """Raises ``CaptureError`` where the forward pass inside draws from generators that the model holds, or gives PyTorch's
     another state."""
-    found = {id(generator): generator for module in model.modules() for generator in _generators(vars(module), 0)}
-    before = [(generator, _state_of(generator)) for generator in found.values()]
+    before = [(generator, _state_of(generator)) for generator in _generators(model)]
     with contextlib.ExitStack() as stack:
         for owner, name in _TORCH_STATE:
             stack.enter_context(wrapped(owner, name, functools.partial(_refusing, name)))
@@ -121,23 +119,11 @@ def none_by(model: nn.Module) -> Iterator[None]:
         )
 
 
-def _generators(value: Any, depth: int) -> Iterator[Any]:
-    """Those in a value, in what it contains or is made of, shared ones excepted."""
-    if isinstance(value, _OWN_GENERATORS):
-        if all(value is not shared for shared in GENERATORS):
-            yield value
-        return
-    if depth == _DEPTH or isinstance(value, (nn.Module, torch.Tensor, ModuleType, type, str, bytes)):
-        return
-    inner: list[Any] = [getattr(value, "__self__", None), *getattr(value, "args", ())] if callable(value) else []
-    if isinstance(value, dict):
-        inner += value.values()
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        inner += value
-    elif type(getattr(value, "__dict__", None)) is dict:
-        inner += vars(value).values()
-    for item in inner:
-        yield from _generators(item, depth + 1)
+def _generators(model: nn.Module) -> list[Any]:
+    """Those that modules hold, in whatever way, shared ones excepted."""
+    held = [value for module in model.modules() for value in vars(module).values()]
+    found = reachable(held, lambda value: not isinstance(value, (*_OWN_GENERATORS, *CLOSED)) or inspect.ismethod(value))
+    return [one for one in found if isinstance(one, _OWN_GENERATORS) and all(one is not other for other in GENERATORS)]
 
 
 def _state_of(generator: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 
 from lowtide.capture.python_state.paths import Place, of_modules, root, tensors_in, value_at
 from lowtide.program import structure
+from lowtide.program.objects import CONTAINERS, PLAIN, is_open, reachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,9 @@ def follow_places(
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
     """All tensors in plain attributes, those in containers, objects and modules that are not registered included."""
-    distinct = {id(value): value for _, value in of_modules(model) if not isinstance(value, structure.PLAIN)}
-    hidden = (module for value in distinct.values() for module in structure.modules(value))
+    distinct = {id(value): value for _, value in of_modules(model) if not isinstance(value, PLAIN)}
+    held = reachable(distinct.values(), lambda value: isinstance(value, CONTAINERS) or is_open(value))
+    hidden = [value for value in held if isinstance(value, nn.Module)]
     tensors = [tensor for value in distinct.values() for tensor in tensors_in(value)]
     return tensors + [tensor for module in hidden for tensor in structure.state_of(module)]
 

@@ -1,7 +1,7 @@
 """What a program depends on that no argument of the call shows: what the model's Python code read while it was captured.
 
 ``Guards`` keeps the values that were read (``python_state.observe``) and how the model's modules were put together, and tells
-before each planned call whether all of it is still so: numbers, strings and holders (``python_state.walk``) are compared by
+before each planned call whether all of it is still so: numbers, strings and holders (``program.objects``) are compared by
 what they are or hold, everything else is the very same object. Where nothing has changed, a function made of one line per
 value says so, in some ten nanoseconds each (``python_state.quick``).
 """
@@ -23,9 +23,9 @@ from lowtide.capture.python_state.observe import Content, Read, Reads
 from lowtide.capture.python_state.outside import hooks_of
 from lowtide.capture.python_state.paths import Place, locate, named, value_at
 from lowtide.capture.python_state.quick import compile_guards
-from lowtide.capture.python_state.walk import ABSENT, content, current, part_name
 from lowtide.program import structure
 from lowtide.program.keys import tensor_key
+from lowtide.program.objects import ABSENT, PLAIN, content, current, part_name, reachable
 
 _MOST_REMAKES = 8  # of the quick function, where equal values are put anew before each call
 
@@ -161,21 +161,13 @@ def _keep(value: Any, contents: dict[int, Content]) -> None:
 
 def _holders(value: Any) -> list[Any]:
     """The holders that it is, and those in them."""
-    found: dict[int, Any] = {}
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        items = None if id(item) in found else content(item)
-        if items is not None:
-            found[id(item)] = item
-            waiting += items
-    return list(found.values())
+    return [one for one in reachable([value], lambda one: content(one) is not None) if content(one) is not None]
 
 
 def _equal(kept: Any, value: Any) -> bool:
     if isinstance(kept, types.MethodType) and isinstance(value, types.MethodType):  # made anew where they are read
         return kept.__func__ is value.__func__ and kept.__self__ is value.__self__
-    if type(kept) is not type(value) or not isinstance(kept, (*structure.PLAIN, np.generic)):
+    if type(kept) is not type(value) or not isinstance(kept, (*PLAIN, np.generic)):
         return False
     if isinstance(kept, float) and kept == 0:
         return str(kept) == str(value)  # of both signs
@@ -230,4 +222,4 @@ def _identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
 def _shown(value: Any) -> str:
     if value is ABSENT:
         return "absent"
-    return repr(value) if isinstance(value, structure.PLAIN) else f"another {type(value).__name__}"
+    return repr(value) if isinstance(value, PLAIN) else f"another {type(value).__name__}"

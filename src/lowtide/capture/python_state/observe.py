@@ -2,7 +2,7 @@
 
 A traced forward pass runs on a copy of the model. Inside ``Observer.watching()`` every attribute that it reads is noted, of the
 copy's modules and of any object that is reached from them or from variables that its code names: classes of such objects get
-methods that note reads and writes, for the time and the thread of the trace. A holder (``python_state.walk``) that is read is
+methods that note reads and writes, for the time and the thread of the trace. A holder (``program.objects``) that is read is
 noted with all that is in it, and so on inward; there is no limit to how deep or how much. Reads are kept in terms of the
 user's own objects, not of the copies.
 """
@@ -25,13 +25,13 @@ from torch import nn
 
 from lowtide.capture.python_state import files, named
 from lowtide.capture.python_state.paths import OWN
-from lowtide.capture.python_state.walk import ABSENT, class_attribute, content, current, own_attributes, part_name
 from lowtide.program import structure
+from lowtide.program.objects import ABSENT, PLAIN, class_attribute, content, current, fields, own_attributes, part_name
 
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
 _ASKING = (nn.Module.__module__, "functools")  # who reads them to find one
 _INHERITED = frozenset(vars(nn.Module)) - {"forward"} - _WHOLE
-_ATOMS = (*structure.PLAIN, torch.Tensor, enum.Enum)
+_ATOMS = (*PLAIN, torch.Tensor, enum.Enum)
 _HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
 _OPAQUE = ("torch", "numpy", "logging", "threading", "re", "enum", "abc", "typing", "builtins", "lowtide")
 
@@ -269,7 +269,7 @@ class Observer:
 
     def _note_whole(self, seen: Any, original: Any) -> None:
         """All attributes of an object are read."""
-        for name in structure.fields(original):
+        for name in fields(original):
             if not isinstance(original, nn.Module) or _matters(original, name):
                 self._note_one(seen, original, name)
         own = own_attributes(original)

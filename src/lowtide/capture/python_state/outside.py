@@ -21,6 +21,7 @@ from torch import nn
 
 from lowtide.capture.python_state.codes import codes, full_name, is_standard, is_trusted, named_by, parts_of
 from lowtide.program import structure
+from lowtide.program.objects import PLAIN, is_open, refill
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH = 5  # of containers, objects and functions in each other
@@ -66,8 +67,7 @@ class _Holder(NamedTuple):
         if not self.of_object:
             return bool(self.added()) or len(self.now) > len(self.then)
         return any(
-            isinstance(value, structure.PLAIN) and key in self.then and value != self.then[key]
-            for key, value in self.now.items()
+            isinstance(value, PLAIN) and key in self.then and value != self.then[key] for key, value in self.now.items()
         )
 
 
@@ -141,7 +141,7 @@ class Reached:
         for key, holder in self._holders.items():
             now, then = holder.now, holder.then
             if [*map(id, _items(now))] != [*map(id, _items(then))]:
-                leave, restore = functools.partial(_exchange, now), functools.partial(structure.refill, now, then)
+                leave, restore = functools.partial(_exchange, now), functools.partial(refill, now, then)
                 lost = holder.name == ARGUMENT and holder.has_other_values()
                 yield _Change(holder.name, holder.added(), leave, restore, lost, key in self._of_hooks)
         for variables, name, then in self._variables.values():
@@ -183,7 +183,7 @@ class Reached:
         elif type(value) in _CONTAINERS:
             self._hold(value, depth, name)
         elif isinstance(value, (nn.Module, types.SimpleNamespace)) or (
-            not is_standard(type(value).__module__) and structure.is_open(value)
+            not is_standard(type(value).__module__) and is_open(value)
         ):
             own = getattr(value, "__dict__", None)
             if type(own) is dict:
@@ -220,7 +220,7 @@ class Reached:
 
 def _exchange(holder: Any, others: dict[int, Any]) -> None:
     items = [others.get(id(item), item) for item in _items(holder)]
-    structure.refill(holder, dict(zip(holder, items, strict=True)) if isinstance(holder, dict) else items)
+    refill(holder, dict(zip(holder, items, strict=True)) if isinstance(holder, dict) else items)
 
 
 def _put(variables: dict[str, Any], name: str, value: Any) -> None:

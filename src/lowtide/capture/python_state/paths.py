@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.capture.python_state.walk import ABSENT
 from lowtide.capture.sharded import is_bookkeeping
 from lowtide.program import structure
+from lowtide.program.objects import ABSENT, CONTAINERS, PLAIN, fields, is_open
 
 OWN = frozenset(vars(nn.Module()))  # what every module has
-DEPTH = 3  # of objects in objects
-MOST_OBJECTS = 1024  # that are looked into
 _SHOWN = 3
 
 _WITHIN = "\0"  # between an attribute, and what of the object or container in it
@@ -34,23 +33,18 @@ def of_modules(model: nn.Module) -> Iterator[tuple[Place, Any]]:
 def attributes_of(model: nn.Module) -> Iterator[tuple[Place, Any]]:
     """Those of modules, and of the objects that they hold; every object once."""
     seen: dict[int, Any] = {}
-    for place, value in of_modules(model):
-        yield place, value
-        yield from _inside(place, value, DEPTH, seen)
-
-
-def _inside(place: Place, value: Any, depth: int, seen: dict[int, Any]) -> Iterator[tuple[Place, Any]]:
-    if depth == 0 or len(seen) >= MOST_OBJECTS or isinstance(value, structure.PLAIN) or id(value) in seen:
-        return
-    held = isinstance(value, structure.CONTAINERS)
-    if (held and len(value) > MOST_OBJECTS) or not (held or structure.is_open(value)):
-        return
-    seen[id(value)] = value
-    for name, item in _parts(value).items():
-        inner = (place[0], f"{place[1]}{_WITHIN}{name}")
-        if not held:
-            yield inner, item
-        yield from _inside(inner, item, depth - (not held), seen)
+    waiting = deque((place, value, True) for place, value in of_modules(model))
+    while waiting:
+        place, value, is_attribute = waiting.popleft()
+        if is_attribute:
+            yield place, value
+        held = isinstance(value, CONTAINERS)
+        if isinstance(value, PLAIN) or id(value) in seen or not (held or is_open(value)):
+            continue
+        seen[id(value)] = value
+        for name, item in _parts(value).items():
+            if not held or not isinstance(item, PLAIN):
+                waiting.append(((place[0], f"{place[1]}{_WITHIN}{name}"), item, not held))
 
 
 def around(place: Place) -> Iterator[Place]:
@@ -81,9 +75,9 @@ def _parts(owner: Any) -> dict[str, Any]:
         return vars(owner)
     if isinstance(owner, dict):
         return {repr(key): item for key, item in owner.items()}
-    if isinstance(owner, structure.CONTAINERS):
+    if isinstance(owner, CONTAINERS):
         return {str(number): item for number, item in enumerate(owner)}
-    return structure.fields(owner)
+    return fields(owner)
 
 
 def set_at(model: nn.Module, place: Place, value: Any) -> None:
@@ -110,9 +104,7 @@ def texts(places: Sequence[Place]) -> str:
 
 def sharing(model: nn.Module, places: Collection[Place]) -> list[Place]:
     """These, and the other attributes with one of the containers in them."""
-    held = {
-        id(value) for value in (value_at(model, place) for place in places) if isinstance(value, structure.CONTAINERS)
-    }
+    held = {id(value) for value in (value_at(model, place) for place in places) if isinstance(value, CONTAINERS)}
     return [*places, *(place for place, value in of_modules(model) if id(value) in held and place not in places)]
 
 

@@ -19,9 +19,9 @@ from torch import nn
 from lowtide.capture.python_state import files
 from lowtide.capture.python_state.observe import Read
 from lowtide.capture.python_state.outside import HOOKS
-from lowtide.capture.python_state.walk import ABSENT, class_attribute, content, current, own_attributes
 from lowtide.program import structure
 from lowtide.program.keys import tensor_key
+from lowtide.program.objects import ABSENT, class_attribute, content, current, own_attributes
 
 _IMMUTABLE = (tuple, frozenset, types.MethodType, functools.partial)
 _LINES = 200  # in one condition

@@ -7,6 +7,7 @@ read (``python_state.observe``).
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import enum
 import functools
@@ -14,14 +15,12 @@ import threading
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-
-from lowtide.program import structure
 
 
 class _Absent(enum.Enum):
@@ -29,6 +28,11 @@ class _Absent(enum.Enum):
 
 
 ABSENT = _Absent.ABSENT  # instead of the value of an attribute that is not there
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
+CONTAINERS = (list, tuple, deque, set, frozenset, dict)
+MUTABLE = (list, deque, dict, set)
+CLOSED = (nn.Module, torch.Tensor, np.ndarray, types.ModuleType, types.FunctionType, types.MethodType, type)
+_HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
 
 
 def _state_of_iterator(value: Any) -> tuple[Any, ...]:
@@ -74,9 +78,9 @@ def content(value: Any) -> tuple[Any, ...] | None:
     if isinstance(value, np.ndarray):
         items = tuple(value.ravel().tolist()) if value.dtype.hasobject else _bytes(value)
         return (value.shape, value.dtype.str, *items)
-    if isinstance(value, (*structure.PLAIN, torch.Tensor, nn.Module, type, types.FunctionType, types.ModuleType)):
+    if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, type, types.FunctionType, types.ModuleType)):
         return None
-    if isinstance(value, (types.GeneratorType, Iterator)) and not hasattr(value, "read"):
+    if isinstance(value, Iterator) and not kind.__flags__ & _HEAP_TYPE:
         return _state_of_iterator(value)
     try:
         return (type(value).__name__, *_bytes(value))
@@ -145,3 +149,49 @@ def current(kind: str, owner: Any, name: str) -> Any:
         return object.__getattribute__(owner, name)
     except AttributeError:
         return ABSENT
+
+
+def reachable(roots: Iterable[Any], enter: Callable[[Any], bool]) -> Iterator[Any]:
+    """What is in ``roots``, and in whatever ``enter`` says to look into; each object once, plain values left out."""
+    seen: dict[int, Any] = {}
+    waiting = [*roots]
+    while waiting:
+        value = waiting.pop()
+        if not isinstance(value, PLAIN) and id(value) not in seen:
+            seen[id(value)] = value
+            yield value
+            if enter(value):
+                held = content(value)
+                waiting += fields(value).values() if held is None else held
+
+
+def items(container: Any) -> list[Any]:
+    """What is in it; of a dict, keys and values."""
+    return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
+
+
+def refill(container: Any, others: Any) -> None:
+    """Put ``others`` instead of what is in it."""
+    container.clear()
+    (container.update if isinstance(container, (dict, set)) else container.extend)(others)
+
+
+def is_open(value: Any) -> bool:
+    """Whether it is an object with attributes of its own, such as a configuration, that may be looked into."""
+    if isinstance(value, (*PLAIN, *CONTAINERS, *CLOSED)) or getattr(type(value), "_lowtide_runtime", False):
+        return False  # a planned forward that a wrapper keeps is none of the model's state
+    return bool(fields(value))
+
+
+def fields(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots included, past what its class makes of reading them: a configuration may
+    refuse to answer."""
+    own = getattr(value, "__dict__", None)
+    found = dict(own) if type(own) is dict else {}
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                with contextlib.suppress(AttributeError):
+                    found[name] = object.__getattribute__(value, name)
+    return found
