@@ -24,7 +24,7 @@ from lowtide.capture.python_state import attributes, draws
 from lowtide.capture.python_state.caches import clear_caches_of_fakes
 from lowtide.capture.python_state.draws import Recorder
 from lowtide.capture.python_state.observe import Observer, Reads
-from lowtide.capture.python_state.outside import ARGUMENT, Reached, hooks_of
+from lowtide.capture.python_state.outside import Reached, hooks_of
 from lowtide.capture.python_state.paths import Place
 from lowtide.capture.python_state.registered import Registered, declared_buffers, new_buffers, registered
 from lowtide.capture.trace.autocast import Period, periods_of_casts
@@ -104,20 +104,7 @@ class TracedModel:
         self.reached = self.reached or reached
         if reached.lost:
             self.reached.undo()
-        if ARGUMENT in reached.lost:
-            raise CaptureError(
-                "the forward pass adds to a list, a dict or an object among its arguments, or counts in it, which planned "
-                "calls would not do. Return what it adds instead, or run the model under lowtide.online."
-            )
-        if reached.lost:
-            where = ", ".join(reached.lost)
-            raise CaptureError(
-                f"the forward pass, or a hook of a submodule, keeps tensors outside of the model ({where}), where planned "
-                "calls would not put them. Return them from forward, keep them in an attribute of the module "
-                "(module.kept = output), remove the hook, or run the model under lowtide.online. Where only the "
-                "first call keeps something (a cache that depends on parameters or buffers), call the model once before it is "
-                "rematerialized."
-            )
+            reached.refuse()
         if [tensor.requires_grad for tensor in tensors] != wanting:
             raise CaptureError(
                 "the forward pass calls requires_grad_() on an argument or a parameter, which planned calls would not do. Call "

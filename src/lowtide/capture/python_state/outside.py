@@ -14,12 +14,13 @@ import dis
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from lowtide.capture.python_state.codes import codes, full_name, is_standard, is_trusted, named_by, parts_of
+from lowtide.errors import CaptureError
 from lowtide.program import structure
 from lowtide.program.objects import PLAIN, is_open, refill
 
@@ -136,6 +137,20 @@ class Reached:
         """Take away what was left, too."""
         for change in self._filled:
             change.restore()
+
+    def refuse(self) -> NoReturn:
+        """Raises ``CaptureError`` for what is ``lost``."""
+        if ARGUMENT in self.lost:
+            raise CaptureError(
+                "the forward pass adds to a list, a dict or an object among its arguments, or counts in it, which planned "
+                "calls would not do. Return what it adds instead, or run the model under lowtide.online."
+            )
+        raise CaptureError(
+            f"the forward pass, or a hook of a submodule, keeps tensors outside of the model ({', '.join(self.lost)}), where "
+            "planned calls would not put them. Return them from forward, keep them in an attribute of the module "
+            "(module.kept = output), remove the hook, or run the model under lowtide.online. Where only the first call keeps "
+            "something (a cache that depends on parameters or buffers), call the model once before it is rematerialized."
+        )
 
     def _changes(self) -> Iterator[_Change]:
         for key, holder in self._holders.items():
