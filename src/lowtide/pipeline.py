@@ -15,7 +15,7 @@ from torch import nn
 
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Captured, Known, capture
-from lowtide.capture.python_state.paths import Place
+from lowtide.capture.python_state.paths import AttributePath
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, keep_all_schedule, simulate
@@ -84,7 +84,7 @@ def captured_program(
     settings: Settings,
     mask: GradientMask | None = None,
     like: Captured | None = None,
-    follow: frozenset[Place] = frozenset(),
+    follow: frozenset[AttributePath] = frozenset(),
 ) -> Captured:
     """The call operator by operator; with ``compiler="inductor"`` those that ``fused`` takes.
 

@@ -19,11 +19,11 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from lowtide.capture.contract import Captured, Conditions, Contract
 from lowtide.capture.convert.convert import Converted, convert
 from lowtide.capture.copies import State, copy_without_data, model_state
-from lowtide.capture.python_state import attributes
-from lowtide.capture.python_state.draws import Draws, Recorder
-from lowtide.capture.python_state.followed import Followed, follow_places
+from lowtide.capture.python_state import attribute_effects
 from lowtide.capture.python_state.guards import Guards
-from lowtide.capture.python_state.paths import Place, sharing
+from lowtide.capture.python_state.held_inputs import HeldInputs, inputs_at
+from lowtide.capture.python_state.paths import AttributePath, sharing
+from lowtide.capture.python_state.random_numbers import RandomNumbers, RandomRecorder
 from lowtide.capture.refusals import capture_error, check, refuse_merged, written_attributes
 from lowtide.capture.rehearsal import Effects, rehearse
 from lowtide.capture.trace.autocast import is_kept, share_casts
@@ -63,18 +63,18 @@ class Known:
     """
 
     effects: Effects | None = None
-    follow: frozenset[Place] | Followed = frozenset()
-    recorder: Recorder | None = None
+    follow: frozenset[AttributePath] | HeldInputs = frozenset()
+    recorder: RandomRecorder | None = None
 
     @staticmethod
     def of(captured: Captured) -> Known:
         """To trace the same call again."""
         contract = captured.contract
-        return Known(contract.effects, contract.followed, contract.conditions.recorder())
+        return Known(contract.effects, contract.held_inputs, contract.conditions.recorder())
 
     @property
-    def attributes(self) -> frozenset[Place]:
-        return self.follow.attributes() if isinstance(self.follow, Followed) else self.follow
+    def attributes(self) -> frozenset[AttributePath]:
+        return self.follow.attributes() if isinstance(self.follow, HeldInputs) else self.follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,10 @@ class _Trace:
     metadata: Any
     traced: TracedModel
     held: list[torch.Tensor]
-    followed: Followed
+    held_inputs: HeldInputs
     effects: Effects
     questions: tuple[Any, ...]
-    draws: Draws | None
+    draws: RandomNumbers | None
 
 
 def capture(
@@ -128,7 +128,7 @@ def capture(
         check(model, (*state.tensors, *tensors))
         call = _Call(model, state, tensors, arguments, mask, watch)
         known = known or Known()
-        attempt: _Trace | Known = replace(known, recorder=known.recorder or Recorder())
+        attempt: _Trace | Known = replace(known, recorder=known.recorder or RandomRecorder())
         while isinstance(attempt, Known):
             attempt = _attempt(call, attempt)
         return _finished(call, attempt, rewrite)
@@ -164,7 +164,7 @@ def _attempt(call: _Call, known: Known) -> _Trace | Known:
 
 
 def _traced_model(
-    call: _Call, held: Sequence[torch.Tensor], effects: Effects | None, recorder: Recorder
+    call: _Call, held: Sequence[torch.Tensor], effects: Effects | None, recorder: RandomRecorder
 ) -> TracedModel:
     real = (*call.state.tensors, *held)
 
@@ -203,21 +203,21 @@ def _finished(call: _Call, trace: _Trace, rewrite: Callable[[torch.fx.GraphModul
     if rewrite is not None:
         rewrite(trace.module)
     settings = tuple(setting for setting in traced.settings if setting.place not in effects.counted)
-    attributes.say_unknown(call.model, [place for place in traced.unknown if place not in effects.counted])
+    attribute_effects.say_unknown(call.model, [place for place in traced.unknown if place not in effects.counted])
     guards = _guards(call.model, traced, effects, settings, held)
     program = _assemble(convert(trace.module), trace.metadata, traced, call.state, type(call.model).__name__)
     read = _read_inputs(program, trace.questions)
     count = len(inputs) - len(held)
-    followed = Followed(trace.followed.places, frozenset(i for i in range(len(held)) if count + i not in read))
+    followed = HeldInputs(trace.held_inputs.places, frozenset(i for i in range(len(held)) if count + i not in read))
     conditions = Conditions(trace.questions, guards, trace.draws, followed)
     return Captured(program, Contract(traced.result, conditions, effects, settings, traced.reassigned))
 
 
 def _followed(
-    model: nn.Module, follow: frozenset[Place] | Followed, state: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], Followed]:
-    if not isinstance(follow, Followed):
-        return follow_places(model, follow, state)
+    model: nn.Module, follow: frozenset[AttributePath] | HeldInputs, state: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], HeldInputs]:
+    if not isinstance(follow, HeldInputs):
+        return inputs_at(model, follow, state)
     held = follow.behind([], model)
     if held is None:
         raise CaptureError("tensors in the model's attributes are not where they were when it was called.")
@@ -235,7 +235,7 @@ def _guards(
     model: nn.Module,
     traced: TracedModel,
     effects: Effects,
-    settings: Sequence[attributes.Setting],
+    settings: Sequence[attribute_effects.ValueEffect],
     held: Sequence[torch.Tensor],
 ) -> tuple[Guards, ...]:
     """What the model must be like: as it is now or, where the next call has the same program, as this one leaves it."""

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture.python_state import attributes, registered
-from lowtide.capture.python_state.attributes import Setting
-from lowtide.capture.python_state.draws import Draws, Recorder
-from lowtide.capture.python_state.followed import Followed
+from lowtide.capture.python_state import attribute_effects, buffer_effects
+from lowtide.capture.python_state.attribute_effects import ValueEffect
+from lowtide.capture.python_state.buffer_effects import MadeBuffer
 from lowtide.capture.python_state.guards import Guards
-from lowtide.capture.python_state.paths import Place, value_at
-from lowtide.capture.python_state.registered import Registered
+from lowtide.capture.python_state.held_inputs import HeldInputs
+from lowtide.capture.python_state.paths import AttributePath, value_at
+from lowtide.capture.python_state.random_numbers import RandomNumbers, RandomRecorder
 from lowtide.capture.rehearsal import Effects
 from lowtide.program import Program, structure
 from lowtide.program.keys import fingerprint
@@ -28,13 +28,13 @@ class Conditions:
 
     questions: tuple[Any, ...] = ()
     guards: tuple[Guards, ...] = (Guards(),)
-    draws: Draws | None = None
-    followed: Followed = field(default_factory=Followed)
+    draws: RandomNumbers | None = None
+    held_inputs: HeldInputs = field(default_factory=HeldInputs)
 
     def hold(self, modules: Sequence[nn.Module], inputs: list[torch.Tensor], memo: dict[int, Any]) -> bool:
         """Whether a call now has this program. ``modules``: all of the model's, itself first; ``inputs``: flat, without those
         in attributes; ``memo``: of the call."""
-        given = self.followed.behind(inputs, modules[0])
+        given = self.held_inputs.behind(inputs, modules[0])
         return (
             given is not None
             and self.fit(modules)
@@ -50,17 +50,17 @@ class Conditions:
         """In words, what of the model is not as it has to be."""
         return "" if self.fit(list(model.modules())) else self.guards[-1].broken(model)
 
-    def other_tensors(self, model: nn.Module) -> set[Place]:
+    def other_tensors(self, model: nn.Module) -> set[AttributePath]:
         """Attributes whose tensors are not those that they have to be."""
         return set() if self.fit(list(model.modules())) else self.guards[-1].other_tensors(model)
 
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> RandomRecorder | None:
         """To capture the same call again, with the same draws."""
-        return None if self.draws is None else Recorder(self.draws.start)
+        return None if self.draws is None else RandomRecorder(self.draws.start)
 
     def broken(self, model: nn.Module, inputs: list[torch.Tensor]) -> str:
         """In words, why they do not hold."""
-        given = self.followed.behind(inputs, model)
+        given = self.held_inputs.behind(inputs, model)
         if given is None:
             return self.changed(model) or "tensors in its attributes are not where they were"
         memo: dict[int, Any] = {}
@@ -76,43 +76,43 @@ class Contract:
     """What a planned call returns and leaves behind beside what its operators compute.
 
     ``result_structure`` is of a pair: what the model returned, and what it left in the attributes ``effects.tensors``;
-    ``settings`` are the plain values that it left (``python_state.attributes``), ``buffers`` those that it registers or
+    ``settings`` are the plain values that it left (``python_state.attribute_effects``), ``buffers`` those that it registers or
     replaces, by name. ``conditions``: under which all of this, and the program, hold for a call.
     """
 
     result_structure: Any
     conditions: Conditions
     effects: Effects = field(default_factory=Effects)
-    settings: tuple[Setting, ...] = ()
-    buffers: Mapping[str, Registered] = field(default_factory=dict)
+    settings: tuple[ValueEffect, ...] = ()
+    buffers: Mapping[str, MadeBuffer] = field(default_factory=dict)
 
     @property
-    def followed(self) -> Followed:
-        return self.conditions.followed
+    def held_inputs(self) -> HeldInputs:
+        return self.conditions.held_inputs
 
     def flat_inputs(self, model: nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """The flat inputs, with those in the model's attributes; ``None`` where they are not all there."""
-        return self.followed.behind(inputs, model)
+        return self.held_inputs.behind(inputs, model)
 
     def fulfil(
         self, model: nn.Module, tensors: Sequence[torch.Tensor], objects: Sequence[Any]
-    ) -> tuple[Any, list[attributes.Before]]:
+    ) -> tuple[Any, list[attribute_effects.Before]]:
         """What the call returns, made of its result ``tensors`` and the ``objects`` among its arguments, after leaving in the
         model what it leaves there; and what was there before."""
-        registered.put(model, self.buffers, tensors)
+        buffer_effects.put(model, self.buffers, tensors)
         result, left = structure.unflatten(self.result_structure, tensors, objects)
         written = {*(one.place for one in self.effects.tensors), *(setting.place for setting in self.settings)}
-        places = written | self.followed.attributes()
-        before = [attributes.Before(place, value_at(model, place)) for place in places]
-        attributes.write(model, self.effects.tensors, left)
-        attributes.apply(model, self.settings)
+        places = written | self.held_inputs.attributes()
+        before = [attribute_effects.Before(place, value_at(model, place)) for place in places]
+        attribute_effects.write(model, self.effects.tensors, left)
+        attribute_effects.apply(model, self.settings)
         return result, before
 
     def same_as(self, other: Contract) -> bool:
         """Whether a planned call does the same to the model, whatever it holds for."""
         return (
             fingerprint(self.result_structure) == fingerprint(other.result_structure)
-            and (self.effects.tensors, self.followed) == (other.effects.tensors, other.followed)
+            and (self.effects.tensors, self.held_inputs) == (other.effects.tensors, other.held_inputs)
             and repr(self.settings) == repr(other.settings)
             and self.buffers == other.buffers
         )

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lowtide.capture.python_state import draws
-from lowtide.capture.python_state.followed import held_tensors
+from lowtide.capture.python_state import random_numbers
+from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.capture.sharded import copy_module
 from lowtide.errors import CaptureError
 
@@ -51,7 +51,9 @@ def copy_without_data(
     memo: dict[int, Any] = {id(real): other for real, other in zip(state, others, strict=True)}
     for tensor in held_tensors(model):
         memo.setdefault(id(tensor), tensor)
-    memo.update({id(generator): generator for generator in draws.GENERATORS})  # behind random.uniform and the like
+    memo.update(
+        {id(generator): generator for generator in random_numbers.GENERATORS}
+    )  # behind random.uniform and the like
     memo.update(
         {id(value): value for m in model.modules() for value in vars(m).values() if isinstance(value, ModuleType)}
     )

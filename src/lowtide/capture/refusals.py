@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lowtide.capture.python_state.followed import holding
-from lowtide.capture.python_state.paths import Place, of_modules, tensors_in
+from lowtide.capture.python_state.held_inputs import holding
+from lowtide.capture.python_state.paths import AttributePath, of_modules, tensors_in
 from lowtide.capture.sharded import refuse_sharded_parts
 from lowtide.capture.traced_model import NO_SAVED_TENSORS_HOOKS, WriteError
 from lowtide.errors import CaptureError
@@ -99,7 +99,7 @@ def refuse_merged(metadata: Any, fakes: Sequence[torch.Tensor]) -> None:
         )
 
 
-def written_attributes(model: nn.Module, error: Exception) -> frozenset[Place]:
+def written_attributes(model: nn.Module, error: Exception) -> frozenset[AttributePath]:
     """The attributes into whose tensors the forward pass writes."""
     if isinstance(error, WriteError):
         return holding(model, error.tensor)

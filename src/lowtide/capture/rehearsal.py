@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.capture.copies import copy_without_data
-from lowtide.capture.python_state import attributes
+from lowtide.capture.python_state import attribute_effects
 from lowtide.capture.python_state.caches import clear_caches_of_fakes
-from lowtide.capture.python_state.draws import untouched
-from lowtide.capture.python_state.outside import Reached
-from lowtide.capture.python_state.paths import Place, attributes_of, tensors_in, texts
+from lowtide.capture.python_state.external_effects import ExternalEffects
+from lowtide.capture.python_state.paths import AttributePath, attributes_of, tensors_in, texts
+from lowtide.capture.python_state.random_numbers import untouched
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
 from lowtide.capture.trace.joint import as_traced
 from lowtide.errors import CaptureError
@@ -32,9 +32,9 @@ class Effects:
     """What a rehearsal found: attributes that get tensors, those that are ``counted`` on in every call, and those whose tensors
     are ``carried`` from call to call. ``settled``: the next call has the same program."""
 
-    tensors: tuple[attributes.Assigned, ...] = ()
-    counted: frozenset[Place] = frozenset()
-    carried: frozenset[Place] = frozenset()
+    tensors: tuple[attribute_effects.TensorEffect, ...] = ()
+    counted: frozenset[AttributePath] = frozenset()
+    carried: frozenset[AttributePath] = frozenset()
     settled: bool = True
 
 
@@ -50,13 +50,13 @@ def rehearse(
     count = len(state) + len(followed)
     fakes = fakes_of(mode, state, (*followed, *tensors))
     clone, _ = copy_without_data(model, (*state, *followed), fakes[:count])
-    calls: list[Call] = []
+    calls: list[RehearsedCall] = []
     while len(calls) < 2 or (len(calls) == 2 and _common(calls)):  # a third tells what goes on from what settles later
         with mode:  # of their own in each call
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in fakes[count:]]
-        call, before = Call(fakes[:count], inputs), attributes.snapshot(clone)
+        call, before = RehearsedCall(fakes[:count], inputs), attribute_effects.snapshot(clone)
         args, kwargs = structure.unflatten(arguments, inputs)
-        with as_traced(), untouched(), Reached(clone, (*args, *kwargs.values())), mode, call:
+        with as_traced(), untouched(), ExternalEffects(clone, (*args, *kwargs.values())), mode, call:
             clone.forward(*args, **kwargs)
         clear_caches_of_fakes()
         call.ended(clone, before)
@@ -64,7 +64,7 @@ def rehearse(
     return _effects(calls)
 
 
-def _effects(calls: Sequence[Call]) -> Effects:
+def _effects(calls: Sequence[RehearsedCall]) -> Effects:
     """What calls in a row do to the attributes. Raises ``CaptureError``, see ``capture.attributes``."""
     first, second = calls[:2]
     every = [place for place in first.changes.tensors if place in second.changes.tensors]
@@ -94,18 +94,20 @@ def _effects(calls: Sequence[Call]) -> Effects:
             texts(counted),
         )
     kept = every if counted else [*every, *once]  # a constant beside a counter is made in every call
-    tensors = tuple(attributes.Assigned(*place, anew=place in second.emptied, once=place in once) for place in kept)
+    tensors = tuple(
+        attribute_effects.TensorEffect(*place, refilled=place in second.emptied, once=place in once) for place in kept
+    )
     changing = any(place not in counted for place in second.changes.plain)
     settled = same and not once and not late and not carried and not changing
     return Effects(tensors, frozenset(counted), frozenset(carried), settled)
 
 
-def _common(calls: Sequence[Call]) -> list[Place]:
+def _common(calls: Sequence[RehearsedCall]) -> list[AttributePath]:
     """The attributes that get other plain values in all of them."""
     return [place for place in calls[0].changes.plain if all(place in call.changes.plain for call in calls)]
 
 
-class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, one forward pass: what it reads, what depends on its inputs, which operators run, and what it leaves behind.
 
     ``state``: parameters and buffers; ``inputs``: the tensors of the call. Tensors are told apart by identity.
@@ -118,11 +120,11 @@ class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators: list[Any] = []
         self.read: set[int] = set()
         self.draws = 0
-        self.changes = attributes.Changes()
-        self.found: dict[Place, set[int]] = {}
+        self.changes = attribute_effects.Changes()
+        self.found: dict[AttributePath, set[int]] = {}
         self.moved: set[int] = set()  # what it wrote to attributes
-        self.layouts: dict[Place, Any] = {}
-        self.emptied: set[Place] = set()  # containers that it did not only add to
+        self.layouts: dict[AttributePath, Any] = {}
+        self.emptied: set[AttributePath] = set()  # containers that it did not only add to
         self.kept: list[Any] = [state, inputs]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,9 +142,9 @@ class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kept += [leaves, result]  # no id comes again
         return result
 
-    def ended(self, model: nn.Module, before: attributes.Snapshot) -> None:
+    def ended(self, model: nn.Module, before: attribute_effects.Snapshot) -> None:
         """The call is over: note what it left in ``model``."""
-        self.changes = attributes.changes(model, before)
+        self.changes = attribute_effects.changes(model, before)
         found = dict(attributes_of(model))
         for place in self.changes.tensors:
             left = tensors_in(found[place])
@@ -151,10 +153,12 @@ class Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
             items = before.items_of(place, found[place])
             if items is not None and _emptied(found[place], items):
                 self.emptied.add(place)
-        places = [attributes.Assigned(*place, anew=place in self.emptied) for place in self.changes.tensors]
-        self.moved = set(map(id, tensors_in(attributes.written(model, before, places))))
+        places = [
+            attribute_effects.TensorEffect(*place, refilled=place in self.emptied) for place in self.changes.tensors
+        ]
+        self.moved = set(map(id, tensors_in(attribute_effects.written(model, before, places))))
 
-    def left(self, place: Place) -> set[int]:
+    def left(self, place: AttributePath) -> set[int]:
         """The tensors that the call left there, by identity."""
         return self.found.get(place, set())
 

@@ -20,13 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.capture.python_state import attributes, draws
+from lowtide.capture.python_state import attribute_effects, random_numbers
+from lowtide.capture.python_state.buffer_effects import MadeBuffer, declared_buffers, new_buffers, registered
 from lowtide.capture.python_state.caches import clear_caches_of_fakes
-from lowtide.capture.python_state.draws import Recorder
+from lowtide.capture.python_state.external_effects import ExternalEffects, hooks_of
 from lowtide.capture.python_state.observe import Observer, Reads
-from lowtide.capture.python_state.outside import Reached, hooks_of
-from lowtide.capture.python_state.paths import Place
-from lowtide.capture.python_state.registered import Registered, declared_buffers, new_buffers, registered
+from lowtide.capture.python_state.paths import AttributePath
+from lowtide.capture.python_state.random_numbers import RandomRecorder
 from lowtide.capture.trace.autocast import Period, periods_of_casts
 from lowtide.capture.trace.fake import known_value
 from lowtide.errors import CaptureError
@@ -60,18 +60,18 @@ class TracedModel:
     arguments: Any
     argument_tensors: int
     mask: GradientMask | None
-    assigned: tuple[attributes.Assigned, ...] = ()
-    recorder: Recorder = field(default_factory=Recorder)
+    assigned: tuple[attribute_effects.TensorEffect, ...] = ()
+    recorder: RandomRecorder = field(default_factory=RandomRecorder)
     keep_casts: bool = True
     reads: Reads = field(default_factory=Reads)
-    reached: Reached | None = None  # of the first call
-    changes: attributes.Changes = field(default_factory=attributes.Changes)
-    settings: tuple[attributes.Setting, ...] = ()
-    unknown: tuple[Place, ...] = ()
+    reached: ExternalEffects | None = None  # of the first call
+    changes: attribute_effects.Changes = field(default_factory=attribute_effects.Changes)
+    settings: tuple[attribute_effects.ValueEffect, ...] = ()
+    unknown: tuple[AttributePath, ...] = ()
     result: Any = None
     requires_grad: tuple[bool, ...] = ()
     used_mask: GradientMask = ()
-    reassigned: dict[str, Registered] = field(default_factory=dict)
+    reassigned: dict[str, MadeBuffer] = field(default_factory=dict)
     places: tuple[tuple[int, View | None], ...] = ()
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -79,7 +79,7 @@ class TracedModel:
         given = tensors[count : count + self.argument_tensors]
         model, copies = self.make_model([*tensors[:count], *tensors[count + self.argument_tensors :]])
         declared = declared_buffers(model)
-        before = attributes.snapshot(model)
+        before = attribute_effects.snapshot(model)
         args, kwargs = structure.unflatten(self.arguments, given)
         hooks = [hooks_of(module) for module in model.modules()]
         observer = Observer(self.original, model, copies, self.reads)
@@ -89,8 +89,10 @@ class TracedModel:
             no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(NO_SAVED_TENSORS_HOOKS)
             with (
                 self.recorder(),
-                Reached(model, (*args, *kwargs.values()), _constant if self.reached is None else None) as reached,
-                draws.none_by(model),
+                ExternalEffects(
+                    model, (*args, *kwargs.values()), _constant if self.reached is None else None
+                ) as reached,
+                random_numbers.none_by(model),
                 observer.watching(),
                 no_hooks,
                 periods_of_casts(self.keep_casts) as period,
@@ -110,14 +112,14 @@ class TracedModel:
                 "the forward pass calls requires_grad_() on an argument or a parameter, which planned calls would not do. Call "
                 "it before the forward pass, or run the model under lowtide.online."
             )
-        self.changes = attributes.changes(model, before)
+        self.changes = attribute_effects.changes(model, before)
         paths = {id(module): path for path, module in model.named_modules()}
         written = sorted((paths[key], name) for key, name in observer.written if key in paths)
-        self.settings, self.unknown = attributes.settings(model, before, self.changes, written)
+        self.settings, self.unknown = attribute_effects.settings(model, before, self.changes, written)
         if hooks != [hooks_of(module) for module in model.modules()]:
             self.settings = ()  # a flag says that there are hooks now, but in the model itself there are none
-        flat, result = structure.flatten_distinct((result, attributes.written(model, before, self.assigned)))
-        self.result = structure.with_given(result, structure.objects(self.arguments))
+        flat, result = structure.flatten_distinct((result, attribute_effects.written(model, before, self.assigned)))
+        self.result = structure.with_argument_slots(result, structure.objects(self.arguments))
         self.requires_grad = tuple(tensor.requires_grad for tensor in flat)
         self.used_mask = self.mask if self.mask and _fits(self.mask, flat) else guess_mask(flat, self.result)
         known = frozenset(name for names in self.names for name in names)
@@ -153,7 +155,7 @@ def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested) -> Gra
     able = [index for index, tensor in enumerate(results) if tensor.requires_grad]
     inner = [index for index in able if index in returned]
     chosen = [index for index in inner if results[index].numel() == 1]
-    carried = structure.held_slots(result)
+    carried = structure.slots_in_objects(result)
     if chosen:
         known = below([results[index] for index in chosen])
         chosen += [index for index in inner if index not in carried and _has_leaf(below([results[index]], known))]

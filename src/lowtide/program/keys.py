@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lowtide.program.objects import PLAIN, content, fields, is_open
-from lowtide.program.structure import Held, Nested, Slot, flatten
+from lowtide.program.structure import Nested, OpenObject, Slot, flatten
 
 _LONG = 256  # bytes, from which on they are told by a digest
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
@@ -52,7 +52,7 @@ class _Visit:
             return ("tensor", node.index)
         if isinstance(node, Nested):
             return (str(node.spec), tuple(map(self.key, node.leaves)))
-        if isinstance(node, Held):
+        if isinstance(node, OpenObject):
             return (type(node.prototype), self._items(node.attributes))
         parts = _parts(node)
         if not parts:

@@ -26,7 +26,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class OpenObject:
     """An object whose attributes hold tensors: a prototype and the structures of those attributes."""
 
     prototype: Any
@@ -42,7 +42,7 @@ class Nested:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ArgumentSlot:
     """Stands for the object at ``index`` among those of the arguments."""
 
     index: int
@@ -68,7 +68,7 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[int, ...]) -> Any
     attributes = {name: _visit(value, tensors, within) for name, value in fields(node).items()}
     if not any(slots(child) for child in attributes.values()):
         return node
-    return Held(_emptied(node, attributes), attributes)
+    return OpenObject(_emptied(node, attributes), attributes)
 
 
 def flatten_distinct(tree: Any) -> tuple[list[torch.Tensor], Any]:
@@ -87,11 +87,11 @@ def unflatten(structure: Any, tensors: Sequence[Any], given: Sequence[Any] = ())
     """The tree whose tensors are ``tensors``, and its objects from the arguments those of ``given``; inverse of ``flatten``."""
     if isinstance(structure, Slot):
         return tensors[structure.index]
-    if isinstance(structure, Given):
+    if isinstance(structure, ArgumentSlot):
         return given[structure.index]
     if isinstance(structure, Nested):
         return pytree.tree_unflatten([unflatten(leaf, tensors, given) for leaf in structure.leaves], structure.spec)
-    if isinstance(structure, Held):
+    if isinstance(structure, OpenObject):
         clone = copy.copy(structure.prototype)
         for name, child in structure.attributes.items():
             object.__setattr__(clone, name, unflatten(child, tensors, given))
@@ -104,10 +104,10 @@ def renumber(structure: Any, positions: Sequence[int]) -> Any:
     return _replaced(structure, lambda leaf: Slot(positions[leaf.index]) if isinstance(leaf, Slot) else leaf)
 
 
-def with_given(structure: Any, objects: Sequence[Any]) -> Any:
-    """The same structure with ``Given`` for each of the objects."""
+def with_argument_slots(structure: Any, objects: Sequence[Any]) -> Any:
+    """The same structure with ``ArgumentSlot`` for each of the objects."""
     index_of = {id(value): index for index, value in enumerate(objects)}
-    return _replaced(structure, lambda leaf: Given(index_of[id(leaf)]) if id(leaf) in index_of else leaf)
+    return _replaced(structure, lambda leaf: ArgumentSlot(index_of[id(leaf)]) if id(leaf) in index_of else leaf)
 
 
 def objects(structure: Any) -> list[Any]:
@@ -120,9 +120,9 @@ def objects(structure: Any) -> list[Any]:
 def _replaced(structure: Any, leaf: Callable[[Any], Any]) -> Any:
     if isinstance(structure, Nested):
         return Nested(structure.spec, tuple(_replaced(child, leaf) for child in structure.leaves))
-    if isinstance(structure, Held):
+    if isinstance(structure, OpenObject):
         attributes = {name: _replaced(child, leaf) for name, child in structure.attributes.items()}
-        return Held(structure.prototype, attributes)
+        return OpenObject(structure.prototype, attributes)
     return leaf(structure)
 
 
@@ -131,14 +131,18 @@ def state_of(module: torch.nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def held_slots(structure: Any) -> frozenset[int]:
+def slots_in_objects(structure: Any) -> frozenset[int]:
     """Slots inside opaque objects (caches): results that are carried along rather than trained on."""
     if isinstance(structure, Nested):
-        return frozenset().union(*(held_slots(leaf) for leaf in structure.leaves)) if structure.leaves else frozenset()
-    if isinstance(structure, Held) and not dataclasses.is_dataclass(structure.prototype):
+        return (
+            frozenset().union(*(slots_in_objects(leaf) for leaf in structure.leaves))
+            if structure.leaves
+            else frozenset()
+        )
+    if isinstance(structure, OpenObject) and not dataclasses.is_dataclass(structure.prototype):
         return frozenset(slots(structure))
-    if isinstance(structure, Held):
-        return frozenset().union(*(held_slots(child) for child in structure.attributes.values()))
+    if isinstance(structure, OpenObject):
+        return frozenset().union(*(slots_in_objects(child) for child in structure.attributes.values()))
     return frozenset()
 
 
@@ -147,7 +151,7 @@ def slots(structure: Any) -> list[int]:
     if isinstance(structure, Slot):
         return [structure.index]
     children = structure.leaves if isinstance(structure, Nested) else ()
-    if isinstance(structure, Held):
+    if isinstance(structure, OpenObject):
         children = tuple(structure.attributes.values())
     return [slot for child in children for slot in slots(child)]
 

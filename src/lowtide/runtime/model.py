@@ -22,9 +22,9 @@ from torch.autograd import forward_ad
 from lowtide.capture.capture import flat_arguments
 from lowtide.capture.contract import Captured, Conditions
 from lowtide.capture.copies import model_state
-from lowtide.capture.python_state import attributes, registered
-from lowtide.capture.python_state.followed import held_tensors
-from lowtide.capture.python_state.paths import Place
+from lowtide.capture.python_state import attribute_effects, buffer_effects
+from lowtide.capture.python_state.held_inputs import held_tensors
+from lowtide.capture.python_state.paths import AttributePath
 from lowtide.dynamic.context import is_inside, online
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.lower import Lowered, lower
@@ -76,7 +76,7 @@ class Entry:
     conditions: list[Conditions]
     sample: Sample
     remake: Callable[[Entry, GradientMask], Entry]
-    before: list[attributes.Before] = field(default_factory=list)
+    before: list[attribute_effects.Before] = field(default_factory=list)
 
     def for_mask(self, mask: GradientMask) -> Entry:
         """The same program for a gradient of other results; it serves the following calls too."""
@@ -101,7 +101,7 @@ class Rematerialized:
         self.entries: dict[Signature, list[Entry]] = {}
         self.spare: dict[Signature, list[Entry]] = {}  # for gradients that arrived otherwise, in case they alternate
         self._captures: Counter[Signature] = Counter()
-        self._follow: set[Place] = set()  # attributes whose tensors were seen to change
+        self._follow: set[AttributePath] = set()  # attributes whose tensors were seen to change
         self._warned = False
         self._said_transformed = False
         self._online: online | None = None
@@ -290,8 +290,8 @@ class Rematerialized:
         entry = next(made, None)
         if entry is None:
             with (
-                attributes.undone(self.model, old.before),
-                registered.not_made(self.model, old.captured.contract.buffers),
+                attribute_effects.undone(self.model, old.before),
+                buffer_effects.not_made(self.model, old.captured.contract.buffers),
                 torch.enable_grad(),
                 old.sample.autocast,
             ):

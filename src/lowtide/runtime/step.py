@@ -21,7 +21,7 @@ import torch
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd.function import once_differentiable
 
-from lowtide.capture.python_state.codes import is_trusted
+from lowtide.capture.python_state.code_names import is_trusted
 from lowtide.errors import ExecutionError
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.lower import Lowered

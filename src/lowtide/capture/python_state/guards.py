@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from lowtide.capture.python_state import files
+from lowtide.capture.python_state.external_effects import hooks_of
 from lowtide.capture.python_state.observe import Content, Read, Reads
-from lowtide.capture.python_state.outside import hooks_of
-from lowtide.capture.python_state.paths import Place, locate, named, value_at
+from lowtide.capture.python_state.paths import AttributePath, locate, named, value_at
 from lowtide.capture.python_state.quick import compile_guards
 from lowtide.program import structure
 from lowtide.program.keys import tensor_key
@@ -49,9 +49,9 @@ class Guards:
         cls,
         model: nn.Module,
         reads: Reads,
-        free: Collection[Place] = (),
+        free: Collection[AttributePath] = (),
         followed: Sequence[torch.Tensor] = (),
-        after: Collection[tuple[Place, Any]] = (),
+        after: Collection[tuple[AttributePath, Any]] = (),
     ) -> Guards:
         """Of what was read, what must stay as it was. ``free``: attributes that may be anything; ``followed``: tensors whose
         layout alone matters; ``after``: other values than the model has now. What the forward pass changes outside of the model
@@ -95,7 +95,7 @@ class Guards:
         """In words, what is not as it was."""
         return named([text for text, _ in self._broken(list(model.modules()))])
 
-    def other_tensors(self, model: nn.Module) -> set[Place]:
+    def other_tensors(self, model: nn.Module) -> set[AttributePath]:
         """Attributes of the model's modules whose tensors are not those that they were."""
         names = {id(module): name for name, module in model.named_modules()}
         broken = [
@@ -174,7 +174,7 @@ def _equal(kept: Any, value: Any) -> bool:
     return bool(kept == value or (kept != kept and value != value))
 
 
-def _owned(model: nn.Module, place: Place) -> tuple[int, str]:
+def _owned(model: nn.Module, place: AttributePath) -> tuple[int, str]:
     owner, name = locate(model, place) or (None, "")
     return id(owner), name
 

@@ -13,7 +13,7 @@ import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from lowtide.capture.python_state.codes import full_name, is_installed, is_standard, names_in, parts_of
+from lowtide.capture.python_state.code_names import full_name, is_installed, is_standard, names_in, parts_of
 
 _ENVIRONMENT = {"environ", "getenv"}
 

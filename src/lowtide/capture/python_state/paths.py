@@ -20,17 +20,17 @@ _SHOWN = 3
 _WITHIN = "\0"  # between an attribute, and what of the object or container in it
 
 # The path of a module, and the name of its attribute; behind it, after _WITHIN each, those of parts of the object in it.
-Place = tuple[str, str]
+AttributePath = tuple[str, str]
 
 
-def of_modules(model: nn.Module) -> Iterator[tuple[Place, Any]]:
+def of_modules(model: nn.Module) -> Iterator[tuple[AttributePath, Any]]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in OWN and name != "forward" and not is_bookkeeping(name):
                 yield (path, name), value
 
 
-def attributes_of(model: nn.Module) -> Iterator[tuple[Place, Any]]:
+def attributes_of(model: nn.Module) -> Iterator[tuple[AttributePath, Any]]:
     """Those of modules, and of the objects that they hold; every object once."""
     seen: dict[int, Any] = {}
     waiting = deque((place, value, True) for place, value in of_modules(model))
@@ -47,13 +47,13 @@ def attributes_of(model: nn.Module) -> Iterator[tuple[Place, Any]]:
                 waiting.append(((place[0], f"{place[1]}{_WITHIN}{name}"), item, not held))
 
 
-def around(place: Place) -> Iterator[Place]:
+def enclosing(place: AttributePath) -> Iterator[AttributePath]:
     """The objects and containers that it is in."""
     parts = place[1].split(_WITHIN)
     return ((place[0], _WITHIN.join(parts[:count])) for count in range(1, len(parts)))
 
 
-def locate(model: nn.Module, place: Place) -> tuple[Any, str] | None:
+def locate(model: nn.Module, place: AttributePath) -> tuple[Any, str] | None:
     """The module or object whose attribute it is, and the attribute's own name; ``None`` where there is no such object now."""
     owner: Any = model
     for name in place[0].split(".") if place[0] else ():
@@ -64,7 +64,7 @@ def locate(model: nn.Module, place: Place) -> tuple[Any, str] | None:
     return None if owner is None else (owner, leaf)
 
 
-def value_at(model: nn.Module, place: Place) -> Any:
+def value_at(model: nn.Module, place: AttributePath) -> Any:
     located = locate(model, place)
     return ABSENT if located is None else _parts(located[0]).get(located[1], ABSENT)
 
@@ -80,7 +80,7 @@ def _parts(owner: Any) -> dict[str, Any]:
     return fields(owner)
 
 
-def set_at(model: nn.Module, place: Place, value: Any) -> None:
+def set_at(model: nn.Module, place: AttributePath, value: Any) -> None:
     located = locate(model, place)
     if located is None:
         return
@@ -98,17 +98,17 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return structure.flatten(value)[0]
 
 
-def texts(places: Sequence[Place]) -> str:
+def texts(places: Sequence[AttributePath]) -> str:
     return named([f"{path}.{name}".lstrip(".").replace(_WITHIN, ".") for path, name in places])
 
 
-def sharing(model: nn.Module, places: Collection[Place]) -> list[Place]:
+def sharing(model: nn.Module, places: Collection[AttributePath]) -> list[AttributePath]:
     """These, and the other attributes with one of the containers in them."""
     held = {id(value) for value in (value_at(model, place) for place in places) if isinstance(value, CONTAINERS)}
     return [*places, *(place for place, value in of_modules(model) if id(value) in held and place not in places)]
 
 
-def root(place: Place) -> Place:
+def root(place: AttributePath) -> AttributePath:
     """The attribute of a module that it is, or is in."""
     return place[0], place[1].split(_WITHIN)[0]
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from lowtide.capture.python_state import files
+from lowtide.capture.python_state.external_effects import HOOKS
 from lowtide.capture.python_state.observe import Read
-from lowtide.capture.python_state.outside import HOOKS
 from lowtide.program import structure
 from lowtide.program.keys import tensor_key
 from lowtide.program.objects import ABSENT, class_attribute, content, current, own_attributes

@@ -11,26 +11,26 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lowtide.capture.python_state.paths import Place, of_modules, root, tensors_in, value_at
+from lowtide.capture.python_state.paths import AttributePath, of_modules, root, tensors_in, value_at
 from lowtide.program import structure
 from lowtide.program.objects import CONTAINERS, PLAIN, is_open, reachable
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
+class HeldInputs:
     """Tensors in attributes that are the last flat inputs of a program. ``places[i]``: where the i-th is, attributes and the
     number of the tensor among those in there. ``unread``: those that the program does not read."""
 
-    places: tuple[tuple[tuple[Place, int], ...], ...] = ()
+    places: tuple[tuple[tuple[AttributePath, int], ...], ...] = ()
     unread: frozenset[int] = frozenset()
 
-    def attributes(self) -> frozenset[Place]:
+    def attributes(self) -> frozenset[AttributePath]:
         return frozenset(place for everywhere in self.places for place, _ in everywhere)
 
     def behind(self, inputs: list[torch.Tensor], model: nn.Module) -> list[torch.Tensor] | None:
         """Flat inputs with the tensors of now behind them, empty ones instead of those that are not read; ``None`` where they
         are not all there, or one is not the same in all its places."""
-        found: dict[Place, list[torch.Tensor]] = {}
+        found: dict[AttributePath, list[torch.Tensor]] = {}
         result = list(inputs) if self.places else inputs
         for number, everywhere in enumerate(self.places):
             if number in self.unread:
@@ -46,9 +46,9 @@ class Followed:
         return result
 
 
-def follow_places(
-    model: nn.Module, places: Collection[Place], state: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], Followed]:
+def inputs_at(
+    model: nn.Module, places: Collection[AttributePath], state: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], HeldInputs]:
     """The tensors there that are not among ``state`` already, and wherever else they are; tensors that require gradients, and
     views of ``state``, are followed at all places."""
     known = set(map(id, state))
@@ -60,7 +60,7 @@ def follow_places(
         if (place in roots or t.requires_grad or _storage(t) in shared) and id(t) not in known
     }
     everywhere = (tuple((place, index) for place, index, t in found if id(t) == key) for key in wanted)
-    return list(wanted.values()), Followed(tuple(everywhere))
+    return list(wanted.values()), HeldInputs(tuple(everywhere))
 
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
@@ -72,7 +72,7 @@ def held_tensors(model: nn.Module) -> list[torch.Tensor]:
     return tensors + [tensor for module in hidden for tensor in structure.state_of(module)]
 
 
-def holding(model: nn.Module, tensor: torch.Tensor) -> frozenset[Place]:
+def holding(model: nn.Module, tensor: torch.Tensor) -> frozenset[AttributePath]:
     """The attributes with this tensor in them, or one that shares its memory."""
     storage = _storage(tensor)
     return frozenset(p for p, value in of_modules(model) if any(_storage(t) == storage for t in tensors_in(value)))

@@ -36,9 +36,9 @@ import numpy as np
 from torch import nn
 
 from lowtide.capture.python_state.paths import (
-    Place,
-    around,
+    AttributePath,
     attributes_of,
+    enclosing,
     named,
     set_at,
     tensors_in,
@@ -52,20 +52,20 @@ from lowtide.program.objects import ABSENT, CONTAINERS, MUTABLE, PLAIN, is_open,
 _LOG = logging.getLogger(__name__)
 
 
-class Assigned(NamedTuple):
-    """An attribute that gets tensors. ``anew``: a container that is emptied first; ``once``: in the first call alone."""
+class TensorEffect(NamedTuple):
+    """An attribute that gets tensors. ``refilled``: a container that is emptied first; ``once``: in the first call alone."""
 
     path: str
     name: str
-    anew: bool = False
+    refilled: bool = False
     once: bool = False
 
     @property
-    def place(self) -> Place:
+    def place(self) -> AttributePath:
         return self.path, self.name
 
 
-class Setting(NamedTuple):
+class ValueEffect(NamedTuple):
     """An attribute that gets a plain value. ``inside``: into the container that is there."""
 
     path: str
@@ -74,7 +74,7 @@ class Setting(NamedTuple):
     inside: bool
 
     @property
-    def place(self) -> Place:
+    def place(self) -> AttributePath:
         return self.path, self.name
 
 
@@ -83,12 +83,12 @@ class Snapshot:
     """The attributes of all modules of a model, as they were; ``kept`` keeps what they were, so that no id comes again.
     ``containers``: those that can be written in place, and copies of them."""
 
-    attributes: dict[Place, Any]
+    attributes: dict[AttributePath, Any]
     modules: dict[str, nn.Module]
-    containers: dict[Place, tuple[Any, Any]]
+    containers: dict[AttributePath, tuple[Any, Any]]
     kept: list[Any]
 
-    def items_of(self, place: Place, value: Any) -> Any:
+    def items_of(self, place: AttributePath, value: Any) -> Any:
         """A copy of the container there, where it is this one; ``None`` otherwise."""
         container, items = self.containers.get(place, (None, None))
         return items if container is value else None
@@ -98,8 +98,8 @@ class Snapshot:
 class Changes:
     """What differs from a snapshot: places with tensors in them now, and all others."""
 
-    tensors: tuple[Place, ...] = ()
-    plain: tuple[Place, ...] = ()
+    tensors: tuple[AttributePath, ...] = ()
+    plain: tuple[AttributePath, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.plain)
@@ -127,7 +127,7 @@ def changes(model: nn.Module, before: Snapshot) -> Changes:
     changed = {place for place, value in found.items() if before.attributes.get(place) != _identity(value, kept)}
     changed |= before.attributes.keys() - found.keys()
     places = [*found, *sorted(before.attributes.keys() - found.keys())]
-    outer = [place for place in places if place in changed and not changed & set(around(place))]
+    outer = [place for place in places if place in changed and not changed & set(enclosing(place))]
     holding = [place for place in outer if place in found and tensors_in(found[place])]
     shared = {id(found[place]): place for place in reversed(holding) if isinstance(found[place], MUTABLE)}
     once = [place for place in holding if shared.get(id(found[place]), place) == place]  # one list of several modules
@@ -135,8 +135,8 @@ def changes(model: nn.Module, before: Snapshot) -> Changes:
 
 
 def settings(
-    model: nn.Module, before: Snapshot, changed: Changes, assigned: Collection[Place]
-) -> tuple[tuple[Setting, ...], tuple[Place, ...]]:
+    model: nn.Module, before: Snapshot, changed: Changes, assigned: Collection[AttributePath]
+) -> tuple[tuple[ValueEffect, ...], tuple[AttributePath, ...]]:
     """What plain values a traced call wrote, by what it ``changed`` and what it ``assigned`` (also what was there before); and
     the places with other values in them, made by the call, which are left as they were."""
     found = dict(attributes_of(model))
@@ -146,7 +146,7 @@ def settings(
     ]
     values = [(place, found.get(place, ABSENT)) for place in places]
     constants = [
-        Setting(*place, copy.deepcopy(value), before.items_of(place, value) is not None)
+        ValueEffect(*place, copy.deepcopy(value), before.items_of(place, value) is not None)
         for place, value in values
         if _is_constant(value)
     ]
@@ -159,16 +159,18 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, (*PLAIN, enum.Enum))
 
 
-def written(model: nn.Module, before: Snapshot, places: Sequence[Assigned]) -> list[Any]:
+def written(model: nn.Module, before: Snapshot, places: Sequence[TensorEffect]) -> list[Any]:
     """How to bring the attributes from what they were to what they are: a verb and its object, see ``write``."""
     values = [value_at(model, assigned.place) for assigned in places]
     return [
-        ("refill", value) if assigned.anew and isinstance(value, MUTABLE) else _written(value, before, assigned.place)
+        ("refill", value)
+        if assigned.refilled and isinstance(value, MUTABLE)
+        else _written(value, before, assigned.place)
         for value, assigned in zip(values, places, strict=True)
     ]
 
 
-def _written(value: Any, before: Snapshot, place: Place) -> tuple[str, Any]:
+def _written(value: Any, before: Snapshot, place: AttributePath) -> tuple[str, Any]:
     items = before.items_of(place, value)
     if items is None:
         return "set", value
@@ -182,7 +184,7 @@ def _written(value: Any, before: Snapshot, place: Place) -> tuple[str, Any]:
     return ("extend", added) if added and same and not isinstance(value, set) else ("refill", value)
 
 
-def write(model: nn.Module, places: Sequence[Assigned], changes: Sequence[tuple[str, Any]]) -> None:
+def write(model: nn.Module, places: Sequence[TensorEffect], changes: Sequence[tuple[str, Any]]) -> None:
     """Do to the attributes what the traced forward pass did: set them anew, refill, extend or update what is there."""
     for assigned, (verb, value) in zip(places, changes, strict=True):
         found = value_at(model, assigned.place)
@@ -194,7 +196,7 @@ def write(model: nn.Module, places: Sequence[Assigned], changes: Sequence[tuple[
             getattr(found, verb)(value)
 
 
-def apply(model: nn.Module, wanted: Sequence[Setting]) -> None:
+def apply(model: nn.Module, wanted: Sequence[ValueEffect]) -> None:
     """Write plain values."""
     for setting in wanted:
         found = value_at(model, setting.place)
@@ -207,7 +209,7 @@ def apply(model: nn.Module, wanted: Sequence[Setting]) -> None:
 class Before:
     """What an attribute was. Tensors are not kept alive, so that it may be gone; nor is what is no plain value."""
 
-    def __init__(self, place: Place, value: Any) -> None:
+    def __init__(self, place: AttributePath, value: Any) -> None:
         self.place = place
         self.container = value if isinstance(value, MUTABLE) else None
         self.object = value if is_open(value) else None  # whose own attributes are remembered by themselves
@@ -242,7 +244,7 @@ def undone(model: nn.Module, before: Sequence[Before]) -> Iterator[None]:
             refill(container, items)
 
 
-def say_unknown(model: nn.Module, places: Sequence[Place]) -> None:
+def say_unknown(model: nn.Module, places: Sequence[AttributePath]) -> None:
     """Log what is left as it was, but for the bookkeeping of PyTorch's own modules."""
     theirs = [place for place in places if not type(model.get_submodule(place[0])).__module__.startswith("torch.")]
     if theirs:

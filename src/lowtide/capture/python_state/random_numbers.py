@@ -1,4 +1,4 @@
-"""Draws from the generators of Python and NumPy in a forward pass.
+"""RandomNumbers from the generators of Python and NumPy in a forward pass.
 
 No operator stands for such a draw: the program was made with the numbers that came. Most models only compare them with a
 threshold (layer drop). Then the comparisons are what the program depends on: a later call draws the same numbers as eager
@@ -84,7 +84,7 @@ def untouched(start: State | None = None) -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class Draw:
+class RandomNumber:
     """One number: the function that drew it, and how it compared with others: operator, the other number, the answer."""
 
     function: Callable[..., float]
@@ -94,7 +94,7 @@ class Draw:
     used_otherwise: bool = False
 
     def again(self) -> bool:
-        """Draw; whether the number compares as it did."""
+        """RandomNumber; whether the number compares as it did."""
         value = self.function(*self.args, **self.kwargs)
         return all(compare(value, other) == answer for compare, other, answer in self.comparisons)
 
@@ -115,7 +115,7 @@ def none_by(model: nn.Module) -> Iterator[None]:
     if any(drawn):
         raise CaptureError(
             "the forward pass draws from a random generator of its own (random.Random, numpy.random.Generator), which planned "
-            "calls would not. Draw from torch's, or outside the forward pass; or run the model under lowtide.online."
+            "calls would not. RandomNumber from torch's, or outside the forward pass; or run the model under lowtide.online."
         )
 
 
@@ -160,7 +160,7 @@ def _seeded(make: Callable[..., Any]) -> Callable[..., Any]:
         if seed is None:
             raise CaptureError(
                 "the forward pass makes a numpy.random.default_rng() without a seed, whose draws planned calls would repeat. "
-                "Draw from torch's generator, or outside the forward pass; or run the model under lowtide.online."
+                "RandomNumber from torch's generator, or outside the forward pass; or run the model under lowtide.online."
             )
         return make(seed)
 
@@ -168,12 +168,12 @@ def _seeded(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class RandomNumbers:
     """What one forward pass drew between two states; ``numbers`` are all of it, or ``None`` where it computes with some."""
 
     start: State
     end: State
-    numbers: tuple[Draw, ...] | None
+    numbers: tuple[RandomNumber, ...] | None
 
     def hold(self) -> bool:
         """Whether a forward pass that began now would draw what makes the same program."""
@@ -192,13 +192,13 @@ class Draws:
             number.again()
 
 
-class Recorder:
+class RandomRecorder:
     """Follows the draws of forward passes that all begin in the state ``start``, or in that of now."""
 
     def __init__(self, start: State | None = None) -> None:
         self.start = state() if start is None else start
         self.end = self.start
-        self.numbers: list[Draw] = []
+        self.numbers: list[RandomNumber] = []
         self.seeded = False  # whether the forward pass gives a generator a state of its own
         self.comparing = True  # as long as drawn numbers are only compared, for all that is known
 
@@ -222,7 +222,7 @@ class Recorder:
         return again
 
     @property
-    def draws(self) -> Draws | None:
+    def draws(self) -> RandomNumbers | None:
         """Of the last forward pass; ``None`` if there were none."""
         if same_state(self.start, self.end) and not self.seeded:
             return None
@@ -230,7 +230,7 @@ class Recorder:
             for number in self.numbers:
                 number.again()
             complete = same_state(state(), self.end) and not self.seeded
-        return Draws(self.start, self.end, tuple(self.numbers) if complete else None)
+        return RandomNumbers(self.start, self.end, tuple(self.numbers) if complete else None)
 
     def _seeding(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def seed(*args: Any, **kwargs: Any) -> Any:
@@ -244,7 +244,7 @@ class Recorder:
             value = function(*args, **kwargs)
             if type(value) is not float:
                 return value
-            self.numbers.append(Draw(function, args, kwargs))
+            self.numbers.append(RandomNumber(function, args, kwargs))
             return _Number(value, self.numbers[-1])
 
         return draw
@@ -255,7 +255,7 @@ class _Number:
 
     __slots__ = ("_draw", "_value")
 
-    def __init__(self, value: float, draw: Draw) -> None:
+    def __init__(self, value: float, draw: RandomNumber) -> None:
         self._value = value
         self._draw = draw
 

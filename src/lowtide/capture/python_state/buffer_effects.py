@@ -13,7 +13,7 @@ from lowtide.capture.python_state.paths import named
 from lowtide.errors import CaptureError
 
 
-class Registered(NamedTuple):
+class MadeBuffer(NamedTuple):
     """A buffer that gets the ``result`` of this number. ``made``: there was none before; ``declared``: but it was registered as
     ``None``."""
 
@@ -61,15 +61,15 @@ def declared_buffers(model: nn.Module) -> frozenset[str]:
 
 def registered(
     model: nn.Module, buffers: Mapping[str, torch.Tensor], known: frozenset[str], declared: frozenset[str], first: int
-) -> dict[str, Registered]:
+) -> dict[str, MadeBuffer]:
     """How to put ``buffers`` in place, whose results begin at ``first``. ``known``: names that there were before."""
     return {
-        name: Registered(first + number, name not in known, name in declared, _is_persistent(model, name))
+        name: MadeBuffer(first + number, name not in known, name in declared, _is_persistent(model, name))
         for number, name in enumerate(buffers)
     }
 
 
-def put(model: nn.Module, places: Mapping[str, Registered], tensors: Sequence[torch.Tensor]) -> None:
+def put(model: nn.Module, places: Mapping[str, MadeBuffer], tensors: Sequence[torch.Tensor]) -> None:
     for name, place in places.items():
         module, leaf = _owner(model, name)
         module._buffers[leaf] = tensors[place.result].detach()
@@ -82,7 +82,7 @@ def put(model: nn.Module, places: Mapping[str, Registered], tensors: Sequence[to
 
 
 @contextlib.contextmanager
-def not_made(model: nn.Module, places: Mapping[str, Registered]) -> Iterator[None]:
+def not_made(model: nn.Module, places: Mapping[str, MadeBuffer]) -> Iterator[None]:
     """Inside, the buffers that a call makes are not there."""
     held = []
     for name, place in places.items():

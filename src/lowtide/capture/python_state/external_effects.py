@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 
-from lowtide.capture.python_state.codes import codes, full_name, is_standard, is_trusted, named_by, parts_of
+from lowtide.capture.python_state.code_names import codes, full_name, is_standard, is_trusted, named_by, parts_of
 from lowtide.errors import CaptureError
 from lowtide.program import structure
 from lowtide.program.objects import PLAIN, is_open, refill
@@ -89,7 +89,7 @@ class _Change(NamedTuple):
         return cls(name, [now], lambda left: put(left[id(now)]), functools.partial(put, then))
 
 
-class Reached:
+class ExternalEffects:
     """Inside, ``model`` runs; afterwards what its hooks can reach outside of it is as it was, and so is what its code can reach
     where that put tensors. ``lost`` names these places. ``arguments``: all that it is called with.
 
@@ -121,7 +121,7 @@ class Reached:
         for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
             self._collect(kind, _DEPTH + 1, full_name(kind))
 
-    def __enter__(self) -> Reached:
+    def __enter__(self) -> ExternalEffects:
         return self
 
     def __exit__(self, *error: object) -> None:
