@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -165,7 +164,7 @@ def program_costs(program: Program, on_progress: Progress | None = None) -> Cost
             costs = analytical_costs(program)
         else:
             costs = measure_costs(program, on_progress=on_progress)
-    return _with_sums_of_views(program, _with_generator_states(program, costs))
+    return _with_generator_states(program, costs)
 
 
 def _with_generator_states(program: Program, costs: Costs) -> Costs:
@@ -186,22 +185,6 @@ def _with_room_between(program: Program, costs: Costs, nbytes: int) -> Costs:
     workspace = np.array(costs.workspace_bytes)
     workspace[arrival] += nbytes
     return dataclasses.replace(costs, workspace_bytes=workspace)
-
-
-def _with_sums_of_views(program: Program, costs: Costs) -> Costs:
-    """Where results view an output, autograd makes a gradient of all of it from each view's, by way of a copy, and sums these
-    before one arrives: three of its size at most beside that one. The views' own gradients are there as long as that one."""
-    storages, workspace = np.array(costs.storage_bytes), np.array(costs.workspace_bytes)
-    arrivals = [op for op in program.graph.ops if op.target == TANGENT_TARGET]
-    for op, output in zip(arrivals, program.tangents, strict=True):
-        wanted = zip(program.results, program.mask, strict=False)
-        views = [r.view for r, entry in wanted if entry is not False and r.output == output and r.view is not None]
-        if views:
-            storage = program.graph.values[op.outputs[0]].storage
-            given = sum(math.prod(view.shape) * view.dtype.itemsize for view in views)
-            workspace[op.id] += 3 * storages[storage] + given
-            storages[storage] += given
-    return dataclasses.replace(costs, storage_bytes=storages, workspace_bytes=workspace)
 
 
 def make_program_plan(

@@ -256,20 +256,20 @@ def _assemble(
     name: str,
 ) -> Program:
     builder = converted.builder
-    returned, results = _results(converted, metadata, traced)
+    returned, position, results = _results(converted, metadata, traced)
     position_of: dict[Any, int] = {d.PlainAOTInput(i): i for i in range(len(converted.inputs))}
     gradients = tuple(
         (position_of[desc.grad_of], value)
         for desc, value in converted.outputs.items()
         if isinstance(desc, d.GradAOTOutput)
     )
-    if not all(converted.outputs[desc] in returned for desc in converted.tangent_outputs):
+    if not all(desc in position for desc in converted.tangent_outputs):
         raise CaptureError(
             "the forward pass writes in place into an argument or a parameter that requires a gradient (F.relu_, clamp_ or "
             "Embedding(max_norm=...), say), which a plan cannot follow. Write into a copy, outside the forward pass, or run it "
             "under lowtide.online."
         )
-    tangents = tuple(returned.index(converted.outputs[desc]) for desc in converted.tangent_outputs)
+    tangents = tuple(position[desc] for desc in converted.tangent_outputs)
     arriving = [op.outputs[0] for op in builder.ops if op.target == TANGENT_TARGET]
     read = {value for op in builder.ops for value in op.inputs} | set(returned)
     graph = Graph(
@@ -300,26 +300,31 @@ def _assemble(
     return with_overwrites(program)
 
 
-def _results(converted: Converted, metadata: Any, traced: TracedModel) -> tuple[list[int], list[Result]]:
-    """Forward outputs in the order in which the program returns them, and how each result comes from them."""
+def _results(
+    converted: Converted, metadata: Any, traced: TracedModel
+) -> tuple[list[int], dict[Any, int], list[Result]]:
+    """Forward outputs in the order in which the program returns them, at which of them each described one is, and how each
+    result comes from them. Those with a gradient are apart from all others."""
     returned: list[int] = []
+    positions: dict[Any, int] = {}
     requires_grad = [*traced.requires_grad, *(False for _ in traced.reassigned)]
-
-    def position(descriptor: Any) -> int:
-        value = converted.outputs[descriptor]
-        if value not in returned:
-            returned.append(value)
-        return returned.index(value)
-
     results = []
-    for grad, (number, view) in zip(requires_grad, traced.places, strict=True):
+    for number, (grad, (_, view)) in enumerate(zip(requires_grad, traced.views, strict=True)):
         descriptor, info = d.PlainAOTOutput(number), metadata.output_info[number]
         if info.output_type is OutputType.is_input:
             results.append(Result(grad, argument=info.base_idx))
         elif info.output_type is OutputType.alias_of_input:
             results.append(Result(grad, argument=info.base_idx, view=view))
-        elif view is None:
-            results.append(Result(grad, returned=position(descriptor)))
         else:
-            results.append(Result(grad, base=position(descriptor), view=view))
-    return returned, results
+            value = converted.outputs[descriptor]
+            if grad or value not in returned:
+                returned.append(value)
+                positions[descriptor] = len(returned) - 1
+            results.append(Result(grad, positions.get(descriptor, returned.index(value)), view=view))
+    numbers = [number for number, _ in traced.views]
+    bases = [None if number is None else results[number].returned for number in numbers]
+    return (
+        returned,
+        positions,
+        [replace(result, base=base) for result, base in zip(results, bases, strict=True)],
+    )

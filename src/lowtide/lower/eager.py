@@ -256,7 +256,7 @@ class _Generator:
 
     def _inner_outputs(self) -> tuple[int, ...]:
         """Positions of forward outputs with a gradient that others with one depend on."""
-        results = [result.output for result in self.program.results if result.requires_grad]
+        results = [result.returned for result in self.program.results if result.requires_grad]
         outputs = self.graph.forward_outputs
         leading = {outputs[position] for position in results if position is not None}
         inner: set[int] = set()

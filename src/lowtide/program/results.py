@@ -1,9 +1,9 @@
 """How a model's results come from the outputs of its program.
 
-Results may share memory: they are views of each other, or one is another one detached. Outputs do not, as far as autograd can
-see: what several results are views of is one output, which they are formed from after each call, so that a gradient for any of
-them, and a write into it, reach the others as in eager. That is settled here and not by AOTAutograd, since it must not depend
-on which of the results a gradient is expected for: a call may go on in a program for others.
+Every result is an output of its own, so that its gradient arrives by itself, and the program sums those that arrive at several
+views of one tensor where eager's engine does. Autograd sees what it sees in eager, too: a result that is a view is one of an
+output, so that a write into it reaches the others. That is settled here and not by AOTAutograd, since it must not depend on
+which of the results a gradient is expected for: a call may go on in a program for others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import BackwardCFunction
 
 # Per tensor of the result: no gradient (False), one in the layout of the tensor (True), or one with these strides.
@@ -58,8 +57,8 @@ class View:
 class Result:
     """One tensor of the model's result.
 
-    ``returned``: its position among the graph's forward outputs; or ``argument``: the flat input that it is or views; or
-    ``base``: the forward output that it views. ``view`` is there where it is a view. ``requires_grad`` as in eager.
+    ``returned``: its position among the graph's forward outputs; or ``argument``: the flat input that it is or views. ``view``
+    is there where it is one, of that input or of the forward output ``base``. ``requires_grad`` as in eager.
     """
 
     requires_grad: bool
@@ -68,50 +67,64 @@ class Result:
     base: int | None = None
     view: View | None = None
 
-    @property
-    def output(self) -> int | None:
-        """The forward output that it is or views."""
-        return self.base if self.returned is None else self.returned
-
     def form(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """It, from what the program returned and from its flat inputs."""
-        source = outputs[self.output] if self.output is not None else inputs[self.argument or 0]
+        if self.returned is not None:  # several without a gradient may be there
+            tensor = outputs[self.returned]
+            return tensor if self.requires_grad else tensor.detach()
+        source = inputs[self.argument or 0]
         tensor = source if self.view is None else self.view.on(source)
         return tensor.detach() if tensor.requires_grad and not self.requires_grad else tensor
 
 
+def with_views(outputs: Sequence[torch.Tensor], results: Sequence[Result]) -> list[torch.Tensor]:
+    """The forward outputs, those that are views formed as such from those that they are views of."""
+    formed = list(outputs)
+    for result in results:
+        if result.returned is not None and result.base is not None and result.view is not None:
+            formed[result.returned] = result.view.on(outputs[result.base])
+    return formed
+
+
 @dataclass(frozen=True)
 class Outputs:
-    """What a traced model returns: ``tensors``, and for each of its results the one of them that it is or views."""
+    """What a traced model returns: ``tensors``, one per result, and ``views``: for each the number of the result that it is a
+    view of (``None`` for an input, or where it is none), and how."""
 
     tensors: tuple[torch.Tensor, ...]
-    places: tuple[tuple[int, View | None], ...]
+    views: tuple[tuple[int | None, View | None], ...]
 
     @classmethod
     def of(cls, results: Sequence[torch.Tensor], mask: GradientMask, inputs: Sequence[torch.Tensor]) -> Outputs:
-        """``inputs``: all that the model was given. Results that are among them, or view one, are outputs of their own, which
-        AOTAutograd recognises; no gradient for those comes to the program."""
+        """``results``: with the ``bases`` of others. ``inputs``: all that the model was given. Results that are among them, or
+        view one, are outputs that AOTAutograd recognises; no gradient for those comes to the program."""
         given = {_storage(tensor): tensor for tensor in inputs}
-        viewed = [_viewed(tensor, given) for tensor in results]
-        roots = _roots(results, [source is not None for source in viewed])
-        numbers: dict[int, int] = {}
-        returned: list[torch.Tensor] = []
-        places: list[tuple[int, View | None]] = []
+        sharing = collections.Counter([*given, *map(_storage, results)])
+        numbers = {id(tensor): number for number, tensor in enumerate(results)}
         own = {id(tensor) for tensor in inputs}
-        distinct = {id(root): root for root in roots}.values()
-        sharing = collections.Counter([*given, *map(_storage, distinct)])
-        for result, root, source in zip(results, roots, viewed, strict=True):
-            if id(root) not in numbers:
-                numbers[id(root)] = len(returned)
-                if source is not None:
-                    returned.append(root if id(root) in own else root.detach())
-                else:
-                    alone = sharing[_storage(root)] == 1
-                    hidden = root if alone else torch.ops.aten._unsafe_view.default(root, root.shape)
-                    returned.append(_expecting(hidden, _entry(root, results, roots, mask)))
-            above = root if source is None else source
-            places.append((numbers[id(root)], None if result is above else View.of(result, above)))
-        return cls(tuple(returned), tuple(places))
+        returned: list[torch.Tensor] = []
+        views: list[tuple[int | None, View | None]] = []
+        for result, entry in zip(results, mask, strict=True):
+            source = _viewed(result, given)
+            if source is not None:
+                returned.append(result if id(result) in own else result.detach())
+                views.append((None, None if result is source else View.of(result, source)))
+                continue
+            shared = sharing[_storage(result)] > 1
+            returned.append(_apart(result, entry) if shared else _expecting(result, entry))
+            base = _base(result)
+            number = None if base is None else numbers.get(id(base))
+            views.append((number, None if base is None or number is None else View.of(result, base)))
+        return cls(tuple(returned), tuple(views))
+
+
+def bases(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that several of the results are views of, and that are no results themselves."""
+    given = {_storage(tensor) for tensor in inputs}
+    found = [_base(tensor) for tensor in results if _storage(tensor) not in given]
+    times = collections.Counter(id(base) for base in found)
+    known = {id(tensor) for tensor in results}
+    return list({id(b): b for b in found if b is not None and times[id(b)] > 1 and id(b) not in known}.values())
 
 
 def _viewed(result: torch.Tensor, given: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
@@ -120,53 +133,12 @@ def _viewed(result: torch.Tensor, given: Mapping[int, torch.Tensor]) -> torch.Te
     return None if source is None or _is_of_function(result, source) else source
 
 
-def _roots(results: Sequence[torch.Tensor], views_input: Sequence[bool]) -> list[torch.Tensor]:
-    """Per result, the tensor to return for it: itself, or the one that it and others are views of. The views of one call that
-    makes many (``chunk``) are returned each by itself where there are no others: none of them can be written to."""
-    able = [tensor.requires_grad and not views for tensor, views in zip(results, views_input, strict=True)]
-    together = _counted(results, able)
-    linked = [
-        is_able and together[_storage(tensor)] > 1 and not _is_of_function(tensor, _base(tensor))
-        for tensor, is_able in zip(results, able, strict=True)
-    ]
-    free = _counted(results, [is_linked and not _is_of_many(t) for t, is_linked in zip(results, linked, strict=True)])
-    roots = [
-        _base(tensor) if is_linked and free[_storage(tensor)] > 1 else tensor
-        for tensor, is_linked in zip(results, linked, strict=True)
-    ]
-    leading: dict[Any, torch.Tensor] = {}  # for those without a gradient
-    for tensor, root, is_able in zip(results, roots, able, strict=True):
-        if is_able:
-            leading.setdefault((_storage(tensor), tensor.dtype), root)
-    return [
-        root if tensor.requires_grad or views else leading.get((_storage(tensor), tensor.dtype), root)
-        for tensor, root, views in zip(results, roots, views_input, strict=True)
-    ]
-
-
-def _counted(results: Sequence[torch.Tensor], chosen: Sequence[bool]) -> collections.Counter[int]:
-    """How many of the results are in each storage, of those that are chosen."""
-    return collections.Counter(_storage(tensor) for tensor, counts in zip(results, chosen, strict=True) if counts)
-
-
-def _entry(
-    root: torch.Tensor, results: Sequence[torch.Tensor], roots: Sequence[torch.Tensor], mask: GradientMask
-) -> bool | tuple[int, ...]:
-    """The mask's entry for what is returned for several results."""
-    members = zip(results, roots, mask, strict=True)
-    wanted = [(result, entry) for result, other, entry in members if other is root and entry is not False]
-    return next((entry for result, entry in wanted if result is root), bool(wanted))
-
-
-def _base(tensor: torch.Tensor) -> torch.Tensor:
+def _base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What it is a view of, where a gradient passes from the one to the other as through a view."""
     base = tensor._base
-    return base if base is not None and base.requires_grad else tensor
-
-
-def _is_of_many(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, FunctionalTensor) and bool(
-        torch._functionalize_is_multi_output_view(tensor.elem)  # type: ignore[attr-defined]
-    )
+    if base is None or not (tensor.requires_grad and base.requires_grad) or _is_of_function(tensor, base):
+        return None
+    return base
 
 
 def _is_of_function(tensor: torch.Tensor, source: torch.Tensor) -> bool:
@@ -177,6 +149,14 @@ def _is_of_function(tensor: torch.Tensor, source: torch.Tensor) -> bool:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _apart(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Tensor:
+    """The same for the program (``capture.convert``), but for AOTAutograd in memory of its own, as its gradient is: by default
+    without the gaps of a view."""
+    copy = torch.ops.aten.alias_copy.default(tensor)
+    dense = tuple(torch.empty_like(tensor).stride())
+    return _expecting(copy, dense if entry is True and dense != copy.stride() else entry)
 
 
 def _expecting(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
+from torch._C._autograd import CreationMeta, _set_creation_meta
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd.function import once_differentiable
 
@@ -28,7 +29,7 @@ from lowtide.lower import Lowered
 from lowtide.lower import random as rng
 from lowtide.program import layouts
 from lowtide.program.program import Program
-from lowtide.program.results import GradientMask, Result
+from lowtide.program.results import GradientMask, Result, with_views
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__  # with the inputs whose gradients are asked for
 
@@ -135,7 +136,7 @@ class ModelCall:
         program = self.executable.program
         mask = tuple(_wanted(result, gradients) for result in program.results[: len(program.mask)])
         executable = self.executable if mask == program.mask else self.executable.for_mask(mask)
-        if [result.output for result in executable.program.results] != [result.output for result in program.results]:
+        if list(map(_place, executable.program.results)) != list(map(_place, program.results)):
             raise ExecutionError(
                 "the program for the gradients that arrived returns other tensors than the one that was run, so these cannot "
                 "be handed to it. Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
@@ -225,11 +226,15 @@ def _has_layout(gradient: torch.Tensor | None, stride: Sequence[int]) -> bool:
 
 def _wanted(result: Result, gradients: Sequence[torch.Tensor | None]) -> bool | tuple[int, ...]:
     """The mask entry for a result whose gradient arrived like this."""
-    place = result.output
+    place = result.returned
     gradient = gradients[place] if place is not None and result.requires_grad else None  # not of one that is detached
     if gradient is None:
         return False
-    return tuple(gradient.stride()) if result.returned is not None and gradient.numel() > 1 else True
+    return tuple(gradient.stride()) if gradient.numel() > 1 else True
+
+
+def _place(result: Result) -> tuple[int | None, ...]:
+    return result.returned, result.argument, result.base
 
 
 def _tangent_values(program: Program) -> list[int]:
@@ -279,7 +284,7 @@ class OutputNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(token)
         with without_autocast(call.device_type):
-            outputs = call.forward()
+            outputs = with_views(call.forward(), call.executable.program.results)
         ctx.mark_non_differentiable(*(outputs[i] for i in fixed))
         return tuple(outputs)
 
@@ -342,10 +347,15 @@ def run(executable: Executable, inputs: list[torch.Tensor]) -> list[torch.Tensor
     token = None
     for node in range(len(nodes) - 1, -1, -1):
         token = StageNode.apply(call, node, token, *(inputs[i] for i in nodes[node]))  # type: ignore[no-untyped-call]
-    differentiable = {result.output for result in program.results if result.requires_grad}
+    differentiable = {result.returned for result in program.results if result.requires_grad}
     returned = len(program.graph.forward_outputs) - len(program.kept)
     fixed = tuple(i for i in range(returned) if i not in differentiable)
     outputs: list[torch.Tensor] = list(OutputNode.apply(call, fixed, token))  # type: ignore[no-untyped-call]
+    for result in program.results:
+        if (
+            result.returned is not None and result.view is not None
+        ):  # views of a function's outputs may not be written into
+            _set_creation_meta(outputs[result.returned], CreationMeta.DEFAULT)
     for index in lowered.inner:
         _refuse_hooks(outputs[index])
     return outputs

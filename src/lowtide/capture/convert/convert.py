@@ -31,7 +31,12 @@ from lowtide.program import targets
 from lowtide.program.program import Call, Ref
 
 _ATEN = torch.ops.aten
-_ALIASES = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default}
+_ALIASES = {
+    _ATEN.detach.default,
+    _ATEN.alias.default,
+    _ATEN.lift_fresh.default,
+    _ATEN.alias_copy.default,
+}  # the last: results
 _DROPPED = {"aten._assert_tensor_metadata.default"}
 _TRAINING_NORMS = {"_native_batch_norm_legit_functional", "_batch_norm_with_update_functional"}
 
