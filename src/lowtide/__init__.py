@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lowtide.memory.measurement import Measurement
     from lowtide.memory.meter import measure
     from lowtide.planning import Plan
+    from lowtide.runtime.checked import checked
 
 
 _LAZY = {
@@ -39,6 +40,7 @@ _LAZY = {
     "MaxBatch": "lowtide.batches",
     "online": "lowtide.dynamic.context",
     "Plan": "lowtide.planning",
+    "checked": "lowtide.runtime.checked",
     "measure": "lowtide.memory.meter",
     "Measurement": "lowtide.memory.measurement",
 }
@@ -56,6 +58,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "ScheduleError",
+    "checked",
     "max_batch",
     "measure",
     "online",

@@ -52,15 +52,14 @@ def rematerialize(
     planner:
         Name and options of a planner, see ``lowtide planners``.
     compiler:
-        ``"eager"``: operators run one by one, as in plain PyTorch, with the same results to the bit. ``"inductor"``: chains
-        of pointwise operators and reductions are compiled into fused kernels before planning; results are close. Where
-        kernels cannot meet the budget, or only by much recomputation, operators run where they are quicker.
+        ``"eager"``: operators run one by one, with the same results to the bit. ``"inductor"``: chains of pointwise operators
+        and reductions are compiled into fused kernels before planning, where these are quicker; results are close.
     on_new_signature:
-        What a call with other shapes, types, flags or autocast state does, or one of a model whose attributes were changed:
-        ``"plan"`` anew, run ``"eager"`` without a plan (warned once), or raise an ``"error"``.
+        What a call does that no plan is for (other shapes, flags, attributes): ``"plan"`` anew, run ``"eager"`` without a
+        plan (warned once), or raise an ``"error"``.
     on_capture_error:
-        What to do with a model whose program depends on data: raise the ``"error"``, or go ``"online"``: from then on this
-        thread runs inside ``lowtide.online(budget)`` (said once in the log), until ``lowtide.restore(model)``.
+        For a model whose program depends on data: raise the ``"error"``, or run this thread inside ``lowtide.online(budget)``
+        until ``lowtide.restore(model)``: ``"online"`` (said once in the log).
     seed:
         Seed of the planner; the same program, costs and seed give the same plan.
 
@@ -73,6 +72,19 @@ def rematerialize(
     PlanError
         If an argument makes no sense, or the model is rematerialized already.
     """
+    _require_plannable(model)
+    settings = Settings(budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
+    runtime = Rematerialized(model, settings)
+    if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
+        with torch.enable_grad():
+            inputs, arguments = runtime.flat_inputs(args, kwargs or {})
+            runtime.entry(args, kwargs or {}, inputs, arguments)
+    model.forward = runtime
+    return model
+
+
+def _require_plannable(model: nn.Module) -> None:
+    """Raises ``PlanError`` for a model that cannot be given a planned forward pass."""
     pipeline.require_module(model, "rematerialize")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise PlanError("rematerialize the model inside: DistributedDataParallel(lowtide.rematerialize(model, ...)).")
@@ -88,14 +100,6 @@ def rematerialize(
         raise PlanError(
             "a model on the meta device can be planned (lowtide.plan) but not run; move it to a device first."
         )
-    settings = Settings(budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
-    runtime = Rematerialized(model, settings)
-    if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
-        with torch.enable_grad():
-            inputs, arguments = runtime.flat_inputs(args, kwargs or {})
-            runtime.entry(args, kwargs or {}, inputs, arguments)
-    model.forward = runtime
-    return model
 
 
 def restore(model: Model) -> Model:

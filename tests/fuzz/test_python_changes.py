@@ -475,4 +475,5 @@ def test_changes_between_steps(name: str) -> None:
     expected = step(model, x, plain=True)
     assert not torch.equal(before[0], expected[0]), "the change changes nothing: the case is vacuous"
     assert all(map(torch.equal, step(model, x, plain=False), expected)), "a stale plan ran"
-    assert all(map(torch.equal, step(model, x, plain=False), expected))
+    with lowtide.checked(every=1):
+        assert all(map(torch.equal, step(model, x, plain=False), expected))

@@ -16,7 +16,8 @@ from lowtide.pipeline import fused
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
-from lowtide.runtime.model import Entry, Rematerialized, Sample
+from lowtide.runtime.entry import Entry, Sample
+from lowtide.runtime.model import Rematerialized
 
 
 class SharingGraph(Rematerialized):

@@ -33,7 +33,7 @@ from lowtide.memory.allocators import allocated_bytes
 from lowtide.pipeline import Settings, check_device, make_program_plan, program_costs, share_planners, with_aside
 from lowtide.planning import Plan, make_plan
 from lowtide.program import Program
-from lowtide.runtime.model import Entry
+from lowtide.runtime.entry import Entry
 from lowtide.runtime.step import ModelCall
 from lowtide.sharing import Assignment, Footprint, Member, choose, footprint, peak_bytes, sequential_constraints
 

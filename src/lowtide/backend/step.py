@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lowtide.planning import Plan
-from lowtide.runtime.model import Entry
+from lowtide.runtime.entry import Entry
 from lowtide.runtime.step import ModelCall
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import logging
@@ -10,7 +9,6 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,18 +18,20 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from lowtide.capture.capture import flat_arguments
-from lowtide.capture.contract import Captured, Conditions
+from lowtide.capture.contract import Captured
 from lowtide.capture.copies import model_state
 from lowtide.capture.python_state import attribute_effects, buffer_effects
 from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.dynamic.context import is_inside, online
 from lowtide.errors import CaptureError, ExecutionError, PlanError
-from lowtide.lower import Lowered, lower
+from lowtide.lower import lower
 from lowtide.pipeline import Settings, captured_program, planned_program
 from lowtide.planning import Plan
-from lowtide.program import Program, layouts, structure
+from lowtide.program import Program, structure
 from lowtide.program.results import GradientMask
+from lowtide.runtime.checked import is_due, require_same
+from lowtide.runtime.entry import Entry, Sample
 from lowtide.runtime.signature import Arguments, Signature, describe, signature
 from lowtide.runtime.step import run
 from lowtide.stage_times import itemised, stage, stage_seconds
@@ -41,46 +41,6 @@ _TRACED = (FakeTensor, FunctionalTensor)
 _MANY_CAPTURES = 8  # for the same shapes: said in the log
 _MOST_PROGRAMS = 32  # kept
 _MOST_CONDITIONS = 16  # kept, of each
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)  # printing a tensor without memory ends the process
-class Sample:
-    """A call to capture, and the autocast state to do it in, where that is not the one of now."""
-
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    autocast: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
-
-    def light(self, device_type: str) -> Sample:
-        """The same without floating tensors' memory, in the autocast state of now. Shapes suffice to capture it again for other
-        gradients, but values answer the questions, so the integers stay."""
-        tensors, tree = flat_arguments(self.args, self.kwargs)
-        args, kwargs = structure.unflatten(tree, [_light(tensor) for tensor in tensors])
-        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-        keep_casts = torch.is_autocast_cache_enabled()
-        autocast = torch.autocast(device_type, dtype if enabled else None, enabled, cache_enabled=keep_casts)
-        return Sample(args, kwargs, autocast)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Entry:
-    """A planned program, ready to run for the calls with signature ``key`` on which one of ``conditions`` holds, the last used
-    first. ``captured`` is the program before there were kernels in it, and ``sample`` what it was captured with. ``before``:
-    attributes of the model as the latest call found them."""
-
-    key: Signature
-    captured: Captured
-    program: Program
-    plan: Plan
-    lowered: Lowered
-    conditions: list[Conditions]
-    sample: Sample
-    remake: Callable[[Entry, GradientMask], Entry]
-    before: list[attribute_effects.Before] = field(default_factory=list)
-
-    def for_mask(self, mask: GradientMask) -> Entry:
-        """The same program for a gradient of other results; it serves the following calls too."""
-        return self.remake(self, mask)
 
 
 class Rematerialized:
@@ -135,10 +95,24 @@ class Rematerialized:
         entry = self.entry(args, kwargs, inputs, arguments)
         if entry is None:
             return self.original_forward(*args, **kwargs)
+        if is_due():
+            self._check(entry, Sample(args, kwargs))
         inputs = entry.captured.contract.flat_inputs(model, inputs) or inputs
         if entry.conditions[0].draws is not None:
             entry.conditions[0].draws.take()
         return self._result(entry, self.run(entry, inputs), inputs, structure.objects(arguments.tree))
+
+    def _check(self, entry: Entry, sample: Sample) -> None:
+        """Capture the call that ``entry`` is about to run for anew, and compare."""
+        captured = captured_program(
+            self.model,
+            sample.args,
+            sample.kwargs,
+            self.settings,
+            entry.captured.program.mask,
+            follow=entry.captured.contract.held_inputs.attributes(),
+        )
+        require_same(captured, entry.captured, {id(tensor) for tensor in held_tensors(self.model)}, self.model)
 
     def _result(
         self, entry: Entry, outputs: list[torch.Tensor], inputs: list[torch.Tensor], objects: Sequence[Any]
@@ -221,8 +195,8 @@ class Rematerialized:
             with stage("lowering"):
                 lowered = lower(program, plan.schedule)
         conditions = [captured.contract.conditions] if old is None else old.conditions
-        light = sample.light(program.metas[0].device.type)
-        entry = Entry(key, captured, program, plan, lowered, conditions, light, self.remake)
+        kept = sample.without_data(program.metas[0].device.type)
+        entry = Entry(key, captured, program, plan, lowered, conditions, kept, self.remake)
         known = self.entries.setdefault(key, [])
         known.append(entry)
         del known[:-_MOST_PROGRAMS]
@@ -368,11 +342,3 @@ def _is_transformed() -> bool:
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
     )
-
-
-def _light(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers and single numbers as they are, since they answer questions; else a tensor of the layout without memory."""
-    if tensor.dim() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    hollow = layouts.without_memory(tensor)
-    return hollow if tensor.is_leaf else torch.ops.aten.alias.default(hollow)

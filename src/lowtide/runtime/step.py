@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +19,6 @@ from torch._C._autograd import CreationMeta, _set_creation_meta
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd.function import once_differentiable
 
-from lowtide.capture.python_state.code_names import is_trusted
 from lowtide.errors import ExecutionError
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.lower import Lowered
@@ -30,8 +26,7 @@ from lowtide.lower import random as rng
 from lowtide.program import layouts
 from lowtide.program.program import Program
 from lowtide.program.results import GradientMask, Result, with_views
-
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__  # with the inputs whose gradients are asked for
+from lowtide.runtime.result_hooks import refuse_hooks
 
 
 class Executable(Protocol):
@@ -171,39 +166,6 @@ class ModelCall:
                 f"{what or 'an output of the model'} was modified in place between the forward and the backward pass, "
                 "which needs the value it had. Modify it after the backward pass, or modify a clone."
             )
-
-
-def _refuse_hooks(tensor: torch.Tensor) -> None:
-    """The gradient of a result that others are computed from is summed inside the program, where no hook sees it."""
-    reference = weakref.ref(tensor)
-
-    def check(_: torch.Tensor | None) -> None:
-        result = reference()
-        if result is None:
-            return
-        hooks = (result._backward_hooks or {}).values()
-        if result.retains_grad or _is_asked_for(result) or not all(map(is_trusted, hooks)):
-            raise ExecutionError(
-                "a result of the model has a hook or retain_grad(), or its gradient is asked for (torch.autograd.grad), and "
-                "other results are computed from it inside the model: in a planned call its gradient is never there as a "
-                "whole. Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
-            )
-
-    tensor.register_hook(check)  # type: ignore[no-untyped-call]
-
-
-def _is_asked_for(result: torch.Tensor) -> bool:
-    """Whether a backward pass that runs now is for the gradient of this very tensor (``torch.autograd.grad``). The engine does
-    not say so; the call that started it, perhaps in another thread, does."""
-    for frame in sys._current_frames().values():
-        caller: FrameType | None = frame
-        while caller is not None:
-            if caller.f_code is _ENGINE:
-                given = caller.f_locals.get("args", ())
-                if any(asked is result for asked in (given[3] if len(given) > 3 else ())):
-                    return True
-            caller = caller.f_back
-    return False
 
 
 def _version(tensor: torch.Tensor) -> int | None:
@@ -357,7 +319,7 @@ def run(executable: Executable, inputs: list[torch.Tensor]) -> list[torch.Tensor
         ):  # views of a function's outputs may not be written into
             _set_creation_meta(outputs[result.returned], CreationMeta.DEFAULT)
     for index in lowered.inner:
-        _refuse_hooks(outputs[index])
+        refuse_hooks(outputs[index])
     return outputs
 
 

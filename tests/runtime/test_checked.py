@@ -1,0 +1,134 @@
+"""``lowtide.checked`` finds what no guard sees, and disturbs nothing."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+
+
+class _Native:
+    """Its number is where only native code looks: in the memory of a tensor that NumPy reads."""
+
+    def __init__(self) -> None:
+        self._memory = torch.ones(1)
+        array = self._memory.numpy()
+        self._read = array.item  # a builtin method: nothing shows whose
+
+    def read(self) -> float:
+        return float(self._read())
+
+    def __deepcopy__(self, memo: Any) -> _Native:
+        return self  # a handle, as extensions have
+
+
+class _Timed(nn.Module):
+    def __init__(self, hidden: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.hidden = hidden
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.hidden.read()).sum()
+
+
+def _planned(model: nn.Module) -> nn.Module:
+    return lowtide.rematerialize(model, (torch.randn(3, 4),), budget="100%", planner="keep-all")
+
+
+def test_a_stale_plan_is_found() -> None:
+    native = _Native()
+    model = _planned(_Timed(native))
+    x = torch.randn(3, 4)
+    with lowtide.checked(every=1):
+        model(x).backward()
+    native._memory.mul_(3)
+    model(x)  # nobody notices
+    with (
+        pytest.raises(lowtide.ExecutionError, match=r"_Timed is about to run a stale plan: operator \d+, aten.mul"),
+        lowtide.checked(every=1),
+    ):
+        model(x)
+
+
+def test_every_nth_call_is_checked() -> None:
+    native = _Native()
+    model = _planned(_Timed(native))
+    native._memory.mul_(3)
+    x = torch.randn(3, 4)
+    with lowtide.checked(every=3):
+        model(x), model(x)
+        with pytest.raises(lowtide.ExecutionError, match="stale"):
+            model(x)
+        with lowtide.checked(every=2):
+            model(x)
+            with pytest.raises(lowtide.ExecutionError, match="stale"):
+                model(x)
+        model(x), model(x)
+    model(x)
+
+
+def test_other_threads_are_left_alone() -> None:
+    native = _Native()
+    model = _planned(_Timed(native))
+    native._memory.mul_(3)
+    found: list[torch.Tensor] = []
+    with lowtide.checked(every=1):
+        thread = threading.Thread(target=lambda: found.append(model(torch.randn(3, 4))))
+        thread.start()
+        thread.join()
+    assert len(found) == 1
+
+
+class _Ordinary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(8, 4)
+        )
+        self.hidden = torch.zeros(4)
+        self.longest = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers(x) * (2 if random.random() < 2 else 1)
+        self.hidden = y.detach().mean(0) + self.hidden
+        self.longest = max(self.longest, len(x))
+        return (y + self.hidden).square().mean()
+
+
+def _trained(checking: bool) -> list[Any]:
+    torch.manual_seed(0)
+    random.seed(0)
+    model = _Ordinary()
+    lowtide.rematerialize(model, (torch.randn(6, 4),), budget="100%", planner="keep-all")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found: list[Any] = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        x = torch.randn(6, 4)
+        if checking:
+            with lowtide.checked(every=1):
+                loss = model(x)
+        else:
+            loss = model(x)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    numbers = torch.tensor([random.random(), model.longest])
+    return [*found, *model.state_dict().values(), model.hidden, torch.get_rng_state(), numbers]
+
+
+def test_checks_change_nothing() -> None:
+    assert all(map(torch.equal, _trained(True), _trained(False)))
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
+def test_bad_intervals(every: Any) -> None:
+    with pytest.raises(lowtide.PlanError, match=r"every=.* must be a positive integer: every=1"):
+        lowtide.checked(every=every)
