@@ -1,6 +1,7 @@
 # make demo      train a GPT-2 inside 40 % of its memory, beside plain PyTorch
 # make test      lint, types, import contracts, tests
-# make test-all  the same and the wide sweeps
+# make test-all  the same, the wide sweeps and 40 mutants of the sources
+# make mutation  MUTANTS=200 SEED=1: more of them; what no test notices goes to build/mutation.md
 # make docs      the documentation as a site, its examples executed, in docs/_build/html
 
 PYTHON ?= python3
@@ -10,6 +11,8 @@ STAMP := $(VENV)/.installed
 DOCS_TOOLS := sphinx furo myst-parser
 TEST_TOOLS := pytest pytest-timeout pytest-xdist hypothesis ruff mypy import-linter build
 OUTPUT ?= demo
+MUTANTS ?= 40
+SEED ?= 0
 
 # Tests of one file share what they captured, so files are dealt out whole.
 WORKERS ?= 2
@@ -20,7 +23,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export MPLBACKEND := Agg
 
-.PHONY: demo test test-all lint docs bench clean
+.PHONY: demo test test-all mutation lint docs bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -42,6 +45,12 @@ test: lint
 
 test-all: lint
 	$(TESTS)
+	$(MAKE) mutation
+
+# A suite that notices less than three of four mutants has gone blind somewhere.
+mutation: $(STAMP)
+	mkdir -p build
+	$(BIN)/python -m tests.mutation --mutants $(MUTANTS) --seed $(SEED) --workers $(WORKERS) --least 0.75 --output build/mutation.md
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(DOCS_TOOLS)

@@ -45,8 +45,7 @@ def rematerialize(
         Bytes that a forward and backward pass may allocate above what was allocated when the pass began: an ``int``, a
         string with a unit (``"8GiB"``, ``"700 MB"``) or a percentage of the peak without rematerialization (``"40%"``).
     total_budget:
-        Instead of ``budget``: bytes on the device in all, parameters, buffers, inputs, gradients and two optimizer states
-        per trainable parameter included.
+        Instead of ``budget``: bytes in all, with parameters, buffers, inputs, gradients and two optimizer states for each.
     reserve:
         Bytes to leave free for what the caller allocates between the passes (a loss outside the model).
     planner:
@@ -61,7 +60,7 @@ def rematerialize(
         For a model whose program depends on data: raise the ``"error"``, or run this thread inside ``lowtide.online(budget)``
         until ``lowtide.restore(model)``: ``"online"`` (said once in the log).
     seed:
-        Seed of the planner; the same program, costs and seed give the same plan.
+        Of the planner: the same program, costs and seed give the same plan.
 
     Raises
     ------

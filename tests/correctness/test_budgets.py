@@ -12,7 +12,7 @@ from torch import nn
 
 import lowtide
 from tests.support.networks import WithLoss, perceptron, residual_blocks, rows
-from tests.support.training import compare_training, make, prepared
+from tests.support.training import MINIMUM, compare_training, make, prepared
 
 _QUICK = "auto{effort=1}"
 
@@ -23,9 +23,9 @@ def _network() -> nn.Module:
 
 
 @pytest.mark.parametrize("planner", [_QUICK, "greedy"])
-@pytest.mark.parametrize("budget", ["100%", "80%", "55%", "30%", "15%", 1])
+@pytest.mark.parametrize("budget", ["100%", "80%", "55%", "30%", MINIMUM])
 def test_every_budget_is_kept_or_refused(budget: int | str, planner: str) -> None:
-    """Infeasible budgets run at the minimum that the error names, see ``prepared``."""
+    """The least budget is met when it is named in an error, and less is refused, see ``prepared``."""
     compare_training(_network, rows(512), budgets=(budget,), iterations=2, planner=planner)
 
 
@@ -53,8 +53,9 @@ def test_plan_attributes_and_round_trip(tmp_path: Path) -> None:
 
 
 def test_same_seed_same_plan() -> None:
-    plans = [lowtide.plan(make(_network), *rows(512)(0), budget="50%", planner=_QUICK, seed=3) for _ in range(2)]
-    assert plans[0].schedule.steps == plans[1].schedule.steps or plans[0].costs != plans[1].costs
+    """At a budget so small that other seeds give other plans."""
+    plans = [lowtide.plan(make(_network), *rows(512)(0), budget="20%", planner=_QUICK, seed=3) for _ in range(2)]
+    assert plans[0].schedule == plans[1].schedule
 
 
 def test_percentage_of_the_measured_eager_like_peak() -> None:
@@ -62,9 +63,7 @@ def test_percentage_of_the_measured_eager_like_peak() -> None:
     model = prepared(_network, rows(512), "100%")
     plan = lowtide.plans(model)[0]
     args, _ = rows(512)(0)
-    measured = lowtide.measure(lambda: model(*args).backward()).peak_bytes
-    assert measured <= plan.unconstrained_peak_bytes
-    assert abs(measured - plan.unconstrained_peak_bytes) <= 256 * 1024
+    assert lowtide.measure(lambda: model(*args).backward()).peak_bytes == plan.unconstrained_peak_bytes
 
 
 def test_reserve_leaves_room_for_the_callers_loss() -> None:
@@ -151,7 +150,7 @@ class _Bags(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("budget", ["100%", 1])
+@pytest.mark.parametrize("budget", ["100%", MINIMUM])
 @pytest.mark.parametrize("kind", ["mask", "bags"])
 def test_memory_that_depends_on_values(kind: str, budget: int | str) -> None:
     """What a mask selects, and bags that are not empty: at most what was planned for."""
@@ -180,7 +179,7 @@ class _Views(nn.Module):
         }[self.kind]
 
 
-@pytest.mark.parametrize("budget", ["100%", "70%", 1])
+@pytest.mark.parametrize("budget", ["100%", "70%", MINIMUM])
 @pytest.mark.parametrize("kind", ["the first and the rest", "all and the first", "both ways round", "one", "many"])
 def test_results_that_are_views(kind: str, budget: int | str) -> None:
     """The plan forms and sums their gradients. What a loss of the caller's takes to make them is not part of it."""
@@ -193,10 +192,12 @@ def test_results_that_are_views(kind: str, budget: int | str) -> None:
 
 
 def _stays_inside(model: nn.Module, args: tuple[Any, ...], budget: int | str, backward: Callable[[Any], None]) -> None:
-    try:
-        lowtide.rematerialize(model, args, budget=budget, planner="greedy")
-    except lowtide.InfeasibleBudgetError as error:
-        lowtide.rematerialize(model, args, budget=error.minimum_bytes, planner=_QUICK)
+    planner = _QUICK if budget == MINIMUM else "greedy"
+    if budget == MINIMUM:
+        with pytest.raises(lowtide.InfeasibleBudgetError) as refused:
+            lowtide.rematerialize(model, args, budget=1, planner=planner)
+        budget = refused.value.minimum_bytes
+    lowtide.rematerialize(model, args, budget=budget, planner=planner)
     backward(model(*args))
     model.zero_grad()
     measured = lowtide.measure(lambda: backward(model(*args)))

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.torch_version import TorchVersion
 
 from tests.support.networks import WithLoss, generator, perceptron
-from tests.support.training import compare_training
+from tests.support.training import MINIMUM, compare_training
 
 
 def _sequences(iteration: int, batch: int = 16, length: int = 16) -> Any:
@@ -40,7 +40,7 @@ def _short_sequences(iteration: int) -> Any:
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.RNN], ids=lambda kind: kind.__name__)
 def test_recurrent(kind: Callable[..., nn.Module]) -> None:
-    compare_training(lambda: WithLoss(_Recurrent(kind, dropout=0.2)), _short_sequences)
+    compare_training(lambda: WithLoss(_Recurrent(kind, dropout=0.2)), _short_sequences, budgets=("70%", MINIMUM))
 
 
 def test_gated_recurrent_unit() -> None:
@@ -59,7 +59,8 @@ def test_bidirectional_lstm_with_state() -> None:
             y, (hidden, cell) = self.cell(x)
             return {"y": y, "hidden": hidden, "cell": cell}
 
-    compare_training(WithState, _sequences)
+    # The workspace of the operator's backward is measured a little larger than it is in the step.
+    compare_training(WithState, _sequences, budgets=("70%", MINIMUM), unmet_bytes=512)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -91,7 +92,7 @@ class _Attention(nn.Module):
 )
 def test_scaled_dot_product_attention(options: dict[str, Any]) -> None:
     compare_training(
-        lambda: WithLoss(_Attention(**options)), _sequences, budgets=("70%", "45%") if not options else ("55%",)
+        lambda: WithLoss(_Attention(**options)), _sequences, budgets=("70%", MINIMUM) if not options else ("55%",)
     )
 
 
@@ -100,7 +101,7 @@ def test_attention_with_boolean_mask() -> None:
         mask = torch.rand(16, 1, 16, 16, generator=generator(iteration)) > 0.3
         return _sequences(iteration)[0], {"mask": mask | torch.eye(16, dtype=torch.bool)}
 
-    compare_training(lambda: WithLoss(_Attention()), inputs)
+    compare_training(lambda: WithLoss(_Attention()), inputs, budgets=("70%", MINIMUM))
 
 
 class _Embeddings(nn.Module):
@@ -146,7 +147,7 @@ def test_complex_output() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.fft.rfft(self.body(x), dim=1) * self.weights[0].conj()
 
-    compare_training(Complex, _sequences, budgets=("60%",))
+    compare_training(Complex, _sequences, budgets=(MINIMUM,))
 
 
 _IMAGE_LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -169,11 +170,13 @@ _IMAGE_LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", _IMAGE_LAYERS)
 def test_image_layers(name: str) -> None:
+    """Hardly anything can be recomputed in most of them: the backward of the last convolution is the peak."""
+
     def network() -> nn.Module:
         before = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.SiLU())
         return WithLoss(nn.Sequential(before, _IMAGE_LAYERS[name](), nn.SiLU(), nn.Conv2d(8, 8, 3), nn.SiLU()))
 
-    compare_training(network, _images, budgets=("70%", "45%") if name == "bilinear" else ("50%",))
+    compare_training(network, _images, budgets=("50%" if name == "local response" else MINIMUM,))
 
 
 _MATRIX_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -208,8 +211,9 @@ def test_functions(name: str) -> None:
             return _MATRIX_FUNCTIONS[name](self.body(x))
 
     other_formula = name == "cumulative product" and TorchVersion(torch.__version__) < "2.13"  # while it captures
+    budget = MINIMUM if name in ("einsum", "linear algebra") else "55%"
     compare_training(
-        lambda: WithLoss(Applied()), _sequences, budgets=("55%",), tolerance=1e-5 if other_formula else 0.0
+        lambda: WithLoss(Applied()), _sequences, budgets=(budget,), tolerance=1e-5 if other_formula else 0.0
     )
 
 

@@ -116,6 +116,23 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Inputs]]] = {
 }
 
 
+BUDGET = "60%"
+# What a planner needs where that is too little for the schedules that it knows; hardly more than the least that it meets.
+MORE = {
+    **{(model, "keep-all"): "100%" for model in MODELS},
+    ("gpt2", "ap-sqrt"): "68%",
+    ("resnet", "ap-sqrt"): "83%",
+    ("unet", "ap-greedy"): "63%",
+    ("unet", "ap-sqrt"): "89%",
+    ("unet", "checkpoint-all-ap"): "76%",
+    ("unet", "chen-greedy"): "63%",
+    ("unet", "chen-sqrt"): "89%",
+    ("unet", "griewank"): "63%",
+    ("unet", "linearized-sqrt"): "65%",
+    ("unet", "rotor"): "70%",
+}
+
+
 @functools.cache
 def _case(name: str) -> Case:
     factory, inputs = MODELS[name]
@@ -134,10 +151,11 @@ def test_schedule_runs_within_its_budget_and_to_the_bit(model_name: str, planner
     case, spec = _case(model_name), _planner_spec(planner)
     model = make(case.factory)
     args, kwargs = case.inputs(0)
-    try:
-        lowtide.rematerialize(model, args, kwargs, budget="60%", planner=spec)
-    except lowtide.InfeasibleBudgetError as error:
-        lowtide.rematerialize(model, args, kwargs, budget=error.minimum_bytes, planner=spec)
+    budget = MORE.get((model_name, planner), BUDGET)
+    if budget != BUDGET:
+        with pytest.raises(lowtide.InfeasibleBudgetError):
+            lowtide.rematerialize(model, args, kwargs, budget=BUDGET, planner=spec)
+    lowtide.rematerialize(model, args, kwargs, budget=budget, planner=spec)
     (plan,) = lowtide.plans(model)
     assert plan.planner.startswith(planner)
     assert_same_records(run_training(model, case.inputs, training_step(), ITERATIONS), case.expected)

@@ -14,6 +14,7 @@ from lowtide.errors import PlanError
 from lowtide.ir import (
     check,
     format_graph,
+    graph_from_json,
     graph_to_json,
     keep_all_schedule,
     load_instance,
@@ -67,6 +68,13 @@ def test_junk_anywhere_is_refused_or_harmless(tmp_path: Path, data: dict[str, An
             simulate(graph, costs, schedule)
             assert parse_graph(format_graph(graph, costs))[0] == graph
     assert refused > 200
+
+
+def test_a_boundary_behind_the_last_op() -> None:
+    data = graph_to_json(*random_graph(10, 8))
+    data["forward_ops"] = len(data["ops"]) + 1
+    with pytest.raises(PlanError, match="forward_ops"):
+        graph_from_json(data)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "\x00", ""])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 
 from lowtide.errors import ScheduleError
@@ -13,9 +14,13 @@ from lowtide.ir import (
     Costs,
     Free,
     Graph,
+    Op,
+    Phase,
     RestoreRng,
     SaveRng,
     Schedule,
+    Storage,
+    Value,
     check,
     keep_all_schedule,
     schedule_from_sequence,
@@ -71,6 +76,32 @@ def test_recomputation_happens_in_these_cases() -> None:
 def test_overwriting_happens_in_these_cases() -> None:
     steps = [step for seed in _SEEDS for *_, schedule in _cases(seed) for step in schedule.steps]
     assert sum(isinstance(step, Compute) and step.into is not None for step in steps) > 100
+
+
+def test_what_was_written_over_comes_back_and_goes() -> None:
+    """Its first ``Free`` gives nothing back, as its bytes went to the one that wrote over it; its second one does."""
+    inputs = ((), (0,), (0, 1))
+    graph = Graph(
+        name="written over",
+        ops=tuple(
+            Op(i, f"op{i}", "op", read, (i,), Phase.FORWARD, overwrites=(0,) if i == 1 else ())
+            for i, read in enumerate(inputs)
+        ),
+        values=tuple(Value(i, f"v{i}", i, i) for i in range(3)),
+        storages=tuple(Storage(i, i, (i,)) for i in range(3)),
+        inputs=(),
+        forward_outputs=(),
+        outputs=(2,),
+        forward_ops=3,
+    )
+    costs = Costs(np.array([1, 1, 1]), np.array([0, 9, 0]), np.array([4, 4, 4]))
+    steps = (Compute(0), Compute(1, into=0), Free(0), Compute(0), Compute(2), Free(0), Free(1))
+    schedule = Schedule(steps, len(steps))
+    check(graph, schedule)
+    simulation = simulate(graph, costs, schedule)
+    assert simulation.timeline.tolist() == Machine(graph, costs).run(schedule).timeline == [4, 13, 4, 8, 12, 12, 8]
+    assert simulation.final_bytes == 4
+    assert (simulation.peak_step, simulation.live_at_peak) == (1, (1,))
 
 
 @pytest.mark.parametrize("seed", range(60))
