@@ -68,7 +68,8 @@ class _Difference:
 
 def require_same(now: Captured, planned: Captured, held: Collection[int], model: nn.Module) -> None:
     """Raises ``ExecutionError`` where a call is another one than was planned. ``held``: ids of tensors in attributes."""
-    if now.same_as(planned, held):
+    drawing, drew = (one.contract.conditions.draws is not None for one in (now, planned))
+    if drawing == drew and now.same_as(planned, held):
         return
     found = _difference(now, planned)
     place = f" at {found.source}" if found.source else ""
@@ -92,4 +93,6 @@ def _difference(now: Captured, planned: Captured) -> _Difference:
         return _Difference("it leaves other values in attributes")
     if fingerprint(now.contract.result_structure) != fingerprint(planned.contract.result_structure):
         return _Difference("its result has another structure")
+    if (now.contract.conditions.draws is None) != (planned.contract.conditions.draws is None):
+        return _Difference("it draws from the generators of Python or NumPy in another way")
     return _Difference("a constant that it computes with, or a tensor that it leaves, is another one")

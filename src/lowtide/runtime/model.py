@@ -104,15 +104,17 @@ class Rematerialized:
 
     def _check(self, entry: Entry, sample: Sample) -> None:
         """Capture the call that ``entry`` is about to run for anew, and compare."""
-        captured = captured_program(
-            self.model,
-            sample.args,
-            sample.kwargs,
-            self.settings,
-            entry.captured.program.mask,
-            follow=entry.captured.contract.held_inputs.attributes(),
-        )
-        require_same(captured, entry.captured, {id(tensor) for tensor in held_tensors(self.model)}, self.model)
+        planned = entry.captured
+        follow = planned.contract.held_inputs.attributes()
+        try:
+            captured = captured_program(
+                self.model, sample.args, sample.kwargs, self.settings, planned.program.mask, follow=follow
+            )
+        except CaptureError as error:
+            raise ExecutionError(
+                f"{type(self.model).__name__} was planned, but cannot be captured now: {error}"
+            ) from error
+        require_same(captured, planned, {id(tensor) for tensor in held_tensors(self.model)}, self.model)
 
     def _result(
         self, entry: Entry, outputs: list[torch.Tensor], inputs: list[torch.Tensor], objects: Sequence[Any]
