@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.dynamo_trial`` changes what a model's Python code reads, in the ways of ``tests/fuzz``, between two steps
 of ``torch.compile(model, backend="eager")``, whose graphs run eager's own operators; trains small models that way for three
-steps, with ``is_compiling`` folded to ``False`` and without; and times the guards of both on a GPT-2 with 12 layers. See ``docs/dynamo.md``.
+steps, with ``is_compiling`` folded to ``False`` and without; and times the guards of both on a GPT-2 with 12 layers.
 """
 
 from __future__ import annotations
