@@ -348,22 +348,17 @@ def _results(
     positions: dict[Any, int] = {}
     requires_grad = [*traced.requires_grad, *(False for _ in traced.reassigned)]
     results = []
-    for number, (grad, (_, view)) in enumerate(zip(requires_grad, traced.views, strict=True)):
+    for number, (grad, viewed) in enumerate(zip(requires_grad, traced.viewed, strict=True)):
         descriptor, info = d.PlainAOTOutput(number), metadata.output_info[number]
-        if info.output_type is OutputType.is_input:
-            results.append(Result(grad, argument=info.base_idx))
-        elif info.output_type is OutputType.alias_of_input:
+        if info.output_type in (OutputType.is_input, OutputType.alias_of_input):
+            view = viewed.view if info.output_type is OutputType.alias_of_input else None
             results.append(Result(grad, argument=info.base_idx, view=view))
-        else:
-            value = converted.outputs[descriptor]
-            if grad or value not in returned:
-                returned.append(value)
-                positions[descriptor] = len(returned) - 1
-            results.append(Result(grad, positions.get(descriptor, returned.index(value)), view=view))
-    numbers = [number for number, _ in traced.views]
-    bases = [None if number is None else results[number].returned for number in numbers]
-    return (
-        returned,
-        positions,
-        [dataclasses.replace(result, base=base) for result, base in zip(results, bases, strict=True)],
-    )
+            continue
+        value = converted.outputs[descriptor]
+        if grad or value not in returned:
+            returned.append(value)
+            positions[descriptor] = len(returned) - 1
+        place = positions.get(descriptor, returned.index(value))
+        results.append(Result(grad, place, viewed.argument, view=viewed.view))
+    bases = [None if viewed.result is None else results[viewed.result].returned for viewed in traced.viewed]
+    return returned, positions, [dataclasses.replace(one, base=base) for one, base in zip(results, bases, strict=True)]

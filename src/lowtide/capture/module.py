@@ -33,7 +33,7 @@ from lowtide.capture.guards import accesses
 from lowtide.capture.outside import ARGUMENT, Reached, hooks_of
 from lowtide.capture.places import Place
 from lowtide.capture.registered import Registered, declared_buffers, new_buffers, registered
-from lowtide.capture.results import GradientMask, Outputs, View, bases, below
+from lowtide.capture.results import GradientMask, Outputs, Viewed, bases, below
 from lowtide.capture.sharded import copy_module
 from lowtide.capture.source import user_source
 from lowtide.errors import CaptureError
@@ -128,7 +128,7 @@ class TracedModel:
     requires_grad: tuple[bool, ...] = ()
     used_mask: GradientMask = ()
     reassigned: dict[str, Registered] = field(default_factory=dict)
-    views: tuple[tuple[int | None, View | None], ...] = ()
+    viewed: tuple[Viewed, ...] = ()
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = len(self.names)
@@ -187,9 +187,9 @@ class TracedModel:
             self.settings = ()  # a flag says that there are hooks now, but in the model itself there are none
         flat, result = structure.flatten_distinct((result, attributes.written(model, before, self.assigned)))
         self.result = structure.with_given(result, structure.objects(self.arguments))
-        viewed = bases(flat, tensors)
-        guess = guess_mask(flat, self.result) + (False,) * len(viewed)
-        flat += viewed
+        hidden = bases(flat, tensors)
+        guess = guess_mask(flat, self.result) + (False,) * len(hidden)
+        flat += hidden
         self.requires_grad = tuple(tensor.requires_grad for tensor in flat)
         self.used_mask = self.mask if self.mask and _fits(self.mask, flat) else guess
         known = frozenset(name for names in self.names for name in names)
@@ -197,7 +197,7 @@ class TracedModel:
         outputs = Outputs.of(
             [*flat, *(tensor.detach() for tensor in extra.values())], self.used_mask + (False,) * len(extra), tensors
         )
-        self.views = outputs.views
+        self.viewed = outputs.viewed
         return outputs.tensors
 
 
