@@ -24,8 +24,8 @@ from lowtide.capture.python_state.guards import Guards
 from lowtide.capture.python_state.held_inputs import HeldInputs, inputs_at
 from lowtide.capture.python_state.paths import AttributePath, sharing
 from lowtide.capture.python_state.random_numbers import RandomNumbers, RandomRecorder
+from lowtide.capture.python_state.rehearsal import Effects, rehearse
 from lowtide.capture.refusals import capture_error, check, refuse_merged, written_attributes
-from lowtide.capture.rehearsal import Effects, rehearse
 from lowtide.capture.trace.autocast import is_kept, share_casts
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
 from lowtide.capture.trace.joint import export_joint
@@ -309,22 +309,17 @@ def _results(
     positions: dict[Any, int] = {}
     requires_grad = [*traced.requires_grad, *(False for _ in traced.reassigned)]
     results = []
-    for number, (grad, (_, view)) in enumerate(zip(requires_grad, traced.views, strict=True)):
+    for number, (grad, viewed) in enumerate(zip(requires_grad, traced.viewed, strict=True)):
         descriptor, info = d.PlainAOTOutput(number), metadata.output_info[number]
-        if info.output_type is OutputType.is_input:
-            results.append(Result(grad, argument=info.base_idx))
-        elif info.output_type is OutputType.alias_of_input:
+        if info.output_type in (OutputType.is_input, OutputType.alias_of_input):
+            view = viewed.view if info.output_type is OutputType.alias_of_input else None
             results.append(Result(grad, argument=info.base_idx, view=view))
-        else:
-            value = converted.outputs[descriptor]
-            if grad or value not in returned:
-                returned.append(value)
-                positions[descriptor] = len(returned) - 1
-            results.append(Result(grad, positions.get(descriptor, returned.index(value)), view=view))
-    numbers = [number for number, _ in traced.views]
-    bases = [None if number is None else results[number].returned for number in numbers]
-    return (
-        returned,
-        positions,
-        [replace(result, base=base) for result, base in zip(results, bases, strict=True)],
-    )
+            continue
+        value = converted.outputs[descriptor]
+        if grad or value not in returned:
+            returned.append(value)
+            positions[descriptor] = len(returned) - 1
+        place = positions.get(descriptor, returned.index(value))
+        results.append(Result(grad, place, viewed.argument, view=viewed.view))
+    bases = [None if viewed.result is None else results[viewed.result].returned for viewed in traced.viewed]
+    return returned, positions, [replace(one, base=base) for one, base in zip(results, bases, strict=True)]

@@ -31,7 +31,7 @@ from lowtide.capture.trace.autocast import Period, periods_of_casts
 from lowtide.capture.trace.fake import known_value
 from lowtide.errors import CaptureError
 from lowtide.program import structure
-from lowtide.program.results import GradientMask, Outputs, View, bases, below
+from lowtide.program.results import GradientMask, Outputs, Viewed, bases, below
 from lowtide.program.source import user_source
 
 NO_SAVED_TENSORS_HOOKS = (
@@ -72,7 +72,7 @@ class TracedModel:
     requires_grad: tuple[bool, ...] = ()
     used_mask: GradientMask = ()
     reassigned: dict[str, MadeBuffer] = field(default_factory=dict)
-    views: tuple[tuple[int | None, View | None], ...] = ()
+    viewed: tuple[Viewed, ...] = ()
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = len(self.names)
@@ -120,9 +120,9 @@ class TracedModel:
             self.settings = ()  # a flag says that there are hooks now, but in the model itself there are none
         flat, result = structure.flatten_distinct((result, attribute_effects.written(model, before, self.assigned)))
         self.result = structure.with_argument_slots(result, structure.objects(self.arguments))
-        viewed = bases(flat, tensors)
-        guess = guess_mask(flat, self.result) + (False,) * len(viewed)
-        flat += viewed
+        hidden = bases(flat, tensors)
+        guess = guess_mask(flat, self.result) + (False,) * len(hidden)
+        flat += hidden
         self.requires_grad = tuple(tensor.requires_grad for tensor in flat)
         self.used_mask = self.mask if self.mask and _fits(self.mask, flat) else guess
         known = frozenset(name for names in self.names for name in names)
@@ -130,7 +130,7 @@ class TracedModel:
         outputs = Outputs.of(
             [*flat, *(tensor.detach() for tensor in extra.values())], self.used_mask + (False,) * len(extra), tensors
         )
-        self.views = outputs.views
+        self.viewed = outputs.viewed
         return outputs.tensors
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -57,8 +57,9 @@ class View:
 class Result:
     """One tensor of the model's result.
 
-    ``returned``: its position among the graph's forward outputs; or ``argument``: the flat input that it is or views. ``view``
-    is there where it is one, of that input or of the forward output ``base``. ``requires_grad`` as in eager.
+    ``returned``: its position among the graph's forward outputs, unless it is the flat input ``argument``, or a view of that
+    without a gradient. ``view`` is there where it is one, of that input or of the forward output ``base``. ``requires_grad`` as
+    in eager.
     """
 
     requires_grad: bool
@@ -77,45 +78,56 @@ class Result:
         return tensor.detach() if tensor.requires_grad and not self.requires_grad else tensor
 
 
-def with_views(outputs: Sequence[torch.Tensor], results: Sequence[Result]) -> list[torch.Tensor]:
-    """The forward outputs, those that are views formed as such from those that they are views of."""
+def with_views(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], results: Sequence[Result]
+) -> list[torch.Tensor]:
+    """The forward outputs, those that are views formed as such from what they are views of."""
     formed = list(outputs)
     for result in results:
-        if result.returned is not None and result.base is not None and result.view is not None:
-            formed[result.returned] = result.view.on(outputs[result.base])
+        if result.returned is not None and result.view is not None:
+            source = outputs[result.base] if result.base is not None else inputs[result.argument or 0]
+            formed[result.returned] = result.view.on(source)
     return formed
+
+
+class Viewed(NamedTuple):
+    """What a result is a view of: the result, or else the input, of that number; and how."""
+
+    result: int | None = None
+    argument: int | None = None
+    view: View | None = None
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a traced model returns: ``tensors``, one per result, and ``views``: for each the number of the result that it is a
-    view of (``None`` for an input, or where it is none), and how."""
+    """What a traced model returns: ``tensors``, one per result, and of what each of these is a view."""
 
     tensors: tuple[torch.Tensor, ...]
-    views: tuple[tuple[int | None, View | None], ...]
+    viewed: tuple[Viewed, ...]
 
     @classmethod
     def of(cls, results: Sequence[torch.Tensor], mask: GradientMask, inputs: Sequence[torch.Tensor]) -> Outputs:
         """``results``: with the ``bases`` of others. ``inputs``: all that the model was given. Results that are among them, or
-        view one, are outputs that AOTAutograd recognises; no gradient for those comes to the program."""
-        given = {_storage(tensor): tensor for tensor in inputs}
+        view one without a gradient, are outputs that AOTAutograd recognises."""
+        given = {_storage(tensor): number for number, tensor in enumerate(inputs)}
         sharing = collections.Counter([*given, *map(_storage, results)])
         numbers = {id(tensor): number for number, tensor in enumerate(results)}
-        own = {id(tensor) for tensor in inputs}
         returned: list[torch.Tensor] = []
-        views: list[tuple[int | None, View | None]] = []
+        viewed: list[Viewed] = []
         for result, entry in zip(results, mask, strict=True):
-            source = _viewed(result, given)
+            argument, base = _argument(result, inputs, given), _base(result)
+            source = None if argument is None else inputs[argument]
+            if source is not None and (result is source or not result.requires_grad):
+                returned.append(result if result is source else result.detach())
+            else:
+                returned.append(_apart(result, entry) if sharing[_storage(result)] > 1 else _expecting(result, entry))
             if source is not None:
-                returned.append(result if id(result) in own else result.detach())
-                views.append((None, None if result is source else View.of(result, source)))
-                continue
-            shared = sharing[_storage(result)] > 1
-            returned.append(_apart(result, entry) if shared else _expecting(result, entry))
-            base = _base(result)
-            number = None if base is None else numbers.get(id(base))
-            views.append((number, None if base is None or number is None else View.of(result, base)))
-        return cls(tuple(returned), tuple(views))
+                viewed.append(Viewed(None, argument, None if result is source else View.of(result, source)))
+            elif base is not None and id(base) in numbers:
+                viewed.append(Viewed(numbers[id(base)], None, View.of(result, base)))
+            else:
+                viewed.append(Viewed())
+        return cls(tuple(returned), tuple(viewed))
 
 
 def bases(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -127,10 +139,10 @@ def bases(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> li
     return list({id(b): b for b in found if b is not None and times[id(b)] > 1 and id(b) not in known}.values())
 
 
-def _viewed(result: torch.Tensor, given: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+def _argument(result: torch.Tensor, inputs: Sequence[torch.Tensor], given: Mapping[int, int]) -> int | None:
     """The input that a result is or views. Not where the way from the one to the other has a backward of its own."""
-    source = given.get(_storage(result))
-    return None if source is None or _is_of_function(result, source) else source
+    own = next((number for number, tensor in enumerate(inputs) if tensor is result), given.get(_storage(result)))
+    return None if own is None or _is_of_function(result, inputs[own]) else own
 
 
 def _base(tensor: torch.Tensor) -> torch.Tensor | None:

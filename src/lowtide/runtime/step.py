@@ -246,7 +246,7 @@ class OutputNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(token)
         with without_autocast(call.device_type):
-            outputs = with_views(call.forward(), call.executable.program.results)
+            outputs = with_views(call.forward(), call.inputs, call.executable.program.results)
         ctx.mark_non_differentiable(*(outputs[i] for i in fixed))
         return tuple(outputs)
 
