@@ -24,8 +24,8 @@ from lowtide.capture.python_state.guards import Guards
 from lowtide.capture.python_state.held_inputs import HeldInputs, inputs_at
 from lowtide.capture.python_state.paths import AttributePath, sharing
 from lowtide.capture.python_state.random_numbers import RandomNumbers, RandomRecorder
-from lowtide.capture.python_state.rehearsal import Effects, rehearse
 from lowtide.capture.refusals import capture_error, check, refuse_merged, written_attributes
+from lowtide.capture.rehearsal import Effects, rehearse
 from lowtide.capture.trace.autocast import is_kept, share_casts
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
 from lowtide.capture.trace.joint import export_joint
