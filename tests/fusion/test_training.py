@@ -226,7 +226,7 @@ def test_no_search_for_operators_that_take_longer_anyway(monkeypatch: pytest.Mon
 
 
 def _planned(model: nn.Module, settings: Settings) -> lowtide.Plan:
-    program = fused(captured_program(model, *_sequences(0), settings), settings)
+    program = fused(captured_program(model, *_sequences(0), settings).program, settings)
     return pipeline.make_program_plan(program, settings, model)
 
 
