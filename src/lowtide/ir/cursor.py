@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from lowtide.errors import PlanError
 
-WORD = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
-REF = re.compile(r"%(\d+)", re.ASCII)
-STORAGE = re.compile(r"s(\d+)", re.ASCII)
-STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-INTEGER = re.compile(r"\d+", re.ASCII)
+WORD = r"[A-Za-z_][\w.]*"
+STORAGE = r"s\d+"
+_REF = r"%\d+"
+_STRING = r'"(?:[^"\\]|\\.)*"'
 
 
 def lines(text: str) -> Iterator[tuple[int, str]]:
@@ -25,41 +24,42 @@ def lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 class Cursor:
-    """Reads one line from left to right; every error names the line."""
+    """Reads one line from left to right; every error names the line. Patterns are regular expressions of ASCII text."""
 
     def __init__(self, line: str, number: int) -> None:
         self.line = line
         self.number = number
         self.position = 0
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> NoReturn:
         raise PlanError(f"line {self.number}: {reason}: {self.line[:100]!r}")
 
-    def accept(self, wanted: str | re.Pattern[str]) -> str:
-        """The token if it is next, else nothing."""
-        match = self._match(wanted)
-        return match[0] if match else ""
-
-    def expect(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
-        match = self._match(pattern)
+    def accept(self, pattern: str) -> str:
+        """What matches ``pattern``, if it is next, else nothing."""
+        match = re.compile(f" *({pattern})", re.ASCII).match(self.line, self.position)
         if match is None:
-            raise PlanError(f"line {self.number}: expected {what} at {self.line[self.position :][:40]!r}")
-        return match
+            return ""
+        self.position = match.end()
+        return match[1]
+
+    def expect(self, pattern: str, what: str) -> str:
+        found = self.accept(pattern)
+        if not found:
+            raise PlanError(f"line {self.number}: expected {what} at {self.line[self.position :].lstrip()[:40]!r}")
+        return found
 
     def token(self, wanted: str) -> None:
-        self.expect(re.compile(re.escape(wanted)), repr(wanted))
+        self.expect(re.escape(wanted), repr(wanted))
 
     def string(self) -> str:
-        quoted = self.accept(STRING)
-        if not quoted:
-            return self.expect(WORD, "a string")[0]
+        found = self.expect(f"{WORD}|{_STRING}", "a string")
         try:
-            return str(json.loads(quoted))
+            return str(json.loads(found)) if found.startswith('"') else found
         except ValueError as error:
-            raise PlanError(f"line {self.number}: {quoted} is not a JSON string") from error
+            raise PlanError(f"line {self.number}: {found} is not a JSON string") from error
 
     def integer(self) -> int:
-        return int(self.expect(INTEGER, "a number")[0])
+        return int(self.expect(r"\d+", "a number"))
 
     def attribute(self, key: str) -> int:
         self.token(f"{key}=")
@@ -81,30 +81,19 @@ class Cursor:
                 self.fail(f"{key}= is missing")
         return found
 
-    def refs(self, separator: str) -> Iterator[int]:
-        while match := self._match(REF):
-            yield int(match[1])
-            if separator and not self.accept(separator):
-                return
+    def ref(self) -> int:
+        return int(self.expect(_REF, "a value")[1:])
+
+    def refs(self, separator: str = "") -> list[int]:
+        return _numbers(self.accept(f"{_REF}(?: *{separator} *{_REF})*"))
 
     def shape(self) -> list[int]:
-        self.token("[")
-        sizes: list[int] = []
-        while not self.accept("]"):
-            if sizes:
-                self.token(",")
-            sizes.append(self.integer())
-        return sizes
+        return _numbers(self.expect(r"\[(?:\d+(?:, *\d+)*)?\]", "a shape"))
 
     def end(self) -> None:
-        if self.line[self.position :].strip():
-            self.fail(f"unexpected {self.line[self.position :].strip()[:40]!r}")
+        if rest := self.line[self.position :].strip():
+            self.fail(f"unexpected {rest[:40]!r}")
 
-    def _match(self, wanted: str | re.Pattern[str]) -> re.Match[str] | None:
-        while self.line[self.position : self.position + 1] == " ":
-            self.position += 1
-        pattern = re.compile(re.escape(wanted)) if isinstance(wanted, str) else wanted
-        match = pattern.match(self.line, self.position)
-        if match:
-            self.position = match.end()
-        return match
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text, re.ASCII)]

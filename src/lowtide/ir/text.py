@@ -24,11 +24,12 @@ Empty lines and lines that begin with ``#`` are skipped.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from lowtide.errors import PlanError
 from lowtide.ir.costs import Costs
-from lowtide.ir.cursor import REF, STORAGE, WORD, Cursor, lines
+from lowtide.ir.cursor import STORAGE, WORD, Cursor, lines
 from lowtide.ir.fields import GRAPH_FORMAT
 from lowtide.ir.graph import Graph, Op, Storage, Value
 from lowtide.ir.serial import graph_from_json
@@ -76,7 +77,7 @@ def _format_op(graph: Graph, op: Op, costs: Costs | None) -> str:
 
 
 def _quoted(text: str) -> str:
-    return text if WORD.fullmatch(text) else json.dumps(text)
+    return text if re.fullmatch(WORD, text, re.ASCII) else json.dumps(text)
 
 
 def parse_graph(text: str) -> tuple[Graph, Costs | None]:
@@ -103,7 +104,7 @@ class _GraphParser:
         if self.section or cursor.line in ("forward:", "backward:"):
             self._body(cursor)
             return
-        keyword = cursor.expect(WORD, "a keyword")[0]
+        keyword = cursor.expect(WORD, "a keyword")
         if keyword == "graph":
             self.data |= {"name": cursor.string()} | cursor.attributes({"fixed_bytes": cursor.integer})
         elif keyword == "costs":
@@ -114,7 +115,7 @@ class _GraphParser:
         elif keyword == "value":
             self._value(cursor, None)
         elif keyword in _LISTS:
-            self.data[keyword] = list(cursor.refs(""))
+            self.data[keyword] = cursor.refs()
         else:
             cursor.fail(f"unknown keyword {keyword!r}")
         cursor.end()
@@ -140,22 +141,18 @@ class _GraphParser:
             cursor.fail("'backward:' comes before 'forward:'")
 
     def _storage(self, cursor: Cursor) -> None:
-        if int(cursor.expect(STORAGE, "a storage")[1]) != len(self.storages):
+        if cursor.expect(STORAGE, "a storage") != f"s{len(self.storages)}":
             cursor.fail(f"storage s{len(self.storages)} is due here")
         base = None if cursor.accept("external") else cursor.attribute("op")
-        size = cursor.attribute("bytes") if self.priced else 0
-        self.storages.append({"base": base, "bytes": size})
+        self.storages.append({"base": base, "bytes": cursor.attribute("bytes") if self.priced else 0})
 
     def _value(self, cursor: Cursor, producer: int | None) -> int:
-        index = int(cursor.expect(REF, "a value")[1])
+        index = cursor.ref()
         if index in self.values:
             cursor.fail(f"%{index} is defined twice")
         cursor.token(":")
-        storage, name = int(cursor.expect(STORAGE, "a storage")[1]), cursor.string()
-        dtype = cursor.accept(WORD)
-        shape = cursor.shape()
-        keys = ("name", "storage", "producer", "dtype", "shape")
-        self.values[index] = dict(zip(keys, (name, storage, producer, dtype, shape), strict=True))
+        value: dict[str, Any] = {"storage": int(cursor.expect(STORAGE, "a storage")[1:]), "name": cursor.string()}
+        self.values[index] = value | {"producer": producer, "dtype": cursor.accept(WORD), "shape": cursor.shape()}
         return index
 
     def _op(self, cursor: Cursor) -> None:
@@ -164,14 +161,13 @@ class _GraphParser:
             if outputs:
                 cursor.token(",")
             outputs.append(self._value(cursor, len(self.ops)))
-        op: dict[str, Any] = {"target": cursor.string(), "outputs": outputs, "module": "", "source": "", "name": ""}
+        op: dict[str, Any] = {"target": cursor.string(), "outputs": outputs, "name": "", "time_ns": 0}
         cursor.token("(")
-        op["inputs"] = list(cursor.refs(","))
+        op["inputs"] = cursor.refs(",")
         cursor.token(")")
         numbers = dict.fromkeys(_NUMBERS, cursor.integer) if self.priced else {}
-        overwrites = {"overwrites": lambda: list(cursor.refs(","))}
-        found = cursor.attributes(dict.fromkeys(_TEXTS, cursor.string) | numbers | overwrites, _FLAGS)
-        op |= dict.fromkeys(_NUMBERS, 0) | found
+        overwrites = {"overwrites": lambda: cursor.refs(",")}
+        op |= cursor.attributes(dict.fromkeys(_TEXTS, cursor.string) | numbers | overwrites, _FLAGS)
         op["flags"] = [flag for flag in _FLAGS if op.pop(flag, False)]
         self.ops.append(op)
         cursor.end()
