@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.solve.keep_all import KeepAll
 from lowtide.solve.model.candidate import Candidate, quickest
-from lowtide.solve.options import require_range
+from lowtide.solve.options import Options, between
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
 
@@ -50,14 +50,11 @@ _PATIENCE = 20  # generations without anything better
 
 
 @dataclass(frozen=True, slots=True)
-class Auto:
+class Auto(Options):
     """``effort``: 1 (quick) to 5 (patient). ``exact``: solve graphs of a few nodes exactly."""
 
-    effort: int = 3
+    effort: int = between(3, min(_EFFORT), max(_EFFORT))
     exact: bool = True
-
-    def __post_init__(self) -> None:
-        require_range("auto", "effort", self.effort, min(_EFFORT), max(_EFFORT), 3)
 
     def solve(self, problem: Problem) -> Solution:
         began = time.perf_counter()

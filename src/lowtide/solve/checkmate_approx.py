@@ -29,7 +29,7 @@ from lowtide.solve.milp.rounding import completed, roundings
 from lowtide.solve.milp.stages import StageModel
 from lowtide.solve.model.compact import CompactGraph, Indices, encode_keep_all
 from lowtide.solve.model.reach import recompute_columns
-from lowtide.solve.options import require, require_one_of
+from lowtide.solve.options import Options, above_zero, one_of, option
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
 
@@ -37,25 +37,17 @@ RESERVES = (0.1, 0.05, 0.0, 0.15, 0.2, 0.3, 0.4, 0.5)
 MOST_RECOMPUTES = 8_000
 MOST_NODES = 3_000
 _ATTEMPTS = 6  # to find a budget that can be met, together within the time limit once more
-_ROUNDINGS = ("deterministic", "sweep", "randomised")
 
 
 @dataclass(frozen=True, slots=True)
-class CheckmateApprox:
+class CheckmateApprox(Options):
     """``rounding``: deterministic, sweep or randomised; ``reserve``: part of the budget left out, 0 to search it;
     ``samples``: draws of ``randomised`` per linear program; ``time_limit`` in seconds for all linear programs."""
 
-    rounding: str = "sweep"
-    reserve: float = 0.0
-    samples: int = 50
-    time_limit: float = 60.0
-
-    def __post_init__(self) -> None:
-        name, seconds = "checkmate-approx", f"{self.time_limit} s"
-        require_one_of(name, "rounding", self.rounding, _ROUNDINGS, "sweep")
-        require(0 <= self.reserve < 1, name, "reserve", self.reserve, "goes from 0 (searched) to below 1", 0.1)
-        require(self.samples >= 1, name, "samples", self.samples, "must be at least 1", 50)
-        require(self.time_limit > 0, name, "time-limit", seconds, "must be above 0", 60)
+    rounding: str = one_of("sweep", ("deterministic", "sweep", "randomised"))
+    reserve: float = option(0.0, lambda reserve: 0 <= reserve < 1, "goes from 0 (searched) to below 1")
+    samples: int = option(50, lambda samples: samples >= 1, "must be at least 1")
+    time_limit: float = above_zero(60.0)
 
     def solve(self, problem: Problem) -> Solution:
         began = time.perf_counter()
