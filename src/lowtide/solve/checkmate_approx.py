@@ -32,6 +32,7 @@ from lowtide.solve.model.reach import recompute_columns
 from lowtide.solve.options import Options, above_zero, one_of, option
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
+from lowtide.solve.search.portfolio import make_portfolio
 
 RESERVES = (0.1, 0.05, 0.0, 0.15, 0.2, 0.3, 0.4, 0.5)
 MOST_RECOMPUTES = 8_000
@@ -59,8 +60,6 @@ class CheckmateApprox(Options):
 
     def _attempt(self, problem: Problem, began: float) -> Solution:
         """The quickest candidate of all reserves within the budget, or the lowest."""
-        from lowtide.solve.search.portfolio import make_portfolio
-
         portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
         candidates = portfolio.measure(self._sequences(portfolio.model, problem, began))
         budget = problem.budget_bytes
