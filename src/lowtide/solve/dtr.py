@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 
 from lowtide.errors import LowtideError, PlanError
-from lowtide.eviction import Entry, Pool, score_of
+from lowtide.eviction import Entry, Pool, heuristic_named
 from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.ragged import rows
 from lowtide.solve.outcome import quickest_eviction
@@ -41,7 +41,7 @@ class Dtr:
 
     def __post_init__(self) -> None:
         try:
-            score_of(self.heuristic)
+            heuristic_named(self.heuristic)
         except LowtideError as error:
             raise PlanError(f"dtr: {error}; write 'dtr{{heuristic=lru}}'") from error
 
