@@ -34,7 +34,7 @@ import dataclasses
 import time
 from dataclasses import dataclass
 
-from lowtide.ir import Schedule, keep_all_schedule, simulate
+from lowtide.ir import Schedule, keep_all_schedule
 from lowtide.solve.bounds import time_bound
 from lowtide.solve.keep_all import KeepAll
 from lowtide.solve.milp.search import NEVER, Limits, Search, programs, run, writes_elsewhere
@@ -85,9 +85,7 @@ def _least_time(limits: Limits, problem: Problem, warm_start: bool) -> Solution:
         floor = bounding_model(problem.graph, problem.costs, search.model)
         known_ns = None if search.best is None else int(search.value)
         search.bound = max(search.bound, time_bound(floor, problem.budget_bytes, effort=2, known_ns=known_ns))
-    candidates = known if search.best is None else [search.best]
-    if search.best is None:  # what else this planner could reach
-        candidates = [*known, _lowest(limits, problem, known, began).schedule]
+    candidates = [search.best] if search.best is not None else [*known, _lowest(limits, problem, known, began).schedule]
     status = Status.OPTIMAL if search.settled else Status.FEASIBLE
     solution = answer("checkmate", problem, candidates, began, found=status)
     if solution.status is Status.UNSOLVED and search.impossible:
@@ -122,18 +120,15 @@ def _lowest(limits: Limits, problem: Problem, known: list[Schedule], began: floa
         search.consider(schedule)
     run(search)
     assert search.best is not None
-    peak = simulate(problem.graph, problem.costs, search.best).peak_bytes
-    return LeastPeak(search.best, peak, min(search.bound, peak))
+    return LeastPeak(search.best, int(search.value), min(search.bound, int(search.value)))
 
 
 def _least_peak(limits: Limits, problem: Problem, warm_start: bool) -> Solution:
     """The lowest peak, as an answer to the problem; ``OPTIMAL`` where no schedule peaks lower."""
     began = time.perf_counter()
     least = least_peak(limits, problem, warm_start)
-    proven = least.bound_bytes == least.peak_bytes
-    solution = answer(
-        "checkmate", problem, [least.schedule], began, found=Status.OPTIMAL if proven else Status.FEASIBLE
-    )
+    found = Status.OPTIMAL if least.bound_bytes == least.peak_bytes else Status.FEASIBLE
+    solution = answer("checkmate", problem, [least.schedule], began, found=found)
     if solution.status is Status.UNSOLVED and least.bound_bytes > problem.budget_bytes:
         solution = dataclasses.replace(solution, status=Status.INFEASIBLE)
     return dataclasses.replace(solution, lower_bound_ns=None)

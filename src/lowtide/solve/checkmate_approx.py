@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.ir import Schedule, keep_all_schedule, simulate
+from lowtide.ir import keep_all_schedule, simulate
 from lowtide.solve.keep_all import KeepAll
 from lowtide.solve.milp.formulation import Formulation
 from lowtide.solve.milp.linear import Floats, Outcome, SolverOptions, solve_program
@@ -93,14 +93,18 @@ class CheckmateApprox(Options):
         """With a peak for ``minimum_bytes`` that the planner reaches when it is asked for just that, going up from what
         it found; at last the program as written."""
         brief = dataclasses.replace(self, time_limit=self.time_limit / _ATTEMPTS)  # with more time it reaches no less
+        lowest = solution.minimum_bytes or 0
         for _ in range(_ATTEMPTS):
-            lowest = solution.minimum_bytes or 0
             again = brief._attempt(dataclasses.replace(problem, budget_bytes=lowest), time.perf_counter())
             if again.status.solved:
-                return _unsolved(solution, lowest, again.schedule, began)
-            solution = dataclasses.replace(solution, minimum_bytes=max(again.minimum_bytes or 0, lowest + lowest // 20))
-        schedule = keep_all_schedule(problem.graph)
-        return _unsolved(solution, simulate(problem.graph, problem.costs, schedule).peak_bytes, schedule, began)
+                schedule = again.schedule
+                break
+            lowest = max(again.minimum_bytes or 0, lowest + lowest // 20)
+        else:
+            schedule = keep_all_schedule(problem.graph)
+            lowest = simulate(problem.graph, problem.costs, schedule).peak_bytes
+        elapsed = time.perf_counter() - began
+        return dataclasses.replace(solution, minimum_bytes=lowest, lowest_schedule=schedule, solve_seconds=elapsed)
 
 
 def _gradients_only(formulation: Formulation, model: CompactGraph) -> Floats:
@@ -110,8 +114,3 @@ def _gradients_only(formulation: Formulation, model: CompactGraph) -> Floats:
         backward = [c for s, c in stored.items() if c >= 0 and model.storage_node[s] >= model.boundary]
         rounded[backward] = 1.0
     return rounded
-
-
-def _unsolved(solution: Solution, lowest: int, schedule: Schedule | None, began: float) -> Solution:
-    elapsed = time.perf_counter() - began
-    return dataclasses.replace(solution, minimum_bytes=lowest, lowest_schedule=schedule, solve_seconds=elapsed)

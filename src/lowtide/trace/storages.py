@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lowtide.eviction import Entry
-from lowtide.trace.model import OperatorCall
 
 
 class TracedStorage(Entry):
@@ -51,10 +50,6 @@ class TracedOperator:
         self.reads = reads
         self.creates: list[TracedTensor] = []
         self.needed_bytes = workspace_bytes
-
-    @staticmethod
-    def of(call: OperatorCall, reads: list[TracedTensor]) -> TracedOperator:
-        return TracedOperator(call.name, call.time_ns, reads, call.workspace_bytes)
 
     def create(self, storage: TracedStorage, number: int) -> TracedTensor:
         """A tensor in the storage, whose bytes are needed where the tensor is its first."""
