@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lowtide.errors import PlanError
@@ -23,13 +24,13 @@ def lines(text: str) -> Iterator[tuple[int, str]]:
             yield number, stripped
 
 
+@dataclass(slots=True)
 class Cursor:
     """Reads one line from left to right; every error names the line. Patterns are regular expressions of ASCII text."""
 
-    def __init__(self, line: str, number: int) -> None:
-        self.line = line
-        self.number = number
-        self.position = 0
+    line: str
+    number: int
+    position: int = 0
 
     def fail(self, reason: str) -> NoReturn:
         raise PlanError(f"line {self.number}: {reason}: {self.line[:100]!r}")
