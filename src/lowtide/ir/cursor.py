@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lowtide.errors import PlanError
 
 WORD = r"[A-Za-z_][\w.]*"
-STORAGE = r"s\d+"
-_REF = r"%\d+"
-_STRING = r'"(?:[^"\\]|\\.)*"'
+STRING = rf'{WORD}|"(?:[^"\\]|\\.)*"'
 
 
 def lines(text: str) -> Iterator[tuple[int, str]]:
@@ -22,6 +20,10 @@ def lines(text: str) -> Iterator[tuple[int, str]]:
         stripped = line.strip()
         if stripped and not stripped.startswith("#"):
             yield number, stripped
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text, re.ASCII)]
 
 
 @dataclass(slots=True)
@@ -35,66 +37,28 @@ class Cursor:
     def fail(self, reason: str) -> NoReturn:
         raise PlanError(f"line {self.number}: {reason}: {self.line[:100]!r}")
 
-    def accept(self, pattern: str) -> str:
-        """What matches ``pattern``, if it is next, else nothing."""
-        match = re.compile(f" *({pattern})", re.ASCII).match(self.line, self.position)
+    def accept(self, pattern: str) -> re.Match[str] | None:
+        """What matches ``pattern``, if it is next."""
+        while self.line[self.position : self.position + 1] == " ":
+            self.position += 1
+        match = re.compile(pattern, re.ASCII).match(self.line, self.position)
+        if match is not None:
+            self.position = match.end()
+        return match
+
+    def expect(self, pattern: str, what: str) -> re.Match[str]:
+        match = self.accept(pattern)
         if match is None:
-            return ""
-        self.position = match.end()
-        return match[1]
+            raise PlanError(f"line {self.number}: expected {what} at {self.line[self.position :][:40]!r}")
+        return match
 
-    def expect(self, pattern: str, what: str) -> str:
-        found = self.accept(pattern)
-        if not found:
-            raise PlanError(f"line {self.number}: expected {what} at {self.line[self.position :].lstrip()[:40]!r}")
-        return found
-
-    def token(self, wanted: str) -> None:
-        self.expect(re.escape(wanted), repr(wanted))
-
-    def string(self) -> str:
-        found = self.expect(f"{WORD}|{_STRING}", "a string")
+    def unquoted(self, string: str) -> str:
+        """A word, or what a JSON string says."""
         try:
-            return str(json.loads(found)) if found.startswith('"') else found
+            return str(json.loads(string)) if string.startswith('"') else string
         except ValueError as error:
-            raise PlanError(f"line {self.number}: {found} is not a JSON string") from error
-
-    def integer(self) -> int:
-        return int(self.expect(r"\d+", "a number"))
-
-    def attribute(self, key: str) -> int:
-        self.token(f"{key}=")
-        return self.integer()
-
-    def attributes(self, readers: dict[str, Callable[[], Any]], flags: tuple[str, ...] = ()) -> dict[str, Any]:
-        """``key=value`` pairs and flags up to the end of the line; the numbers among them are required."""
-        found: dict[str, Any] = {}
-        while key := self.accept(WORD):
-            if key in found or (key not in readers and key not in flags):
-                self.fail(f"{key!r} is not expected here")
-            if key in flags:
-                found[key] = True
-            else:
-                self.token("=")
-                found[key] = readers[key]()
-        for key, reader in readers.items():
-            if key not in found and reader == self.integer:
-                self.fail(f"{key}= is missing")
-        return found
-
-    def ref(self) -> int:
-        return int(self.expect(_REF, "a value")[1:])
-
-    def refs(self, separator: str = "") -> list[int]:
-        return _numbers(self.accept(f"{_REF}(?: *{separator} *{_REF})*"))
-
-    def shape(self) -> list[int]:
-        return _numbers(self.expect(r"\[(?:\d+(?:, *\d+)*)?\]", "a shape"))
+            raise PlanError(f"line {self.number}: {string} is not a JSON string") from error
 
     def end(self) -> None:
         if rest := self.line[self.position :].strip():
             self.fail(f"unexpected {rest[:40]!r}")
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text, re.ASCII)]

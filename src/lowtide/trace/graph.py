@@ -21,17 +21,18 @@ from lowtide.trace.model import Constant, OperatorCall, Pin, Release, Trace
 
 def trace_to_graph(trace: Trace) -> dict[str, Any]:
     """The ``lowtide-graph/1`` object."""
-    return _Conversion(trace).graph()
+    return _Conversion(trace, views_last=True).graph()
 
 
 def trace_to_dag(trace: Trace) -> dict[str, Any]:
     """The ``lowtide-dag/1`` object."""
-    return _Conversion(trace).dag()
+    return _Conversion(trace, views_last=False).dag()
 
 
 class _Conversion:
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, *, views_last: bool) -> None:
         self.trace = trace
+        self.views_last = views_last  # whether a storage is lasting once a call that runs once has made an alias of it
         self.ops: list[dict[str, Any]] = []
         self.values: list[dict[str, Any]] = []
         self.storages: list[dict[str, Any]] = []
@@ -128,7 +129,7 @@ class _Conversion:
             alias = created.alias_of
             storage = self._storage(op, created.bytes) if alias is None else self._storage_of(alias)
             outputs.append(self._value(created.tensor, op, storage))
-            if call.once:
+            if call.once and (alias is None or self.views_last):
                 self.lasting.setdefault(storage, [])
         for tensor in call.writes:
             storage = self._storage_of(tensor)
