@@ -86,39 +86,29 @@ def _solve_exactly(problem: Problem, portfolio: Portfolio, began: float) -> Solu
 
 
 def _search(problem: Problem, portfolio: Portfolio, effort: int, began: float) -> Solution:
-    budget = problem.budget_bytes
-    points = _starts(problem, portfolio)
+    budget, nodes = problem.budget_bytes, portfolio.model.nodes
+    problem.progress("starting points", 0.0)
+    points = [*starting_points(portfolio), *portfolio.greedy(budget), *portfolio.blocks(budget)]
+    if nodes > _HOT_NODES and portfolio.chains.has_blocks:
+        points += portfolio.tables_of_rockmate()  # what few moves per node cannot make up for
     fitting = [point for point in points if point.peak_bytes <= budget]
     if not fitting:
         problem.progress("lowering the peak", 0.05)
-        lowest = lowest_candidate(portfolio, budget, _LOWER_EFFORT[effort])
-        if lowest.peak_bytes > budget:
-            return _unsolved(problem, portfolio, answer("auto", problem, [portfolio.schedule(lowest)], began))
-        fitting = [lowest]
+        fitting = [lowest_candidate(portfolio, budget, _LOWER_EFFORT[effort])]
+        if fitting[0].peak_bytes > budget:
+            solution = answer("auto", problem, [portfolio.schedule(fitting[0])], began)
+            over = working_set_bound(problem.graph, problem.costs) > budget
+            proven = not solution.status.solved and (over or proven_infeasible(portfolio.floor, budget))
+            return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
     problem.progress("proving a bound", 0.05)
-    bound_ns = _bound(problem, portfolio, fitting, effort)
+    known_ns = portfolio.time_ns(quickest(fitting, 1)[0])
+    bound_effort = min(effort, _BOUND_EFFORT if nodes <= _BOUND_NODES else 1)
+    bound_ns = time_bound(portfolio.floor, budget, effort=bound_effort, known_ns=known_ns)
     found = _anneal(problem, portfolio, fitting, int(_EFFORT[effort] * portfolio.iterations), bound_ns)
     problem.progress("done", 1.0)
     solution = answer("auto", problem, [portfolio.schedule(point) for point in quickest(found, 6)], began)
-    proven = solution.time_ns <= bound_ns
-    status = Status.OPTIMAL if proven else solution.status
+    status = Status.OPTIMAL if solution.time_ns <= bound_ns else solution.status
     return dataclasses.replace(solution, status=status, lower_bound_ns=min(bound_ns, solution.time_ns))
-
-
-def _bound(problem: Problem, portfolio: Portfolio, known: list[Candidate], effort: int) -> int:
-    """Nanoseconds that no schedule within the budget undercuts."""
-    known_ns = portfolio.time_ns(quickest(known, 1)[0])
-    most = _BOUND_EFFORT if portfolio.model.nodes <= _BOUND_NODES else 1
-    return time_bound(portfolio.floor, problem.budget_bytes, effort=min(effort, most), known_ns=known_ns)
-
-
-def _starts(problem: Problem, portfolio: Portfolio) -> list[Candidate]:
-    problem.progress("starting points", 0.0)
-    budget = problem.budget_bytes
-    points = [*starting_points(portfolio), *portfolio.greedy(budget), *portfolio.blocks(budget)]
-    if portfolio.model.nodes > _HOT_NODES and 0 < portfolio.model.boundary < portfolio.model.nodes:
-        points += portfolio.tables_of_rockmate()  # what few moves per node cannot make up for
-    return points
 
 
 def _anneal(
@@ -157,12 +147,3 @@ def _recombine(
         population = survivors([*population, *met], _POPULATION)
         last = generation if population[0].recompute_ns < best.recompute_ns else last
     return population
-
-
-def _unsolved(problem: Problem, portfolio: Portfolio, solution: Solution) -> Solution:
-    """Proven infeasible where what must be resident is above the budget."""
-    if solution.status.solved:
-        return solution
-    proven = working_set_bound(problem.graph, problem.costs) > problem.budget_bytes
-    proven = proven or proven_infeasible(portfolio.floor, problem.budget_bytes)
-    return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
