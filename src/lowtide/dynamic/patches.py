@@ -14,7 +14,7 @@ While at least one context is active, in whichever thread, and once however many
 
 Everything is put back as it was when the last context ends. What somebody else has replaced in the meantime stays theirs, and
 what is ours under it only passes calls on. For the life of the process, but without effect outside contexts: the function that
-``os.register_at_fork`` calls in a forked process (``session``), which restores what it reads and evicts nothing any more, and
+``os.register_at_fork`` calls in a forked process (``context``), which restores what it reads and evicts nothing any more, and
 the marks on our own code by which Dynamo leaves it alone (``uncompiled``).
 """
 

@@ -27,9 +27,8 @@ import torch
 
 from lowtide.ir import Compute, Costs, Free, Op, RestoreRng, SaveRng, Schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET, UPDATE_TARGET
-from lowtide.lower import random
 from lowtide.lower.gradient_groups import GradientGroup, group_gradients
-from lowtide.program import targets
+from lowtide.program import generators, targets
 from lowtide.program.overwrites import keeping, written_form
 from lowtide.program.program import Call, Program, Ref
 from lowtide.program.sizes import storage_bytes
@@ -68,7 +67,7 @@ class _Generator:
         self.graph = program.graph
         self.schedule = schedule
         self.lines: list[str] = []
-        self.namespace: dict[str, Any] = {"save_rng": random.save, "replay": random.replay}
+        self.namespace: dict[str, Any] = {"save_rng": _saved_state, "replay": _replayed}
         self._names: dict[Any, str] = {}
         self.live: set[int] = set()  # values that have a variable
         self.handed: set[int] = set()  # storages whose gradient has left
@@ -152,7 +151,7 @@ class _Generator:
         function = self._constant(call.target)
         if op_id in self.replayed:
             self.replayed.discard(op_id)
-            return f"replay(r{op_id}, {self._device(op_id)}, {', '.join([function, *arguments])})"
+            return f"replay(r{op_id}, {', '.join([function, *arguments])})"
         return f"{function}({', '.join(arguments)})"
 
     def _writing(self, op_id: int, call: Call, into: int) -> str:
@@ -268,6 +267,15 @@ class _Generator:
 
     def _storages(self, values: Iterable[int]) -> set[int]:
         return {self.graph.values[value].storage for value in values}
+
+
+def _saved_state(device: torch.device) -> generators.SavedState:
+    return generators.saved(generators.default_generator(device))
+
+
+def _replayed(state: generators.SavedState, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with generators.replayed(state):
+        return target(*args, **kwargs)
 
 
 def _levels(program: Program, schedule: Schedule) -> list[int]:

@@ -22,8 +22,7 @@ from torch.autograd.function import once_differentiable
 from lowtide.errors import ExecutionError
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.lower import Lowered
-from lowtide.lower import random as rng
-from lowtide.program import layouts
+from lowtide.program import generators, layouts
 from lowtide.program.program import Program
 from lowtide.program.results import GradientMask, Result, with_views
 from lowtide.runtime.result_hooks import refuse_hooks
@@ -57,7 +56,7 @@ class ModelCall:
     versions: list[int | None] = field(default_factory=list)
     output_versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
-    rng_state: bytearray | None = None
+    rng_state: generators.SavedState | None = None
     generator: Any = None
     received: bool = False
     on_backward: Callable[[], None] | None = None
@@ -69,7 +68,7 @@ class ModelCall:
     def forward(self) -> list[torch.Tensor]:
         """Run the forward program; returns the forward outputs."""
         if any(op.random for op in self.executable.program.graph.ops):
-            self.rng_state = rng.save(self.inputs[0].device)
+            self.rng_state = generators.saved(generators.default_generator(self.inputs[0].device))
         lowered = self.executable.lowered
         self.generator = lowered.step(list(self.inputs), self.tangents, True)
         with below_autograd():
@@ -137,17 +136,10 @@ class ModelCall:
                 "be handed to it. Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
             )
         tangents: list[torch.Tensor] = []
-        device = self.inputs[0].device
-        current = rng.save(device)
-        if self.rng_state is not None:
-            rng.restore(self.rng_state, device)
-        try:
-            inputs = [self.kept.get(i, tensor) for i, tensor in enumerate(self.inputs)]
-            generator = executable.lowered.step(inputs, tangents, False)
-            with below_autograd():
-                next(generator)
-        finally:
-            rng.restore(current, device)
+        inputs = [self.kept.get(i, tensor) for i, tensor in enumerate(self.inputs)]
+        generator = executable.lowered.step(inputs, tangents, False)
+        with generators.replayed(self.rng_state), below_autograd():
+            next(generator)
         tangents.extend(_prepared(executable.program, gradients))
         for group in executable.lowered.gradient_groups:
             with below_autograd():
