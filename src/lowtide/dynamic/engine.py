@@ -55,8 +55,7 @@ class Engine:
         if operator.statistics is not None:
             unread = _updated_statistics(operator.statistics, args)
             writes += unread
-        reads: dict[Node, None] = {}
-        call = self._recorded(operator, args, kwargs, reads, unread)
+        call, reads = self._recorded(operator, args, kwargs, unread)
         superseded: list[Node] = []
         started = memory.started
         needs = memory.lock_all((*reads, *self._nodes_in([args[place] for place in unread])) if unread else reads)
@@ -68,7 +67,11 @@ class Engine:
             version = self.versions.supersede(call, needs, targets, superseded) if writes else None
             memory.started = len(memory.locked)
             result, cost_ns = self.executor.run(operator, args, kwargs)
-            self._account(reads, cost_ns)
+            memory.counters.operators += 1
+            memory.counters.operator_ns += cost_ns
+            memory.pool.tick(cost_ns)
+            for node in reads:
+                node.accessed_ns = memory.pool.clock_ns
             origin = _origin()
             if version is not None:
                 self.versions.written(version, call, reads, cost_ns)
@@ -90,25 +93,21 @@ class Engine:
         return result
 
     def _recorded(
-        self,
-        operator: Operator,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        reads: dict[Node, None],
-        unread: tuple[int, ...],
-    ) -> OperatorCall:
-        """The call without its tensors, and without the arguments ``unread``; ``reads`` grows by the nodes that it reads."""
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], unread: tuple[int, ...]
+    ) -> tuple[OperatorCall, dict[Node, None]]:
+        """The call without its tensors, and without the arguments ``unread``; and the nodes that it reads."""
+        reads: dict[Node, None] = {}
         if operator.geometry_only:
             if kwargs.get("device") is None:
                 kwargs = {**kwargs, "device": args[0].device}
-            return OperatorCall(operator, [blank(v) if isinstance(v, Tensor) else v for v in args], kwargs)
+            return OperatorCall(operator, [blank(v) if isinstance(v, Tensor) else v for v in args], kwargs), reads
 
         def recorded(value: Any) -> Any:
             return self._view(value, reads)
 
         given = [None if place in unread else value for place, value in enumerate(args)] if unread else args
         views = [recorded(value) if isinstance(value, Tensor) else mapped(recorded, value) for value in given]
-        return OperatorCall(operator, views, {name: mapped(recorded, value) for name, value in kwargs.items()})
+        return OperatorCall(operator, views, {name: mapped(recorded, value) for name, value in kwargs.items()}), reads
 
     def _view(self, tensor: Any, reads: dict[Node, None]) -> Any:
         """What stands in the place of a tensor; anything else is itself."""
@@ -123,15 +122,6 @@ class Engine:
             inner.exported = inner.pinned = True
             reads[inner] = None
         return tensor
-
-    def _account(self, reads: dict[Node, None], cost_ns: int) -> None:
-        """The operator has run."""
-        counters, pool = self.memory.counters, self.memory.pool
-        counters.operators += 1
-        counters.operator_ns += cost_ns
-        pool.clock_ns += cost_ns
-        for node in reads:
-            node.accessed_ns = pool.clock_ns
 
     def _remember(self, result: Any, call: OperatorCall, reads: dict[Node, None], cost_ns: int) -> list[Node]:
         """Nodes for the storages that the results are on, where they are new."""

@@ -308,15 +308,12 @@ class Memory:
     def _all_nodes(self) -> list[Node]:
         """Every node that something can still lead to."""
         known = (*self.nodes.values(), *self.read_constants, *self.intermediates, *cast("Iterable[Node]", self.pool))
-        waiting = list(dict.fromkeys(known))
-        seen = set(waiting)
-        found = []
-        while waiting:
-            node = waiting.pop()
-            found.append(node)
+        found = list(dict.fromkeys(known))
+        seen = set(found)
+        for node in found:
             fresh = [other for other in (*node.parents, *node.children) if other not in seen]
             seen.update(fresh)
-            waiting.extend(fresh)
+            found.extend(fresh)
         return found
 
     def clear(self) -> None:

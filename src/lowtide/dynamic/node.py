@@ -142,13 +142,12 @@ def _may_go(latest: Origin, quickly: bool, entry: Entry) -> bool:
 
 def _is_quickly_rebuilt(entry: Entry) -> bool:
     """Whether few operators would have to run to have the entry back."""
-    gone = {entry}
-    waiting = [entry]
-    while waiting:
-        for parent in waiting.pop().parents:
-            if not parent.resident and parent not in gone:
-                gone.add(parent)
-                waiting.append(parent)
+    gone = [entry]
+    seen = {entry}
+    for one in gone:
+        missing = [parent for parent in one.parents if not parent.resident and parent not in seen]
+        seen.update(missing)
+        gone.extend(missing)
         if len(gone) > _FEW:
             return False
     return True
