@@ -18,6 +18,7 @@ from lowtide.ir.serial import read_json
 from lowtide.memory.measurement import Measurement, load_measurement
 from lowtide.planning import Plan
 from lowtide.report.report import Report, artefact_name, report_of_plan, report_of_trace, without_constants
+from lowtide.report.text import report_text
 from lowtide.report.writers import check_extension, write_report
 from lowtide.trace import read_trace, unconstrained_peak_bytes
 
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         write_report(report, path)
         print(f"report written to {path}", file=sys.stderr)
     if not outputs:
-        print(report.text, end="")
+        print(report_text(report), end="")
     return 0
 
 
