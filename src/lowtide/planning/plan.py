@@ -7,7 +7,6 @@ ranks of a training, its graph is left out, and the costs stand by themselves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,13 +23,13 @@ from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint,
 from lowtide.report.report import report_of_plan
 from lowtide.report.text import render_plan
 from lowtide.report.writers import check_extension, write_report
+from lowtide.solve import Progress
 from lowtide.store import write_atomically
 
 PLAN_FORMAT = "lowtide-plan/1"
 _FACTS = (
     "planner", "seed", "budget_bytes", "peak_bytes", "unconstrained_peak_bytes", "time_ns", "lower_bound_ns", "solve_seconds",
 )  # fmt: skip
-Progress = Callable[[str, float], None]
 Amount = Annotated[int, Meta(ge=0, le=1 << 62)]  # bytes or nanoseconds, as large as a budget may be
 Column = Annotated[list[Annotated[int, Meta(ge=0, le=1 << 50)]], Meta(max_length=1 << 24)]
 
