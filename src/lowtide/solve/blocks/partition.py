@@ -74,13 +74,15 @@ def several_cuts(model: CompactGraph, most_blocks: int) -> list[list[int]]:
     Fine blocks cannot leave out what crosses between two of them, coarse blocks have fewer places to store: which does
     better depends on the program.
     """
-    ways: list[list[int]] = []
-    while most_blocks >= 6 or not ways:
-        cuts = articulation_cuts(model, most_blocks)
-        if cuts not in ways:
-            ways.append(cuts)
-        most_blocks //= 2
-    return ways
+    counts = [most_blocks]
+    while counts[-1] >= 12:
+        counts.append(counts[-1] // 2)
+    return distinct([articulation_cuts(model, count) for count in counts])
+
+
+def distinct(ways: list[list[int]]) -> list[list[int]]:
+    """Each way to cut once."""
+    return [cuts for index, cuts in enumerate(ways) if cuts not in ways[:index]]
 
 
 def top_cuts(model: CompactGraph, bundles: int, least_nodes: int) -> list[list[int]]:
@@ -88,6 +90,5 @@ def top_cuts(model: CompactGraph, bundles: int, least_nodes: int) -> list[list[i
     ways: list[list[int]] = []
     for count in (bundles, max(bundles // 2, 1)):
         most_nodes = max(2 * model.boundary // count, least_nodes)
-        for cuts in (refined_cuts(model, articulation_cuts(model, count), most_nodes), even_cuts(model, count)):
-            ways += [cuts] if cuts not in ways else []
-    return ways
+        ways += [refined_cuts(model, articulation_cuts(model, count), most_nodes), even_cuts(model, count)]
+    return distinct(ways)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from lowtide.ir import Schedule, schedule_from_sequence, simulate
-from lowtide.ir.schedule import Compute
+from lowtide.ir import Compute, Schedule, is_view, schedule_from_sequence, simulate
 from lowtide.solve.milp.formulation import Formulation
 from lowtide.solve.milp.linear import Outcome, SolverOptions, SolverResult, solve_program
 from lowtide.solve.milp.stages import StageModel
@@ -89,8 +88,7 @@ class Search:
 
     def any_order(self, share: float) -> None:
         """The relaxation: a bound for the full problem, and a candidate."""
-        stages = StageModel(self.model, self.budget_bytes, ordered=False)
-        formulation, result = self._run(stages, share)
+        formulation, result = self._run(StageModel(self.model, self.budget_bytes, ordered=False), share)
         if self.exact:
             whole = NEVER if result.outcome is Outcome.INFEASIBLE else formulation.lower_bound(self.model, result.bound)
             self.bound = max(self.bound, whole)
@@ -102,9 +100,7 @@ class Search:
         spare = 0
         for _ in range(_TIGHTENINGS):
             budget = None if self.budget_bytes is None else self.budget_bytes - spare
-            repeated = dict.fromkeys(range(self.model.nodes + 1), rounds)
-            stages = StageModel(self.model, budget, reduced=reduced, rounds=repeated)
-            formulation, result = self._run(stages, share)
+            formulation, result = self._run(StageModel(self.model, budget, reduced=reduced, rounds=rounds), share)
             if not len(result.values):
                 return
             peak = self.consider_nodes(formulation.sequence(result.values))
@@ -189,8 +185,6 @@ def nodes_of(model: CompactGraph, schedule: Schedule) -> list[int]:
 
 def writes_elsewhere(problem: Problem) -> bool:
     """Whether an op that is no view puts a value into another op's storage: the model never recomputes those."""
-    from lowtide.ir import is_view
-
     graph = problem.graph
     return any(
         graph.storages[graph.values[value].storage].base != op.id
