@@ -23,11 +23,9 @@ def keep_all_schedule(graph: Graph) -> Schedule:
 
 
 def schedule_from_sequence(graph: Graph, sequence: Sequence[int]) -> Schedule:
-    """The canonical schedule of ``sequence``; see the module's docstring.
-
-    Ops that nobody needs and recomputes whose results nobody uses are dropped. Effects stay, and so does the first compute
-    of an op that runs again, so that first computes keep the program's order.
-    """
+    """The canonical schedule of ``sequence``; see the module's docstring. Ops that nobody needs and recomputes whose
+    results nobody uses are dropped. Effects stay, and so does the first compute of an op that runs again, so that first
+    computes keep the program's order."""
     return _Builder(graph).build(sequence)
 
 
@@ -101,11 +99,9 @@ class _Builder:
         return max((i + 1 for op, i in firsts.items() if self.graph.ops[op].phase is Phase.FORWARD), default=0)
 
     def _with_views(self, sequence: Sequence[int]) -> tuple[list[int], int]:
-        """Insert the view ops, each where its value is first read in the current life of its storage.
-
-        The second result is the number of steps in the forward pass: a view of the forward pass that only the backward
-        pass reads is formed there, and must not move the boundary.
-        """
+        """Insert the view ops, each where its value is first read in the current life of its storage. The second result
+        is the number of steps in the forward pass: a view of the forward pass that only the backward pass reads is
+        formed there, and must not move the boundary."""
         graph = self.graph
         formed: list[set[int]] = [set() for _ in graph.storages]  # values that views formed in the current life
         steps: list[int] = []
@@ -130,9 +126,7 @@ class _Builder:
 
     def _final_outputs(self, sequence: Sequence[int], boundary: int) -> dict[int, list[int]]:
         """The graph's outputs by the step of the backward pass after which nothing touches what they are formed from.
-
-        Formed there, and not at the end, a gradient can leave as soon as it is final.
-        """
+        Formed there, and not at the end, a gradient can leave as soon as it is final."""
         last: dict[int, int] = {}
         for index, op_id in enumerate(sequence):
             op = self.graph.ops[op_id]

@@ -269,10 +269,7 @@ class Replay:
         """Coming back is no access."""
         accessed_ns = storage.accessed_ns
         self.watcher.came(storage)
-        if storage.evicted:
-            self.pool.add(storage)
-        else:
-            self.pool.enter(storage)
+        self.pool.enter(storage)
         storage.accessed_ns = accessed_ns
         self._evictable(storage)
 

@@ -19,9 +19,7 @@ POLICIES = ("eager", "ignore", "banish")
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
     """``base_ns``: every operator once; ``time_ns``: up to where the replay ended. ``operator`` is where it failed.
-
-    ``evictions`` counts those that made room; ``rematerializations`` the operators that ran again.
-    """
+    ``evictions`` counts those that made room; ``rematerializations`` the operators that ran again."""
 
     status: ReplayStatus
     budget_bytes: int
@@ -81,9 +79,7 @@ def simulate(
 
 def unconstrained_peak_bytes(trace: Trace) -> int:
     """What the trace needs where nothing is evicted: its storages from their first tensor to their last release.
-
-    Constants included; a write of what a call made needs room for the new version beside the old one.
-    """
+    Constants included; a write of what a call made needs room for the new version beside the old one."""
     storage_of: dict[int, int] = {}  # tensor -> the first tensor of its storage
     sizes: dict[int, int] = {}  # first tensor -> bytes
     held: dict[int, int] = {}

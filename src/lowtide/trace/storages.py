@@ -60,10 +60,8 @@ class TracedOperator:
 
 @dataclass(eq=False, repr=False, slots=True)
 class TracedTensor:
-    """``defined``: it can be read. An alias is not, although its storage may be there, until its operator has run again.
-
-    ``number``: what the trace calls it.
-    """
+    """``defined``: it can be read. An alias is not, although its storage may be there, until its operator has run
+    again. ``number``: what the trace calls it."""
 
     operator: TracedOperator
     storage: TracedStorage

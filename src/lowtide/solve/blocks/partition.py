@@ -17,10 +17,8 @@ _CHEAP_SHARE = 0.1
 
 
 def articulation_cuts(model: CompactGraph, most_blocks: int) -> list[int]:
-    """Cuts ``0 .. boundary`` behind nodes whose storages alone cross, long-lived cheap storages apart.
-
-    Where that gives more than ``most_blocks`` blocks, the cuts that leave the quickest pair are dropped.
-    """
+    """Cuts ``0 .. boundary`` behind nodes whose storages alone cross, long-lived cheap storages apart. Where that gives
+    more than ``most_blocks`` blocks, the cuts that leave the quickest pair are dropped."""
     last = last_forward_use(model, updates=False)
     forward = (model.storage_node < model.boundary) & ~model.held & model.recomputable[model.storage_node]
     span = last - model.storage_node
@@ -69,11 +67,9 @@ def refined_cuts(model: CompactGraph, cuts: list[int], most_nodes: int) -> list[
 
 
 def several_cuts(model: CompactGraph, most_blocks: int) -> list[list[int]]:
-    """Articulation cuts for ``most_blocks`` blocks and ever half as many down to about six, each way once.
-
-    Fine blocks cannot leave out what crosses between two of them, coarse blocks have fewer places to store: which does
-    better depends on the program.
-    """
+    """Articulation cuts for ``most_blocks`` blocks and ever half as many down to about six, each way once. Fine blocks
+    cannot leave out what crosses between two of them, coarse blocks have fewer places to store: which does better
+    depends on the program."""
     counts = [most_blocks]
     while counts[-1] >= 12:
         counts.append(counts[-1] // 2)

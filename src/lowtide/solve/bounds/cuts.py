@@ -42,9 +42,7 @@ class Relaxed:
 
 def choose_cuts(facts: Facts, kept_bytes: Numbers, trials: Trials, enough: float) -> Relaxed | None:
     """The relaxation on the chosen cuts, with its multipliers; ``None`` where no instant is over the budget.
-
-    ``kept_bytes``: bytes resident at each instant without recomputation. Stops early once the bound is ``enough``.
-    """
+    ``kept_bytes``: bytes resident at each instant without recomputation. Stops early once the bound is ``enough``."""
     over = np.nonzero(kept_bytes[:-1] > facts.room_bytes)[0]
     best: Relaxed | None = None
     for _ in range(trials.cuts):
