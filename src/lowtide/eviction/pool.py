@@ -13,8 +13,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 
 from lowtide.eviction.entry import Entry
-from lowtide.eviction.neighbourhood import Neighbourhood
-from lowtide.eviction.scores import heuristic_named
+from lowtide.eviction.heuristics import Neighbourhood, heuristic_named
 
 _SMALL = 0.01
 

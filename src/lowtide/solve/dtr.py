@@ -1,7 +1,7 @@
 """``dtr``: the online heuristics of dynamic tensor rematerialization, run ahead of time on a static graph.
 
 Runs the program in order within the budget; where the next operator does not fit, evicts the resident storage with the
-least score (``lowtide.eviction.scores``), again and again, and rebuilds what was evicted when it is read, with
+least score (``lowtide.eviction.heuristics``), again and again, and rebuilds what was evicted when it is read, with
 whatever that needs. What the program has no more use for is released at once, as a framework that counts references does.
 The heuristics know nothing of the future: that is what makes them online. Kirisame et al., ICLR 2021, arXiv 2006.09616,
 section 2.
