@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,23 +26,14 @@ NEVER = 2**62  # a bound above every value: nothing fits
 _EQUAL = 1e-6  # relative difference between a time and its bound that counts as none
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Options of ``checkmate`` that concern the solver."""
-
-    time_limit: float
-    gap: float
-    threads: int
-    form: str
-
-
 @dataclass(slots=True)
 class Search:
     """What is known so far. ``budget_bytes`` ``None``: the least peak is looked for, and ``value`` and ``bound`` are
     bytes; otherwise nanoseconds."""
 
     problem: Problem
-    limits: Limits
+    options: SolverOptions
+    form: str
     budget_bytes: int | None
     began: float
     model: CompactGraph = field(init=False)
@@ -57,7 +49,7 @@ class Search:
 
     @property
     def remaining(self) -> float:
-        return self.limits.time_limit - (time.perf_counter() - self.began)
+        return self.options.time_limit - (time.perf_counter() - self.began)
 
     @property
     def impossible(self) -> bool:
@@ -137,44 +129,39 @@ class Search:
 
     def _run(self, stages: StageModel, share: float) -> tuple[Formulation, SolverResult]:
         formulation = stages.build()
-        settings = SolverOptions(
-            time_limit=self.remaining * share,
-            gap=self.limits.gap,
-            absolute_gap=formulation.absolute_gap,
-            threads=self.limits.threads,
-            seed=self.problem.seed,
-        )
+        limit = self.remaining * share
+        options = dataclasses.replace(self.options, time_limit=limit, absolute_gap=formulation.absolute_gap)
         start = formulation.start(self.model, self.nodes) if self.best is not None else None
-        return formulation, solve_program(formulation.program, settings, start)
+        return formulation, solve_program(formulation.program, options, start)
 
+    def programs(self) -> list[Callable[[], None]]:
+        """What there is to solve, one after the other; nothing where the graph is too large for any program."""
+        form, full = self.form, recompute_columns(self.model, reduced=False)
+        attempts: list[Callable[[], None]] = []
+        if form == "auto":
+            form = "full" if full <= FULL_UP_TO else "reduced"
+        if form == "full" and full <= MOST_RECOMPUTES:
+            small = full <= ROUNDS_UP_TO
+            attempts = [partial(self.any_order, 0.5), partial(self.ordered, False, 1, 0.5 if small else 1.0)]
+            if small:
+                attempts += [self.full_states]
+                attempts += [partial(self.ordered, False, rounds) for rounds in range(2, MOST_ROUNDS + 1)]
+        elif form == "reduced" and recompute_columns(self.model, reduced=True) <= MOST_RECOMPUTES:
+            attempts = [partial(self.ordered, True, 1, 0.6)]
+            if full <= MOST_RECOMPUTES:
+                attempts += [partial(self.any_order, 1.0)]
+        return attempts
 
-def programs(search: Search) -> list[Callable[[], None]]:
-    """What there is to solve, one after the other; nothing where the graph is too large for any program."""
-    form, full = search.limits.form, recompute_columns(search.model, reduced=False)
-    attempts: list[Callable[[], None]] = []
-    if form == "auto":
-        form = "full" if full <= FULL_UP_TO else "reduced"
-    if form == "full" and full <= MOST_RECOMPUTES:
-        small = full <= ROUNDS_UP_TO
-        attempts = [partial(search.any_order, 0.5), partial(search.ordered, False, 1, 0.5 if small else 1.0)]
-        if small:
-            attempts += [search.full_states]
-            attempts += [partial(search.ordered, False, rounds) for rounds in range(2, MOST_ROUNDS + 1)]
-    elif form == "reduced" and recompute_columns(search.model, reduced=True) <= MOST_RECOMPUTES:
-        attempts = [partial(search.ordered, True, 1, 0.6)]
-        if full <= MOST_RECOMPUTES:
-            attempts += [partial(search.any_order, 1.0)]
-    return attempts
-
-
-def run(search: Search) -> None:
-    """The programs that the form and the size of the graph ask for."""
-    attempts = programs(search)
-    for index, attempt in enumerate(attempts):
-        if search.settled or search.remaining <= 0:
-            return
-        search.problem.progress("checkmate", index / len(attempts))
-        attempt()
+    def run(self, known: list[Schedule]) -> None:
+        """The programs that the form and the size of the graph ask for; ``known``: schedules to begin with."""
+        for schedule in known:
+            self.consider(schedule)
+        attempts = self.programs()
+        for index, attempt in enumerate(attempts):
+            if self.settled or self.remaining <= 0:
+                return
+            self.problem.progress("checkmate", index / len(attempts))
+            attempt()
 
 
 def nodes_of(model: CompactGraph, schedule: Schedule) -> list[int]:
