@@ -85,7 +85,8 @@ class Replay:
             case Release():
                 self._release(self.tensors.pop(event.tensor))
             case Pin():
-                self._pin(self.tensors[event.tensor])
+                self._define(self.tensors[event.tensor])
+                self.tensors[event.tensor].storage.pinned = True
 
     def _constant(self, event: Constant) -> None:
         operator = TracedOperator("constant", 0, [])
@@ -194,10 +195,6 @@ class Replay:
         for tensor in storage.tensors:
             if tensor.held:
                 self._define(tensor)
-
-    def _pin(self, tensor: TracedTensor) -> None:
-        self._define(tensor)
-        tensor.storage.pinned = True
 
     def _define(self, tensor: TracedTensor) -> None:
         if not tensor.defined:
