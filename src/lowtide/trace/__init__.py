@@ -1,7 +1,4 @@
-"""Recorded programs: the trace model, its file form, the logs published with DTR, a simulator, and plain DAGs from them.
-
-No torch. ``TraceWriter`` writes a trace as a program runs; ``simulate`` replays one within a budget.
-"""
+"""Recorded programs: the trace model, its files, the logs published with DTR, a simulator, and graphs from them. No torch."""
 
 from lowtide.trace.checker import check_trace
 from lowtide.trace.files import TRACE_FORMAT, TraceWriter, read_trace, write_trace

@@ -1,7 +1,4 @@
-"""Replaying a trace within a budget, evicting by a heuristic, as an online run of the program would have to.
-
-The rules are told in ``lowtide.trace.replay``.
-"""
+"""Replaying a trace by the rules of ``lowtide.trace.replay``, as an online run would have to, and its peak without a budget."""
 
 from __future__ import annotations
 
