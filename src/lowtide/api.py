@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from lowtide import pipeline
@@ -75,9 +74,7 @@ def rematerialize(
     settings = Settings(budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
     runtime = Rematerialized(model, settings)
     if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
-        with torch.enable_grad():
-            inputs, arguments = runtime.flat_inputs(args, kwargs or {})
-            runtime.entry(args, kwargs or {}, inputs, arguments)
+        runtime.prepare(args, kwargs or {})
     model.forward = runtime
     return model
 

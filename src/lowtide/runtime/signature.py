@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,24 +12,17 @@ from lowtide.capture.trace.autocast import is_kept
 from lowtide.program.keys import fingerprint, tensor_key
 
 Signature = tuple[Any, ...]
+Names = tuple[tuple[str, ...], ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Arguments:
-    """What flat inputs stand for: the ``names`` of the model's tensors, then the ``tree`` of the call's arguments."""
-
-    names: tuple[tuple[str, ...], ...]
-    tree: Any
-
-
-def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], arguments: Arguments) -> Signature:
-    """Structure and non-tensor values of the call, names of the model's tensors and layout of every flat input, flags of the
-    modules, autocast and modes."""
+def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], names: Names, tree: Any) -> Signature:
+    """Structure and non-tensor values of the call (``tree``), names of the model's tensors and layout of every flat input,
+    flags of the modules, autocast and modes."""
     device_type = inputs[0].device.type
     autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
     return (
-        arguments.names,
-        fingerprint(arguments.tree),
+        names,
+        fingerprint(tree),
         tuple(map(tensor_key, inputs)),
         tuple(module.training for module in modules),
         any(module.__dict__.get("gradient_checkpointing") for module in modules),

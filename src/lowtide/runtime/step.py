@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch._C._autograd import CreationMeta, _set_creation_meta
 from torch._C._functorch import is_legacy_batchedtensor
-from torch.autograd.function import once_differentiable
 
 from lowtide.errors import ExecutionError
 from lowtide.lower import GradientGroup, Lowered, Step
@@ -192,7 +191,6 @@ def _prepared(lowered: Lowered, gradients: Sequence[torch.Tensor | None]) -> lis
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """For the backward of a node: it cannot be differentiated, and says so where that is asked for."""
-    run = once_differentiable(backward)
 
     @functools.wraps(backward)
     def checked(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -206,7 +204,7 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "a backward pass through a planned model takes one gradient at a time (is_grads_batched=True, vectorize=True). "
                 "Loop over them with retain_graph=True, or call lowtide.restore(model) for that part of the work."
             )
-        return run(ctx, *gradients)
+        return backward(ctx, *gradients)
 
     return checked
 
