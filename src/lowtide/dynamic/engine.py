@@ -74,7 +74,7 @@ class Engine:
                 node.accessed_ns = memory.pool.clock_ns
             origin = _origin()
             if version is not None:
-                self.versions.written(version, call, reads, cost_ns)
+                self.versions.written(version, superseded[0], call, reads, cost_ns)
                 version.origin = origin
             made = self._remember(result, call, reads, cost_ns)
             for node in made:
@@ -119,7 +119,7 @@ class Engine:
             return View(node, tensor)
         for part in _parts(tensor):
             inner = self.memory.node_of(part)
-            inner.exported = inner.pinned = True
+            inner.pinned = True
             reads[inner] = None
         return tensor
 
@@ -165,7 +165,7 @@ class Engine:
             self.rebuilder.rebuild([node])
         if access is Access.READ:
             return None
-        node.exported = node.pinned = True
+        node.pinned = True
         if access is Access.EXPORT:
             return None
         self.versions.preserve_dependents(node)

@@ -36,12 +36,11 @@ class Node(Entry):
     Writing into a storage makes a new version, which takes the storage over; of the old one only ``call`` remains, and
     where it is wanted again it is computed into a storage of its own, ``kept``. ``handle`` is dead or ``None`` where the
     program holds no tensor of this version. A node without a ``call``, a *constant*, can not be computed again and is never
-    evicted.
+    evicted; nor is one whose address something outside the operators may hold, which is ``pinned``.
     """
 
     __slots__ = (
-        "address", "call", "exported", "handle", "kept", "number", "opaque", "origin", "place", "serial", "size_bytes",
-        "writers",
+        "address", "call", "handle", "kept", "number", "opaque", "origin", "place", "serial", "size_bytes", "writers",
     )  # fmt: skip
 
     parents: tuple[Node, ...]
@@ -60,7 +59,6 @@ class Node(Entry):
         self.opaque = False  # what reads it can not be run again: its tensors are more than a strided view of bytes
         self.origin = Origin.FORWARD
         self.writers = 0  # how many others may write to it unseen
-        self.exported = False  # something outside the operators may hold its address
 
     @staticmethod
     def constant(size_bytes: int = 0) -> Node:

@@ -9,6 +9,7 @@ takes more, the limit is exceeded that once, and met again at once.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,20 +27,14 @@ _OBSERVED = 3  # first calls of a signature that are observed, and then
 _AGAIN_EVERY = 100  # one in so many
 
 
+@dataclass(slots=True)
 class _Prediction:
     """What is believed of a signature: bytes at most above the level at the start, of these the results', and time."""
 
-    __slots__ = ("bytes", "calls", "cost_ns", "results_bytes")
-
-    def __init__(self, results_bytes: int) -> None:
-        self.bytes = self.results_bytes = results_bytes
-        self.calls = 0
-        self.cost_ns = 0
-
-    def learn(self, taken_bytes: int, cost_ns: int) -> None:
-        """From a call that was observed."""
-        self.bytes = taken_bytes if self.calls == 0 else max(self.bytes, taken_bytes)
-        self.cost_ns = cost_ns if self.calls == 0 else min(self.cost_ns, cost_ns)
+    bytes: int
+    results_bytes: int
+    calls: int = 0
+    cost_ns: int = 0
 
 
 class PredictingExecutor(Executor):
@@ -57,7 +52,8 @@ class PredictingExecutor(Executor):
         signature = (operator, _geometry(args), _geometry(kwargs))
         expected = self.predictions.get(signature)
         if expected is None:
-            expected = self.predictions[signature] = _Prediction(_result_bytes(operator, args, kwargs, self.device))
+            results_bytes = _result_bytes(operator, args, kwargs, self.device)
+            expected = self.predictions[signature] = _Prediction(results_bytes, results_bytes)
             self._make_what_can_be(expected.bytes + self.scratch_bytes.get(operator, 0))
         if not self.memory.make_room(expected.bytes):
             raise torch.OutOfMemoryError(f"{operator.name}: can't allocate memory within the budget")
@@ -76,7 +72,9 @@ class PredictingExecutor(Executor):
             self._finish()
             cost_ns = statistics.now_ns() - began
             taken_bytes = window.peak_bytes
-        expected.learn(taken_bytes, cost_ns)
+        first = expected.calls == 0
+        expected.bytes = taken_bytes if first else max(expected.bytes, taken_bytes)
+        expected.cost_ns = cost_ns if first else min(expected.cost_ns, cost_ns)
         scratch_bytes = self.scratch_bytes.get(operator, 0)
         self.scratch_bytes[operator] = max(scratch_bytes, taken_bytes - expected.results_bytes)
         self._make_what_can_be(0)

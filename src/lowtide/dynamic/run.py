@@ -6,6 +6,7 @@ left, whichever threads they are entered in.
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import warnings
@@ -113,11 +114,9 @@ class OnlineRun:
             raise ExecutionError(
                 "the online mode needs the exact CPU allocation counter, which this build of PyTorch prevents."
             )
-        sample, record, budget_bytes = settings.sample, settings.record, settings.budget_bytes
+        sample, budget_bytes = settings.sample, settings.budget_bytes
         pool = Pool(heuristic=settings.heuristic, sample=sample, skip_small=sample, seed=settings.seed)
-        recorder = None
-        if record is not None:
-            recorder = Recorder(record, name=Path(record).stem, device=self.device.type, budget_bytes=budget_bytes)
+        recorder = None if settings.record is None else Recorder(settings.record, self.device.type, budget_bytes)
         self.memory = Memory(pool, meter, settings.policy, recorder)
         self.executor = executor_for(self.memory, self.device)
         self.engine = Engine(self.memory, self.executor, device=self.device, tiny_bytes=budget_bytes // _TINY)
@@ -276,7 +275,7 @@ class Session:
         self.budget_bytes = budget_bytes
         self.window = PeakWindow(run.memory.meter)
         self.limit_bytes = self.window.start_bytes + budget_bytes
-        self.before = run.memory.counters.since(OnlineStatistics(), 0, 0)
+        self.before = copy.copy(run.memory.counters)
         self.peak_bytes: int | None = None  # once it has ended
         run.sessions.append(self)
         run.executor.enter_thread()

@@ -47,7 +47,6 @@ class Versions:
         if storage is None:
             raise ExecutionError("a storage that nobody holds cannot be written")
         version = Node.constant(node.size_bytes)
-        version.exported = node.exported
         version.number = node.number
         self.memory.own(version, storage)
         node.handle = node.kept = None
@@ -55,12 +54,12 @@ class Versions:
             self.memory.pool.evict(node)
         return version
 
-    def written(self, version: Node, call: OperatorCall, reads: dict[Node, None], cost_ns: int) -> None:
-        """The write succeeded: the version can be computed by it."""
+    def written(self, version: Node, old: Node, call: OperatorCall, reads: dict[Node, None], cost_ns: int) -> None:
+        """The write succeeded: the version can be computed by it from the old one."""
         storage = version.storage()
         version.size_bytes = version.bytes = 0 if storage is None else storage.nbytes()
         version.parents = tuple(reads)
-        version.pinned = version.exported
+        version.pinned = old.pinned
         self.memory.attach(version, call, storage, cost_ns, WRITTEN)
 
     def preserve_dependents(self, node: Node) -> None:
