@@ -19,18 +19,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lowtide.dynamic.engine import Engine
-from lowtide.dynamic.executor import Executor
+from lowtide.dynamic.executor import executor_for
 from lowtide.dynamic.memory import Memory, Refusal
 from lowtide.dynamic.operators import Operator
 from lowtide.dynamic.patches import Access, Patches, uncompiled
-from lowtide.dynamic.prediction import PredictingExecutor
 from lowtide.dynamic.rebuild import RebuildError
 from lowtide.dynamic.recording import Recorder
 from lowtide.dynamic.statistics import OnlineStatistics
 from lowtide.errors import ExecutionError, OnlineBudgetError
 from lowtide.eviction import Pool
 from lowtide.memory.allocators import PeakWindow, meter_of
-from lowtide.memory.cpu_allocator import AllocationCounter
 from lowtide.program.source import user_source
 from lowtide.units import format_bytes
 
@@ -52,11 +50,6 @@ class Settings:
     seed: int
     warn_above: float
     device: torch.device
-
-
-def executor_for(memory: Memory, device: torch.device) -> Executor:
-    """What runs operators within the limit of the device's memory."""
-    return Executor(memory) if isinstance(memory.meter, AllocationCounter) else PredictingExecutor(memory, device)
 
 
 class OnlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
