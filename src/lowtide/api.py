@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from lowtide import pipeline
+from lowtide.capture import capture
 from lowtide.capture.copies import planned_forward
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import PlanError
@@ -143,7 +145,11 @@ def plan(
         raise PlanError(
             "a plan is made outside of lowtide.online; inside, whatever runs is kept within the budget as it comes."
         )
-    return pipeline.plan(model, args, kwargs, budget=budget, planner=planner, seed=seed, on_progress=on_progress)
+    pipeline.require_module(model, "plan")
+    settings = Settings(budget=budget, planner=planner, seed=seed)
+    with torch.enable_grad():
+        program = capture(model, args, kwargs).program
+    return pipeline.make_program_plan(program, settings, model, on_progress)
 
 
 def runtime_of(model: nn.Module) -> Rematerialized | None:

@@ -31,8 +31,7 @@ from lowtide.planning import Plan
 from lowtide.program import Program, structure
 from lowtide.program.results import GradientMask
 from lowtide.runtime.checked import is_due, require_same
-from lowtide.runtime.entry import Entry, Sample
-from lowtide.runtime.signature import Names, Signature, describe, signature
+from lowtide.runtime.entry import Entry, Names, Sample, Signature, describe, signature
 from lowtide.runtime.step import run
 from lowtide.stage_times import itemised, stage, stage_seconds
 
