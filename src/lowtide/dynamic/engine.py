@@ -86,7 +86,7 @@ class Engine:
             memory.pool.tick(cost_ns)
             for node in reads:
                 node.accessed_ns = memory.pool.clock_ns
-            origin = _origin()
+            origin = current_origin()
             if version is not None:
                 self._written(version, superseded[0], call, reads, cost_ns)
                 version.origin = origin
@@ -278,11 +278,6 @@ class Engine:
         node.writers += 1
         return node.end_writer
 
-    def detached(self, tensor: Tensor) -> None:
-        """The tensor is detached, perhaps as the gradient that is handed to a leaf."""
-        if _origin() is Origin.GRADIENT:
-            self.memory.node_of(tensor).origin = Origin.GRADIENT
-
     def restore_all(self) -> None:
         """Rebuild whatever the program still holds."""
         self.memory.release_dead()
@@ -293,7 +288,7 @@ class Engine:
             self.memory.unlock_last(held)
 
 
-def _origin() -> Origin:
+def current_origin() -> Origin:
     """Of what is computed now."""
     node = torch._C._current_autograd_node()
     if isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lowtide.dynamic.engine import Engine
+from lowtide.dynamic.engine import Engine, current_origin
 from lowtide.dynamic.executor import executor_for
 from lowtide.dynamic.memory import Memory, Refusal
+from lowtide.dynamic.node import Origin
 from lowtide.dynamic.operators import Operator
 from lowtide.dynamic.patches import Access, Patches, uncompiled
 from lowtide.dynamic.rebuild import RebuildError
@@ -143,10 +144,10 @@ class OnlineRun:
 
     @uncompiled
     def detached(self, tensor: torch.Tensor) -> None:
-        """By a view, which passes the engine by."""
+        """By a view, which passes the engine by, perhaps as the gradient that is handed to a leaf."""
         with self.memory.lock:
-            if self.open:
-                self.engine.detached(tensor)
+            if self.open and current_origin() is Origin.GRADIENT:
+                self.memory.node_of(tensor).origin = Origin.GRADIENT
 
     @uncompiled
     def materialize(self, tensor: torch.Tensor, access: Access) -> Callable[[], None] | None:
@@ -223,11 +224,6 @@ class OnlineRun:
 
     def hold_tightest(self) -> None:
         self.executor.hold(min((session.limit_bytes for session in self.sessions), default=None))
-
-    def forked(self) -> None:
-        """In a process of its own nothing is evicted any more."""
-        self.memory.lock = threading.RLock()
-        self.executor.hold(None)
 
     def end(self) -> None:
         """The last context ends: tensors that are held become ordinary ones."""
