@@ -1,8 +1,10 @@
-"""Settings that must stand before torch is imported, and what the mark ``gpu`` means."""
+"""Settings that must stand before torch is imported, what the mark ``gpu`` means, and a heap that is quick to walk."""
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,3 +22,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_collections() -> Iterator[None]:
+    """Measurements collect garbage, and captures look through all objects: the modules of torch are a million of them.
+
+    What exists before the first test is kept out of both. Caches that were made before are not cleared of fake tensors
+    then, so a test of that makes its own.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

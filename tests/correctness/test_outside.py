@@ -150,6 +150,20 @@ def test_constants_that_the_first_call_keeps(cache: str) -> None:
         assert torch.equal(mine.grad, its.grad)  # type: ignore[arg-type]
 
 
+def test_functions_that_remember_what_they_returned() -> None:
+    """Nothing of the trace stays in ``functools.lru_cache``; the next eager call is handed a tensor with data."""
+    torch.manual_seed(0)
+    remembered = functools.lru_cache(_made)
+    plain = _Model(remembered)
+    model, x = copy.deepcopy(plain), torch.randn(4, 8)
+    lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all")
+    assert remembered.cache_info().currsize == 0
+    for one in (plain, model):
+        one(x).backward()
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)  # type: ignore[arg-type]
+
+
 class _OfSize(_Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x).relu()

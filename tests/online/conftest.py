@@ -1,13 +1,8 @@
-"""One thread: the same sums in the same order; steady costs: the same evictions in every run.
-
-What exists before the tests is kept out of every garbage collection.
-"""
+"""One thread: the same sums in the same order; steady costs: the same evictions in every run."""
 
 from __future__ import annotations
 
-import gc
 import itertools
-from collections.abc import Iterator
 
 import pytest
 
@@ -21,12 +16,3 @@ __all__ = ["one_thread"]
 def _steady_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operator seems to take equally long, so that what is evicted does not depend on how busy the machine is."""
     monkeypatch.setattr(statistics, "now_ns", itertools.count(0, 10_000).__next__)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _quick_collections() -> Iterator[None]:
-    """Every measurement collects garbage first; the modules of torch are a large heap to walk."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()

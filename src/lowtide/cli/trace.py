@@ -15,7 +15,7 @@ from typing import Any
 
 from lowtide.budget import parse_budget
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
-from lowtide.eviction import score_of
+from lowtide.eviction import heuristic_named
 from lowtide.report.tables import table_lines
 from lowtide.store import write_atomically
 from lowtide.trace import (
@@ -88,7 +88,7 @@ def _runs(trace: Trace, peak_bytes: int, options: argparse.Namespace) -> list[di
     heuristics = [name.strip() for name in options.heuristic.split(",")]
     budgets = {text.strip(): parse_budget(text.strip(), peak_bytes) for text in options.budget.split(",")}
     for heuristic in heuristics:
-        score_of(heuristic)
+        heuristic_named(heuristic)
     found = []
     for heuristic, (text, budget_bytes) in itertools.product(heuristics, budgets.items()):
         began = time.perf_counter()
