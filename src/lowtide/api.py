@@ -73,18 +73,13 @@ def rematerialize(
     """
     _require_plannable(model)
     settings = Settings(budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
-    attach(model, settings, args, kwargs or {})
-    return model
-
-
-def attach(model: nn.Module, settings: Settings, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Give ``model`` a planned forward pass; with a sample call, the plan is made now."""
     runtime = Rematerialized(model, settings)
     if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
         with torch.enable_grad():
-            inputs, arguments = runtime.flat_inputs(args, kwargs)
-            runtime.entry(args, kwargs, inputs, arguments)
+            inputs, arguments = runtime.flat_inputs(args, kwargs or {})
+            runtime.entry(args, kwargs or {}, inputs, arguments)
     model.forward = runtime
+    return model
 
 
 def _require_plannable(model: nn.Module) -> None:

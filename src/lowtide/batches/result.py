@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.planning import Plan
+from lowtide.report.tables import fact_lines
 from lowtide.units import format_bytes, format_percent
 
 
@@ -44,12 +45,11 @@ class MaxBatch:
         found = self.measured_peak_bytes
         measured = "not measured: no room on this device" if found is None else f"measured {format_bytes(found)}"
         kind = "in all" if self.total else "for the pass"
-        return "\n".join(
-            [
-                f"largest batch  {self.batch}{whole}",
-                f"  without      {self.batch_without}",
-                f"  budget       {format_bytes(self.budget_bytes)} {kind}",
-                f"  peak         {format_bytes(self.plan.peak_bytes)} for the pass, {measured}",
-                f"  overhead     {format_percent(self.overhead)}",
-            ]
-        )
+        facts = {
+            "largest batch": f"{self.batch}{whole}",
+            "  without": str(self.batch_without),
+            "  budget": f"{format_bytes(self.budget_bytes)} {kind}",
+            "  peak": f"{format_bytes(self.plan.peak_bytes)} for the pass, {measured}",
+            "  overhead": format_percent(self.overhead),
+        }
+        return "\n".join(fact_lines(facts, indent=""))

@@ -18,15 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.api import attach, runtime_of
+from lowtide.api import runtime_of
 from lowtide.budget import parse_budget
 from lowtide.capture import capture
 from lowtide.capture.sharded import is_sharded
 from lowtide.errors import PlanError
 from lowtide.integrations.fsdp_constraints import constraints_of
 from lowtide.integrations.gathers import Gathers
-from lowtide.integrations.samples import BlockCalls
+from lowtide.integrations.samples import BlockCalls, Sample
 from lowtide.pipeline import Settings, program_costs, share_planners
+from lowtide.runtime.model import Rematerialized
 from lowtide.sharing import Member, choose, peak_bytes
 
 _LOG = logging.getLogger(__name__)
@@ -71,11 +72,18 @@ def rematerialize_blocks(
     for block, sample, assignment in zip(blocks, samples, chosen, strict=True):
         if assignment.share is not None:  # else it keeps everything
             share = assignment.share
-            own = replace(settings, budget=share.budget_bytes, between_bytes=share.between_bytes)
-            attach(block, own, *sample)
+            _attach(block, sample, replace(settings, budget=share.budget_bytes, between_bytes=share.between_bytes))
     predicted = peak_bytes(constraints, [assignment.footprint for assignment in chosen])
     _LOG.info("planned %d blocks: %d bytes of %d, %d without", len(chosen), predicted, settings.budget, unconstrained)
     return predicted
+
+
+def _attach(block: nn.Module, sample: Sample, settings: Settings) -> None:
+    runtime = Rematerialized(block, settings)
+    with torch.enable_grad():
+        inputs, arguments = runtime.flat_inputs(*sample)
+        runtime.entry(*sample, inputs, arguments)
+    block.forward = runtime
 
 
 def _check(model: nn.Module, blocks: Sequence[nn.Module]) -> None:

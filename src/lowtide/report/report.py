@@ -5,40 +5,17 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from lowtide.errors import LowtideError, PlanError
-from lowtide.ir import Compute, Costs, Graph, Schedule, keep_all_schedule
 from lowtide.memory.measurement import Measurement
 from lowtide.report.curve import Curve, CurvePoint
 from lowtide.report.modules import ModuleRow, rows_of
-from lowtide.report.profile import StepProfile, profile_of_schedule
+from lowtide.report.profile import StepProfile
 from lowtide.report.replay import ENDLESS_BYTES, replay
 from lowtide.trace import Constant, ReplayStatus, Trace, simulate
 
 _SHARES = (100, 90, 80, 70, 60, 50, 40, 30, 20)  # of the peak: the budgets of a trace's curve
 _MOST_SLOWDOWN = 3  # beyond it a trace's curve ends
-
-
-class Planned(Protocol):
-    """What is told of a plan, see ``lowtide.Plan``."""
-
-    @property
-    def graph(self) -> Graph: ...
-    @property
-    def costs(self) -> Costs: ...
-    @property
-    def schedule(self) -> Schedule: ...
-    @property
-    def planner(self) -> str: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def solve_seconds(self) -> float: ...
-    @property
-    def budget_bytes(self) -> int: ...
-    @property
-    def lower_bound_ns(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,39 +58,6 @@ class Report:
         if self.lower_bound_ns is None or not self.base_ns:
             return None
         return self.lower_bound_ns / self.base_ns - 1
-
-
-def report_of_plan(
-    plan: Planned, curve: Curve | None = None, measured: Measurement | None = None, *, name: str = ""
-) -> Report:
-    """``measured``: a step that ran under the plan. ``name`` stands in for a graph without one."""
-    graph, costs = plan.graph, plan.costs
-    run = profile_of_schedule(graph, costs, plan.schedule)
-    plain = profile_of_schedule(graph, costs, keep_all_schedule(graph))
-    decided_by = f"{plan.planner}, seed {plan.seed}"
-    op = graph.ops[[step.op for step in plan.schedule.steps if isinstance(step, Compute)][run.peak_index]]
-    place = f"{op.name} of {op.module}" if op.module else op.name
-    details = {
-        "peak at": ", ".join(filter(None, (place, op.phase.value, op.source))),
-        "planner": f"{decided_by}, {plan.solve_seconds:.1f} s",
-        "costs": costs.device or "as given",
-    }
-    return Report(
-        title=graph.name or name or "plan",
-        heading=f"{f'plan of {graph.name}' if graph.name else 'plan'}: {len(graph.ops)} ops",
-        run=run,
-        plain=plain,
-        base_ns=costs.total_time_ns,
-        budget_bytes=plan.budget_bytes,
-        decided_by=decided_by,
-        device=costs.device,
-        unit="module",
-        rows=rows_of(run, zip((op.module for op in graph.ops), costs.time_ns.tolist(), strict=True), "module"),
-        details=details,
-        lower_bound_ns=plan.lower_bound_ns,
-        curve=curve,
-        measured=measured,
-    )
 
 
 def report_of_trace(
