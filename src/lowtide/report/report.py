@@ -64,7 +64,6 @@ def report_of_trace(
     trace: Trace,
     budget_bytes: int | None = None,
     heuristic: str = "dtr-eq",
-    policy: str = "eager",
     measured: Measurement | None = None,
     *,
     name: str = "",
@@ -75,11 +74,11 @@ def report_of_trace(
     Raises ``LowtideError`` where the budget is not known, and where the replay runs out of memory.
     """
     trace = without_constants(trace)
-    plain, _ = replay(trace, ENDLESS_BYTES, heuristic, policy)
+    plain, _ = replay(trace, ENDLESS_BYTES, heuristic)
     budget = budget_bytes or trace.budget_bytes
     if budget is None:
         raise PlanError('the recorded run had no budget; give one, such as --budget "50%".')
-    run, result = replay(trace, budget, heuristic, policy)
+    run, result = replay(trace, budget, heuristic)
     if result.status is not ReplayStatus.OK:
         raise LowtideError(
             f"replayed within {budget} bytes, {result.operator} has nothing left to evict; give a larger --budget "
@@ -94,12 +93,12 @@ def report_of_trace(
         plain=plain,
         base_ns=plain.time_ns,
         budget_bytes=budget,
-        decided_by=f"{heuristic}, policy {policy}",
+        decided_by=f"{heuristic}, policy eager",
         device=trace.device,
         unit="operator",
         rows=sorted(rows, key=lambda row: -row.recomputed_ns),
         details={"rematerializations": str(sum(span.again for span in run.spans)), "heuristic": heuristic},
-        curve=_trace_curve(trace, plain, heuristic, policy, CurvePoint(budget, run.peak_bytes, run.time_ns)),
+        curve=_trace_curve(trace, plain, heuristic, CurvePoint(budget, run.peak_bytes, run.time_ns)),
         measured=measured,
     )
 
@@ -110,18 +109,18 @@ def without_constants(trace: Trace) -> Trace:
     return dataclasses.replace(trace, events=events)
 
 
-def _trace_curve(trace: Trace, plain: StepProfile, heuristic: str, policy: str, own: CurvePoint) -> Curve:
+def _trace_curve(trace: Trace, plain: StepProfile, heuristic: str, own: CurvePoint) -> Curve:
     """Replays at several budgets, until one runs out of memory or takes too long."""
     whole = plain.peak_bytes
     points = {own.budget_bytes: own} if own.budget_bytes <= whole else {}
     for share in _SHARES:
         budget = whole * share // 100
-        result = simulate(trace, budget, heuristic, policy=policy, most_slowdown=_MOST_SLOWDOWN)
+        result = simulate(trace, budget, heuristic, most_slowdown=_MOST_SLOWDOWN)
         if result.status is not ReplayStatus.OK:
             break
         points[budget] = CurvePoint(budget, result.peak_bytes, result.time_ns)
     ordered = sorted(points.values(), key=lambda point: -point.budget_bytes) or [own]
-    return Curve(whole, plain.time_ns, 0, f"{heuristic}, {policy}", tuple(ordered))
+    return Curve(whole, plain.time_ns, 0, f"{heuristic}, eager", tuple(ordered))
 
 
 def artefact_name(path: str | Path) -> str:
