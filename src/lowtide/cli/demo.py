@@ -74,12 +74,9 @@ def _train(options: argparse.Namespace) -> tuple[Training, Training, Plan]:
     print(plan, "\n", flush=True)
     print(f"training both for {options.steps} steps ...\n", flush=True)
     print("step  loss, plain           loss, lowtide", flush=True)
-
-    def show(step: int) -> None:
+    for step in train_side_by_side([plain, planned], batches):
         if step % max(options.steps // 6, 1) == 0 or step == options.steps - 1:
             print(f"{step:>4}  {plain.losses[step]:<20.17g}  {planned.losses[step]:.17g}", flush=True)
-
-    train_side_by_side([plain, planned], batches, on_step=show)
     return plain, planned, plan
 
 

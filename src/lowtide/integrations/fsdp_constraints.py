@@ -36,7 +36,6 @@ def constraints_of(graph: Graph, costs: Costs, names: Sequence[str], gathers: Ga
 def _laid_out(
     levels: list[tuple[int, int, int]], schedule: Schedule, spans: dict[_Pass, tuple[int, int]], gathers: Gathers
 ) -> list[Constraint]:
-    gathers = gathers.fresh()
     entered = {first: one for one, (first, _) in spans.items()}
     left = {last: one for one, (_, last) in spans.items()}
     blocks = {block for block, _ in spans}

@@ -25,7 +25,7 @@ from lowtide.report.modules import rows_of
 from lowtide.report.profile import profile_of_schedule
 from lowtide.report.report import Report
 from lowtide.report.text import summary_text
-from lowtide.report.writers import check_extension, write_report
+from lowtide.report.writers import write_report, writer_of
 from lowtide.store import write_atomically
 
 PLAN_FORMAT = "lowtide-plan/1"
@@ -123,7 +123,7 @@ class Plan:
 
         ``measurement``: of a step that ran under the plan, from ``lowtide.measure``. The curve is that of ``with_curve``.
         """
-        check_extension(path)
+        writer_of(path)  # an unknown extension is an error now
         write_report(self.as_report(measurement), path)
 
     def as_report(self, measurement: Measurement | None = None, *, name: str = "") -> Report:

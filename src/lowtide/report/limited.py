@@ -45,12 +45,8 @@ def run_limited(path: str | Path, task: Task, limit_seconds: float) -> Cell:
 def _answer(path: str, task: Task, sender: multiprocessing.connection.Connection) -> None:
     graph, costs = load_instance(path)
     sender.send("begun")
-    began, cpu_began = time.perf_counter(), _cpu_seconds()
+    # CPU time is that of this process and of those children that have ended.
+    began, cpu_began = time.perf_counter(), sum(os.times()[:4])
     cell = run_cell(graph, costs, task)
-    seconds, cpu = time.perf_counter() - began, _cpu_seconds() - cpu_began
+    seconds, cpu = time.perf_counter() - began, sum(os.times()[:4]) - cpu_began
     sender.send(dataclasses.replace(cell, seconds=round(seconds, 3), cpu_seconds=round(cpu, 3)))
-
-
-def _cpu_seconds() -> float:
-    """Of this process and of those children that have ended."""
-    return sum(os.times()[:4])
