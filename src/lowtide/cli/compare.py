@@ -20,9 +20,17 @@ from lowtide.cli.progress import progress_bar
 from lowtide.errors import PlanError
 from lowtide.extras import require
 from lowtide.ir import load_instance
-from lowtide.report.comparison import LEGEND, Cell, Instance, Task, comparison_to_json, render_comparison, run_cell
+from lowtide.report.comparison import (
+    LEGEND,
+    Cell,
+    Instance,
+    Task,
+    comparison_to_json,
+    render_comparison,
+    run_cell,
+    run_limited,
+)
 from lowtide.report.comparison_figure import comparison_figure
-from lowtide.report.limited import run_limited
 from lowtide.solve import get_planner, planner_names
 from lowtide.store import write_atomically
 

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
+from lowtide.extras import require
 from lowtide.memory.measurement import Measurement
 from lowtide.memory.meter import measure
+from lowtide.planning import Plan
 
 _LEARNING_RATE = 1e-3
 _METERED_EVERY = 8
+_MEBIBYTE = 2**20
+_COLOURS = ("#888888", "#1f6fb2")
 
 
 class Training:
@@ -72,3 +77,22 @@ def same_parameters(first: nn.Module, second: nn.Module) -> bool:
     """Whether all parameters and buffers are equal to the bit."""
     ours, theirs = first.state_dict(), second.state_dict()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def memory_figure(measurements: dict[str, Measurement], plan: Plan) -> Any:
+    """A ``matplotlib.figure.Figure``: bytes above the start of the step against the fraction of the step's time."""
+    require("matplotlib")
+    figure_class = require("matplotlib.figure").Figure
+    figure = figure_class(figsize=(8, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for (name, measurement), colour in zip(measurements.items(), _COLOURS, strict=True):
+        times = [at / measurement.time_ns for at, _ in measurement.timeline]
+        levels = [level / _MEBIBYTE for _, level in measurement.timeline]
+        peak = measurement.peak_bytes / _MEBIBYTE
+        axes.step(times, levels, where="post", color=colour, linewidth=1, label=f"{name}: peak {peak:.1f} MiB")
+    axes.axhline(plan.budget_bytes / _MEBIBYTE, color="#c0392b", linestyle="--", linewidth=1, label="budget")
+    axes.set(xlabel="forward and backward pass (share of its time)", ylabel="memory above the start (MiB)")
+    axes.set(xlim=(0, 1), ylim=(0, None))
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
