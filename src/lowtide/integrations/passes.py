@@ -20,7 +20,7 @@ class PassMeter:
     Callbacks call ``begin`` before the first of them, ``stop`` after each, ``start`` before a further one, and ``end`` after
     the last. ``peak_bytes`` is the highest above the level at the start, ``time_ns`` that of the last pass. ``history``
     has every step as (its number, peak bytes); a step that made a plan is left out, since operators were measured in it.
-    On the CPU the bytes are exact where lowtide's counter can be installed (``available``), on CUDA they are those of the
+    On the CPU the bytes are exact where lowtide's counter can be installed, on CUDA they are those of the
     caching allocator.
     """
 
@@ -32,12 +32,8 @@ class PassMeter:
         self._start_ns: int | None = None
         _meter()  # counts from now on
 
-    @property
-    def available(self) -> bool:
-        return _meter() is not None
-
     def begin(self, model: nn.Module) -> None:
-        self.peak_bytes, self._plans = 0, plan_count(model)
+        self.peak_bytes, self._plans = 0, _plan_count(model)
         self.start()
 
     def start(self) -> None:
@@ -58,7 +54,7 @@ class PassMeter:
 
     def end(self, model: nn.Module, step: int) -> bool:
         """Whether the step counts."""
-        counts = plan_count(model) == self._plans
+        counts = _plan_count(model) == self._plans
         if counts:
             self.history.append((step, self.peak_bytes))
         return counts
@@ -78,7 +74,7 @@ class PassMeter:
             "lowtide_predicted_peak_mib": _mib(max(plan.peak_bytes for plan in plans)),
             "lowtide_predicted_overhead": round(sum(plan.time_ns for plan in plans) / alone_ns - 1, 4),
         }
-        if self.available:
+        if _meter() is not None:
             result["lowtide_measured_peak_mib"] = _mib(peak_bytes)
         if self.time_ns:
             result["lowtide_measured_overhead"] = round(self.time_ns / alone_ns - 1, 4)
@@ -102,8 +98,7 @@ def latest_plans(model: nn.Module) -> list[Plan]:
     return [runtime.latest.plan for runtime in _runtimes(model) if runtime.latest is not None]
 
 
-def plan_count(model: nn.Module) -> int:
-    """How many plans were made in ``model`` so far."""
+def _plan_count(model: nn.Module) -> int:
     return sum(len(entries) for runtime in _runtimes(model) for entries in runtime.entries.values())
 
 

@@ -65,10 +65,6 @@ class Cell:
     cpu_seconds: float | None = None
     message: str = ""
 
-    @property
-    def solved(self) -> bool:
-        return self.time_ns is not None
-
 
 @dataclass(frozen=True, slots=True)
 class Task:
