@@ -16,13 +16,15 @@ import numpy as np
 from msgspec import Meta
 
 from lowtide.errors import PlanError, ScheduleError
-from lowtide.ir import Costs, Graph, Schedule, check, keep_all_schedule, simulate
+from lowtide.ir import Compute, Costs, Graph, Schedule, check, keep_all_schedule, simulate
 from lowtide.ir.serial import graph_from_json, graph_to_json, read_json, schedule_from_json, schedule_to_json
 from lowtide.memory.measurement import Measurement
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint, make_curve
-from lowtide.report.report import report_of_plan
-from lowtide.report.text import render_plan
-from lowtide.report.writers import check_extension, write_report
+from lowtide.report.modules import rows_of
+from lowtide.report.profile import profile_of_schedule
+from lowtide.report.report import Report
+from lowtide.report.text import summary_text
+from lowtide.report.writers import write_report, writer_of
 from lowtide.solve import Progress
 from lowtide.store import write_atomically
 
@@ -114,10 +116,40 @@ class Plan:
         )
 
     def report(self, path: str | Path, measurement: Measurement | None = None) -> None:
-        """Write a report of this plan; the extension of ``path`` says which: see ``lowtide report``. ``measurement``:
-        of a step that ran under the plan, from ``lowtide.measure``. The curve is that of ``with_curve``."""
-        check_extension(path)
-        write_report(report_of_plan(self, self.known_curve, measurement), path)
+        """Write a report of this plan; the extension of ``path`` says which: see ``lowtide report``.
+
+        ``measurement``: of a step that ran under the plan, from ``lowtide.measure``. The curve is that of ``with_curve``.
+        """
+        writer_of(path)  # an unknown extension is an error now
+        write_report(self.as_report(measurement), path)
+
+    def as_report(self, measurement: Measurement | None = None, *, name: str = "") -> Report:
+        """All that ``report`` writes. ``name`` stands in for a graph without one."""
+        graph, costs, decided_by = self.graph, self.costs, f"{self.planner}, seed {self.seed}"
+        run = profile_of_schedule(graph, costs, self.schedule)
+        op = graph.ops[[step.op for step in self.schedule.steps if isinstance(step, Compute)][run.peak_index]]
+        place = f"{op.name} of {op.module}" if op.module else op.name
+        details = {
+            "peak at": ", ".join(filter(None, (place, op.phase.value, op.source))),
+            "planner": f"{decided_by}, {self.solve_seconds:.1f} s",
+            "costs": costs.device or "as given",
+        }
+        return Report(
+            title=graph.name or name or "plan",
+            heading=f"{f'plan of {graph.name}' if graph.name else 'plan'}: {len(graph.ops)} ops",
+            run=run,
+            plain=profile_of_schedule(graph, costs, keep_all_schedule(graph)),
+            base_ns=costs.total_time_ns,
+            budget_bytes=self.budget_bytes,
+            decided_by=decided_by,
+            device=costs.device,
+            unit="module",
+            rows=rows_of(run, zip((op.module for op in graph.ops), costs.time_ns.tolist(), strict=True), "module"),
+            details=details,
+            lower_bound_ns=self.lower_bound_ns,
+            curve=self.known_curve,
+            measured=measurement,
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the plan as ``lowtide-plan/1`` JSON, atomically."""
@@ -186,7 +218,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        return render_plan(self)
+        return summary_text(self.as_report())
 
 
 def _costs(form: _Form, graph: Graph) -> Costs:
