@@ -31,7 +31,7 @@ from benchmarks.planner_table import document
 from lowtide import __version__
 from lowtide.budget import parse_budget
 from lowtide.errors import PlanError
-from lowtide.ir import keep_all_schedule, load_instance, simulate
+from lowtide.ir import load_instance
 from lowtide.report.comparison import OVER_TIME, Cell, Instance, Task, cell_text, comparison_to_json
 from lowtide.report.comparison_figure import comparison_figure
 from lowtide.report.limited import run_limited
@@ -51,7 +51,7 @@ class Results:
     def __init__(self, folder: Path, paths: dict[str, Path]) -> None:
         self.folder = folder
         self.path = folder / "planners.json"
-        self.instances = {name: _instance(name, path) for name, path in paths.items()}
+        self.instances = {name: Instance.of(name, *load_instance(path)) for name, path in paths.items()}
         self.cells: dict[Key, Cell] = {}
         self.notes: dict[str, Any] = {}
         if self.path.exists():
@@ -99,12 +99,6 @@ class Results:
 
 def _key(place: Cell | Task) -> Key:
     return place.instance, place.planner, place.budget
-
-
-def _instance(name: str, path: Path) -> Instance:
-    graph, costs = load_instance(path)
-    plain = simulate(graph, costs, keep_all_schedule(graph))
-    return Instance(name, len(graph.ops), plain.peak_bytes, plain.time_ns)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

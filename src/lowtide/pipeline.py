@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,13 +68,18 @@ class Settings:
                 'on_capture_error="online" needs budget= in bytes, such as "8GiB": what cannot be captured has no peak known '
                 "beforehand that a percentage could be of."
             )
-        given = self.budget if self.budget is not None else self.total_budget
-        assert given is not None
-        parse_budget(given, 1 << 40)  # a malformed budget is an error now, not at the first call
+        parse_budget(self.given, 1 << 40)  # a malformed budget is an error now, not at the first call
         if self.reserve != 0:
             parse_budget(self.reserve, 1 << 40, what="reserve")
         get_planner(self.planner)
         check_seed(self.seed)
+
+    @property
+    def given(self) -> int | str:
+        """The one budget of the two."""
+        given = self.budget if self.budget is not None else self.total_budget
+        assert given is not None
+        return given
 
 
 def captured_program(
@@ -91,9 +97,7 @@ def captured_program(
     """
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None
     if settings.compiler != "eager":
-        from lowtide.fusion import split_norms
-
-        rewrite = split_norms
+        from lowtide.fusion import split_norms as rewrite
     known = Known(follow=follow) if like is None else Known.of(like)
     with stage("capture"):
         return capture(model, args, kwargs, mask=mask, rewrite=rewrite, known=known)
@@ -201,15 +205,33 @@ def make_program_plan(
     ``granted_bytes`` is what an earlier signature of the model was given: a budget in percent is at least that, so that a
     short last batch may use the memory of a full one. Among several processes, one plans for all that ask the same.
     """
+    resident = resident_bytes(program, model) if settings.budget is None else 0
 
     def make() -> Plan:
         known = program_costs(program, on_progress) if costs is None else costs
-        return _make_program_plan(program, known, settings, model, on_progress, granted_bytes)
+        known = _with_room_between(program, known, settings.between_bytes)
+        budget, aside = _budget(program, settings, known, resident, granted_bytes)
+        how: dict[str, Any] = {"planner": settings.planner, "seed": settings.seed}
+        versions = (__version__, str(torch.__version__))
+        request = PlanRequest(program.graph, known, budget, **how, versions=versions)
+        search = functools.partial(make_plan, program.graph, known, budget=budget, **how, on_progress=on_progress)
+        try:
+            with stage("search"):
+                return PlanCache().get_or_make(request, search) if enabled() else search()
+        except InfeasibleBudgetError as error:
+            raise with_aside(error, aside) from None
 
-    if not several_processes():
-        return make()
-    resident = resident_bytes(program, model) if settings.budget is None else 0
-    return agreed_plan(program, (settings, granted_bytes, resident), make)
+    return agreed_plan(program, (settings, granted_bytes, resident), make) if several_processes() else make()
+
+
+def _budget(program: Program, settings: Settings, costs: Costs, resident: int, granted_bytes: int) -> tuple[int, int]:
+    """Bytes for a pass, and bytes of the given budget that a pass must leave alone."""
+    unconstrained = simulate(program.graph, costs, keep_all_schedule(program.graph)).peak_bytes
+    reserve = parse_budget(settings.reserve, unconstrained, what="reserve") if settings.reserve != 0 else 0
+    total = parse_budget(settings.given, unconstrained + (0 if settings.total_budget is None else reserve + resident))
+    check_device(program, total)
+    least = granted_bytes if is_percentage(settings.given) else 1
+    return max(total - reserve - resident, least, 1), reserve + resident
 
 
 def share_planners(settings: Settings) -> tuple[Planning, Planning | None]:
@@ -224,31 +246,6 @@ def share_planners(settings: Settings) -> tuple[Planning, Planning | None]:
 
     by_search = settings.planner.startswith("auto") and settings.planner != _QUICK_SEARCH
     return planning(settings.planner), planning(_QUICK_SEARCH) if by_search else None
-
-
-def _make_program_plan(
-    program: Program,
-    costs: Costs,
-    settings: Settings,
-    model: nn.Module | None,
-    on_progress: Progress | None,
-    granted_bytes: int,
-) -> Plan:
-    costs = _with_room_between(program, costs, settings.between_bytes)
-    unconstrained = simulate(program.graph, costs, keep_all_schedule(program.graph)).peak_bytes
-    aside = _reserved_bytes(program, settings, unconstrained, model)
-    given = settings.budget if settings.budget is not None else settings.total_budget
-    assert given is not None
-    total = parse_budget(given, unconstrained + (aside if settings.budget is None else 0))
-    check_device(program, total)
-    budget = total - aside
-    if is_percentage(given):
-        budget = max(budget, granted_bytes)
-    try:
-        with stage("search"):
-            return _kept_or_made(program, costs, max(budget, 1), settings, on_progress)
-    except InfeasibleBudgetError as error:
-        raise with_aside(error, aside) from None
 
 
 def with_aside(error: InfeasibleBudgetError, aside: int) -> InfeasibleBudgetError:
@@ -267,32 +264,6 @@ def with_aside(error: InfeasibleBudgetError, aside: int) -> InfeasibleBudgetErro
         budget_bytes=error.budget_bytes,
         aside_bytes=aside,
     )
-
-
-def _kept_or_made(
-    program: Program, costs: Costs, budget_bytes: int, settings: Settings, on_progress: Progress | None
-) -> Plan:
-    """The plan that an earlier process made for the same request, else a new one, which is kept."""
-    versions = (__version__, str(torch.__version__))
-    request = PlanRequest(program.graph, costs, budget_bytes, settings.planner, settings.seed, versions)
-
-    def make() -> Plan:
-        return make_plan(
-            program.graph,
-            costs,
-            budget=budget_bytes,
-            planner=settings.planner,
-            seed=settings.seed,
-            on_progress=on_progress,
-        )
-
-    return PlanCache().get_or_make(request, make) if enabled() else make()
-
-
-def _reserved_bytes(program: Program, settings: Settings, unconstrained: int, model: nn.Module | None) -> int:
-    """Bytes of the given budget that a pass must leave alone."""
-    reserve = parse_budget(settings.reserve, unconstrained, what="reserve") if settings.reserve != 0 else 0
-    return reserve + (resident_bytes(program, model) if settings.budget is None else 0)
 
 
 def resident_bytes(program: Program, model: nn.Module | None) -> int:

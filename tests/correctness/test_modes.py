@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lowtide
 from tests.support.networks import WithLoss, perceptron, rows
-from tests.support.training import compare_training, make, prepared
+from tests.support.training import MINIMUM, compare_training, make, prepared
 
 
 def _network() -> nn.Module:
@@ -157,7 +157,7 @@ def test_autocast_inside_the_model() -> None:
             with torch.autocast("cpu", enabled=False):
                 return self.head(y.float()).square().mean()
 
-    compare_training(Inside, rows())
+    compare_training(Inside, rows(), budgets=("70%", MINIMUM))
 
 
 def test_arguments_that_are_leaves_and_others_under_autocast() -> None:

@@ -287,7 +287,7 @@ def test_two_threads_do_not_change_inductor_at_once(monkeypatch: pytest.MonkeyPa
             inductor.start_body(body)
 
     monkeypatch.setattr(inductor, "_traced", tracing)
-    program = rewrite(capture(_Gate(), (torch.randn(10, 6),)))
+    program = rewrite(capture(_Gate(), (torch.randn(10, 6),)).program)
     body = next(call.target.body for call in program.calls if isinstance(call.target, Kernel))
     threads = [threading.Thread(target=compile_one) for _ in range(3)]
     for thread in threads:

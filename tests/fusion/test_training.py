@@ -103,7 +103,7 @@ def test_views_of_what_is_normalised() -> None:
 def test_views_are_of_what_they_read() -> None:
     args, kwargs = _wide_images(0)
     settings = Settings(budget="100%", compiler="inductor")
-    program = fused(captured_program(WithLoss(_Attended()), args, kwargs, settings), settings)
+    program = fused(captured_program(WithLoss(_Attended()), args, kwargs, settings).program, settings)
     values = program.graph.values
     views = [op for op in program.graph.ops if op.target in ("aten.view.default", "aten.transpose.int")]
     assert len(views) > 8
@@ -226,7 +226,7 @@ def test_no_search_for_operators_that_take_longer_anyway(monkeypatch: pytest.Mon
 
 
 def _planned(model: nn.Module, settings: Settings) -> lowtide.Plan:
-    program = fused(captured_program(model, *_sequences(0), settings), settings)
+    program = fused(captured_program(model, *_sequences(0), settings).program, settings)
     return pipeline.make_program_plan(program, settings, model)
 
 

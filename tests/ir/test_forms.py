@@ -28,7 +28,7 @@ from lowtide.ir import (
     schedule_to_json,
     simulate,
 )
-from lowtide.ir.dag import dag_from_json
+from lowtide.ir.serial import dag_from_json
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
 from tests.support.sequences import random_sequence

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.dynamic import session
+from lowtide.dynamic import context
 from lowtide.dynamic.node import Origin, storage_of
 from lowtide.dynamic.storages import is_empty
 from tests.online.programs_support import collect
@@ -53,8 +53,8 @@ def test_gradients_stay(share: int) -> None:
 
 
 def _origin(tensor: torch.Tensor) -> Origin:
-    assert session._run is not None
-    return session._run.memory.node_of(tensor).origin
+    assert context._run is not None
+    return context._run.memory.node_of(tensor).origin
 
 
 def _leaf() -> torch.Tensor:

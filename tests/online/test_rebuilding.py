@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.dynamic.ancestry import Ancestry
 from lowtide.dynamic.node import Node, OperatorCall
 from lowtide.dynamic.orders import OrderCache
-from lowtide.dynamic.plan import RebuildPlan, make_plan, with_what_is_there
+from lowtide.dynamic.plan import RebuildPlan, calls_behind, in_program_order, make_plan, with_what_is_there
 from tests.online.programs_support import collect
 from tests.online.scenarios import interrupted_inside
 
@@ -70,13 +69,13 @@ def _simulate(plan: RebuildPlan, targets: list[Node]) -> int:
 def test_a_plan_has_the_peak_that_it_says(seed: int) -> None:
     nodes = _program(seed)
     targets = [node for node in nodes[-4:] if not node.resident] or nodes[-1:]
-    shallow = Ancestry(targets, lambda call: 0)
-    deep = Ancestry(targets, lambda call: 0, deep=True)
+    shallow, shallow_there = calls_behind(targets, lambda call: 0)
+    deep, deep_there = calls_behind(targets, lambda call: 0, deep=True)
     for plan in (
-        make_plan(shallow.calls, targets, shallow.there),
-        make_plan(shallow.in_program_order(), targets, shallow.there),
-        make_plan(deep.calls, targets),
-        make_plan(deep.in_program_order(), targets, deep.there),
+        make_plan(shallow, targets, shallow_there),
+        make_plan(in_program_order(shallow), targets, shallow_there),
+        make_plan(deep, targets),
+        make_plan(in_program_order(deep), targets, deep_there),
     ):
         assert plan.peak_bytes == _simulate(plan, targets)
 
@@ -86,15 +85,15 @@ def test_orders_make_do_with_less(seed: int) -> None:
     """What is found within the room fits; holding more of what is there on top never leaves it and never costs calls."""
     nodes = _program(seed)
     targets = nodes[-2:]
-    ancestry = Ancestry(targets, lambda call: 0, deep=True)
-    calls = ancestry.in_program_order()
+    found, there = calls_behind(targets, lambda call: 0, deep=True)
+    calls = in_program_order(found)
     orders = OrderCache()
     all_bytes = make_plan(calls, targets).peak_bytes
     for room in (all_bytes, all_bytes * 3 // 4, all_bytes // 2):
         order = orders.within(room, calls, targets)
         assert order == orders.within(room, calls, targets)
         bare = make_plan(order, targets)
-        held = with_what_is_there(order, targets, ancestry.there, room)
+        held = with_what_is_there(order, targets, there, room)
         assert bare.peak_bytes == _simulate(bare, targets)
         assert held.peak_bytes == _simulate(held, targets) <= max(room, bare.peak_bytes)
         assert len(held.steps) <= len(bare.steps)
@@ -107,7 +106,7 @@ def test_what_is_found_for_a_structure_is_found_for_its_like() -> None:
     places = []
     for _ in range(2):
         nodes = _program(3)
-        calls = Ancestry(nodes[-2:], lambda call: 0, deep=True).in_program_order()
+        calls = in_program_order(calls_behind(nodes[-2:], lambda call: 0, deep=True)[0])
         room = make_plan(calls, nodes[-2:]).peak_bytes // 2
         places.append([calls.index(call) for call in orders.within(room, calls, nodes[-2:])])
     assert places[0] == places[1]

@@ -11,7 +11,7 @@ from torch.nn.functional import conv3d
 
 import lowtide
 from examples.dynamic import load
-from lowtide.dynamic import session
+from lowtide.dynamic import run
 from lowtide.dynamic.executor import Executor
 from lowtide.dynamic.memory import Memory
 from lowtide.dynamic.prediction import PredictingExecutor
@@ -32,7 +32,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> AllocationCounter:
     def executor_for(memory: Memory, device: torch.device) -> Executor:
         return PredictingExecutor(memory, device)
 
-    monkeypatch.setattr(session, "executor_for", executor_for)
+    monkeypatch.setattr(run, "executor_for", executor_for)
     return counter
 
 

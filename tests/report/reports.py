@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from lowtide.ir.dag import dag_from_json
+from lowtide.ir.serial import dag_from_json
 from lowtide.memory.measurement import Measurement
 from lowtide.planning import Plan, make_plan
 from lowtide.report.report import Report, report_of_plan, report_of_trace

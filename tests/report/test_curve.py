@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import PlanError
-from lowtide.ir.dag import dag_from_json
-from lowtide.ir.serial import read_json
+from lowtide.ir.serial import dag_from_json, read_json
 from lowtide.planning import Plan, make_plan
 from lowtide.report.curve import Curve, CurvePoint, make_curve
 from tests.support.chains import LAYER_BYTES, chain_dag

@@ -15,7 +15,7 @@ from torch import nn
 
 import lowtide
 from lowtide.ir import Compute, keep_all_schedule, simulate
-from lowtide.ir.dag import dag_from_json
+from lowtide.ir.serial import dag_from_json
 from lowtide.planning import Plan, make_plan
 from lowtide.report.writers import WRITERS
 from lowtide.units import format_bytes

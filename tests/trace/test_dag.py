@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from lowtide.ir import keep_all_schedule, simulate
-from lowtide.ir.dag import dag_from_json
-from lowtide.ir.serial import graph_from_json
+from lowtide.ir.serial import dag_from_json, graph_from_json
 from lowtide.solve import Problem, solve
 from lowtide.trace import (
     Constant,

@@ -15,8 +15,7 @@ import pytest
 from lowtide.errors import LowtideError
 from lowtide.ir import keep_all_schedule, load_instance
 from lowtide.ir import simulate as simulate_schedule
-from lowtide.ir.dag import dag_from_json
-from lowtide.ir.serial import graph_from_json
+from lowtide.ir.serial import dag_from_json, graph_from_json
 from lowtide.trace import (
     Constant,
     Created,

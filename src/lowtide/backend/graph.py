@@ -56,11 +56,11 @@ class SharingGraph(Rematerialized):
         program = fused(captured.program, self.settings)
         return program, self.shared.plan(program, self._replaced, self.more_follow)
 
-    def remake(self, old: Entry, mask: GradientMask) -> Entry:
+    def entry_for(self, mask: GradientMask, old: Entry) -> Entry:
         """In the backward pass, in the place of what ran in the forward pass."""
         self._replaced = old
         try:
-            new = super().remake(old, mask)
+            new = super().entry_for(mask, old)
         finally:
             self._replaced = None
         for one in self.shared.ran:
@@ -70,11 +70,11 @@ class SharingGraph(Rematerialized):
 
     def replan(self, plans: Mapping[Entry, Plan]) -> None:
         """Run these by other plans from now on."""
-        self.entries = {
-            key: [_replanned(entry, plans[entry]) if entry in plans else entry for entry in entries]
-            for key, entries in self.entries.items()
-        }
-        self.spare.clear()
+        for key, entries in self.entries.items():
+            self.entries[key] = [_replanned(entry, plans[entry]) if entry in plans else entry for entry in entries]
+            for entry in self.entries[key]:
+                entry.for_masks.clear()
+                entry.for_masks[entry.program.mask] = entry
 
 
 def _replanned(entry: Entry, plan: Plan) -> Entry:

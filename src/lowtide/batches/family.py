@@ -21,7 +21,7 @@ from torch import nn
 from lowtide.batches.samples import Samples
 from lowtide.capture import Captured, capture
 from lowtide.cost import analytical_costs
-from lowtide.ir import Costs, Graph
+from lowtide.ir import Costs, Graph, keep_all_schedule, simulate
 from lowtide.memory.allocators import free_memory
 from lowtide.pipeline import Progress, program_costs, resident_bytes
 from lowtide.program import Program
@@ -37,6 +37,11 @@ class Member:
     graph: Graph
     costs: Costs
     resident_bytes: int
+
+    @property
+    def unconstrained_bytes(self) -> int:
+        """The peak of the pass without recomputation."""
+        return simulate(self.graph, self.costs, keep_all_schedule(self.graph)).peak_bytes
 
 
 class Family:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -15,11 +16,11 @@ from lowtide.batches.verify import measured_peak
 from lowtide.budget import is_amount, is_percentage, parse_budget
 from lowtide.capture import Captured
 from lowtide.errors import InfeasibleBudgetError, PlanError
-from lowtide.ir import Schedule, keep_all_schedule, simulate
+from lowtide.ir import simulate
 from lowtide.memory.allocators import free_memory
 from lowtide.pipeline import Progress, Settings, require_module
-from lowtide.planning import Plan
-from lowtide.solve import Problem, Solution, format_spec, get_planner, solve, working_set_bound
+from lowtide.planning import Plan, make_plan
+from lowtide.solve import working_set_bound
 
 _LOG = logging.getLogger(__name__)
 _FRACTIONS = 4  # halvings of the share of the peak that the first guess is made from
@@ -69,13 +70,6 @@ def max_batch(
     return _Search(family, settings, parse_budget(given, 1), max_overhead, limit).run()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Confirmed:
-    batch: int
-    plan: Plan
-    measured_peak_bytes: int | None
-
-
 class _Search:
     def __init__(
         self, family: Family, settings: Settings, budget_bytes: int, max_overhead: float | None, limit: int
@@ -83,29 +77,33 @@ class _Search:
         self.family, self.settings, self.limit = family, settings, limit
         self.budget_bytes, self.max_overhead = budget_bytes, max_overhead
         self.total = settings.budget is None
-        self.schedules: list[Schedule] = []  # found so far; those of a uniform family hold for every batch
+        self.plans: list[Plan] = []  # found so far; the schedules of a uniform family hold for every batch
 
     def run(self) -> MaxBatch:
         without = self._without()
-        batch = largest(self._passes, self._guess(max(without, 1)), self.limit)
-        best = self._lowered_until_confirmed(batch)
+        best = self._confirmed(largest(self._passes, self._guess(max(without, 1)), self.limit), without)
         if best is None:
             raise self._infeasible()
         # Costs measured at a large batch say more about its neighbours than those of small ones do.
-        batch = largest(self._passes, best.batch, self.limit)
-        further = self._lowered_until_confirmed(batch, best.batch)
-        best = further or best
-        measured = best.measured_peak_bytes
-        limited = best.batch == self.limit
-        return MaxBatch(best.batch, without, self.budget_bytes, self.total, best.plan, measured, limited)
+        further = largest(self._passes, best.batch, self.limit)
+        return self._confirmed(further, without, above=best.batch) or best
 
-    def _lowered_until_confirmed(self, batch: int, above: int = 0) -> _Confirmed | None:
+    def _confirmed(self, batch: int, without: int, above: int = 0) -> MaxBatch | None:
         """The first batch from ``batch`` down to ``above`` that holds when captured by itself."""
-        while batch > above:
-            confirmed = self._confirmed(batch)
-            if confirmed is not None:
-                return confirmed
-            batch -= max(1, batch // _STEP_BACK)
+        for lower in _downwards(batch, above):
+            captured, member = self.family.captured(lower)
+            self.family.refine(member)
+            plan = self._solved(member, self._room(member))
+            if plan is None and self.family.belongs(member):
+                plan = self._found_before(member)
+            measured = None if plan is None else self._measured(lower, captured, plan)
+            if plan is None:
+                _LOG.info("a batch of %d does not hold when captured by itself", lower)
+            elif measured is not None and measured > plan.budget_bytes:
+                _LOG.warning("a batch of %d takes %d bytes instead of %d", lower, measured, plan.peak_bytes)
+            else:
+                limited = lower == self.limit
+                return MaxBatch(lower, without, self.budget_bytes, self.total, plan, measured, limited)
         return None
 
     def _room(self, member: Member) -> int:
@@ -116,12 +114,10 @@ class _Search:
         """The largest batch that fits without recomputation, confirmed on a capture of its own."""
 
         def fits(member: Member) -> bool:
-            return _unconstrained_bytes(member) <= self._room(member)
+            return member.unconstrained_bytes <= self._room(member)
 
         batch = largest(lambda batch: fits(self.family.member(batch)), 1, self.limit)
-        while batch and not fits(self.family.captured(batch)[1]):
-            batch -= max(1, batch // _STEP_BACK)
-        return batch
+        return next((lower for lower in _downwards(batch) if fits(self.family.captured(lower)[1])), 0)
 
     def _guess(self, batch: int) -> int:
         """The share of the peak that is enough for ``batch`` is about enough for others."""
@@ -131,75 +127,52 @@ class _Search:
         low, high = 0.0, 1.0
         for _ in range(_FRACTIONS):
             middle = (low + high) / 2
-            found = self._solved(member, int(middle * _unconstrained_bytes(member)))
+            found = self._solved(member, int(middle * member.unconstrained_bytes))
             low, high = (middle, high) if found is None else (low, middle)
 
         def fits(batch: int) -> bool:
             other = self.family.member(batch)
-            return high * _unconstrained_bytes(other) <= self._room(other)
+            return high * other.unconstrained_bytes <= self._room(other)
 
         return largest(fits, batch, self.limit)
 
     def _passes(self, batch: int) -> bool:
         member = self.family.member(batch)
-        room = self._room(member)
-        return (self._found_before(member, room) or self._solved(member, room)) is not None
+        return (self._found_before(member) or self._solved(member, self._room(member))) is not None
 
-    def _found_before(self, member: Member, room: int) -> Plan | None:
+    def _found_before(self, member: Member) -> Plan | None:
         """The latest of the schedules found so far that fits ``member`` too."""
-        for schedule in reversed(self.schedules if self.family.uniform else ()):
-            result = simulate(member.graph, member.costs, schedule)
+        room = self._room(member)
+        for plan in reversed(self.plans if self.family.uniform else []):
+            result = simulate(member.graph, member.costs, plan.schedule)
             if result.peak_bytes <= room and self._quick_enough(member, result.time_ns):
-                return self._plan(member, room, schedule)
+                return dataclasses.replace(
+                    plan,
+                    graph=member.graph,
+                    costs=member.costs,
+                    budget_bytes=room,
+                    peak_bytes=result.peak_bytes,
+                    unconstrained_peak_bytes=member.unconstrained_bytes,
+                    time_ns=result.time_ns,
+                    lower_bound_ns=None,
+                    solve_seconds=0.0,
+                )
         return None
 
     def _solved(self, member: Member, room: int) -> Plan | None:
         """What the planner finds within ``room`` bytes and the greatest overhead."""
         if room < working_set_bound(member.graph, member.costs):
             return None
-        solution = solve(Problem(member.graph, member.costs, room, self.settings.seed), self.settings.planner)
-        if solution.schedule is None:
+        settings = self.settings
+        try:
+            plan = make_plan(member.graph, member.costs, budget=room, planner=settings.planner, seed=settings.seed)
+        except InfeasibleBudgetError:
             return None
-        self.schedules.append(solution.schedule)
-        if not self._quick_enough(member, solution.time_ns):
-            return None
-        return self._plan(member, room, solution.schedule, solution)
+        self.plans.append(plan)
+        return plan if self._quick_enough(member, plan.time_ns) else None
 
     def _quick_enough(self, member: Member, time_ns: int) -> bool:
         return self.max_overhead is None or time_ns <= (1 + self.max_overhead) * member.costs.total_time_ns
-
-    def _plan(self, member: Member, room: int, schedule: Schedule, solution: Solution | None = None) -> Plan:
-        result = simulate(member.graph, member.costs, schedule)
-        return Plan(
-            member.graph,
-            member.costs,
-            schedule,
-            format_spec(get_planner(self.settings.planner)),
-            room,
-            result.peak_bytes,
-            _unconstrained_bytes(member),
-            result.time_ns,
-            solution.lower_bound_ns if solution else None,
-            self.settings.seed,
-            solution.solve_seconds if solution else 0.0,
-        )
-
-    def _confirmed(self, batch: int) -> _Confirmed | None:
-        """The plan for ``batch`` on a capture of its own, and its measured peak; ``None`` where it does not hold."""
-        captured, member = self.family.captured(batch)
-        self.family.refine(member)
-        room = self._room(member)
-        plan = self._solved(member, room)
-        if plan is None and self.family.belongs(member):
-            plan = self._found_before(member, room)
-        if plan is None:
-            _LOG.info("a batch of %d does not hold when captured by itself", batch)
-            return None
-        measured = self._measured(batch, captured, plan)
-        if measured is not None and measured > room:
-            _LOG.warning("a batch of %d takes %d bytes instead of %d", batch, measured, plan.peak_bytes)
-            return None
-        return _Confirmed(batch, plan, measured)
 
     def _measured(self, batch: int, captured: Captured, plan: Plan) -> int | None:
         """The peak of a real step, where the device is real and has the memory."""
@@ -222,5 +195,8 @@ class _Search:
         )
 
 
-def _unconstrained_bytes(member: Member) -> int:
-    return simulate(member.graph, member.costs, keep_all_schedule(member.graph)).peak_bytes
+def _downwards(batch: int, above: int = 0) -> Iterator[int]:
+    """The batches to confirm from ``batch`` on, as long as none holds."""
+    while batch > above:
+        yield batch
+        batch -= max(1, batch // _STEP_BACK)

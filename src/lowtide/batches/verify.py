@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,18 +15,8 @@ from lowtide.errors import ExecutionError
 from lowtide.lower import Lowered, lower
 from lowtide.memory.meter import measure
 from lowtide.planning import Plan
-from lowtide.program import Program
 from lowtide.program.results import GradientMask
-from lowtide.runtime.step import Executable, run
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _MeasuredStep:
-    program: Program
-    lowered: Lowered
-
-    def for_mask(self, mask: GradientMask) -> Executable:
-        raise ExecutionError("a measured step was given other gradients than those it was planned for")
+from lowtide.runtime.step import run
 
 
 def measured_peak(model: nn.Module, captured: Captured, plan: Plan, sample: Sample) -> int:
@@ -45,16 +34,18 @@ def measured_peak(model: nn.Module, captured: Captured, plan: Plan, sample: Samp
     assert found is not None  # the model is as it was captured
     inputs = [*own, *(t.detach().clone().requires_grad_(t.requires_grad) for t in found[len(own) :])]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        peak = measure(
-            _step, _MeasuredStep(captured.program, lower(captured.program, plan.schedule)), inputs
-        ).peak_bytes
+        peak = measure(_step, lower(captured.program, plan.schedule), inputs).peak_bytes
     for tensor in tensors:
         if tensor.requires_grad and tensor.is_leaf:
             tensor.grad = None
     return peak
 
 
-def _step(executable: _MeasuredStep, inputs: Sequence[torch.Tensor]) -> None:
-    outputs = run(executable, list(inputs))
-    roots = [outputs[index] for index in executable.program.tangents]
+def _step(lowered: Lowered, inputs: Sequence[torch.Tensor]) -> None:
+    outputs = run(lowered, list(inputs), _no_other)
+    roots = [outputs[index] for index in lowered.program.tangents]
     torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+def _no_other(mask: GradientMask) -> Lowered:
+    raise ExecutionError("a measured step was given other gradients than those it was planned for")

@@ -9,24 +9,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 
 from lowtide.budget import parse_budget
-from lowtide.cli.options import Subparsers, seed
-from lowtide.cli.progress import Progress, progress_bar
+from lowtide.cli.options import seed
+from lowtide.cli.progress import progress_bar
 from lowtide.errors import PlanError
 from lowtide.extras import MissingExtraError, require
-from lowtide.ir import Costs, Graph, keep_all_schedule, load_instance, simulate
-from lowtide.report.comparison import (
-    LEGEND,
-    Cell,
-    Instance,
-    Task,
-    comparison_to_json,
-    render_comparison,
-    run_cell,
-)
+from lowtide.ir import load_instance
+from lowtide.report.comparison import LEGEND, Cell, Instance, Task, comparison_to_json, render_comparison, run_cell
 from lowtide.report.comparison_figure import comparison_figure
 from lowtide.report.limited import run_limited
 from lowtide.solve import get_planner, planner_names
@@ -34,11 +27,10 @@ from lowtide.store import write_atomically
 
 _LONGEST = 1_000_000  # seconds
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-_NEEDED_MODULES = {"checkmate": "highspy", "checkmate-approx": "highspy"}  # by planner, where optional
+_OF_HIGHSPY = ("checkmate", "checkmate-approx")  # planners that need it
 
 
-def add_parser(commands: Subparsers) -> None:
-    parser = commands.add_parser("compare", help="compare planners on graphs from files", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help="lowtide-dag/1, lowtide-graph/1 or a saved plan")
     parser.add_argument("--budgets", required=True, metavar="LIST", help='for instance "70%%,50%%,30%%" or "8GiB,4GiB"')
     parser.add_argument("--planners", metavar="LIST", help='for instance "auto,chen-sqrt" (default: all)')
@@ -46,21 +38,30 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--seed", type=seed, default=0, help="seed of the planners (default: 0)")
     parser.add_argument("--json", metavar="OUT.json", help="write the table as lowtide-comparison/1")
     parser.add_argument("--plot", metavar="DIR_OR_FILE", help="plot overhead against budget, a file per instance")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    planners = _planners(options.planners)
-    if options.time_limit is not None and not 0 < options.time_limit <= _LONGEST:
+    planners, limit = _planners(options.planners), options.time_limit
+    if limit is not None and not 0 < limit <= _LONGEST:
         raise PlanError(
-            f"--time-limit is {options.time_limit:g} seconds, but must be above 0 and at most {_LONGEST}; for instance 60"
+            f"--time-limit is {limit:g} seconds, but must be above 0 and at most {_LONGEST}; for instance 60"
         )
     graphs = {path: load_instance(path) for path in options.files}
-    instances = _instances(graphs)
+    stems = [Path(path).stem for path in graphs]
+    names = {path: Path(path).stem if stems.count(Path(path).stem) == 1 else path for path in graphs}
+    instances = {path: Instance.of(names[path], *graphs[path]) for path in graphs}
     targets = _plot_targets(options.plot, list(instances.values()))
-    tasks = _tasks(instances, options.budgets, planners, options.seed)
+    tasks = []
+    budgets = [text.strip() for text in options.budgets.split(",")]
+    for path, text, planner in itertools.product(graphs, budgets, planners):
+        budget = parse_budget(text, instances[path].peak_bytes)
+        tasks.append((path, Task(names[path], planner, text, budget, options.seed)))
+    cells = []
     with progress_bar() as on_progress:
-        cells = _cells(graphs, tasks, options.time_limit, on_progress)
+        for index, (path, task) in enumerate(tasks):
+            if on_progress is not None:
+                on_progress(f"{task.instance}: {task.planner} at {task.budget}", index / len(tasks))
+            cells.append(run_cell(*graphs[path], task) if limit is None else run_limited(path, task, limit))
     for instance in instances.values():
         print(render_comparison(instance, cells), end="\n\n")
     print(LEGEND)
@@ -74,74 +75,19 @@ def run(options: argparse.Namespace) -> int:
 def _planners(text: str | None) -> list[str]:
     """Specs, each checked. Without any, all of the registry whose optional dependencies are installed."""
     if text is None:
-        missing = [name for name in planner_names() if _lacks_module(name)]
-        if missing:
-            needed = ", ".join(sorted({_NEEDED_MODULES[name] for name in missing}))
-            print(f"left out: {', '.join(missing)} ({needed}: pip install 'lowtide[ilp]')", file=sys.stderr)
-        return [name for name in planner_names() if name not in missing]
-    specs = list(dict.fromkeys(filter(None, _split(text))))
+        try:
+            require("highspy")
+        except MissingExtraError:
+            print(f"left out: {', '.join(_OF_HIGHSPY)} (highspy: pip install 'lowtide[ilp]')", file=sys.stderr)
+            return [name for name in planner_names() if name not in _OF_HIGHSPY]
+        return list(planner_names())
+    outside_braces = re.split(r",(?![^{]*\})", text)
+    specs = list(dict.fromkeys(filter(None, (part.strip() for part in outside_braces))))
     if not specs:
         raise PlanError("--planners names no planner; write for instance auto,chen-sqrt")
     for spec in specs:
         get_planner(spec)
     return specs
-
-
-def _lacks_module(planner: str) -> bool:
-    try:
-        if planner in _NEEDED_MODULES:
-            require(_NEEDED_MODULES[planner])
-    except MissingExtraError:
-        return True
-    return False
-
-
-def _split(text: str) -> list[str]:
-    """At the commas outside braces."""
-    depth, parts = 0, [""]
-    for character in text:
-        depth += (character == "{") - (character == "}")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts]
-
-
-def _instances(graphs: dict[str, tuple[Graph, Costs]]) -> dict[str, Instance]:
-    """By path; names are the files' stems, or the paths where two stems are alike."""
-    stems = [Path(path).stem for path in graphs]
-    found = {}
-    for path, (graph, costs) in graphs.items():
-        name = Path(path).stem if stems.count(Path(path).stem) == 1 else path
-        plain = simulate(graph, costs, keep_all_schedule(graph))
-        found[path] = Instance(name, len(graph.ops), plain.peak_bytes, plain.time_ns)
-    return found
-
-
-def _tasks(instances: dict[str, Instance], budgets: str, planners: list[str], seed: int) -> list[tuple[str, Task]]:
-    found = []
-    for (path, instance), text, planner in itertools.product(instances.items(), budgets.split(","), planners):
-        budget = parse_budget(text.strip(), instance.peak_bytes)
-        found.append((path, Task(instance.name, planner, text.strip(), budget, seed)))
-    return found
-
-
-def _cells(
-    graphs: dict[str, tuple[Graph, Costs]],
-    tasks: list[tuple[str, Task]],
-    limit_seconds: float | None,
-    on_progress: Progress | None,
-) -> list[Cell]:
-    cells = []
-    for index, (path, task) in enumerate(tasks):
-        if on_progress is not None:
-            on_progress(f"{task.instance}: {task.planner} at {task.budget}", index / len(tasks))
-        if limit_seconds is None:
-            cells.append(run_cell(*graphs[path], task))
-        else:
-            cells.append(run_limited(path, task, limit_seconds))
-    return cells
 
 
 def _plot_targets(plot: str | None, instances: list[Instance]) -> list[tuple[Instance, Path]]:

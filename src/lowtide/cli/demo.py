@@ -14,23 +14,24 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.cli.options import Subparsers
+from lowtide.demo.figure import memory_figure
 from lowtide.errors import PlanError
+from lowtide.stage_times import itemised, stage_seconds
+from lowtide.store import write_atomically
+from lowtide.units import format_bytes, format_percent, format_time
 
 if TYPE_CHECKING:
     from lowtide.demo.training import Training
     from lowtide.planning import Plan
 
 
-def add_parser(commands: Subparsers) -> None:
-    parser = commands.add_parser("demo", help="train a small GPT-2 inside a budget", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", default="40%", help='for instance "40%%" (the default) or "120MiB"')
     parser.add_argument("--steps", type=int, default=24, help="training steps (default: 24)")
     parser.add_argument("--layers", type=int, default=6, help="layers of the model (default: 6)")
     parser.add_argument("--batch", type=int, default=4, help="sequences per step (default: 4)")
     parser.add_argument("--planner", default="auto", metavar="SPEC", help="see lowtide planners (default: auto)")
     parser.add_argument("--output", default="demo", metavar="FOLDER", help="for memory.png and result.json")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,7 +42,10 @@ def run(options: argparse.Namespace) -> int:
     plain, planned, plan = _train(options)
     result = _result(plain, planned, plan)
     _print_result(result)
-    _save(folder, plain, planned, plan, result)
+    write_atomically(folder / "result.json", json.dumps(result, indent=1) + "\n")
+    figure = memory_figure({run.name: run.measurements[-1] for run in (plain, planned)}, plan)
+    figure.savefig(folder / "memory.png", dpi=150)
+    print(f"plot        {folder / 'memory.png'}")
     return 0 if result["losses_equal"] and result["parameters_equal"] and result["within_budget"] else 1
 
 
@@ -49,14 +53,15 @@ def _train(options: argparse.Namespace) -> tuple[Training, Training, Plan]:
     import lowtide
     from lowtide.demo.gpt2 import Shape, build_model, draw_batches, load_corpus
     from lowtide.demo.training import Training, train_side_by_side
-    from lowtide.stage_times import itemised, stage_seconds
 
     shape = Shape(layers=options.layers, batch=options.batch)
     model = build_model(shape)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     print(
-        f"GPT-2, {shape.layers} layers, width {shape.width}, context {shape.context}, dropout {shape.dropout}, ", end=""
+        f"GPT-2, {shape.layers} layers, width {shape.width}, context {shape.context}, dropout {shape.dropout}, "
+        f"{parameters:,} parameters; batches of {shape.batch}",
+        flush=True,
     )
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters; batches of {shape.batch}", flush=True)
     batches = draw_batches(load_corpus(), shape, options.steps)
     plain, planned = Training("plain PyTorch", copy.deepcopy(model)), Training("lowtide", model)
     print("capturing, measuring operators, planning ...", flush=True)
@@ -67,11 +72,14 @@ def _train(options: argparse.Namespace) -> tuple[Training, Training, Plan]:
     print(f"planned in {time.perf_counter() - start:.1f} s: {itemised(taken)}\n")
     (plan,) = lowtide.plans(model)
     print(plan, "\n", flush=True)
-    print(f"training both for {options.steps} steps ...", flush=True)
-    print("\nstep  loss, plain           loss, lowtide", flush=True)
-    train_side_by_side(
-        [plain, planned], batches, on_step=lambda step: _print_losses(step, options.steps, plain, planned)
-    )
+    print(f"training both for {options.steps} steps ...\n", flush=True)
+    print("step  loss, plain           loss, lowtide", flush=True)
+
+    def show(step: int) -> None:
+        if step % max(options.steps // 6, 1) == 0 or step == options.steps - 1:
+            print(f"{step:>4}  {plain.losses[step]:<20.17g}  {planned.losses[step]:.17g}", flush=True)
+
+    train_side_by_side([plain, planned], batches, on_step=show)
     return plain, planned, plan
 
 
@@ -99,36 +107,16 @@ def _result(plain: Training, planned: Training, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _print_losses(step: int, steps: int, plain: Training, planned: Training) -> None:
-    if step % max(steps // 6, 1) == 0 or step == steps - 1:
-        print(f"{step:>4}  {plain.losses[step]:<20.17g}  {planned.losses[step]:.17g}", flush=True)
-
-
 def _print_result(result: dict[str, Any]) -> None:
-    from lowtide.units import format_bytes, format_percent, format_time
-
-    def equal(key: str) -> str:
-        return "equal to the bit" if result[key] else "DIFFERENT"
-
-    peaks = {
-        key: format_bytes(result[f"{key}_bytes"]) for key in ("plain_peak", "budget", "predicted_peak", "measured_peak")
-    }
+    same = {key: "equal to the bit" if result[key] else "DIFFERENT" for key in ("losses_equal", "parameters_equal")}
     share = format_percent(result["measured_peak_bytes"] / result["plain_peak_bytes"])
-    print(f"\nlosses      {equal('losses_equal')} over {result['steps']} steps")
-    print(f"parameters  {equal('parameters_equal')} at the end")
-    print(f"peak        plain {peaks['plain_peak']}; lowtide {peaks['measured_peak']} ({share} of plain)")
-    verdict = "kept" if result["within_budget"] else "BROKEN"
-    print(f"            predicted {peaks['predicted_peak']}, budget {peaks['budget']}: {verdict}")
+    plain, peak, predicted, budget = (
+        format_bytes(result[f"{key}_bytes"]) for key in ("plain_peak", "measured_peak", "predicted_peak", "budget")
+    )
+    print(f"\nlosses      {same['losses_equal']} over {result['steps']} steps")
+    print(f"parameters  {same['parameters_equal']} at the end")
+    print(f"peak        plain {plain}; lowtide {peak} ({share} of plain)")
+    print(f"            predicted {predicted}, budget {budget}: {'kept' if result['within_budget'] else 'BROKEN'}")
     times = f"plain {format_time(result['plain_step_ns'])}, lowtide {format_time(result['step_ns'])}"
     overheads = [format_percent(result[f"overhead_{kind}"]) for kind in ("measured", "predicted")]
     print(f"step        {times} (medians, taken in turn): overhead {overheads[0]}, predicted {overheads[1]}")
-
-
-def _save(folder: Path, plain: Training, planned: Training, plan: Plan, result: dict[str, Any]) -> None:
-    from lowtide.demo.figure import memory_figure
-    from lowtide.store import write_atomically
-
-    write_atomically(folder / "result.json", json.dumps(result, indent=1) + "\n")
-    figure = memory_figure({run.name: run.measurements[-1] for run in (plain, planned)}, plan)
-    figure.savefig(folder / "memory.png", dpi=150)
-    print(f"plot        {folder / 'memory.png'}")

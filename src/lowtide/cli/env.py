@@ -9,7 +9,6 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-from lowtide.cli.options import Subparsers
 from lowtide.extras import EXTRAS
 from lowtide.report.tables import fact_lines
 from lowtide.version import __version__
@@ -17,15 +16,14 @@ from lowtide.version import __version__
 _NEEDED = ("torch", "numpy", "numba", "platformdirs", "filelock", "msgspec")
 
 
-def add_parser(commands: Subparsers) -> None:
-    parser = commands.add_parser("env", help="show versions, device, caches and optional packages")
-    parser.set_defaults(run=run)
-
-
 def run(options: argparse.Namespace) -> int:
+    from lowtide.planning.cache import enabled, plan_folder
+    from lowtide.store import cache_folder
+
     facts = [("lowtide", __version__), ("python", f"{platform.python_version()} on {platform.platform()}")]
     facts += [(name, version(name) or "missing") for name in _NEEDED]
-    facts += [*_devices(), ("cost cache", _cost_cache()), ("plan cache", _plan_cache())]
+    facts += [*_devices(), ("cost cache", _contents(cache_folder() / "costs"))]
+    facts.append(("plan cache", _contents(plan_folder()) if enabled() else "off (LOWTIDE_PLAN_CACHE)"))
     for name, extra in EXTRAS.items():
         facts.append((f"{name} (optional)", version(name) or f"missing: pip install 'lowtide[{extra}]'"))
     print("\n".join(fact_lines(dict(facts), indent="")))
@@ -47,18 +45,6 @@ def _devices() -> Iterator[tuple[str, str]]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         yield f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
-
-
-def _cost_cache() -> str:
-    from lowtide.store import cache_folder
-
-    return _contents(cache_folder() / "costs")
-
-
-def _plan_cache() -> str:
-    from lowtide.planning.cache import enabled, plan_folder
-
-    return _contents(plan_folder()) if enabled() else "off (LOWTIDE_PLAN_CACHE)"
 
 
 def _contents(folder: Path) -> str:

@@ -11,16 +11,32 @@ from lowtide.cli import compare, demo, env, max_batch, plan, planners, report, s
 from lowtide.errors import InfeasibleBudgetError, LowtideError, ScheduleError
 from lowtide.version import __version__
 
-DONE, DEFECT, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 1, 2, 3, 130
-_COMMANDS = (demo, plan, max_batch, solve, compare, trace, report, planners, env)
+DONE, INTERRUPTED = 0, 130
+_CODES = {InfeasibleBudgetError: 3, ScheduleError: 1, LowtideError: 2}  # the first that fits; 1 is a defect
+_COMMANDS = {
+    demo: "train a small GPT-2 inside a budget",
+    plan: "plan the training pass of a model",
+    max_batch: "find the largest batch for a memory budget",
+    solve: "plan a graph from a file",
+    compare: "compare planners on graphs from files",
+    trace: "replay a recorded program within a budget",
+    report: "make a page, a trace or a picture of a plan",
+    planners: "list the planners and their options",
+    env: "show versions, device, caches and optional packages",
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lowtide", description="Train PyTorch models inside a memory budget.")
     parser.add_argument("--version", action="version", version=f"lowtide {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        command.add_parser(commands)
+    for command, summary in _COMMANDS.items():
+        name = command.__name__.rpartition(".")[2].replace("_", "-")
+        add_options = getattr(command, "add_options", None)
+        parser_of = commands.add_parser(name, help=summary, description=command.__doc__ if add_options else None)
+        parser_of.set_defaults(run=command.run)
+        if add_options is not None:
+            add_options(parser_of)
     return parser
 
 
@@ -31,22 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = options.run(options)
         sys.stdout.flush()
         return code
-    except InfeasibleBudgetError as error:
-        return _fail(error, INFEASIBLE)
-    except ScheduleError as error:
-        return _fail(error, DEFECT)
     except LowtideError as error:
-        return _fail(error, BAD_INPUT)
+        print(f"lowtide: {error}", file=sys.stderr)
+        return next(code for kind, code in _CODES.items() if isinstance(error, kind))
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone, `lowtide plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
-
-
-def _fail(error: LowtideError, code: int) -> int:
-    print(f"lowtide: {error}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

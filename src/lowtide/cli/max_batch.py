@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lowtide.cli.options import Subparsers
 from lowtide.cli.plan import call
 from lowtide.cli.progress import progress_bar
 from lowtide.errors import PlanError
@@ -13,8 +12,7 @@ from lowtide.errors import PlanError
 _EXAMPLE = "build() returns (model, make_sample), and make_sample(batch) returns (args, kwargs)"
 
 
-def add_parser(commands: Subparsers) -> None:
-    parser = commands.add_parser("max-batch", help="find the largest batch for a memory budget", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="PACKAGE.MODULE:CALLABLE", help="returns model, make_sample")
     amount = parser.add_mutually_exclusive_group(required=True)
     amount.add_argument("--total-budget", help='of everything, for instance "8GiB"')
@@ -22,7 +20,6 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--max-overhead", type=float, metavar="PERCENT", help="most extra time per step (default: any)")
     parser.add_argument("--planner", default="auto{effort=1}", metavar="SPEC", help="default: auto{effort=1}")
     parser.add_argument("--limit", type=int, default=1 << 16, help="largest batch to try (default: 65536)")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import TypeAlias
-
-Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-def add_budget_option(parser: argparse._ActionsContainer, *, required: bool) -> None:
+def add_budget_option(parser: argparse._ActionsContainer) -> None:
     text = 'bytes, "8GiB", "700 MB", or "40%%" of the unconstrained peak'
-    parser.add_argument("--budget", required=required, help=text)
+    parser.add_argument("--budget", help=text)
 
 
 def add_planner_options(parser: argparse.ArgumentParser) -> None:

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lowtide.cli.options import Subparsers, add_budget_option, add_planner_options
-from lowtide.cli.progress import Progress, progress_bar
+from lowtide.cli.options import add_budget_option, add_planner_options
+from lowtide.cli.progress import progress_bar
 from lowtide.errors import LowtideError, PlanError
 from lowtide.planning import Plan
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS
@@ -24,16 +24,14 @@ from lowtide.units import overhead_percent
 _EXAMPLE = 'for instance "mypackage.models:build", where build() returns (model, args, kwargs)'
 
 
-def add_parser(commands: Subparsers) -> None:
-    parser = commands.add_parser("plan", help="plan the training pass of a model", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="PACKAGE.MODULE:CALLABLE", help="returns model, args, kwargs")
-    add_budget_option(parser, required=False)
+    add_budget_option(parser)
     add_planner_options(parser)
     parser.add_argument("--curve", action="store_true", help="show overhead against budget")
     parser.add_argument("--points", type=int, metavar="N", help="budgets of the curve (default: 8)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-o", "--output", metavar="plan.json", help="save the plan, and the curve with it")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,23 +53,16 @@ def run(options: argparse.Namespace) -> int:
             on_progress=on_progress,
         )
         if options.curve:
-            plan = _with_curve(plan, options, on_progress)
+            planner = CURVE_PLANNER if options.planner == "auto" else options.planner
+            points = CURVE_POINTS if options.points is None else options.points
+            plan = plan.with_curve(points=points, planner=planner, on_progress=on_progress)
     if options.output:
         plan.save(options.output)
         print(f"plan written to {options.output}", file=sys.stderr)
-    print(json.dumps(_summary(plan)) if options.json else _text(plan, with_plan=bool(options.budget)))
+    shown: list[object] = [plan] if options.budget else []
+    shown += [plan.known_curve] if plan.known_curve is not None else []
+    print(json.dumps(_summary(plan)) if options.json else "\n\n".join(map(str, shown)))
     return 0
-
-
-def _with_curve(plan: Plan, options: argparse.Namespace, on_progress: Progress | None) -> Plan:
-    planner = CURVE_PLANNER if options.planner == "auto" else options.planner
-    points = CURVE_POINTS if options.points is None else options.points
-    return plan.with_curve(points=points, planner=planner, on_progress=on_progress)
-
-
-def _text(plan: Plan, *, with_plan: bool) -> str:
-    curve = [] if plan.known_curve is None else [str(plan.known_curve)]
-    return "\n\n".join([str(plan)] * with_plan + curve)
 
 
 def _summary(plan: Plan) -> dict[str, Any]:

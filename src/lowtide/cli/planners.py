@@ -6,13 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from lowtide.cli.options import Subparsers
 from lowtide.solve import get_planner, planner_names, planner_summary
-
-
-def add_parser(commands: Subparsers) -> None:
-    parser = commands.add_parser("planners", help="list the planners and their options")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

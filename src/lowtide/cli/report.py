@@ -11,21 +11,18 @@ import argparse
 import sys
 
 from lowtide.budget import parse_budget
-from lowtide.cli.options import Subparsers
 from lowtide.cli.progress import progress_bar
 from lowtide.errors import PlanError
 from lowtide.ir.serial import read_json
 from lowtide.memory.measurement import Measurement, load_measurement
 from lowtide.planning import Plan
 from lowtide.report.report import Report, artefact_name, report_of_plan, report_of_trace, without_constants
+from lowtide.report.text import report_text
 from lowtide.report.writers import check_extension, write_report
 from lowtide.trace import read_trace, unconstrained_peak_bytes
 
-_CURVE_FORMS = (".html",)
 
-
-def add_parser(commands: Subparsers) -> None:
-    parser = commands.add_parser("report", help="make a page, a trace or a picture of a plan", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a saved plan, a lowtide-trace/1, or a log published with DTR")
     parser.add_argument("-o", "--output", metavar="OUT", action="append", help="may be given several times")
     parser.add_argument("--measurement", metavar="FILE", help="what lowtide.measure(...).save(FILE) wrote")
@@ -35,32 +32,37 @@ def add_parser(commands: Subparsers) -> None:
     traces = parser.add_argument_group("for traces")
     traces.add_argument("--budget", help='to replay in, such as "50%%"; by default that of the recorded run')
     traces.add_argument("--heuristic", help="which tensors go first (default: dtr-eq)")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     outputs = options.output or []
     for path in outputs:
         check_extension(path)
-    report = _report(options, outputs)
+    measured = load_measurement(options.measurement) if options.measurement else None
+    if _is_plan(options.file):
+        report = _of_plan(options, measured)
+    else:
+        trace = without_constants(read_trace(options.file))
+        budget = parse_budget(options.budget, unconstrained_peak_bytes(trace)) if options.budget else None
+        heuristic = options.heuristic or "dtr-eq"
+        report = report_of_trace(trace, budget, heuristic, measured=measured, name=artefact_name(options.file))
     for path in outputs:
         write_report(report, path)
         print(f"report written to {path}", file=sys.stderr)
     if not outputs:
-        print(report.text, end="")
+        print(report_text(report), end="")
     return 0
 
 
-def _report(options: argparse.Namespace, outputs: list[str]) -> Report:
-    measured = load_measurement(options.measurement) if options.measurement else None
-    if _is_plan(options.file):
-        if options.budget or options.heuristic:
-            raise PlanError(
-                f"{options.file} is a plan, whose budget is given; --budget and --heuristic are for traces."
-            )
-        wanted = not options.no_curve and any(path.endswith(_CURVE_FORMS) for path in outputs)
-        return _of_plan(options.file, measured, with_curve=wanted)
-    return _of_trace(options, measured)
+def _of_plan(options: argparse.Namespace, measured: Measurement | None) -> Report:
+    if options.budget or options.heuristic:
+        raise PlanError(f"{options.file} is a plan, whose budget is given; --budget and --heuristic are for traces.")
+    plan = Plan.load(options.file)
+    drawn = any(path.endswith(".html") for path in options.output or [])
+    if drawn and not options.no_curve and plan.known_curve is None:
+        with progress_bar() as on_progress:
+            plan = plan.with_curve(on_progress=on_progress)
+    return report_of_plan(plan, plan.known_curve, measured, name=artefact_name(options.file))
 
 
 def _is_plan(path: str) -> bool:
@@ -77,18 +79,3 @@ def _is_plan(path: str) -> bool:
         keys = ", ".join([*found][:5])
         raise PlanError(f"{path} is neither a saved plan nor a trace: a JSON object with {keys or 'nothing in it'}.")
     return "schedule" in found
-
-
-def _of_plan(path: str, measured: Measurement | None, *, with_curve: bool) -> Report:
-    plan = Plan.load(path)
-    if with_curve and plan.known_curve is None:
-        with progress_bar() as on_progress:
-            plan = plan.with_curve(on_progress=on_progress)
-    return report_of_plan(plan, plan.known_curve, measured, name=artefact_name(path))
-
-
-def _of_trace(options: argparse.Namespace, measured: Measurement | None) -> Report:
-    trace = without_constants(read_trace(options.file))
-    budget = parse_budget(options.budget, unconstrained_peak_bytes(trace)) if options.budget else None
-    heuristic = options.heuristic or "dtr-eq"
-    return report_of_trace(trace, budget, heuristic, measured=measured, name=artefact_name(options.file))

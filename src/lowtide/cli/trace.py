@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.budget import parse_budget
-from lowtide.cli.options import Subparsers
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
-from lowtide.eviction import score_of
+from lowtide.eviction import heuristic_named
 from lowtide.report.tables import table_lines
 from lowtide.store import write_atomically
 from lowtide.trace import (
-    ReplayResult,
     ReplayStatus,
     Trace,
     read_trace,
@@ -32,8 +30,7 @@ from lowtide.trace import (
 from lowtide.units import format_bytes, format_time, overhead_percent
 
 
-def add_parser(commands: Subparsers) -> None:
-    parser = commands.add_parser("trace", help="replay a recorded program within a budget", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="lowtide-trace/1, or a log published with DTR")
     parser.add_argument("--budget", metavar="LIST", help='for instance "50%%" or "70%%,50%%,8GiB"')
     parser.add_argument(
@@ -51,53 +48,39 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument(
         "--to-graph", metavar="OUT.json", help="as lowtide-graph/1, with views and several results per op"
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     if not options.thrash >= 1:
         raise PlanError(f"--thrash is {options.thrash:g}, but must be at least 1.")
     trace = read_trace(options.file)
-    peak_bytes = unconstrained_peak_bytes(trace)
-    _write_graphs(trace, options.to_dag, options.to_graph)
-    if options.budget is None:
-        if not (options.to_dag or options.to_graph):
-            print(json.dumps(_facts(trace, peak_bytes)) if options.json else _title(trace, peak_bytes))
-        return 0
-    runs = _runs(trace, peak_bytes, options)
-    if options.json:
-        print("\n".join(map(json.dumps, runs)))
-    else:
-        print(_title(trace, peak_bytes))
-        show = _print_run if len(runs) == 1 else _print_table
-        show(runs)
-    _expect_room(runs)
-    return 0
-
-
-def _write_graphs(trace: Trace, dag_path: str | None, graph_path: str | None) -> None:
-    for path, convert in ((dag_path, trace_to_dag), (graph_path, trace_to_graph)):
+    peak_bytes, calls = unconstrained_peak_bytes(trace), sum(1 for _ in trace.calls())
+    for path, convert in ((options.to_dag, trace_to_dag), (options.to_graph, trace_to_graph)):
         if path:
             data = convert(trace)
             if not data["ops"]:
                 raise LowtideError("the trace has no calls, so there is no graph to write.")
             write_atomically(Path(path), json.dumps(data) + "\n")
-
-
-def _facts(trace: Trace, peak_bytes: int) -> dict[str, Any]:
-    return {
-        "name": trace.name,
-        "device": trace.device,
-        "calls": sum(1 for _ in trace.calls()),
-        "time_ns": trace.time_ns,
-        "unconstrained_peak_bytes": peak_bytes,
-        "budget_bytes": trace.budget_bytes,
-    }
-
-
-def _title(trace: Trace, peak_bytes: int) -> str:
-    calls = sum(1 for _ in trace.calls())
-    return f"{trace.name or 'trace'}: {calls} calls, {format_time(trace.time_ns)}, peak {format_bytes(peak_bytes)}"
+    title = f"{trace.name or 'trace'}: {calls} calls, {format_time(trace.time_ns)}, peak {format_bytes(peak_bytes)}"
+    if options.budget is None:
+        if not (options.to_dag or options.to_graph):
+            facts = {
+                "name": trace.name,
+                "device": trace.device,
+                "calls": calls,
+                "time_ns": trace.time_ns,
+                "unconstrained_peak_bytes": peak_bytes,
+                "budget_bytes": trace.budget_bytes,
+            }
+            print(json.dumps(facts) if options.json else title)
+        return 0
+    runs = _runs(trace, peak_bytes, options)
+    lines = [json.dumps(run) for run in runs]
+    if not options.json:
+        lines = [title, *(_run_lines(runs[0]) if len(runs) == 1 else _table(runs))]
+    print("\n".join(lines))
+    _expect_room(runs)
+    return 0
 
 
 def _runs(trace: Trace, peak_bytes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -105,7 +88,7 @@ def _runs(trace: Trace, peak_bytes: int, options: argparse.Namespace) -> list[di
     heuristics = [name.strip() for name in options.heuristic.split(",")]
     budgets = {text.strip(): parse_budget(text.strip(), peak_bytes) for text in options.budget.split(",")}
     for heuristic in heuristics:
-        score_of(heuristic)
+        heuristic_named(heuristic)
     found = []
     for heuristic, (text, budget_bytes) in itertools.product(heuristics, budgets.items()):
         began = time.perf_counter()
@@ -119,53 +102,46 @@ def _runs(trace: Trace, peak_bytes: int, options: argparse.Namespace) -> list[di
             seed=options.seed,
             most_slowdown=options.thrash,
         )
-        seconds = round(time.perf_counter() - began, 6)
-        found.append(_summary(result, heuristic, text, options.policy, peak_bytes) | {"seconds": seconds})
+        whole = result.status is ReplayStatus.OK
+        summary = {
+            "status": result.status.value,
+            "heuristic": heuristic,
+            "policy": options.policy,
+            "budget": text,
+            "budget_bytes": budget_bytes,
+            "unconstrained_peak_bytes": peak_bytes,
+            "peak_bytes": result.peak_bytes,
+            "slowdown": round(result.slowdown, 6) if whole else None,
+            "overhead_percent": overhead_percent(result.time_ns, result.base_ns) if whole else None,
+            "time_ns": result.time_ns,
+            "base_ns": result.base_ns,
+            "evictions": result.evictions,
+            "rematerializations": result.rematerializations,
+            "operator": result.operator or None,
+            "seconds": round(time.perf_counter() - began, 6),
+        }
+        found.append(summary)
     return found
 
 
-def _summary(result: ReplayResult, heuristic: str, budget: str, policy: str, peak_bytes: int) -> dict[str, Any]:
-    whole = result.operator == ""
-    return {
-        "status": result.status.value,
-        "heuristic": heuristic,
-        "policy": policy,
-        "budget": budget,
-        "budget_bytes": result.budget_bytes,
-        "unconstrained_peak_bytes": peak_bytes,
-        "peak_bytes": result.peak_bytes,
-        "slowdown": round(result.slowdown, 6) if whole else None,
-        "overhead_percent": overhead_percent(result.time_ns, result.base_ns) if whole else None,
-        "time_ns": result.time_ns,
-        "base_ns": result.base_ns,
-        "evictions": result.evictions,
-        "rematerializations": result.rematerializations,
-        "operator": result.operator or None,
+def _run_lines(run: dict[str, Any]) -> list[str]:
+    ended = ("ended", f"in {run['operator']}") if run["slowdown"] is None else ("slowdown", f"{run['slowdown']:.4f}")
+    facts = {
+        "budget": f"{format_bytes(run['budget_bytes'])} ({run['budget_bytes']} bytes)",
+        "peak": f"{format_bytes(run['peak_bytes'])} ({run['peak_bytes']} bytes)",
+        ended[0]: ended[1],
     }
+    lines = [f"  {name:<9} {text}" for name, text in facts.items()]
+    counts = f"  evictions {run['evictions']}, rematerializations {run['rematerializations']}"
+    return [f"{run['status']} with {run['heuristic']}, {run['policy']}", *lines, counts]
 
 
-def _print_run(runs: list[dict[str, Any]]) -> None:
-    run = runs[0]
-    print(f"{run['status']} with {run['heuristic']}, {run['policy']}")
-    print(f"  budget    {format_bytes(run['budget_bytes'])} ({run['budget_bytes']} bytes)")
-    print(f"  peak      {format_bytes(run['peak_bytes'])} ({run['peak_bytes']} bytes)")
-    if run["slowdown"] is None:
-        print(f"  ended     in {run['operator']}")
-    else:
-        print(f"  slowdown  {run['slowdown']:.4f}")
-    print(f"  evictions {run['evictions']}, rematerializations {run['rematerializations']}")
-
-
-def _print_table(runs: list[dict[str, Any]]) -> None:
-    budgets = list(dict.fromkeys(run["budget"] for run in runs))
-    rows = [["heuristic", *budgets]]
+def _table(runs: list[dict[str, Any]]) -> list[str]:
+    rows = [["heuristic", *dict.fromkeys(run["budget"] for run in runs)]]
     for heuristic, own in itertools.groupby(runs, key=lambda run: run["heuristic"]):
-        rows.append([heuristic, *(_cell(run) for run in own)])
-    print("\n".join(table_lines(rows)))
-
-
-def _cell(run: dict[str, Any]) -> str:
-    return str(run["status"]) if run["slowdown"] is None else f"{run['slowdown']:.4f}"
+        cells = [run["status"] if run["slowdown"] is None else f"{run['slowdown']:.4f}" for run in own]
+        rows.append([heuristic, *cells])
+    return table_lines(rows)
 
 
 def _expect_room(runs: list[dict[str, Any]]) -> None:

@@ -11,8 +11,6 @@ wrapped number. Measure on the device for exact bytes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from lowtide.cost.devices import Device, get_device
@@ -20,7 +18,7 @@ from lowtide.cost.signature import target_name
 from lowtide.ir import Costs, is_view
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.program.layouts import distinct_elements
-from lowtide.program.program import Program, Ref, TensorMeta
+from lowtide.program.program import Program, TensorMeta
 from lowtide.program.references import map_references
 from lowtide.program.sizes import storage_bytes
 
@@ -34,22 +32,31 @@ def analytical_costs(program: Program, device_name: str = "auto") -> Costs:
     device = get_device(device_name)
     ops = program.graph.ops
     return Costs(
-        [_time_ns(program, op.id, device) for op in ops],  # type: ignore[arg-type]
+        [operator_time_ns(program, op.id, device) for op in ops],  # type: ignore[arg-type]
         [_workspace_bytes(program, op.id) for op in ops],  # type: ignore[arg-type]
         storage_bytes(program),  # type: ignore[arg-type]
         device=f"analytical {device.name}",
     )
 
 
-def operator_time_ns(program: Program, op: int) -> int:
-    """Modelled time of one op on this machine."""
-    return _time_ns(program, op, get_device())
-
-
-def spare_workspace_bytes(program: Program, op: int) -> int:
-    """Arguments and results once more: more than operators are known to take."""
+def operator_time_ns(program: Program, op: int, device: Device) -> int:
+    """Modelled time of one op."""
     node = program.graph.ops[op]
-    return sum(_distinct_bytes(program.metas[value]) for value in (*set(node.inputs), *node.outputs))
+    if node.target == TANGENT_TARGET:
+        return 0
+    if is_view(program.graph, node) and not node.effect:
+        return min(_VIEW_NS, device.launch_ns)
+    dtype = program.metas[node.outputs[0]].dtype if node.outputs else torch.float32
+    flops_s = _flops(program, op) / (device.flops_per_second(dtype) * device.flops_share)
+    bytes_s = operand_bytes(program, op) / (device.bandwidth * device.bandwidth_share)
+    return device.launch_ns + round(1e9 * max(flops_s, bytes_s))
+
+
+def operand_bytes(program: Program, op: int) -> int:
+    """Arguments and results: as a workspace more than operators are known to take."""
+    node = program.graph.ops[op]
+    metas = [program.metas[value] for value in (*set(node.inputs), *node.outputs)]
+    return sum(distinct_elements(meta.shape, meta.stride) * meta.dtype.itemsize for meta in metas)
 
 
 def _workspace_bytes(program: Program, op: int) -> int:
@@ -57,24 +64,7 @@ def _workspace_bytes(program: Program, op: int) -> int:
     if node.target == TANGENT_TARGET or is_view(program.graph, node):
         return 0
     name = target_name(program.calls[op].target)
-    return spare_workspace_bytes(program, op) if any(word in name for word in _COPYING) else _WRAPPED_NUMBER_BYTES
-
-
-def _time_ns(program: Program, op: int, device: Device) -> int:
-    node = program.graph.ops[op]
-    if node.target == TANGENT_TARGET:
-        return 0
-    if is_view(program.graph, node) and not node.effect:
-        return min(_VIEW_NS, device.launch_ns)
-    moved = sum(_distinct_bytes(program.metas[value]) for value in (*set(node.inputs), *node.outputs))
-    dtype = program.metas[node.outputs[0]].dtype if node.outputs else torch.float32
-    flops_s = _flops(program, op) / (device.flops_per_second(dtype) * device.flops_share)
-    bytes_s = moved / (device.bandwidth * device.bandwidth_share)
-    return device.launch_ns + round(1e9 * max(flops_s, bytes_s))
-
-
-def _distinct_bytes(meta: TensorMeta) -> int:
-    return distinct_elements(meta.shape, meta.stride) * meta.dtype.itemsize
+    return operand_bytes(program, op) if any(word in name for word in _COPYING) else _WRAPPED_NUMBER_BYTES
 
 
 def _flops(program: Program, op: int) -> int:
@@ -84,16 +74,14 @@ def _flops(program: Program, op: int) -> int:
     packet = getattr(call.target, "overloadpacket", None)
     if packet not in flop_registry:
         return 0
-    args, kwargs = map_references((call.args, call.kwargs), lambda ref: _meta_tensor(program, ref))
-    outputs: list[Any] = [_meta_tensor(program, Ref(value)) for value in program.graph.ops[op].outputs]
+    args, kwargs = map_references((call.args, call.kwargs), lambda ref: _meta_tensor(program.metas[ref.value]))
+    outputs = [_meta_tensor(program.metas[value]) for value in program.graph.ops[op].outputs]
     if call.positions is None:
         return int(flop_registry[packet](*args, **kwargs, out_val=outputs[0]))
-    result: list[Any] = [None] * (max(call.positions, default=-1) + 1)
-    for position, output in zip(call.positions, outputs, strict=True):
-        result[position] = output
-    return int(flop_registry[packet](*args, **kwargs, out_val=tuple(result)))
+    by_position = dict(zip(call.positions, outputs, strict=True))
+    results = tuple(by_position.get(position) for position in range(max(by_position, default=-1) + 1))
+    return int(flop_registry[packet](*args, **kwargs, out_val=results))
 
 
-def _meta_tensor(program: Program, ref: Ref) -> torch.Tensor:
-    meta = program.metas[ref.value]
+def _meta_tensor(meta: TensorMeta) -> torch.Tensor:
     return torch.empty(meta.shape, dtype=meta.dtype, device="meta")

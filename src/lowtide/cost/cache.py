@@ -61,8 +61,9 @@ class CostCache:
         """The shared cache of this device and torch version, read from disk."""
         name, version = device_name(device), torch.__version__
         key = f"costs-{_readable(name)}-torch-{_readable(version)}-{content_key(name, str(version))[:12]}"
-        cache = CostCache(Cache(cache_folder() / "costs", FORMAT, _MOST_FILES), key)
-        cache._read()
+        entries = Cache(cache_folder() / "costs", FORMAT, _MOST_FILES)
+        cache = CostCache(entries, key)
+        cache._read(entries)
         return cache
 
     def get(self, signature: str, outputs: int) -> OperatorCost | None:
@@ -83,33 +84,28 @@ class CostCache:
             yield
             return
         with self.entries.making(self.key, PATIENCE_SECONDS):
-            self._read()
+            self._read(self.entries)
             yield
-            self._write(self.entries)
+            if not self._unsaved:
+                return
+            self._read(self.entries)
+            others = {key: cost for key, cost in self._kept.items() if key not in self._unsaved}
+            self._kept = others | self._unsaved  # the costs measured last come last
+            if self.entries.put(self.key, dict([*self._kept.items()][-_MOST_OPERATORS:])):
+                self._stamp, self._unsaved = self.entries.stamp(self.key), {}
 
     def save(self) -> None:
         """Write what is new, beside what others have written meanwhile."""
         with self.measuring():
             pass
 
-    def _read(self) -> None:
+    def _read(self, entries: Cache) -> None:
         """Take in what is on disk, where that has changed."""
-        stamp = self.entries.stamp(self.key) if self.entries is not None else None
-        if self.entries is None or stamp == self._stamp:
-            return
-        found = self.entries.get(self.key, msgspec.json.Decoder(dict[str, OperatorCost]).decode)
-        self._stamp, self._kept = stamp, found or {}
-        self.costs |= self._kept | self._unsaved
-
-    def _write(self, entries: Cache) -> None:
-        if not self._unsaved:
-            return
-        self._read()
-        for signature in self._unsaved:
-            self._kept.pop(signature, None)  # the costs measured last come last
-        self._kept |= self._unsaved
-        if entries.put(self.key, dict([*self._kept.items()][-_MOST_OPERATORS:])):
-            self._stamp, self._unsaved = entries.stamp(self.key), {}
+        stamp = entries.stamp(self.key)
+        if stamp != self._stamp:
+            self._kept = entries.get(self.key, msgspec.json.Decoder(dict[str, OperatorCost]).decode) or {}
+            self._stamp = stamp
+            self.costs |= self._kept | self._unsaved
 
 
 def _readable(text: str) -> str:

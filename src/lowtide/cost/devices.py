@@ -62,20 +62,12 @@ def device_names() -> tuple[str, ...]:
 def get_device(name: str = "auto") -> Device:
     """The device of this name; ``"auto"`` is the machine's own where it is in the table, else the generic CPU."""
     if name == "auto":
-        return _own_device()
+        maker = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        return next((each for each in _DEVICES if any(word in maker for word in each.matches)), _BY_NAME["cpu"])
     simple = name.lower().replace(" ", "").replace("-", "").replace("_", "")
     if simple not in _BY_NAME:
         raise CostError(f'device {name!r} is not in the table; known are "auto", {", ".join(_BY_NAME)}.')
     return _BY_NAME[simple]
-
-
-def _own_device() -> Device:
-    if torch.cuda.is_available():
-        maker = torch.cuda.get_device_name()
-        for device in _DEVICES:
-            if any(word in maker for word in device.matches):
-                return device
-    return _BY_NAME["cpu"]
 
 
 def device_name(device: torch.device) -> str:

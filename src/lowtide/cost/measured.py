@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from lowtide.cost.analytical import operator_time_ns, spare_workspace_bytes
+from lowtide.cost.analytical import operand_bytes, operator_time_ns
 from lowtide.cost.cache import CostCache, OperatorCost
-from lowtide.cost.devices import device_name
+from lowtide.cost.devices import device_name, get_device
 from lowtide.cost.signature import copies_storage, is_opaque, signature, target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.cost.timing import time_call
@@ -47,6 +47,7 @@ _VALID: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {
     "aten.poisson.default": (0, lambda rates: rates.abs_()),
 }
 _ARGUMENT = -1  # output group of what lives in an argument's storage
+_Missing = dict[str, tuple[int, bool]]  # by signature that has no cost, an op and whether its cost goes to disk
 
 
 def measure_costs(
@@ -74,96 +75,67 @@ def measure_operators(
     """The costs of ``ops``, and of those that cannot be run on synthetic tensors why. Arguments as of ``measure_costs``."""
     device = program_device(program)
     cache = CostCache.open(device) if cache is None else cache
+    report = on_progress or (lambda text, fraction: None)
     signatures = {op: signature(program, op) for op in ops}
     failed: dict[str, str] = {}
     if _missing(program, signatures, cache):
-        with cache.measuring():
+        with cache.measuring(), _undisturbed(device):
             missing = _missing(program, signatures, cache)  # another process may have measured the same meanwhile
-            failed = _measure(program, missing, cache, device, on_progress)
-    if on_progress is not None:
-        on_progress("measuring operators", 1.0)
+            failed = _measure(program, missing, cache, device, report)
+    report("measuring operators", 1.0)
     keys = {op: key for op, (key, _) in signatures.items()}
     known = {op: cache.costs[key] for op, key in keys.items() if key not in failed}
     return known, {op: failed[key] for op, key in keys.items() if key in failed}
 
 
-def _missing(
-    program: Program, signatures: dict[int, tuple[str, bool]], cache: CostCache
-) -> dict[str, tuple[int, bool]]:
-    """By signature that has no cost, an op and whether its cost goes to disk."""
-    return {
-        key: (op, keep)
-        for op, (key, keep) in reversed(signatures.items())
-        if cache.get(key, len(program.graph.ops[op].outputs)) is None
-    }
+def _missing(program: Program, signatures: dict[int, tuple[str, bool]], cache: CostCache) -> _Missing:
+    found: _Missing = {}
+    for op, (key, keep) in signatures.items():
+        if cache.get(key, len(program.graph.ops[op].outputs)) is None:
+            found.setdefault(key, (op, keep))
+    return found
 
 
 def _measure(
     program: Program,
-    missing: dict[str, tuple[int, bool]],
+    missing: _Missing,
     cache: CostCache,
     device: torch.device,
-    on_progress: Callable[[str, float], None] | None,
+    report: Callable[[str, float], None],
 ) -> dict[str, str]:
-    """Add the costs of the ``missing`` to ``cache``; by signature that cannot be run, why."""
+    """Add the costs of the ``missing`` to ``cache``; by signature that cannot be run, why.
+
+    Operators whose repetitions scattered are timed again, until they do not; the least time is kept.
+    """
     failed: dict[str, str] = {}
-    with _undisturbed(device):
-        for count, (key, (op, keep)) in enumerate(reversed(missing.items())):
-            if on_progress is not None:
-                on_progress("measuring operators", count / len(missing))
-            cost = _try_measure(program, op, device)
-            if isinstance(cost, str):
-                failed[key] = cost
-            else:
+    for again in range(1 + _AGAIN):
+        scattered: _Missing = {}
+        for count, (key, (op, keep)) in enumerate(missing.items()):
+            if not again:
+                report("measuring operators", count / len(missing))
+            try:
+                cost = measure_operator(program, op, device)
+            except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+                if not again:
+                    name, summary = target_name(program.calls[op].target), str(error).split("\n")[0]
+                    failed[key] = f"{name} cannot be run on synthetic tensors ({summary})"
+                continue
+            if not again or cost.time_ns < cache.costs[key].time_ns:
                 cache.put(key, cost, keep=keep)
-        _settle_times(program, cache, {key: found for key, found in missing.items() if key not in failed}, device)
+            if cost.spread_ns > _SCATTERED * cost.time_ns:
+                scattered[key] = op, keep
+        missing = scattered
     return failed
 
 
-def _settle_times(
-    program: Program, cache: CostCache, measured: Mapping[str, tuple[int, bool]], device: torch.device
-) -> None:
-    """Time operators again whose repetitions scattered, until they do not; the least time is kept.
-
-    ``measured``: by signature, an op and whether its cost goes to disk.
-    """
-    scattered = sorted(key for key in measured if _scatters(cache.costs[key]))
-    for _ in range(_AGAIN):
-        left = []
-        for key in scattered:
-            op, keep = measured[key]
-            again = _try_measure(program, op, device)
-            if isinstance(again, str):
-                continue
-            if again.time_ns < cache.costs[key].time_ns:
-                cache.put(key, again, keep=keep)
-            if _scatters(again):
-                left.append(key)
-        scattered = left
-
-
-def _scatters(record: OperatorCost) -> bool:
-    return record.spread_ns > _SCATTERED * record.time_ns
-
-
-def _try_measure(program: Program, op: int, device: torch.device) -> OperatorCost | str:
-    """The record, or why there is none."""
-    try:
-        return measure_operator(program, op, device)
-    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
-        name = target_name(program.calls[op].target)
-        summary = str(error).split("\n")[0]
-        return f"{name} cannot be run on synthetic tensors ({summary})"
-
-
-def measure_operator(program: Program, op: int, device: torch.device, budget_ns: int = _BUDGET_NS) -> OperatorCost:
+def measure_operator(program: Program, op: int, device: torch.device) -> OperatorCost:
     """Run one operator of ``program`` on synthetic tensors. Raises whatever it raises."""
     call = program.calls[op]
     args, kwargs, tensors = synthetic_arguments(program, op)
     target = _runnable(call.target)
     before = _restoring(call, args)
     output_bytes, output_groups = _returned(target(*args, **kwargs), call.positions, tensors)
-    timing = time_call(lambda: target(*args, **kwargs), device, budget_ns, before)
+    timing = time_call(lambda: target(*args, **kwargs), device, _BUDGET_NS, before)
     return OperatorCost(timing.time_ns, timing.spread_ns, timing.peak_bytes, output_bytes, output_groups)
 
 
@@ -223,34 +195,26 @@ def _returned(
     """(bytes of the storage, group) of each output, see ``OperatorCost``."""
     outputs = [result] if positions is None else [result[position] for position in positions]
     groups = {tensor.untyped_storage()._cdata: _ARGUMENT for tensor in arguments}
-    sizes, numbers = [], []
+    found = []
     for output in outputs:
-        if not isinstance(output, torch.Tensor):
-            sizes.append(0)
-            numbers.append(_ARGUMENT)
-            continue
-        storage = output.untyped_storage()
-        number = groups.setdefault(storage._cdata, len(groups))
-        sizes.append(0 if number == _ARGUMENT else round_up(storage.nbytes(), output.device))
-        numbers.append(number)
-    return tuple(sizes), tuple(numbers)
+        size, number = 0, _ARGUMENT
+        if isinstance(output, torch.Tensor):
+            storage = output.untyped_storage()
+            number = groups.setdefault(storage._cdata, len(groups))
+            size = 0 if number == _ARGUMENT else round_up(storage.nbytes(), output.device)
+        found.append((size, number))
+    return tuple(size for size, _ in found), tuple(number for _, number in found)
 
 
 def _columns(program: Program, records: dict[int, OperatorCost | None], device: torch.device) -> Costs:
-    graph = program.graph
-    time_ns, workspace = [0] * len(graph.ops), [0] * len(graph.ops)
-    captured = storage_bytes(program)
-    real = list(captured)
-    for op in graph.ops:
-        if op.id not in records:
-            continue  # a gradient that arrives from outside
-        record = records[op.id]
+    """``records``: of all ops but gradients that arrive from outside; ``None`` where one could not be measured."""
+    time_ns, workspace = ([0] * len(program.graph.ops) for _ in range(2))
+    real = storage_bytes(program)
+    for op, record in records.items():
         if record is None:
-            time_ns[op.id] = operator_time_ns(program, op.id)
-            workspace[op.id] = spare_workspace_bytes(program, op.id)
-            continue
-        time_ns[op.id] = record.time_ns
-        workspace[op.id] = _settle(program, op, record, real)
+            time_ns[op], workspace[op] = operator_time_ns(program, op, get_device()), operand_bytes(program, op)
+        else:
+            time_ns[op], workspace[op] = record.time_ns, _settle(program, program.graph.ops[op], record, real)
     return Costs(time_ns, workspace, real, device=device_name(device))  # type: ignore[arg-type]
 
 

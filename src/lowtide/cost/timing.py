@@ -47,29 +47,44 @@ def time_call(
 ) -> Timing:
     """Repeat ``call`` for about ``budget_ns`` (at least five times); its results are dropped. The caller warms up.
 
-    ``before`` each repetition, not timed.
+    ``before`` each repetition, not timed. Each repetition's peak is above its own start: what earlier ones left behind, or what
+    goes meanwhile, is not in it.
     """
-    return _time_cuda(call, device, budget_ns, before) if device.type == "cuda" else _time_cpu(call, budget_ns, before)
+    repeat = functools.partial(_on_cuda, device) if device.type == "cuda" else _on_cpu
+    times: list[int] = []
+    peak = 0
+    deadline = time.perf_counter_ns() + budget_ns
+    while len(times) < _FEWEST or (len(times) < _MOST and time.perf_counter_ns() < deadline):
+        before()
+        time_ns, peak_bytes = repeat(call)
+        times.append(time_ns)
+        peak = max(peak, peak_bytes)
+    return _summary(times, peak)
 
 
-def _time_cpu(call: Callable[[], Any], budget_ns: int, before: Callable[[], Any]) -> Timing:
-    """Each repetition's peak is above its own start: what earlier ones left behind, or what goes meanwhile, is not in it."""
-    samples: list[int] = []
-    sweep = _sweep_buffer()
-    clock = time.perf_counter_ns
+def _on_cpu(call: Callable[[], Any]) -> tuple[int, int]:
+    """Time and peak of one repetition."""
+    times: list[int] = []
 
     def once() -> None:
-        start = clock()
+        start = time.perf_counter_ns()
         call()
-        samples.append(clock() - start)
+        times.append(time.perf_counter_ns() - start)
 
-    peak = 0
-    deadline = clock() + budget_ns
-    while len(samples) < _FEWEST or (len(samples) < _MOST and clock() < deadline):
-        before()
-        sweep.max()
-        peak = max(peak, allocation_peak(once)[0])
-    return _summary(samples, peak)
+    _sweep_buffer().max()
+    peak, _ = allocation_peak(once)
+    return times[0], peak
+
+
+def _on_cuda(device: torch.device, call: Callable[[], Any]) -> tuple[int, int]:
+    """The same on the device's own clock, so that launch latency hidden behind other work is not counted."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    with PeakWindow(CudaMeter.of(device)) as window:
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return round(start.elapsed_time(end) * 1e6), window.peak_bytes
 
 
 @functools.cache
@@ -81,24 +96,6 @@ def _sweep_buffer() -> npt.NDArray[np.int64]:
         if text.endswith("K") and text[:-1].isdigit():
             sizes = [int(text[:-1]) << 10]
     return np.zeros(min(sizes[0], _LARGEST_SWEEP_BYTES) // 8, dtype=np.int64)
-
-
-def _time_cuda(call: Callable[[], Any], device: torch.device, budget_ns: int, before: Callable[[], Any]) -> Timing:
-    """On the device's own clock, so that launch latency hidden behind other work is not counted."""
-    samples: list[int] = []
-    torch.cuda.synchronize(device)
-    deadline = time.perf_counter_ns() + budget_ns
-    with PeakWindow(CudaMeter.of(device)) as window:
-        while len(samples) < _FEWEST or (len(samples) < _MOST and time.perf_counter_ns() < deadline):
-            before()
-            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            samples.append(round(start.elapsed_time(end) * 1e6))
-        return _summary(samples, window.peak_bytes)
 
 
 def _summary(samples: list[int], peak_bytes: int) -> Timing:

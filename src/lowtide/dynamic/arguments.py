@@ -34,19 +34,9 @@ class View:
         return torch._neg_view(tensor) if self.negative else tensor
 
 
-class Geometry:
-    """A tensor of which only shape, strides and type are read."""
-
-    __slots__ = ("device", "dtype", "size", "stride")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.dtype = tensor.dtype
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-        self.device = tensor.device
-
-    def blank(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+def blank(tensor: Tensor) -> Tensor:
+    """A tensor without memory of the same shape, strides and type."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
 from lowtide.budget import is_amount, is_percentage, parse_budget
-from lowtide.dynamic.session import Session, Settings, enter, is_inside
+from lowtide.dynamic.run import OnlineRun, Session, Settings
 from lowtide.dynamic.statistics import OnlineStatistics
 from lowtide.errors import ExecutionError, PlanError
 from lowtide.eviction import HEURISTICS
@@ -17,6 +19,9 @@ from lowtide.solve import check_seed
 __all__ = ["OnlineStatistics", "is_inside", "online"]
 
 POLICIES = ("eager", "ignore", "banish")
+
+_LOCK = threading.RLock()
+_run: OnlineRun | None = None  # of the contexts that are active
 
 
 class online:
@@ -95,7 +100,16 @@ class online:
         self._last: OnlineStatistics | None = None
 
     def __enter__(self) -> online:
-        session = enter(self.settings)
+        global _run
+        with _LOCK:
+            if _run is None:
+                _run = OnlineRun(self.settings)
+            elif self.settings.device != _run.device:
+                raise PlanError(
+                    f"a context for {_run.device} is active, and one for {self.settings.device} cannot be entered inside it."
+                )
+            with _run.memory.lock:
+                session = Session(self.settings.budget_bytes, _run)
         self._entered.append(session)
         session.mode.__enter__()
         return self
@@ -103,12 +117,16 @@ class online:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        global _run
         session = self._entered.pop()
         session.mode.__exit__(None, None, None)
-        try:
-            session.end()
-        finally:
-            self._last = session.statistics()
+        with _LOCK, session.run.memory.lock:
+            try:
+                session.end()
+            finally:
+                self._last = session.statistics()
+                if not session.run.sessions:
+                    _run = None
         session.run.raise_refusal(error)
 
     @property
@@ -119,6 +137,22 @@ class online:
         if self._last is None:
             raise ExecutionError("the context was not entered yet, so there are no statistics.")
         return self._last
+
+
+def is_inside() -> bool:
+    """Whether this thread is inside a context."""
+    return _run is not None and _run.thread.modes > 0
+
+
+def _forked() -> None:
+    global _LOCK
+    _LOCK = threading.RLock()
+    if _run is not None:
+        _run.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _device_of_budget(device: torch.device | str | None) -> torch.device:

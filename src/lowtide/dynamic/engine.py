@@ -8,14 +8,13 @@ Writes are versions (``versions``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from lowtide.dynamic import random_state
-from lowtide.dynamic.arguments import Geometry, View, mapped, tensors_of
+from lowtide.dynamic.arguments import View, blank, mapped, tensors_of
 from lowtide.dynamic.executor import Executor
 from lowtide.dynamic.memory import Memory
 from lowtide.dynamic.node import Node, OperatorCall, Origin, storage_of
@@ -23,13 +22,14 @@ from lowtide.dynamic.operators import Operator, values_at
 from lowtide.dynamic.patches import Access
 from lowtide.dynamic.rebuild import Rebuilder
 from lowtide.dynamic.versions import Versions
+from lowtide.program import generators
 
 _RELEASE_EVERY = 256  # operators
 _LENGTHS_BYTES = 1 << 16  # integers up to this size are kept: PyTorch reads lengths where nobody can notice
 
 
 class Engine:
-    """The live mode; one for the process, whichever threads take part.
+    """Runs the operators of a process one at a time, whichever threads they come from.
 
     ``device``: the memory that is short; storages elsewhere stay. ``tiny_bytes``: results of at most that size are kept.
     """
@@ -43,11 +43,6 @@ class Engine:
         self.versions = Versions(memory, self.rebuilder)
         self.release_at = _RELEASE_EVERY
 
-    @property
-    def idle(self) -> bool:
-        """Whether no operator is under way."""
-        return not self.memory.locked
-
     # --- running ---------------------------------------------------------------------------------------------------
 
     def run(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -56,25 +51,27 @@ class Engine:
         if memory.dead:
             memory.release_dead()
         writes = operator.writes
-        left_out: tuple[int, ...] = ()
+        unread: tuple[int, ...] = ()
         if operator.statistics is not None:
-            left_out = _updated_statistics(operator.statistics, args)
-            writes += left_out
-        reads: dict[Node, None] = {}
-        call = self._recorded(operator, args, kwargs, reads, left_out)
+            unread = _updated_statistics(operator.statistics, args)
+            writes += unread
+        call, reads = self._recorded(operator, args, kwargs, unread)
         superseded: list[Node] = []
         started = memory.started
-        unread = self._nodes_in([args[place] for place in left_out]) if left_out else ()
-        needs = memory.lock_all((*reads, *unread))
+        needs = memory.lock_all((*reads, *self._nodes_in([args[place] for place in unread])) if unread else reads)
         try:
             self.rebuilder.complete(needs)
             if operator.random:
-                call.generator = random_state.save(args, kwargs)
+                call.generator = generators.saved(_generator(args, kwargs))
             targets = self._nodes_in(values_at(writes, args, kwargs)) if writes else []
             version = self.versions.supersede(call, needs, targets, superseded) if writes else None
             memory.started = len(memory.locked)
             result, cost_ns = self.executor.run(operator, args, kwargs)
-            self._account(reads, cost_ns)
+            memory.counters.operators += 1
+            memory.counters.operator_ns += cost_ns
+            memory.pool.tick(cost_ns)
+            for node in reads:
+                node.accessed_ns = memory.pool.clock_ns
             origin = _origin()
             if version is not None:
                 self.versions.written(version, call, reads, cost_ns)
@@ -84,7 +81,7 @@ class Engine:
                 node.origin = origin
             if memory.recorder is not None:
                 written = self._nodes_in(values_at(writes, args, kwargs))
-                memory.recorder.call(operator, reads, made, written, cost_ns)
+                memory.recorder.operator(operator, reads, made, written, cost_ns)
         finally:
             memory.started = started
             memory.unlock_last(needs)
@@ -96,23 +93,21 @@ class Engine:
         return result
 
     def _recorded(
-        self,
-        operator: Operator,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        reads: dict[Node, None],
-        left_out: tuple[int, ...],
-    ) -> OperatorCall:
-        """The call without its tensors, but for the arguments left out; ``reads`` grows by the nodes that it reads."""
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], unread: tuple[int, ...]
+    ) -> tuple[OperatorCall, dict[Node, None]]:
+        """The call without its tensors, and without the arguments ``unread``; and the nodes that it reads."""
+        reads: dict[Node, None] = {}
         if operator.geometry_only:
-            return OperatorCall(operator, [Geometry(v) if isinstance(v, Tensor) else v for v in args], kwargs)
+            if kwargs.get("device") is None:
+                kwargs = {**kwargs, "device": args[0].device}
+            return OperatorCall(operator, [blank(v) if isinstance(v, Tensor) else v for v in args], kwargs), reads
 
         def recorded(value: Any) -> Any:
             return self._view(value, reads)
 
-        given = [None if place in left_out else value for place, value in enumerate(args)] if left_out else args
+        given = [None if place in unread else value for place, value in enumerate(args)] if unread else args
         views = [recorded(value) if isinstance(value, Tensor) else mapped(recorded, value) for value in given]
-        return OperatorCall(operator, views, {name: mapped(recorded, value) for name, value in kwargs.items()})
+        return OperatorCall(operator, views, {name: mapped(recorded, value) for name, value in kwargs.items()}), reads
 
     def _view(self, tensor: Any, reads: dict[Node, None]) -> Any:
         """What stands in the place of a tensor; anything else is itself."""
@@ -127,15 +122,6 @@ class Engine:
             inner.exported = inner.pinned = True
             reads[inner] = None
         return tensor
-
-    def _account(self, reads: dict[Node, None], cost_ns: int) -> None:
-        """The operator has run."""
-        counters, pool = self.memory.counters, self.memory.pool
-        counters.operators += 1
-        counters.operator_ns += cost_ns
-        pool.clock_ns += cost_ns
-        for node in reads:  # as ``pool.touch``, without a call for each
-            node.accessed_ns = pool.clock_ns
 
     def _remember(self, result: Any, call: OperatorCall, reads: dict[Node, None], cost_ns: int) -> list[Node]:
         """Nodes for the storages that the results are on, where they are new."""
@@ -225,3 +211,13 @@ def _updated_statistics(statistics: tuple[tuple[int, ...], int], args: tuple[Any
     """The positions of running statistics: written and never read in training, read and never written otherwise."""
     positions, flag = statistics
     return positions if len(args) > flag and args[flag] else ()
+
+
+def _generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
+    """What a call with these arguments draws from."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Generator):
+            return value
+    device = kwargs.get("device") or next((value.device for value in args if isinstance(value, Tensor)), None)
+    device = torch.device(device or "cpu")
+    return generators.default_generator(device if device.type == "cuda" else torch.device("cpu"))

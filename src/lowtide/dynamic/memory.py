@@ -7,76 +7,59 @@ computed again (parameters, inputs, results of operators that run once) is a con
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterable, Iterator
-from typing import cast
+from collections.abc import Iterable
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from lowtide.dynamic import statistics
-from lowtide.dynamic.limit import Limit
-from lowtide.dynamic.node import WRITTEN, Handle, Node, OperatorCall, Origin, dependents_of, storage_of
+from lowtide.dynamic.node import PREFERENCES, WRITTEN, Handle, Node, OperatorCall, dependents_of, storage_of
 from lowtide.dynamic.recording import Recorder
 from lowtide.dynamic.storages import empty, is_empty
-from lowtide.eviction import Entry, Pool
+from lowtide.eviction import Pool
+from lowtide.memory.allocators import Meter
 
 _PLAIN_DEVICES = ("cpu", "cuda")
-_FEW = 32  # operators
 
 
-def _quickly_rebuilt(entry: Entry) -> bool:
-    """Whether few operators would have to run to have the entry back."""
-    gone = {entry}
-    waiting = [entry]
-    while waiting:
-        for parent in waiting.pop().parents:
-            if not parent.resident and parent not in gone:
-                gone.add(parent)
-                waiting.append(parent)
-        if len(gone) > _FEW:
-            return False
-    return True
+class Refusal(NamedTuple):
+    """An allocation that could not be granted: what was asked for, what was in use, and by how much both are too much."""
 
-
-# What goes first, whatever the scores: what was computed by this part of the program or one before it and, where that is asked
-# for, can be rebuilt quickly. What a backward pass computes lies behind ever more of the forward pass the longer it waits;
-# gradients, which an optimizer will read, lie behind all of both.
-_PREFERENCES = (
-    (Origin.FORWARD, True),
-    (Origin.BACKWARD, True),
-    (Origin.FORWARD, False),
-    (Origin.GRADIENT, True),
-    (Origin.GRADIENT, False),
-)
+    wanted_bytes: int
+    used_bytes: int
+    missing_bytes: int
 
 
 class Memory:
-    """The nodes of a run, what is locked for the operators under way, and the limit that their bytes are kept within.
+    """The nodes of a run, what is locked for the operators under way, and the limit that the allocator is kept within.
 
-    Whoever reads or changes it holds ``lock``. ``banish``: forget what the program released as soon as nothing evicted needs
-    it. ``ignore``: keep what the program released until it is evicted. ``recorder``: told of every storage that the program
-    let go.
+    Whoever reads or changes it holds ``lock``. ``policy``: under "banish", what the program released is forgotten as soon as
+    nothing evicted needs it; under "ignore", it is kept until it is evicted. ``recorder``: told of every storage that the
+    program let go. ``limit_bytes``: on the level of ``meter``, ``None`` for no limit. ``refusal``: the last allocation that was
+    refused; ``interruption``: what was raised while room was made for one, where C++ cannot carry it.
     """
 
-    def __init__(
-        self, pool: Pool, limit: Limit, *, banish: bool = False, ignore: bool = False, recorder: Recorder | None = None
-    ) -> None:
+    def __init__(self, pool: Pool, meter: Meter, policy: str, recorder: Recorder | None) -> None:
         self.pool = pool
-        self.limit = limit
-        self.banish = banish
-        self.ignore = ignore
+        self.meter = meter
+        self.banish = policy == "banish"
+        self.ignore = policy == "ignore"
         self.recorder = recorder
+        self.limit_bytes: int | None = None
+        self.refusal: Refusal | None = None
+        self.interruption: BaseException | None = None
         self.lock = threading.RLock()
-        self.counters = statistics.Counters()
+        self.counters = statistics.OnlineStatistics()
         self.nodes: dict[int, Node] = {}  # by the address of the storage that the program holds
         self.dead: list[Handle] = []  # handles of storages that are gone, not yet looked at
         self.locked: list[tuple[Node, ...]] = []  # what each operator under way needs, the innermost last
         self.started = 0  # of the operators under way, the outermost ones that run already
         self.rebuilds = 0  # under way, one inside the other
-        self.intermediates: dict[
-            Node, None
-        ] = {}  # rebuilt only for others, the program released them; the oldest first
+        # Rebuilt only for others, the program released them; the oldest first.
+        self.intermediates: dict[Node, None] = {}
         self.read_constants: dict[Node, None] = {}  # that calls read, and hold the storages of
 
     # --- what there is ---------------------------------------------------------------------------------------------
@@ -146,14 +129,34 @@ class Memory:
 
     # --- evicting --------------------------------------------------------------------------------------------------
 
+    def free_bytes(self) -> int:
+        """How far the level is below the limit."""
+        return sys.maxsize if self.limit_bytes is None else self.limit_bytes - self.meter.level_bytes
+
+    def available_bytes(self) -> int:
+        """What is free, and what could be evicted."""
+        return self.free_bytes() + self.pool.evictable_bytes()
+
     def make_room(self, wanted_bytes: int) -> bool:
         """Evict until so many bytes can be allocated; false where that cannot be."""
-        limit = self.limit
-        while limit.free_bytes() < wanted_bytes:
+        while (free_bytes := self.free_bytes()) < wanted_bytes:
             if not self.evict_one():
-                limit.refuse(wanted_bytes)
+                self.refusal = Refusal(wanted_bytes, self.meter.level_bytes, wanted_bytes - free_bytes)
                 return False
         return True
+
+    def take_failure(self) -> tuple[BaseException | None, Refusal | None]:
+        """What interrupted, and what refused an allocation since the last call."""
+        failure = self.interruption, self.refusal
+        self.interruption = self.refusal = None
+        return failure
+
+    def take_missing_bytes(self) -> int:
+        """By how much the last allocation that was refused exceeded the limit, 0 without one; raises what interrupted it."""
+        interruption, refusal = self.take_failure()
+        if interruption is not None:
+            raise interruption from None
+        return 0 if refusal is None else refusal.missing_bytes
 
     def evict_one(self) -> bool:
         """Empty the storage that the heuristic chooses; false where none can go."""
@@ -179,14 +182,8 @@ class Memory:
         return chosen
 
     def _preferred(self) -> Node | None:
-        for latest, quickly in _PREFERENCES:
-
-            def allowed(entry: Entry, latest: Origin = latest, quickly: bool = quickly) -> bool:
-                return cast("Node", entry).origin <= latest and (not quickly or _quickly_rebuilt(entry))
-
-            if (chosen := self.pool.victim(allowed)) is not None:
-                return cast("Node", chosen)
-        return None
+        victims = (self.pool.victim(allowed) for allowed in PREFERENCES)
+        return cast("Node | None", next((victim for victim in victims if victim is not None), None))
 
     def evict(self, node: Node) -> None:
         """Give the bytes back; what holds the storage keeps it, empty."""
@@ -198,10 +195,6 @@ class Memory:
             empty(storage)
         elif node.handle is None:
             self.release(node)
-
-    def available_bytes(self) -> int:
-        """What is free, and what could be evicted."""
-        return self.limit.free_bytes() + self.pool.evictable_bytes()
 
     def pin(self, node: Node) -> None:
         """From now on the resident node can not be computed again, so it stays."""
@@ -234,7 +227,7 @@ class Memory:
                 del self.nodes[node.address]
             node.handle = None
             if self.recorder is not None:
-                self.recorder.release(node)
+                self.recorder.released(node)
             if node.resident and node.call is not None and node.kept is None:
                 self.pool.evict(node)
             self.release(node)
@@ -314,16 +307,13 @@ class Memory:
 
     def _all_nodes(self) -> list[Node]:
         """Every node that something can still lead to."""
-        there = cast("Iterator[Node]", iter(self.pool))
-        waiting = list(dict.fromkeys((*self.nodes.values(), *self.read_constants, *self.intermediates, *there)))
-        seen = set(waiting)
-        found = []
-        while waiting:
-            node = waiting.pop()
-            found.append(node)
+        known = (*self.nodes.values(), *self.read_constants, *self.intermediates, *cast("Iterable[Node]", self.pool))
+        found = list(dict.fromkeys(known))
+        seen = set(found)
+        for node in found:
             fresh = [other for other in (*node.parents, *node.children) if other not in seen]
             seen.update(fresh)
-            waiting.extend(fresh)
+            found.extend(fresh)
         return found
 
     def clear(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from enum import IntEnum
@@ -12,9 +13,11 @@ from torch import UntypedStorage
 
 from lowtide.dynamic.operators import Operator
 from lowtide.eviction import Entry
+from lowtide.program.generators import SavedState
 
 storage_of = torch._C.TensorBase.untyped_storage  # as it was, whatever ``torch.Tensor`` says while a context is active
 _SERIAL = itertools.count()
+_FEW = 32  # operators that would have to run
 WRITTEN = -1  # the place of a result that an operator wrote into an argument
 
 
@@ -108,7 +111,7 @@ class OperatorCall:
         self.operator = operator
         self.args = args
         self.kwargs = kwargs
-        self.generator: tuple[torch.Generator, bytes] | None = None
+        self.generator: SavedState | None = None
         self.grad = torch.is_grad_enabled()
         self.results: dict[int, Node] = {}
         self.holds: list[UntypedStorage] = []
@@ -131,3 +134,32 @@ def dependents_of(node: Node) -> list[Node]:
                 if not child.alive():
                     waiting.append(child)
     return list(seen)
+
+
+def _may_go(latest: Origin, quickly: bool, entry: Entry) -> bool:
+    return entry.origin <= latest and (not quickly or _is_quickly_rebuilt(entry))  # type: ignore[attr-defined]
+
+
+def _is_quickly_rebuilt(entry: Entry) -> bool:
+    """Whether few operators would have to run to have the entry back."""
+    gone = [entry]
+    seen = {entry}
+    for one in gone:
+        missing = [parent for parent in one.parents if not parent.resident and parent not in seen]
+        seen.update(missing)
+        gone.extend(missing)
+        if len(gone) > _FEW:
+            return False
+    return True
+
+
+# What goes first, whatever the scores: what was computed by this part of the program or one before it and, where that is asked
+# for, can be rebuilt quickly. What a backward pass computes lies behind ever more of the forward pass the longer it waits;
+# gradients, which an optimizer will read, lie behind all of both.
+PREFERENCES = (
+    functools.partial(_may_go, Origin.FORWARD, True),
+    functools.partial(_may_go, Origin.BACKWARD, True),
+    functools.partial(_may_go, Origin.FORWARD, False),
+    functools.partial(_may_go, Origin.GRADIENT, True),
+    functools.partial(_may_go, Origin.GRADIENT, False),
+)

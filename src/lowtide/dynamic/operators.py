@@ -30,10 +30,6 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
-def schema_name(overload: OpOverload) -> str:
-    return str(overload.name())  # type: ignore[no-untyped-call]
-
-
 class Operator:
     """One overload.
 
@@ -67,7 +63,8 @@ class Operator:
             for place, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         )
-        has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, schema_name(overload))
+        full_name: str = overload.name()  # type: ignore[no-untyped-call]
+        has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, full_name)
         # A few (silu_backward) are made of other operators and have kernels of their own, which eager takes.
         self.composite = has_kernel(_COMPOSITE) and not any(map(has_kernel, _DEVICES))
         aliases = bool(schema.returns) and all(returned.alias_info is not None for returned in schema.returns)

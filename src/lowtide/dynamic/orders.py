@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowtide.dynamic.ancestry import Rematerialization
 from lowtide.dynamic.node import Node
+from lowtide.dynamic.plan import Rematerialization
 
 _KEPT = 1024  # structures
 _NEAR = 0.95  # what was found for so much of the room is as good as what would be found for all of it

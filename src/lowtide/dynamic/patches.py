@@ -14,7 +14,7 @@ While at least one context is active, in whichever thread, and once however many
 
 Everything is put back as it was when the last context ends. What somebody else has replaced in the meantime stays theirs, and
 what is ours under it only passes calls on. For the life of the process, but without effect outside contexts: the function that
-``os.register_at_fork`` calls in a forked process (``session``), which restores what it reads and evicts nothing any more, and
+``os.register_at_fork`` calls in a forked process (``context``), which restores what it reads and evicts nothing any more, and
 the marks on our own code by which Dynamo leaves it alone (``uncompiled``).
 """
 
@@ -26,7 +26,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
 import numpy as np
@@ -72,30 +72,20 @@ class Patches:
 
     def __init__(self, materialize: Materialize, inside: Callable[[], AbstractContextManager[Any] | None]) -> None:
         self._active = True
-        self._replaced: list[tuple[type, str, Any, Any]] = []  # owner, name, what the owner itself had, ours
+        self._undo = ExitStack()
         for name, access in _ACCESS.items():
             self._replace(torch.Tensor, name, self._materializing(getattr(torch.Tensor, name), materialize, access))
         self._replace(threading.Thread, "start", self._starting(threading.Thread.start, inside))
-        self._stance: Any = None
         if "torch._dynamo" in sys.modules:
-            self._stance = torch.compiler.set_stance("force_eager")
+            self._undo.push(torch.compiler.set_stance("force_eager"))
 
     def remove(self) -> None:
         """Put everything back."""
         self._active = False
-        while self._replaced:
-            owner, name, original, ours = self._replaced.pop()
-            if owner.__dict__.get(name) is not ours:
-                continue
-            if original is None:  # inherited
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
+        self._undo.close()
 
     def _replace(self, owner: type, name: str, ours: Any) -> None:
-        self._replaced.append((owner, name, owner.__dict__.get(name), ours))
+        self._undo.callback(_put_back, owner, name, owner.__dict__.get(name), ours)
         setattr(owner, name, ours)
 
     def _materializing(self, original: Any, materialize: Materialize, access: Access) -> Any:
@@ -121,7 +111,7 @@ class Patches:
             try:
                 original(thread)
             except RuntimeError:  # it was started before, or cannot be
-                _put_back(thread, own)
+                _put_back(thread, "run", own, thread.run)
                 raise
 
         return start
@@ -132,16 +122,18 @@ def _run_inside(thread: threading.Thread, context: AbstractContextManager[Any], 
 
     @functools.wraps(run)
     def inside() -> None:
-        _put_back(thread, own)
+        _put_back(thread, "run", own, thread.run)
         with context:
             run()
 
     return inside
 
 
-def _put_back(thread: threading.Thread, own: Any) -> None:
-    """The thread has the ``run`` that it had."""
-    if own is None:
-        thread.__dict__.pop("run", None)
+def _put_back(owner: Any, name: str, original: Any, ours: Any) -> None:
+    """The owner has what it had itself, ``None`` where it inherits the name; unless somebody else has replaced ours."""
+    if owner.__dict__.get(name) is not ours:
+        return
+    if original is None:
+        delattr(owner, name)
     else:
-        thread.run = own  # type: ignore[method-assign]
+        setattr(owner, name, original)

@@ -1,19 +1,90 @@
 """How evicted nodes are rebuilt: which calls are made again, in which order, and when each result may go.
 
-A sequence of calls says all: a result lives from its call to the last call that reads it before it is made anew, and a
+A sequence of calls says all: a result lives from its call to the last call that reads it before it is made again, and a
 call whose results nobody reads is left out. What is still in memory may be *given*: it then takes the place of what its
 first call would make, and is held until the last read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lowtide.dynamic.ancestry import Rematerialization
-from lowtide.dynamic.node import Node
+from lowtide.dynamic.node import Node, OperatorCall
+from lowtide.errors import ExecutionError
 
 _PARTS = 16  # in which it is tried to hold what is there
+
+
+class Rematerialization:
+    """Making a recorded call again, as plans see it.
+
+    ``reads`` and ``makes``: without what stays where it is whatever is planned. ``bytes``: of all results. ``scratch_bytes``:
+    what it takes on top while it runs, as far as that is known. ``serial``: calls were made in this order.
+    """
+
+    __slots__ = ("bytes", "cost_ns", "makes", "reads", "recorded", "scratch_bytes", "serial")
+
+    def __init__(self, call: OperatorCall, node: Node, scratch_bytes: int) -> None:
+        results = tuple(call.results.values())
+        self.recorded = call
+        self.reads = tuple(parent for parent in node.parents if not _stays(parent))
+        self.makes = tuple(result for result in results if not _stays(result))
+        self.bytes = sum(result.size_bytes for result in results)
+        self.cost_ns = node.cost_ns
+        self.scratch_bytes = scratch_bytes
+        self.serial = min(result.serial for result in results)
+
+
+def _stays(node: Node) -> bool:
+    return node.resident and (node.call is None or node.pinned or node.locks > 0)
+
+
+def calls_behind(
+    targets: Iterable[Node], scratch_bytes: Callable[[OperatorCall], int], *, deep: bool = False
+) -> tuple[list[Rematerialization], dict[Node, None]]:
+    """The calls from which ``targets`` follow: back to what is there or, ``deep``, to what cannot be computed again.
+
+    Each after those that it needs, late ones' needs first, each just before it is first read. Beside them, what is in memory
+    now and may go.
+    """
+    calls: dict[OperatorCall, Rematerialization] = {}
+    there: dict[Node, None] = {}
+    seen: set[Node] = set()
+
+    def needed(nodes: Iterable[Node]) -> Iterator[Node]:
+        for node in latest_first(nodes):
+            if node in seen or _stays(node):
+                continue
+            if node.resident:
+                there[node] = None
+            if deep or not node.resident:
+                seen.add(node)
+                yield node
+
+    stack: list[tuple[Node | None, Iterator[Node]]] = [(None, needed(targets))]
+    while stack:
+        node, rest = stack[-1]
+        parent = next(rest, None)
+        if parent is not None:
+            stack.append((parent, needed(parent.parents)))
+            continue
+        stack.pop()
+        if node is None:
+            continue
+        if node.call is None:
+            raise ExecutionError("a storage was evicted that can not be computed again")
+        if node.call not in calls:
+            calls[node.call] = Rematerialization(node.call, node, scratch_bytes(node.call))
+    return list(calls.values()), there
+
+
+def in_program_order(calls: Iterable[Rematerialization]) -> list[Rematerialization]:
+    return sorted(calls, key=lambda call: call.serial)
+
+
+def latest_first(nodes: Iterable[Node]) -> list[Node]:
+    return sorted(nodes, key=lambda node: -node.serial)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,10 +126,9 @@ def make_plan(
         done = tuple(node for node in call.reads if node not in needed)
         needed.update(dict.fromkeys(done))
         found.append((call, makes, done))
-    found.reverse()
     level = peak = sum(node.size_bytes for node in needed)
     steps = []
-    for call, makes, done in found:
+    for call, makes, done in reversed(found):
         during = level + call.bytes + call.scratch_bytes
         peak = max(peak, during)
         steps.append(RebuildStep(call, makes, done, during))
@@ -73,14 +143,14 @@ def with_what_is_there(
 
     It may exceed the room all the same: then by no more than if it held nothing.
     """
-    latest_first = sorted(there, key=lambda node: -node.serial)
-    plan = make_plan(sequence, targets, set(latest_first))
+    latest = latest_first(there)
+    plan = make_plan(sequence, targets, set(latest))
     if plan.peak_bytes <= room:
         return plan
     held: set[Node] = set()
     plan = make_plan(sequence, targets)
-    least = max(1, len(latest_first) // _PARTS)
-    waiting = [latest_first]
+    least = max(1, len(latest) // _PARTS)
+    waiting = [latest]
     while waiting:
         part = waiting.pop()
         trial = make_plan(sequence, targets, held.union(part))

@@ -8,13 +8,14 @@ takes more, the limit is exceeded that once, and met again at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowtide.dynamic.arguments import Geometry, mapped, tensors_of
+from lowtide.dynamic import statistics
+from lowtide.dynamic.arguments import blank, mapped, tensors_of
 from lowtide.dynamic.executor import Executor
 from lowtide.dynamic.memory import Memory
 from lowtide.dynamic.node import storage_of
@@ -46,6 +47,7 @@ class PredictingExecutor(Executor):
 
     def __init__(self, memory: Memory, device: torch.device) -> None:
         super().__init__(memory)
+        self.counter = None
         self.device = device
         self.predictions: dict[Hashable, _Prediction] = {}
         self.scratch_bytes: dict[Operator, int] = {}
@@ -67,23 +69,18 @@ class PredictingExecutor(Executor):
         return result, expected.cost_ns
 
     def _observed(self, expected: _Prediction, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        with PeakWindow(self.memory.limit.meter) as window:
+        with PeakWindow(self.memory.meter) as window:
             self._finish()
-            result, cost_ns = self.timed(self._finished(operator), args, kwargs)
+            began = statistics.now_ns()
+            result = operator.run(*args, **kwargs)
+            self._finish()
+            cost_ns = statistics.now_ns() - began
             taken_bytes = window.peak_bytes
         expected.learn(taken_bytes, cost_ns)
         scratch_bytes = self.scratch_bytes.get(operator, 0)
         self.scratch_bytes[operator] = max(scratch_bytes, taken_bytes - expected.results_bytes)
         self._make_what_can_be(0)
         return result
-
-    def _finished(self, operator: Operator) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            result = operator.run(*args, **kwargs)
-            self._finish()
-            return result
-
-        return run
 
     def _finish(self) -> None:
         """Wait until the device has nothing left to do."""
@@ -92,10 +89,9 @@ class PredictingExecutor(Executor):
 
     def _make_what_can_be(self, wanted_bytes: int) -> None:
         """Make room as far as that can be; what is missing is no failure."""
-        limit = self.memory.limit
-        refusal = limit.refusal
+        refusal = self.memory.refusal
         self.memory.make_room(wanted_bytes)
-        limit.refusal = refusal
+        self.memory.refusal = refusal
 
 
 def _geometry(value: Any) -> Hashable:
@@ -126,5 +122,5 @@ def _result_bytes(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any
 
 def _blank(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return Geometry(value).blank()
+        return blank(value)
     return None if isinstance(value, torch.Generator) else value

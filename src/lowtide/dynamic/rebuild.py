@@ -12,17 +12,24 @@ from typing import Any
 import torch
 from torch import UntypedStorage
 
-from lowtide.dynamic import random_state, statistics
-from lowtide.dynamic.ancestry import Ancestry
-from lowtide.dynamic.arguments import Geometry, View, mapped, tensors_of, views_in
+from lowtide.dynamic import statistics
+from lowtide.dynamic.arguments import View, mapped, tensors_of, views_in
 from lowtide.dynamic.executor import Executor
 from lowtide.dynamic.memory import Memory
 from lowtide.dynamic.node import WRITTEN, Node, OperatorCall, storage_of
 from lowtide.dynamic.operators import Operator, values_at
 from lowtide.dynamic.orders import OrderCache
-from lowtide.dynamic.plan import RebuildPlan, RebuildStep, make_plan, with_what_is_there
+from lowtide.dynamic.plan import (
+    RebuildPlan,
+    RebuildStep,
+    calls_behind,
+    in_program_order,
+    make_plan,
+    with_what_is_there,
+)
 from lowtide.dynamic.storages import fill
 from lowtide.errors import ExecutionError
+from lowtide.program import generators
 
 _CLONE = Operator(torch.ops.aten.clone.default)
 _ATTEMPTS = 30  # at a rebuild, each of which finds out what scratch one more operator takes
@@ -69,11 +76,11 @@ class Rebuilder:
 
     def _plan(self, targets: list[Node]) -> RebuildPlan | None:
         """Everything that is gone once, and all that is there and read kept until then; ``None`` where there is no room."""
-        ancestry = Ancestry(targets, self._scratch_of)
-        plan = make_plan(ancestry.calls, targets, ancestry.there)
-        if plan.peak_bytes <= self.memory.limit.free_bytes() or plan.peak_bytes <= self.memory.available_bytes():
+        calls, there = calls_behind(targets, self._scratch_of)
+        plan = make_plan(calls, targets, there)
+        if plan.peak_bytes <= self.memory.free_bytes() or plan.peak_bytes <= self.memory.available_bytes():
             return plan
-        plan = make_plan(ancestry.in_program_order(), targets, ancestry.there)
+        plan = make_plan(in_program_order(calls), targets, there)
         return plan if plan.peak_bytes <= self.memory.available_bytes() else None
 
     def _rebuild_in_less(self, targets: list[Node]) -> bool:
@@ -89,18 +96,18 @@ class Rebuilder:
         for node in locks:
             node.locks = 0
         try:
-            return self._follow(self._plan_for(targets, memory.available_bytes()))
+            return self._follow(self._plan_in_less(targets, memory.available_bytes()))
         finally:
             for node, count in locks.items():
                 node.locks += count
 
-    def _plan_for(self, targets: list[Node], room_bytes: int) -> RebuildPlan:
-        ancestry = Ancestry(targets, self._scratch_of, deep=True)
-        calls = ancestry.in_program_order()
-        plan = with_what_is_there(calls, targets, ancestry.there, room_bytes)
+    def _plan_in_less(self, targets: list[Node], room_bytes: int) -> RebuildPlan:
+        found, there = calls_behind(targets, self._scratch_of, deep=True)
+        calls = in_program_order(found)
+        plan = with_what_is_there(calls, targets, there, room_bytes)
         if plan.peak_bytes > room_bytes >= sum(node.size_bytes for node in targets):
             order = self.orders.within(room_bytes, calls, targets)
-            plan = with_what_is_there(order, targets, ancestry.there, room_bytes)
+            plan = with_what_is_there(order, targets, there, room_bytes)
         if plan.peak_bytes > room_bytes:
             raise RebuildError(plan.peak_bytes - room_bytes)
         return plan
@@ -119,10 +126,11 @@ class Rebuilder:
         except RuntimeError as error:
             if step is None or not out_of_memory(error):
                 raise
-            missing_bytes = self.memory.limit.take_missing_bytes()
+            missing_bytes = self.memory.take_missing_bytes()
             if missing_bytes <= 0:
                 raise
-            self._learn(step.call.recorded, room_bytes - step.peak_bytes + missing_bytes)
+            kind, more_bytes = _kind(step.call.recorded), room_bytes - step.peak_bytes + missing_bytes
+            self.scratch_bytes[kind] = self.scratch_bytes.get(kind, 0) + max(more_bytes, 1)
             return False
         finally:
             self.memory.rebuilds -= 1
@@ -152,25 +160,17 @@ class Rebuilder:
     def _scratch_of(self, call: OperatorCall) -> int:
         return self.scratch_bytes.get(_kind(call), 0) if self.scratch_bytes else 0
 
-    def _learn(self, call: OperatorCall, more_bytes: int) -> None:
-        kind = _kind(call)
-        self.scratch_bytes[kind] = self.scratch_bytes.get(kind, 0) + max(more_bytes, 1)
-
     def _compute(self, call: OperatorCall, wanted: Sequence[Node]) -> None:
         """Make the recorded call again; its results go where they were."""
         version = call.results.get(WRITTEN)
-        own = {} if version is None else self._own_copies(call)
+        own = {} if version is None else self._own_copy(call)
 
-        def thawed(value: Any) -> Any:
-            if isinstance(value, View):
-                return _tensor(value, own)
-            return value.blank() if isinstance(value, Geometry) else value
+        def filled(value: Any) -> Any:
+            return _tensor(value, own) if isinstance(value, View) else value
 
-        args = mapped(thawed, call.args)
-        kwargs = {name: mapped(thawed, value) for name, value in call.kwargs.items()}
-        if call.operator.geometry_only and kwargs.get("device") is None:
-            kwargs["device"] = call.args[0].device
-        with torch.set_grad_enabled(call.grad), random_state.replayed(call.generator):
+        args = mapped(filled, call.args)
+        kwargs = {name: mapped(filled, value) for name, value in call.kwargs.items()}
+        with torch.set_grad_enabled(call.grad), generators.replayed(call.generator):
             result, cost_ns = self.executor.run(call.operator, args, kwargs)
         self.memory.pool.tick(cost_ns)
         self.memory.counters.rematerializations += 1
@@ -183,7 +183,7 @@ class Rebuilder:
             if not sibling.resident and (sibling in wanted or sibling.alive()):
                 self._place(sibling, storage_of(tensors[place]))
 
-    def _own_copies(self, call: OperatorCall) -> dict[Node, UntypedStorage]:
+    def _own_copy(self, call: OperatorCall) -> dict[Node, UntypedStorage]:
         """For a call that writes: the old version, in a storage of its own that the call may change."""
         (old,) = {view.node for view in views_in(values_at(call.operator.writes, call.args, call.kwargs), {})}
         storage = old.storage()

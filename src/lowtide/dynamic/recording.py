@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from lowtide.dynamic.node import Node
 from lowtide.dynamic.operators import Operator
 from lowtide.trace import TraceWriter
 
 
-class Recorder:
-    """Tells a ``TraceWriter`` of calls and releases, and of storages that came from elsewhere when they are first read."""
+class Recorder(TraceWriter):
+    """Writes calls and releases of storages, and those that came from elsewhere when they are first read."""
 
-    def __init__(self, writer: TraceWriter) -> None:
-        self.writer = writer
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.known: set[int] = set()  # numbers of storages that are in the trace
 
-    def call(
+    def operator(
         self, operator: Operator, reads: Iterable[Node], made: Sequence[Node], written: Sequence[Node], cost_ns: int
     ) -> None:
         for node in (*reads, *written):
             if node.number not in self.known:
                 self.known.add(node.number)
-                self.writer.constant(node.number, node.size_bytes)
+                self.constant(node.number, node.size_bytes)
         self.known.update(node.number for node in made)
-        self.writer.call(
+        self.call(
             operator.name,
             cost_ns,
             [node.number for node in reads],
@@ -34,7 +35,7 @@ class Recorder:
             once=operator.once,
         )
 
-    def release(self, node: Node) -> None:
+    def released(self, node: Node) -> None:
         """The program let the node's storage go."""
         if node.number in self.known:
-            self.writer.release(node.number)
+            self.release(node.number)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 now_ns = time.perf_counter_ns
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OnlineStatistics:
     """What a context did. Times in nanoseconds of wall time; bytes above the level at which the context was entered.
 
@@ -17,27 +17,8 @@ class OnlineStatistics:
     what had been computed from them could not be rebuilt before they changed.
     """
 
-    budget_bytes: int
-    peak_bytes: int
-    operators: int
-    operator_ns: int
-    evictions: int
-    evicted_bytes: int
-    evict_ns: int
-    rematerializations: int
-    rematerialize_ns: int
-    copies: int
-
-    @property
-    def overhead_percent(self) -> float:
-        """Time spent on evicting and rebuilding, over the time of the program's own operators."""
-        return 100.0 * (self.evict_ns + self.rematerialize_ns) / max(self.operator_ns, 1)
-
-
-@dataclass(slots=True)
-class Counters:
-    """The counts of ``OnlineStatistics`` since the outermost context was entered."""
-
+    budget_bytes: int = 0
+    peak_bytes: int = 0
     operators: int = 0
     operator_ns: int = 0
     evictions: int = 0
@@ -47,11 +28,13 @@ class Counters:
     rematerialize_ns: int = 0
     copies: int = 0
 
-    def copy(self) -> Counters:
-        return dataclasses.replace(self)
+    @property
+    def overhead_percent(self) -> float:
+        """Time spent on evicting and rebuilding, over the time of the program's own operators."""
+        return 100.0 * (self.evict_ns + self.rematerialize_ns) / max(self.operator_ns, 1)
 
-    def since(self, before: Counters) -> dict[str, int]:
-        """By name, what has been added."""
-        return {
-            field.name: getattr(self, field.name) - getattr(before, field.name) for field in dataclasses.fields(self)
-        }
+    def since(self, before: OnlineStatistics, budget_bytes: int, peak_bytes: int) -> OnlineStatistics:
+        """What has been counted since ``before``, in a context of this budget and peak."""
+        names = [field.name for field in dataclasses.fields(self)][2:]
+        counts = [getattr(self, name) - getattr(before, name) for name in names]
+        return OnlineStatistics(budget_bytes, peak_bytes, *counts)

@@ -8,6 +8,7 @@ deleter) and the size that follows the device. Where they stand is probed once o
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 
 import torch
@@ -38,10 +39,6 @@ def fill(storage: UntypedStorage, source: UntypedStorage) -> None:
     _swap(storage, source)
 
 
-def _native() -> Callable[[UntypedStorage, UntypedStorage], None] | None:
-    return getattr(UntypedStorage, "_swap_data_ptr_", None)
-
-
 def swap_words(one: UntypedStorage, other: UntypedStorage) -> None:
     """The exchange by hand."""
     first = _first_word()
@@ -54,27 +51,21 @@ def _words(storage: UntypedStorage) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * _WORDS).from_address(storage._cdata)
 
 
-_found: list[int] = []
-
-
+@functools.cache
 def _first_word() -> int:
     """Where the data pointer stands in a ``StorageImpl``; ``ExecutionError`` where the layout is another."""
-    if not _found:
-        one, other = (torch.arange(n, dtype=torch.uint8).untyped_storage() for n in (40, 56))
-        places = [
-            word
-            for word in range(1, _WORDS - _SIZE_AFTER)
-            if all(
-                _words(s)[word] == s.data_ptr() and _words(s)[word + _SIZE_AFTER] == s.nbytes() for s in (one, other)
-            )
-        ]
-        if len(places) != 1:
-            raise ExecutionError(
-                f"the online mode cannot exchange the memory of storages under PyTorch {torch.__version__}: c10::StorageImpl "
-                "is laid out in an unknown way; PyTorch 2.13 or later offers the exchange itself."
-            )
-        _found.append(places[0])
-    return _found[0]
+    storages = [torch.arange(n, dtype=torch.uint8).untyped_storage() for n in (40, 56)]
+    found = [
+        word
+        for word in range(1, _WORDS - _SIZE_AFTER)
+        if all(_words(s)[word] == s.data_ptr() and _words(s)[word + _SIZE_AFTER] == s.nbytes() for s in storages)
+    ]
+    if len(found) != 1:
+        raise ExecutionError(
+            f"the online mode cannot exchange the memory of storages under PyTorch {torch.__version__}: c10::StorageImpl "
+            "is laid out in an unknown way; PyTorch 2.13 or later offers the exchange itself."
+        )
+    return found[0]
 
 
-_swap: Callable[[UntypedStorage, UntypedStorage], None] = _native() or swap_words
+_swap: Callable[[UntypedStorage, UntypedStorage], None] = getattr(UntypedStorage, "_swap_data_ptr_", swap_words)

@@ -83,7 +83,7 @@ class Versions:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            memory.limit.take_missing_bytes()
+            memory.take_missing_bytes()
             self._copy_aside(node)
             return
         finally:

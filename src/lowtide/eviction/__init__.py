@@ -6,8 +6,7 @@ it for the next victim; running and freeing are the client's business.
 """
 
 from lowtide.eviction.entry import Entry
-from lowtide.eviction.neighbourhood import Connected, Exact, Neighbourhood
 from lowtide.eviction.pool import Pool
-from lowtide.eviction.scores import HEURISTICS, neighbourhood_for, score_of
+from lowtide.eviction.scores import HEURISTICS, heuristic_named
 
-__all__ = ["HEURISTICS", "Connected", "Entry", "Exact", "Neighbourhood", "Pool", "neighbourhood_for", "score_of"]
+__all__ = ["HEURISTICS", "Entry", "Pool", "heuristic_named"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 
+
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Entry:
     """Compared by identity, and made to be subclassed by whoever has more to say about a storage.
 
@@ -12,53 +15,32 @@ class Entry:
     ``arrived`` numbers arrivals; among entries of equal score the least goes first, so a client may order them otherwise.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "accessed_ns",
-        "arrived",
-        "bytes",
-        "charged_ns",
-        "children",
-        "component",
-        "cost_ns",
-        "evicted",
-        "known_ns",
-        "locks",
-        "parents",
-        "pinned",
-        "position",
-        "resident",
-    )
-
-    def __init__(self, bytes: int = 0, cost_ns: int = 0, parents: tuple[Entry, ...] = ()) -> None:
-        self.bytes = bytes
-        self.cost_ns = cost_ns
-        self.parents = parents
-        self.children: dict[Entry, None] = {}
-        self.accessed_ns = 0
-        self.arrived = 0
-        self.locks = 0
-        self.pinned = False
-        self.resident = False
-        self.evicted = False
-        self.position = -1  # in the pool's list of residents
-        self.component: Component | None = None  # where evicted storages are joined
-        self.charged_ns = 0  # what the entry added to its component
-        self.known_ns = -1  # the cost of the exact neighbourhood, where it is known
+    bytes: int = 0
+    cost_ns: int = 0
+    parents: tuple[Entry, ...] = ()
+    children: dict[Entry, None] = field(default_factory=dict)
+    accessed_ns: int = 0
+    arrived: int = 0
+    locks: int = 0
+    pinned: bool = False
+    resident: bool = False
+    evicted: bool = False
+    position: int = -1  # in the pool's list of residents
+    component: Component | None = None  # where evicted storages are joined
+    charged_ns: int = 0  # what the entry added to its component
+    known_ns: int = -1  # the cost of the exact neighbourhood, where it is known
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Component:
     """An element of a union-find forest (Tarjan 1975); a leader knows the total of its component.
 
     Elements point upwards only, so one that no entry stands for any more vanishes as soon as nobody's way leads over it.
     """
 
-    __slots__ = ("leader", "size", "total_ns")
-
-    def __init__(self, total_ns: int) -> None:
-        self.leader: Component | None = None
-        self.size = 1
-        self.total_ns = total_ns
+    total_ns: int
+    leader: Component | None = None
+    size: int = 1
 
     def find(self) -> Component:
         """The leader; the way there is halved."""

@@ -8,11 +8,14 @@ the cost of each component; nothing is ever split, so a rebuilt storage only tak
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 
 from lowtide.eviction.entry import Component, Entry
 
 _Edges = Callable[[Entry], Iterable[Entry]]
+_up: _Edges = operator.attrgetter("parents")
+_down: _Edges = operator.attrgetter("children")
 
 
 class Neighbourhood:
@@ -22,17 +25,7 @@ class Neighbourhood:
     def evict(self, entry: Entry) -> None:
         pass
 
-    def restore(self, entry: Entry) -> None:
-        pass
-
-    def charge(self, entry: Entry) -> None:
-        pass
-
-    def link(self, entry: Entry) -> None:
-        pass
-
-    def unlink(self, entry: Entry) -> None:
-        pass
+    restore = charge = link = unlink = evict
 
     def cost_ns(self, entry: Entry) -> int:
         return 0
@@ -107,14 +100,6 @@ def _evicted_beside(entry: Entry) -> Iterator[Component]:
         for neighbour in edges:
             if neighbour.component is not None and neighbour is not entry:
                 yield neighbour.component
-
-
-def _up(entry: Entry) -> Iterable[Entry]:
-    return entry.parents
-
-
-def _down(entry: Entry) -> Iterable[Entry]:
-    return entry.children
 
 
 def _reached(entry: Entry, edges: _Edges) -> set[Entry]:

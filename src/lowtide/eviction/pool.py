@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from lowtide.eviction.entry import Entry
 from lowtide.eviction.neighbourhood import Neighbourhood
-from lowtide.eviction.scores import neighbourhood_for, score_of
+from lowtide.eviction.scores import heuristic_named
 
 _SMALL = 0.01
 
@@ -31,9 +31,8 @@ class Pool:
         self.bytes = 0
         self.sample = sample
         self.skip_small = skip_small
-        self._heuristic = heuristic
-        self._score = score_of(heuristic)
-        self._neighbourhood = neighbourhood_for(heuristic)
+        self._score, self._make_neighbourhood = heuristic_named(heuristic)
+        self._neighbourhood = self._make_neighbourhood()
         self._has_neighbourhood = type(self._neighbourhood) is not Neighbourhood
         self._draw = random.Random(seed)
         self._there: list[Entry] = []  # the resident entries that take up memory, in no order
@@ -112,7 +111,7 @@ class Pool:
 
     def recover(self, entries: Iterable[Entry]) -> None:
         """Start over from whether each entry is resident or evicted: a change was interrupted halfway."""
-        self._there, self.bytes, self._neighbourhood = [], 0, neighbourhood_for(self._heuristic)
+        self._there, self.bytes, self._neighbourhood = [], 0, self._make_neighbourhood()
         entries = list(entries)
         for entry in entries:
             entry.position, entry.known_ns, entry.component = -1, -1, None

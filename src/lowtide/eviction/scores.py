@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 from lowtide.errors import LowtideError
 from lowtide.eviction.entry import Entry
@@ -28,29 +29,24 @@ def _rate(entry: Entry, neighbourhood_ns: int, stale_ns: int, draw: random.Rando
     return (entry.cost_ns + neighbourhood_ns) / (entry.bytes * (stale_ns + 1))
 
 
-HEURISTICS: dict[str, Score] = {
-    "dtr-eq": _rate,
-    "dtr": _rate,
-    "e-star": lambda entry, neighbourhood_ns, _stale_ns, _draw: entry.cost_ns + neighbourhood_ns,
-    "dtr-local": _rate,
-    "lru": lambda _entry, _neighbourhood_ns, stale_ns, _draw: 1.0 / (stale_ns + 1),
-    "size": lambda entry, _neighbourhood_ns, _stale_ns, _draw: 1.0 / entry.bytes,
-    "msps": lambda entry, neighbourhood_ns, _stale_ns, _draw: (entry.cost_ns + neighbourhood_ns) / entry.bytes,
-    "random": lambda _entry, _neighbourhood_ns, _stale_ns, draw: draw.random(),
+# A heuristic's score, and what it wants to know of the evicted storages around one.
+HEURISTICS: dict[str, tuple[Score, Callable[[], Neighbourhood]]] = {
+    "dtr-eq": (_rate, Connected),
+    "dtr": (_rate, Exact),
+    "e-star": (lambda entry, neighbourhood_ns, _stale_ns, _draw: entry.cost_ns + neighbourhood_ns, Exact),
+    "dtr-local": (_rate, Neighbourhood),
+    "lru": (lambda _entry, _neighbourhood_ns, stale_ns, _draw: 1.0 / (stale_ns + 1), Neighbourhood),
+    "size": (lambda entry, _neighbourhood_ns, _stale_ns, _draw: 1.0 / entry.bytes, Neighbourhood),
+    "msps": (
+        lambda entry, neighbourhood_ns, _stale_ns, _draw: (entry.cost_ns + neighbourhood_ns) / entry.bytes,
+        partial(Exact, descendants=False),
+    ),
+    "random": (lambda _entry, _neighbourhood_ns, _stale_ns, draw: draw.random(), Neighbourhood),
 }
 
 
-def score_of(heuristic: str) -> Score:
+def heuristic_named(name: str) -> tuple[Score, Callable[[], Neighbourhood]]:
     """Raises ``LowtideError`` naming what is known."""
-    if heuristic not in HEURISTICS:
-        raise LowtideError(f"no heuristic is named {heuristic!r}; known: {', '.join(HEURISTICS)}")
-    return HEURISTICS[heuristic]
-
-
-def neighbourhood_for(heuristic: str) -> Neighbourhood:
-    """What the heuristic wants to know of the evicted storages around one."""
-    if heuristic == "dtr-eq":
-        return Connected()
-    if heuristic in ("dtr", "e-star", "msps"):
-        return Exact(descendants=heuristic != "msps")
-    return Neighbourhood()
+    if name not in HEURISTICS:
+        raise LowtideError(f"no heuristic is named {name!r}; known: {', '.join(HEURISTICS)}")
+    return HEURISTICS[name]

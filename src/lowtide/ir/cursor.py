@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn
 
 from lowtide.errors import PlanError
 
-WORD = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
-REF = re.compile(r"%(\d+)", re.ASCII)
-STORAGE = re.compile(r"s(\d+)", re.ASCII)
-STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-INTEGER = re.compile(r"\d+", re.ASCII)
+WORD = r"[A-Za-z_][\w.]*"
+STRING = rf'{WORD}|"(?:[^"\\]|\\.)*"'
 
 
 def lines(text: str) -> Iterator[tuple[int, str]]:
@@ -24,87 +22,43 @@ def lines(text: str) -> Iterator[tuple[int, str]]:
             yield number, stripped
 
 
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text, re.ASCII)]
+
+
+@dataclass(slots=True)
 class Cursor:
-    """Reads one line from left to right; every error names the line."""
+    """Reads one line from left to right; every error names the line. Patterns are regular expressions of ASCII text."""
 
-    def __init__(self, line: str, number: int) -> None:
-        self.line = line
-        self.number = number
-        self.position = 0
+    line: str
+    number: int
+    position: int = 0
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> NoReturn:
         raise PlanError(f"line {self.number}: {reason}: {self.line[:100]!r}")
 
-    def accept(self, wanted: str | re.Pattern[str]) -> str:
-        """The token if it is next, else nothing."""
-        match = self._match(wanted)
-        return match[0] if match else ""
+    def accept(self, pattern: str) -> re.Match[str] | None:
+        """What matches ``pattern``, if it is next."""
+        while self.line[self.position : self.position + 1] == " ":
+            self.position += 1
+        match = re.compile(pattern, re.ASCII).match(self.line, self.position)
+        if match is not None:
+            self.position = match.end()
+        return match
 
-    def expect(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
-        match = self._match(pattern)
+    def expect(self, pattern: str, what: str) -> re.Match[str]:
+        match = self.accept(pattern)
         if match is None:
             raise PlanError(f"line {self.number}: expected {what} at {self.line[self.position :][:40]!r}")
         return match
 
-    def token(self, wanted: str) -> None:
-        self.expect(re.compile(re.escape(wanted)), repr(wanted))
-
-    def string(self) -> str:
-        quoted = self.accept(STRING)
-        if not quoted:
-            return self.expect(WORD, "a string")[0]
+    def unquoted(self, string: str) -> str:
+        """A word, or what a JSON string says."""
         try:
-            return str(json.loads(quoted))
+            return str(json.loads(string)) if string.startswith('"') else string
         except ValueError as error:
-            raise PlanError(f"line {self.number}: {quoted} is not a JSON string") from error
-
-    def integer(self) -> int:
-        return int(self.expect(INTEGER, "a number")[0])
-
-    def attribute(self, key: str) -> int:
-        self.token(f"{key}=")
-        return self.integer()
-
-    def attributes(self, readers: dict[str, Callable[[], Any]], flags: tuple[str, ...] = ()) -> dict[str, Any]:
-        """``key=value`` pairs and flags up to the end of the line; the numbers among them are required."""
-        found: dict[str, Any] = {}
-        while key := self.accept(WORD):
-            if key in found or (key not in readers and key not in flags):
-                self.fail(f"{key!r} is not expected here")
-            if key in flags:
-                found[key] = True
-            else:
-                self.token("=")
-                found[key] = readers[key]()
-        for key, reader in readers.items():
-            if key not in found and reader == self.integer:
-                self.fail(f"{key}= is missing")
-        return found
-
-    def refs(self, separator: str) -> Iterator[int]:
-        while match := self._match(REF):
-            yield int(match[1])
-            if separator and not self.accept(separator):
-                return
-
-    def shape(self) -> list[int]:
-        self.token("[")
-        sizes: list[int] = []
-        while not self.accept("]"):
-            if sizes:
-                self.token(",")
-            sizes.append(self.integer())
-        return sizes
+            raise PlanError(f"line {self.number}: {string} is not a JSON string") from error
 
     def end(self) -> None:
-        if self.line[self.position :].strip():
-            self.fail(f"unexpected {self.line[self.position :].strip()[:40]!r}")
-
-    def _match(self, wanted: str | re.Pattern[str]) -> re.Match[str] | None:
-        while self.line[self.position : self.position + 1] == " ":
-            self.position += 1
-        pattern = re.compile(re.escape(wanted)) if isinstance(wanted, str) else wanted
-        match = pattern.match(self.line, self.position)
-        if match:
-            self.position = match.end()
-        return match
+        if rest := self.line[self.position :].strip():
+            self.fail(f"unexpected {rest[:40]!r}")

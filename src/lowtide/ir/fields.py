@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
 from lowtide.errors import PlanError
-from lowtide.ir.costs import Column
 
 GRAPH_FORMAT = "lowtide-graph/1"
 SCHEDULE_FORMAT = "lowtide-schedule/1"
@@ -45,8 +41,3 @@ def text(string: Any, what: str) -> str:
     if not isinstance(string, str):
         raise PlanError(f"{what}: {string!r} is not a string.")
     return string
-
-
-def column(numbers: Iterable[int]) -> Column:
-    """Numbers per op or per storage."""
-    return np.fromiter(numbers, dtype=np.int64)

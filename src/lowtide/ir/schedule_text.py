@@ -14,9 +14,10 @@ import re
 
 from lowtide.errors import PlanError
 from lowtide.ir.cursor import lines
-from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule, Step
+from lowtide.ir.schedule import Schedule, Step
+from lowtide.ir.serial import STEPS, step_to_json
 
-_STEP = re.compile(r"(compute|save_rng|restore_rng) (\d+)|free s(\d+)|compute (\d+) into s(\d+)", re.ASCII)
+_STEP = re.compile(r"(compute) (\d+)(?: into s(\d+))?|(free) s(\d+)|(save_rng|restore_rng) (\d+)", re.ASCII)
 
 
 def format_schedule(schedule: Schedule) -> str:
@@ -27,15 +28,9 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def _format_step(step: Step) -> str:
-    match step:
-        case Compute(op, into):
-            return f"compute {op}" if into is None else f"compute {op} into s{into}"
-        case Free(storage):
-            return f"free s{storage}"
-        case SaveRng(op):
-            return f"save_rng {op}"
-        case RestoreRng(op):
-            return f"restore_rng {op}"
+    kind, number, *into = step_to_json(step)
+    text = f"{kind} s{number}" if kind == "free" else f"{kind} {number}"
+    return text + "".join(f" into s{storage}" for storage in into)
 
 
 def parse_schedule(text: str) -> Schedule:
@@ -45,26 +40,13 @@ def parse_schedule(text: str) -> Schedule:
     for number, line in lines(text):
         if line == "|":
             boundaries.append(len(steps))
+        elif match := _STEP.fullmatch(line):
+            kind, *numbers = (part for part in match.groups() if part)
+            steps.append(STEPS[kind](*map(int, numbers)))
         else:
-            steps.append(_parse_step(line, number))
+            raise PlanError(
+                f"line {number}: {line[:100]!r} is not a step; steps are compute, free, save_rng and restore_rng."
+            )
     if len(boundaries) != 1:
         raise PlanError(f"a schedule has one boundary line '|', this one has {len(boundaries)}.")
     return Schedule(tuple(steps), boundaries[0])
-
-
-def _parse_step(line: str, number: int) -> Step:
-    match = _STEP.fullmatch(line)
-    if match is None:
-        raise PlanError(
-            f"line {number}: {line[:100]!r} is not a step; steps are compute, free, save_rng and restore_rng."
-        )
-    if match[3]:
-        return Free(int(match[3]))
-    if match[4]:
-        return Compute(int(match[4]), int(match[5]))
-    kinds: dict[str, type[Compute] | type[SaveRng] | type[RestoreRng]] = {
-        "compute": Compute,
-        "save_rng": SaveRng,
-        "restore_rng": RestoreRng,
-    }
-    return kinds[match[1]](int(match[2]))

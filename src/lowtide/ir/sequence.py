@@ -9,6 +9,7 @@ are first used in each life of the storage. An op writes over an input that it m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from lowtide.ir.graph import Graph, Op, Phase
@@ -77,13 +78,8 @@ class _Builder:
 
     def _boundary(self, computes: Sequence[int]) -> int:
         """Just after the last first compute of a forward op."""
-        seen: set[int] = set()
-        boundary = 0
-        for index, op in enumerate(computes):
-            if op not in seen and self.graph.ops[op].phase is Phase.FORWARD:
-                boundary = index + 1
-            seen.add(op)
-        return boundary
+        firsts = {op: index for index, op in reversed(list(enumerate(computes)))}
+        return max((i + 1 for op, i in firsts.items() if self.graph.ops[op].phase is Phase.FORWARD), default=0)
 
     def _with_views(self, sequence: Sequence[int]) -> tuple[list[int], int]:
         """Insert the view ops, each where its value is first read in the current life of its storage.
@@ -163,9 +159,7 @@ class _Builder:
         graph = self.graph
         needed_values = {*graph.outputs, *graph.forward_outputs}
         needed = {self.storage_of[value] for value in needed_values}
-        first: dict[int, int] = {}
-        for index, op_id in enumerate(steps):
-            first.setdefault(op_id, index)
+        first = {op: index for index, op in reversed(list(enumerate(steps)))}
         kept = [False] * len(steps)
         running: set[int] = set()  # ops that run later: they first run in their place, to keep the program's order
         for index in range(len(steps) - 1, -1, -1):
@@ -191,31 +185,25 @@ class _Builder:
     def _with_frees(self, computes: Sequence[int], boundary: int) -> Schedule:
         graph = self.graph
         ends = self._ends(computes)
-        counts: dict[int, int] = {}
-        for op in computes:
-            counts[op] = counts.get(op, 0) + 1
+        counts = Counter(computes)
         seen: set[int] = set()
         live: set[int] = set()
         steps: list[Step] = []
         position = 0
-        last_forward = boundary - 1
         for index, op in enumerate(computes):
             if graph.ops[op].random and counts[op] > 1:
                 steps.append(RestoreRng(op) if op in seen else SaveRng(op))
             seen.add(op)
             freed = ends.get(index, ())
-            steps.append(Compute(op, None if live.intersection(self.owned[op]) else self._into(op, freed)))
+            over = (self.storage_of[value] for value in graph.ops[op].overwrites)  # of those that die with the op
+            into = next((storage for storage in over if storage in freed), None)
+            steps.append(Compute(op, None if live.intersection(self.owned[op]) else into))
             steps.extend(Free(storage) for storage in freed)
             live.update(self.owned[op])
             live.difference_update(freed)
-            if index == last_forward:
+            if index == boundary - 1:
                 position = len(steps)
         return Schedule(tuple(steps), position)
-
-    def _into(self, op: int, freed: Sequence[int]) -> int | None:
-        """The storage that the op's result takes over, of those that die with it."""
-        storages = (self.storage_of[value] for value in self.graph.ops[op].overwrites)
-        return next((storage for storage in storages if storage in freed), None)
 
     def _ends(self, computes: Sequence[int]) -> dict[int, list[int]]:
         """Storages to free after each compute: their last use before the next compute of their base."""

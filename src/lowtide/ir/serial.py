@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lowtide.errors import PlanError
-from lowtide.ir.costs import Costs
-from lowtide.ir.dag import dag_from_json
-from lowtide.ir.fields import DAG_FORMAT, GRAPH_FORMAT, SCHEDULE_FORMAT, column, count, expect_format, index, text
+from lowtide.ir.costs import Column, Costs
+from lowtide.ir.dag import graph_of_dag
+from lowtide.ir.fields import DAG_FORMAT, GRAPH_FORMAT, SCHEDULE_FORMAT, count, expect_format, index, text
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
 from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule, Step
 from lowtide.ir.simulator import owned_storages
 
-_STEPS: dict[str, type[Compute] | type[Free] | type[SaveRng] | type[RestoreRng]] = {
+STEPS: dict[str, type[Compute] | type[Free] | type[SaveRng] | type[RestoreRng]] = {
     "compute": Compute,
     "free": Free,
     "save_rng": SaveRng,
     "restore_rng": RestoreRng,
 }
+_STEP_NAMES = {kind: name for name, kind in STEPS.items()}
 _FLAGS = ("random", "effect", "collective")
+_LISTS = ("inputs", "forward_outputs", "outputs")
 # What an op or a value may leave out.
 _OP_DEFAULTS: dict[str, Any] = {"workspace_bytes": 0, "flags": [], "overwrites": [], "module": "", "source": ""}
 _VALUE_DEFAULTS: dict[str, Any] = {"dtype": "", "shape": []}
@@ -28,126 +35,111 @@ _VALUE_DEFAULTS: dict[str, Any] = {"dtype": "", "shape": []}
 
 def graph_to_json(graph: Graph, costs: Costs, *, compact: bool = False) -> dict[str, Any]:
     """A ``lowtide-graph/1`` object. ``compact``: ops and values leave out what has its default."""
-    data = _complete(graph, costs)
+    storages = zip(graph.storages, costs.storage_bytes.tolist(), strict=True)
+    ops = zip(graph.ops, costs.time_ns.tolist(), costs.workspace_bytes.tolist(), strict=True)
+    data = {
+        "format": GRAPH_FORMAT,
+        **_fields(graph, "name", "fixed_bytes", "forward_ops"),
+        **_fields(costs, "device", "rng_state_bytes"),
+        **_fields(graph, *_LISTS),
+        "storages": [{"base": storage.base, "bytes": size} for storage, size in storages],
+        "values": [_fields(value, "name", "storage", "producer", "dtype", "shape") for value in graph.values],
+        "ops": [
+            _fields(op, "name", "target", "inputs", "outputs")
+            | {"time_ns": time, "workspace_bytes": workspace, "flags": [flag for flag in _FLAGS if getattr(op, flag)]}
+            | _fields(op, "overwrites", "module", "source")
+            for op, time, workspace in ops
+        ],
+    }
     if compact:
-        data["ops"] = [_without(op, _OP_DEFAULTS) for op in data["ops"]]
-        data["values"] = [_without(value, _VALUE_DEFAULTS) for value in data["values"]]
+        for kind, defaults in (("ops", _OP_DEFAULTS), ("values", _VALUE_DEFAULTS)):
+            data[kind] = [
+                {key: field for key, field in entry.items() if key not in defaults or field != defaults[key]}
+                for entry in data[kind]
+            ]
     return data
 
 
-def _without(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    return {key: field for key, field in fields.items() if key not in defaults or field != defaults[key]}
-
-
-def _complete(graph: Graph, costs: Costs) -> dict[str, Any]:
-    return {
-        "format": GRAPH_FORMAT,
-        "name": graph.name,
-        "fixed_bytes": graph.fixed_bytes,
-        "forward_ops": graph.forward_ops,
-        "device": costs.device,
-        "rng_state_bytes": costs.rng_state_bytes,
-        "inputs": list(graph.inputs),
-        "forward_outputs": list(graph.forward_outputs),
-        "outputs": list(graph.outputs),
-        "storages": [
-            {"base": storage.base, "bytes": int(costs.storage_bytes[storage.id])} for storage in graph.storages
-        ],
-        "values": [
-            {"name": v.name, "storage": v.storage, "producer": v.producer, "dtype": v.dtype, "shape": list(v.shape)}
-            for v in graph.values
-        ],
-        "ops": [_op_to_json(op, costs) for op in graph.ops],
-    }
-
-
-def _op_to_json(op: Op, costs: Costs) -> dict[str, Any]:
-    return {
-        "name": op.name,
-        "target": op.target,
-        "inputs": list(op.inputs),
-        "outputs": list(op.outputs),
-        "time_ns": int(costs.time_ns[op.id]),
-        "workspace_bytes": int(costs.workspace_bytes[op.id]),
-        "flags": [flag for flag in _FLAGS if getattr(op, flag)],
-        "overwrites": list(op.overwrites),
-        "module": op.module,
-        "source": op.source,
-    }
+def _fields(record: Any, *names: str) -> dict[str, Any]:
+    fields = {name: getattr(record, name) for name in names}
+    return {name: list(field) if isinstance(field, tuple) else field for name, field in fields.items()}
 
 
 def graph_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
     """Inverse of ``graph_to_json``. Raises ``PlanError`` naming what is wrong."""
     expect_format(data, GRAPH_FORMAT)
-    try:
-        data = {
-            **data,
-            "ops": [{**_OP_DEFAULTS, **op} for op in data["ops"]],
-            "values": [{**_VALUE_DEFAULTS, **value} for value in data["values"]],
-        }
-        graph = _graph(data)
+    with _naming_what_is_wrong(GRAPH_FORMAT):
+        ops = [{**_OP_DEFAULTS, **op} for op in data["ops"]]
+        values = [{**_VALUE_DEFAULTS, **value} for value in data["values"]]
+        graph = _graph(data, ops, values)
         costs = Costs(
-            column(count(op["time_ns"], op["name"]) for op in data["ops"]),
-            column(count(op["workspace_bytes"], op["name"]) for op in data["ops"]),
-            column(count(storage["bytes"], "a storage") for storage in data["storages"]),
+            _column((op["time_ns"], op["name"]) for op in ops),
+            _column((op["workspace_bytes"], op["name"]) for op in ops),
+            _column((storage["bytes"], "a storage") for storage in data["storages"]),
             count(data["rng_state_bytes"], "rng_state_bytes"),
             text(data["device"], "device"),
         )
-    except KeyError as error:
-        raise PlanError(f"the graph lacks the key {error}; it is not a complete {GRAPH_FORMAT} object.") from error
-    except (TypeError, AttributeError, ValueError) as error:
-        raise PlanError(f"the graph is malformed: {error}.") from error
     _validate(graph)
     _validate_overwrites(graph, costs)
     return graph, costs
 
 
-def _graph(data: dict[str, Any]) -> Graph:
-    values = tuple(
-        Value(
-            i,
-            text(v["name"], "name of a value"),
-            v["storage"],
-            v["producer"],
-            text(v["dtype"], f"dtype of value {v['name']}"),
-            tuple(count(size, f"shape of value {v['name']}") for size in v["shape"]),
-        )
-        for i, v in enumerate(data["values"])
-    )
+def dag_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
+    """Graph and costs of a ``lowtide-dag/1`` object. Raises ``PlanError`` naming the op that is wrong."""
+    with _naming_what_is_wrong(DAG_FORMAT):
+        form = graph_of_dag(data)
+    return graph_from_json(form)
+
+
+@contextlib.contextmanager
+def _naming_what_is_wrong(form: str) -> Iterator[None]:
+    """What reading an object that is no ``form`` raises, as a ``PlanError``."""
+    try:
+        yield
+    except KeyError as error:
+        raise PlanError(f"the graph lacks the key {error}; it is not a complete {form} object.") from error
+    except (TypeError, AttributeError, ValueError) as error:
+        raise PlanError(f"the graph is malformed: {error}.") from error
+
+
+def _column(numbers: Iterable[tuple[Any, str]]) -> Column:
+    return np.array([count(number, what) for number, what in numbers], np.int64)
+
+
+def _graph(data: dict[str, Any], ops: list[dict[str, Any]], values: list[dict[str, Any]]) -> Graph:
     members: list[list[int]] = [[] for _ in data["storages"]]
-    for value in values:
-        members[index(value.storage, len(members), f"value {value.name}")].append(value.id)
-    forward_ops = index(data["forward_ops"], len(data["ops"]) + 1, "forward_ops")
+    for position, value in enumerate(values):
+        members[index(value["storage"], len(members), f"value {value['name']}")].append(position)
+    forward_ops = index(data["forward_ops"], len(ops) + 1, "forward_ops")
+    lists = {key: tuple(data[key]) for key in _LISTS}
     return Graph(
         name=text(data["name"], "name of the graph"),
-        ops=tuple(_op(op, i, forward_ops) for i, op in enumerate(data["ops"])),
-        values=values,
+        ops=tuple(_op(op, position, forward_ops) for position, op in enumerate(ops)),
+        values=tuple(_value(value, position) for position, value in enumerate(values)),
         storages=tuple(Storage(i, s["base"], tuple(members[i])) for i, s in enumerate(data["storages"])),
-        inputs=tuple(data["inputs"]),
-        forward_outputs=tuple(data["forward_outputs"]),
-        outputs=tuple(data["outputs"]),
         forward_ops=forward_ops,
         fixed_bytes=count(data["fixed_bytes"], "fixed_bytes"),
+        **lists,
     )
+
+
+def _value(value: dict[str, Any], position: int) -> Value:
+    name, dtype = (text(value[key], f"{key} of value {position}") for key in ("name", "dtype"))
+    shape = tuple(count(size, f"shape of value {name}") for size in value["shape"])
+    return Value(position, name, value["storage"], value["producer"], dtype, shape)
 
 
 def _op(op: dict[str, Any], position: int, forward_ops: int) -> Op:
-    name = text(op["name"], f"name of op {position}")
+    fields: dict[str, Any] = {}
+    for key in ("name", "target", "module", "source"):
+        fields[key] = text(op[key], f"{key} of op {position}")
+    for key in ("inputs", "outputs", "overwrites"):
+        fields[key] = tuple(op[key])
     unknown = [flag for flag in op["flags"] if flag not in _FLAGS]
     if unknown:
-        raise PlanError(f"op {name} has unknown flags {unknown}; known are {', '.join(_FLAGS)}.")
-    return Op(
-        position,
-        name,
-        text(op["target"], f"target of {name}"),
-        tuple(op["inputs"]),
-        tuple(op["outputs"]),
-        Phase.FORWARD if position < forward_ops else Phase.BACKWARD,
-        **{flag: flag in op["flags"] for flag in _FLAGS},
-        overwrites=tuple(op["overwrites"]),
-        module=text(op["module"], f"module of {name}"),
-        source=text(op["source"], f"source of {name}"),
-    )
+        raise PlanError(f"op {op['name']} has unknown flags {unknown}; known are {', '.join(_FLAGS)}.")
+    fields |= {flag: flag in op["flags"] for flag in _FLAGS}
+    return Op(id=position, phase=Phase.FORWARD if position < forward_ops else Phase.BACKWARD, **fields)
 
 
 def _validate(graph: Graph) -> None:
@@ -194,15 +186,14 @@ def _validate_overwrites(graph: Graph, costs: Costs) -> None:
 
 def schedule_to_json(schedule: Schedule) -> dict[str, Any]:
     """A ``lowtide-schedule/1`` object: steps as ``[kind, id]``, and the index of the first backward step."""
-    names = {kind: name for name, kind in _STEPS.items()}
-    steps = [[names[type(s)], *_numbers(s)] for s in schedule.steps]
+    steps = [step_to_json(step) for step in schedule.steps]
     return {"format": SCHEDULE_FORMAT, "boundary": schedule.boundary, "steps": steps}
 
 
-def _numbers(step: Step) -> list[int]:
-    if isinstance(step, Compute) and step.into is not None:
-        return [step.op, step.into]
-    return [step.storage if isinstance(step, Free) else step.op]
+def step_to_json(step: Step) -> list[Any]:
+    """``[kind, id]``, or ``["compute", op, storage]`` for an op that writes over a storage."""
+    numbers = (getattr(step, field.name) for field in dataclasses.fields(step))
+    return [_STEP_NAMES[type(step)], *(number for number in numbers if number is not None)]
 
 
 def schedule_from_json(data: dict[str, Any]) -> Schedule:
@@ -210,7 +201,7 @@ def schedule_from_json(data: dict[str, Any]) -> Schedule:
     expect_format(data, SCHEDULE_FORMAT)
     try:
         steps: list[Step] = [
-            _STEPS[kind](*(count(number, f"{kind} step") for number in (target, *into)))
+            STEPS[kind](*(count(number, f"{kind} step") for number in (target, *into)))
             for kind, target, *into in data["steps"]
         ]
         return Schedule(tuple(steps), count(data["boundary"], "boundary"))

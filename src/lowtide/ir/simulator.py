@@ -16,7 +16,7 @@ import enum
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,9 @@ class Allocation(NamedTuple):
     storage: int | None = None
 
 
+_LAST = Allocation._fields.index("last")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Simulation:
     """``timeline[i]``: bytes resident during step i, workspace included; ``peak_step`` is the first step at the peak.
@@ -67,21 +70,14 @@ class Simulation:
     @property
     def live_at_peak(self) -> tuple[int, ...]:
         """Storages resident during ``peak_step``."""
-        return tuple(
-            sorted(
-                allocation.storage
-                for allocation in self.allocations
-                if allocation.storage is not None
-                and allocation.kind is Kind.TENSOR
-                and allocation.first <= self.peak_step <= allocation.last
-            )
-        )
+        at_peak = (each for each in self.allocations if each.first <= self.peak_step <= each.last)
+        return tuple(sorted(e.storage for e in at_peak if e.kind is Kind.TENSOR and e.storage is not None))
 
 
 def simulate(graph: Graph, costs: Costs, schedule: Schedule) -> Simulation:
     """Run ``schedule`` on byte counts."""
     made = _allocations(graph, costs, schedule)
-    *levels, final = resident_bytes([(each.first, each.last, each.bytes) for each in made], len(schedule.steps))
+    *levels, final = resident_bytes(((each.first, each.last, each.bytes) for each in made), len(schedule.steps))
     line = np.asarray(levels, dtype=np.int64)
     peak_step = int(line.argmax()) if levels else 0
     times = costs.time_ns.tolist()
@@ -107,22 +103,20 @@ def _allocations(graph: Graph, costs: Costs, schedule: Schedule) -> list[Allocat
     owned = owned_storages(graph)
     last_compute = {step.op: i for i, step in enumerate(schedule.steps) if isinstance(step, Compute)}
     end = len(schedule.steps)
-    made: list[tuple[Kind, int, int, int | None]] = []
-    lasts: list[int] = []
-    live: dict[int, int] = {}  # storage -> its place in the two lists
-    states: dict[int, int] = {}  # op -> that of its generator state
+    made: list[list[Any]] = []  # the fields of allocations
+    live: dict[int, list[Any]] = {}  # storage -> its allocation
+    states: dict[int, list[Any]] = {}  # op -> that of its generator state
 
-    def allocate(kind: Kind, size: int, first: int, last: int, storage: int | None = None) -> int:
-        made.append((kind, size, first, storage))
-        lasts.append(last)
-        return len(lasts) - 1
+    def allocate(*fields: Any) -> list[Any]:
+        made.append([*fields])
+        return made[-1]
 
     if graph.fixed_bytes:
         allocate(Kind.FIXED, graph.fixed_bytes, 0, end)
     for index, step in enumerate(schedule.steps):
         if isinstance(step, Compute):
             if step.into in live:
-                lasts[live.pop(step.into)] = index - 1
+                live.pop(step.into)[_LAST] = index - 1
             for storage in owned[step.op]:
                 if storage in live:
                     allocate(Kind.SECOND_COPY, sizes[storage], index, index, storage)
@@ -131,13 +125,13 @@ def _allocations(graph: Graph, costs: Costs, schedule: Schedule) -> list[Allocat
             if workspaces[step.op]:
                 allocate(Kind.WORKSPACE, workspaces[step.op], index, index)
             if step.op in states and last_compute[step.op] == index:
-                lasts[states.pop(step.op)] = index
+                states.pop(step.op)[_LAST] = index
         elif isinstance(step, Free):
             if step.storage in live:
-                lasts[live.pop(step.storage)] = index
+                live.pop(step.storage)[_LAST] = index
         elif isinstance(step, SaveRng):
             states[step.op] = allocate(Kind.GENERATOR_STATE, costs.rng_state_bytes, index, end)
-    return [Allocation(kind, size, first, last, s) for (kind, size, first, s), last in zip(made, lasts, strict=True)]
+    return [Allocation(*fields) for fields in made]
 
 
 def owned_storages(graph: Graph) -> list[list[int]]:

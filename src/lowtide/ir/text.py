@@ -24,11 +24,12 @@ Empty lines and lines that begin with ``#`` are skipped.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from lowtide.errors import PlanError
 from lowtide.ir.costs import Costs
-from lowtide.ir.cursor import REF, STORAGE, WORD, Cursor, lines
+from lowtide.ir.cursor import STRING, WORD, Cursor, lines, numbers
 from lowtide.ir.fields import GRAPH_FORMAT
 from lowtide.ir.graph import Graph, Op, Storage, Value
 from lowtide.ir.serial import graph_from_json
@@ -37,6 +38,8 @@ _FLAGS = ("random", "effect", "collective")
 _TEXTS = ("name", "module", "source")
 _NUMBERS = ("time_ns", "workspace_bytes")
 _LISTS = ("inputs", "forward_outputs", "outputs")
+_REFS = r"%\d+(?: *, *%\d+)*"
+_VALUE = rf"%(\d+) *: *s(\d+) +({STRING}) *((?:{WORD})?) *\[((?:\d+(?:, *\d+)*)?)\]"
 
 
 def format_graph(graph: Graph, costs: Costs | None = None) -> str:
@@ -76,7 +79,7 @@ def _format_op(graph: Graph, op: Op, costs: Costs | None) -> str:
 
 
 def _quoted(text: str) -> str:
-    return text if WORD.fullmatch(text) else json.dumps(text)
+    return text if re.fullmatch(WORD, text, re.ASCII) else json.dumps(text)
 
 
 def parse_graph(text: str) -> tuple[Graph, Costs | None]:
@@ -100,24 +103,18 @@ class _GraphParser:
         self.ops: list[dict[str, Any]] = []
 
     def line(self, cursor: Cursor) -> None:
-        if self.section or cursor.line in ("forward:", "backward:"):
-            self._body(cursor)
-            return
-        keyword = cursor.expect(WORD, "a keyword")[0]
-        if keyword == "graph":
-            self.data |= {"name": cursor.string()} | cursor.attributes({"fixed_bytes": cursor.integer})
-        elif keyword == "costs":
-            self.priced = True
-            self.data |= cursor.attributes({"device": cursor.string, "rng_state_bytes": cursor.integer})
-        elif keyword == "storage":
-            self._storage(cursor)
-        elif keyword == "value":
-            self._value(cursor, None)
-        elif keyword in _LISTS:
-            self.data[keyword] = list(cursor.refs(""))
+        if cursor.line == "forward:" and not self.section:
+            self.section = cursor.line
+        elif cursor.line == "backward:" and self.section == "forward:":
+            self.section = cursor.line
+            self.data["forward_ops"] = len(self.ops)
+        elif self.section:
+            self._op(cursor)
+        elif cursor.line == "backward:":
+            cursor.fail("'backward:' comes before 'forward:'")
         else:
-            cursor.fail(f"unknown keyword {keyword!r}")
-        cursor.end()
+            self._head(cursor)
+            cursor.end()
 
     def object(self) -> dict[str, Any]:
         missing = [key for key in ("name", "fixed_bytes", *_LISTS, "forward_ops") if key not in self.data]
@@ -128,50 +125,67 @@ class _GraphParser:
         values = [self.values[index] for index in range(len(self.values))]
         return self.data | {"storages": self.storages, "values": values, "ops": self.ops}
 
-    def _body(self, cursor: Cursor) -> None:
-        if cursor.line == "forward:" and not self.section:
-            self.section = "forward"
-        elif cursor.line == "backward:" and self.section == "forward":
-            self.section = "backward"
-            self.data["forward_ops"] = len(self.ops)
-        elif self.section:
-            self._op(cursor)
+    def _head(self, cursor: Cursor) -> None:
+        keyword = cursor.expect(WORD, "a keyword")[0]
+        if keyword == "graph":
+            found = cursor.expect(rf"({STRING}) +fixed_bytes=(\d+)", "a name and 'fixed_bytes='")
+            self.data |= {"name": cursor.unquoted(found[1]), "fixed_bytes": int(found[2])}
+        elif keyword == "costs":
+            self.priced = True
+            found = cursor.expect(rf"device=({STRING}) +rng_state_bytes=(\d+)", "'device=' and 'rng_state_bytes='")
+            self.data |= {"device": cursor.unquoted(found[1]), "rng_state_bytes": int(found[2])}
+        elif keyword == "storage":
+            if cursor.expect(r"s\d+", "a storage")[0] != f"s{len(self.storages)}":
+                cursor.fail(f"storage s{len(self.storages)} is due here")
+            base = cursor.expect(r"external|op=(\d+)", "'external' or 'op='")[1]
+            size = cursor.expect(r"bytes=(\d+)", "'bytes='")[1] if self.priced else 0
+            self.storages.append({"base": base and int(base), "bytes": int(size)})
+        elif keyword == "value":
+            self._value(cursor, None)
+        elif keyword in _LISTS:
+            self.data[keyword] = numbers(cursor.expect(r"(%\d+ *)*", "values")[0])
         else:
-            cursor.fail("'backward:' comes before 'forward:'")
-
-    def _storage(self, cursor: Cursor) -> None:
-        if int(cursor.expect(STORAGE, "a storage")[1]) != len(self.storages):
-            cursor.fail(f"storage s{len(self.storages)} is due here")
-        base = None if cursor.accept("external") else cursor.attribute("op")
-        size = cursor.attribute("bytes") if self.priced else 0
-        self.storages.append({"base": base, "bytes": size})
+            cursor.fail(f"unknown keyword {keyword!r}")
 
     def _value(self, cursor: Cursor, producer: int | None) -> int:
-        index = int(cursor.expect(REF, "a value")[1])
-        if index in self.values:
+        found = cursor.expect(_VALUE, "a value")
+        index, storage, name, dtype, shape = found.groups()
+        if int(index) in self.values:
             cursor.fail(f"%{index} is defined twice")
-        cursor.token(":")
-        storage, name = int(cursor.expect(STORAGE, "a storage")[1]), cursor.string()
-        dtype = cursor.accept(WORD)
-        shape = cursor.shape()
-        keys = ("name", "storage", "producer", "dtype", "shape")
-        self.values[index] = dict(zip(keys, (name, storage, producer, dtype, shape), strict=True))
-        return index
+        value = {"name": cursor.unquoted(name), "storage": int(storage), "producer": producer, "dtype": dtype}
+        self.values[int(index)] = value | {"shape": numbers(shape)}
+        return int(index)
 
     def _op(self, cursor: Cursor) -> None:
         outputs: list[int] = []
         while not cursor.accept("="):
             if outputs:
-                cursor.token(",")
+                cursor.expect(",", "','")
             outputs.append(self._value(cursor, len(self.ops)))
-        op: dict[str, Any] = {"target": cursor.string(), "outputs": outputs, "module": "", "source": "", "name": ""}
-        cursor.token("(")
-        op["inputs"] = list(cursor.refs(","))
-        cursor.token(")")
-        numbers = dict.fromkeys(_NUMBERS, cursor.integer) if self.priced else {}
-        overwrites = {"overwrites": lambda: list(cursor.refs(","))}
-        found = cursor.attributes(dict.fromkeys(_TEXTS, cursor.string) | numbers | overwrites, _FLAGS)
-        op |= dict.fromkeys(_NUMBERS, 0) | found
-        op["flags"] = [flag for flag in _FLAGS if op.pop(flag, False)]
-        self.ops.append(op)
+        found = cursor.expect(rf"({STRING}) *\( *((?:{_REFS})?) *\)", "an operator and the values that it reads")
+        op = {"target": cursor.unquoted(found[1]), "inputs": numbers(found[2]), "outputs": outputs}
+        attributes = self._attributes(cursor)
+        flags = [flag for flag in _FLAGS if attributes.pop(flag, False)]
+        self.ops.append({"name": "", "time_ns": 0, **op, **attributes, "flags": flags})
         cursor.end()
+
+    def _attributes(self, cursor: Cursor) -> dict[str, Any]:
+        """``key=value`` pairs and flags up to the end of the line; the numbers among them are required."""
+        required = _NUMBERS if self.priced else ()
+        found: dict[str, Any] = {}
+        while match := cursor.accept(WORD):
+            key = match[0]
+            if key in found or key not in (*_FLAGS, *_TEXTS, *required, "overwrites"):
+                cursor.fail(f"{key!r} is not expected here")
+            if key in _FLAGS:
+                found[key] = True
+            elif key in _TEXTS:
+                found[key] = cursor.unquoted(cursor.expect(f"= *({STRING})", "'=' and a string")[1])
+            elif key in required:
+                found[key] = int(cursor.expect(r"= *(\d+)", "'=' and a number")[1])
+            else:
+                found[key] = numbers(cursor.expect(f"= *({_REFS})", "'=' and values")[1])
+        for key in required:
+            if key not in found:
+                cursor.fail(f"{key}= is missing")
+        return found

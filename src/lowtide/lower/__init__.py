@@ -1,5 +1,6 @@
 """From a schedule to something that runs."""
 
-from lowtide.lower.eager import Lowered, lower
+from lowtide.lower.eager import Lowered, Step, lower
+from lowtide.lower.gradient_groups import GradientGroup
 
-__all__ = ["Lowered", "lower"]
+__all__ = ["GradientGroup", "Lowered", "Step", "lower"]

@@ -16,7 +16,6 @@ has its own, and each is released where the schedule says.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import linecache
 from collections.abc import Callable, Generator, Iterable
@@ -25,14 +24,12 @@ from typing import Any
 
 import torch
 
-from lowtide.ir import Compute, Costs, Free, Op, RestoreRng, SaveRng, Schedule, simulate
+from lowtide.ir import Compute, Free, Op, RestoreRng, SaveRng, Schedule
 from lowtide.ir.graph import TANGENT_TARGET, UPDATE_TARGET
-from lowtide.lower import random
 from lowtide.lower.gradient_groups import GradientGroup, group_gradients
-from lowtide.program import targets
+from lowtide.program import generators, targets
 from lowtide.program.overwrites import keeping, written_form
-from lowtide.program.program import Call, Program, Ref
-from lowtide.program.sizes import storage_bytes
+from lowtide.program.program import Program, Ref
 
 Step = Generator[list[torch.Tensor], None, None]
 _FILES = itertools.count()
@@ -43,14 +40,18 @@ class Lowered:
     """``step(inputs, tangents, write_back)`` is the generator above; ``inputs`` and ``tangents`` are lists that it empties.
 
     ``write_back`` is false when a forward pass is run again and buffers have their new values already. ``gradient_groups[i]``
-    names the gradients of the i-th yield after the forward outputs. ``reads`` are the flat inputs that the program reads and
-    does not update, ``reads_after`` those of them that its backward pass reads, themselves or views of them, and
-    ``reads_outputs`` the forward outputs that it reads. ``inner`` are the forward outputs that others are computed from.
+    names the gradients of the i-th yield after the forward outputs. ``tangents`` are the values of the gradients that arrive;
+    ``random`` tells whether a generator is read. ``reads`` are the flat inputs that the program reads and does not update,
+    ``reads_after`` those of them that its backward pass reads, themselves or views of them, and ``reads_outputs`` the forward
+    outputs that it reads. ``inner`` are the forward outputs that others are computed from.
     """
 
+    program: Program
     step: Callable[[list[torch.Tensor], list[torch.Tensor], bool], Step]
     source: str
     gradient_groups: tuple[GradientGroup, ...]
+    tangents: tuple[int, ...]
+    random: bool
     reads: tuple[int, ...]
     reads_after: tuple[int, ...]
     reads_outputs: tuple[int, ...]
@@ -68,16 +69,13 @@ class _Generator:
         self.graph = program.graph
         self.schedule = schedule
         self.lines: list[str] = []
-        self.namespace: dict[str, Any] = {"save_rng": random.save, "replay": random.replay}
+        self.namespace: dict[str, Any] = {"save_rng": generators.saved, "replayed": generators.replayed}
         self._names: dict[Any, str] = {}
+        self.tangents = tuple(op.outputs[0] for op in self.graph.ops if op.target == TANGENT_TARGET)
         self.live: set[int] = set()  # values that have a variable
         self.handed: set[int] = set()  # storages whose gradient has left
         self.replayed: set[int] = set()
-        values = [value for _, value in program.gradients]
-        sizes = [program.metas[value].storage_bytes for value in values]
-        owners = [program.inputs[position] for position, _ in program.gradients]
-        levels = _levels(program, schedule)
-        self.gradient_groups = group_gradients(self.graph, schedule, values, owners, sizes, levels)
+        self.gradient_groups = group_gradients(program, schedule)
 
     def lower(self) -> Lowered:
         self._load_inputs()
@@ -124,54 +122,43 @@ class _Generator:
         elif isinstance(step, Free):
             self._drop(self.graph.storages[step.storage].values)
         elif isinstance(step, SaveRng):
-            self._emit(f"r{step.op} = save_rng({self._device(step.op)})")
+            op = self.graph.ops[step.op]
+            device = self.program.metas[(*op.outputs, *op.inputs)[0]].device
+            self._emit(f"r{op.id} = save_rng({self._constant(generators.default_generator(device))})")
         elif isinstance(step, RestoreRng):
             self.replayed.add(step.op)
 
     def _compute(self, op_id: int, into: int | None) -> None:
         op, call = self.graph.ops[op_id], self.program.calls[op_id]
         if op.target == TANGENT_TARGET:
-            position = sum(1 for other in self.graph.ops[:op_id] if other.target == TANGENT_TARGET)
-            self._emit(f"v{op.outputs[0]} = tangents[{position}]")
-            if position + 1 == len(self.program.tangents):
+            value = op.outputs[0]
+            self._emit(f"v{value} = tangents[{self.tangents.index(value)}]")
+            if value == self.tangents[-1]:
                 self._emit("tangents.clear()")
-            self.live.add(op.outputs[0])
+            self.live.add(value)
             return
-        expression = self._new(op_id, call) if into is None else self._writing(op_id, call, into)
-        if call.target is targets.update:
-            expression = f"if write_back: {expression}"
-        self._assign(op, call.positions, expression)
-
-    def _new(self, op_id: int, call: Call) -> str:
-        """The call with its results in new memory: a kernel that overwrites an argument has another form for it."""
-        return self._expression(op_id, dataclasses.replace(call, target=keeping(call.target)))
-
-    def _expression(self, op_id: int, call: Call) -> str:
+        target, kwargs = keeping(call.target), call.kwargs  # a kernel that overwrites an argument has another form
+        if into is not None:  # the operator's form that writes into the storage of one of its inputs
+            value = next(v for v in op.inputs if self.graph.values[v].storage == into)
+            form = written_form(self.program, op_id, value)
+            assert form is not None
+            target, kwargs = form.target, {**kwargs, form.keyword: Ref(value)} if form.keyword else kwargs
         arguments = [self._argument(a) for a in call.args]
-        arguments += [f"{name}={self._argument(a)}" for name, a in call.kwargs.items()]
-        function = self._constant(call.target)
+        arguments += [f"{name}={self._argument(a)}" for name, a in kwargs.items()]
+        condition = "if write_back: " if call.target is targets.update else ""
         if op_id in self.replayed:
             self.replayed.discard(op_id)
-            return f"replay(r{op_id}, {self._device(op_id)}, {', '.join([function, *arguments])})"
-        return f"{function}({', '.join(arguments)})"
+            condition = f"with replayed(r{op_id}): "
+        self._assign(op, call.positions, condition, f"{self._constant(target)}({', '.join(arguments)})")
 
-    def _writing(self, op_id: int, call: Call, into: int) -> str:
-        """The call of the operator's form that writes into the storage of one of its inputs."""
-        value = next(v for v in self.graph.ops[op_id].inputs if self.graph.values[v].storage == into)
-        form = written_form(self.program, op_id, value)
-        assert form is not None
-        given = {form.keyword: Ref(value)} if form.keyword else {}
-        return self._expression(op_id, Call(form.target, call.args, {**call.kwargs, **given}))
-
-    def _assign(self, op: Op, positions: tuple[int, ...] | None, expression: str) -> None:
+    def _assign(self, op: Op, positions: tuple[int, ...] | None, condition: str, expression: str) -> None:
         """Bind the outputs that have no variable yet; a recomputed output that is still alive stays what it was."""
-        outputs = op.outputs
-        wanted = [v for v in outputs if v not in self.live and not self._left(v, op.id)]
-        if positions is None or not outputs:
-            self._emit(f"v{wanted[0]} = {expression}" if wanted else expression)
+        wanted = [v for v in op.outputs if v not in self.live and not self._left(v, op.id)]
+        if positions is None or not op.outputs:
+            self._emit(f"{condition}v{wanted[0]} = {expression}" if wanted else f"{condition}{expression}")
         else:
-            self._emit(f"t = {expression}")
-            for value, position in zip(outputs, positions, strict=True):
+            self._emit(f"{condition}t = {expression}")
+            for value, position in zip(op.outputs, positions, strict=True):
                 if value in wanted:
                     self._emit(f"v{value} = t[{position}]")
             self._emit("del t")
@@ -212,11 +199,6 @@ class _Generator:
         steps = self.schedule.steps[self.schedule.boundary :]
         return {value for s in steps if isinstance(s, Compute) for value in self.graph.ops[s.op].inputs}
 
-    def _device(self, op_id: int) -> str:
-        op = self.graph.ops[op_id]
-        value = (*op.outputs, *op.inputs)[0]
-        return self._constant(self.program.metas[value].device)
-
     def _argument(self, argument: Any) -> str:
         if isinstance(argument, Ref):
             return f"v{argument.value}"
@@ -245,14 +227,22 @@ class _Generator:
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         exec(compile(source, filename, "exec"), self.namespace)
         after = self._storages(self._reads_after())
-        outputs = tuple(i for i, v in enumerate(self.graph.forward_outputs) if self.graph.values[v].storage in after)
         # What the program updates itself is read again by operators that do not use its value (see capture.convert).
         updated = self._storages(op.inputs[0] for op in self.graph.ops if op.target == UPDATE_TARGET)
         storages = [(i, self.graph.values[v].storage) for i, v in enumerate(self.program.inputs) if v is not None]
-        reads = tuple(i for i, storage in storages if storage not in updated)
-        reads_after = tuple(i for i, storage in storages if storage in after - updated)
-        step = self.namespace["step"]
-        return Lowered(step, source, self.gradient_groups, reads, reads_after, outputs, self._inner_outputs())
+        outputs = enumerate(self.graph.forward_outputs)
+        return Lowered(
+            program=self.program,
+            step=self.namespace["step"],
+            source=source,
+            gradient_groups=self.gradient_groups,
+            tangents=self.tangents,
+            random=any(op.random for op in self.graph.ops),
+            reads=tuple(i for i, storage in storages if storage not in updated),
+            reads_after=tuple(i for i, storage in storages if storage in after - updated),
+            reads_outputs=tuple(i for i, value in outputs if self.graph.values[value].storage in after),
+            inner=self._inner_outputs(),
+        )
 
     def _inner_outputs(self) -> tuple[int, ...]:
         """Positions of forward outputs with a gradient that others with one depend on."""
@@ -268,10 +258,3 @@ class _Generator:
 
     def _storages(self, values: Iterable[int]) -> set[int]:
         return {self.graph.values[value].storage for value in values}
-
-
-def _levels(program: Program, schedule: Schedule) -> list[int]:
-    """Bytes resident at each step, without what operators use inside."""
-    none = [0] * len(program.graph.ops)
-    costs = Costs(none, none, storage_bytes(program))  # type: ignore[arg-type]
-    return list(simulate(program.graph, costs, schedule).timeline.tolist())

@@ -9,10 +9,11 @@ steps at which memory is scarcest, smaller groups leave too, so that none waits 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowtide.ir import Compute, Free, Graph, Schedule
+from lowtide.ir import Compute, Costs, Free, Schedule, simulate
+from lowtide.program.program import Program
+from lowtide.program.sizes import storage_bytes
 
 _MOST_GROUPS = 16
 _MOST_EARLY_GROUPS = 64
@@ -27,16 +28,21 @@ class GradientGroup:
     gradients: tuple[int, ...]
 
 
-def _final_steps(graph: Graph, schedule: Schedule, values: Sequence[int], owners: Sequence[int | None]) -> list[int]:
-    """For each value, the last step that computes it, or touches its storage or that of its owner (another value)."""
+def _final_steps(program: Program, schedule: Schedule) -> list[int]:
+    """For each gradient, the last step that computes it, or touches its storage or that of what it is the gradient of."""
+    graph = program.graph
     last: dict[int, int] = {}
     for index, step in enumerate(schedule.steps):
         if isinstance(step, Compute):
             op = graph.ops[step.op]
             for value in (*op.inputs, *op.outputs):
                 last[graph.values[value].storage] = index
-    read = [-1 if owner is None else last.get(graph.values[owner].storage, -1) for owner in owners]
-    return [max(last[graph.values[value].storage], index) for value, index in zip(values, read, strict=True)]
+    final = []
+    for position, value in program.gradients:
+        owner = program.inputs[position]
+        read = -1 if owner is None else last.get(graph.values[owner].storage, -1)
+        final.append(max(last[graph.values[value].storage], read))
+    return final
 
 
 def _after_frees(schedule: Schedule, index: int) -> int:
@@ -46,27 +52,20 @@ def _after_frees(schedule: Schedule, index: int) -> int:
     return index
 
 
-def group_gradients(
-    graph: Graph,
-    schedule: Schedule,
-    values: Sequence[int],
-    owners: Sequence[int | None],
-    sizes: Sequence[int],
-    levels: Sequence[int] = (),
-) -> tuple[GradientGroup, ...]:
-    """Group the gradients ``values`` (``sizes`` in bytes) in the order in which they become final.
-
-    ``owners``: what they are the gradients of, ``None`` where the program does not read that. ``levels``: bytes resident at
-    each step, where known.
-    """
-    steps = _final_steps(graph, schedule, values, owners)
+def group_gradients(program: Program, schedule: Schedule) -> tuple[GradientGroup, ...]:
+    """Group the program's gradients in the order in which they become final."""
+    steps = _final_steps(program, schedule)
+    sizes = [program.metas[value].storage_bytes for _, value in program.gradients]
+    none = [0] * len(program.graph.ops)
+    costs = Costs(none, none, storage_bytes(program))  # type: ignore[arg-type]
+    levels = simulate(program.graph, costs, schedule).timeline.tolist()  # without what operators use inside
     threshold = max(1, sum(sizes) // _MOST_GROUPS)
     least = max(1, sum(sizes) // _MOST_EARLY_GROUPS)
     near = _NEAR_PEAK * max(levels, default=0)
     found: list[GradientGroup] = []
     pending: list[int] = []
     pending_bytes = 0
-    order = sorted(range(len(values)), key=lambda i: (steps[i], i))
+    order = sorted(range(len(sizes)), key=lambda i: (steps[i], i))
     for rank, index in enumerate(order):
         pending.append(index)
         pending_bytes += sizes[index]

@@ -30,7 +30,6 @@ PLAN_FORMAT = "lowtide-plan/1"
 _FACTS = (
     "planner", "seed", "budget_bytes", "peak_bytes", "unconstrained_peak_bytes", "time_ns", "lower_bound_ns", "solve_seconds",
 )  # fmt: skip
-_COLUMNS = ("time_ns", "workspace_bytes", "storage_bytes")
 Progress = Callable[[str, float], None]
 Amount = Annotated[int, Meta(ge=0, le=1 << 62)]  # bytes or nanoseconds, as large as a budget may be
 Column = Annotated[list[Annotated[int, Meta(ge=0, le=1 << 50)]], Meta(max_length=1 << 24)]
@@ -153,8 +152,8 @@ class Plan:
             data["graph"] = graph_to_json(self.graph, self.costs)
             data["curve"] = None if self.known_curve is None else self.known_curve.to_json()
         elif costs:
-            columns = {name: getattr(self.costs, name).tolist() for name in _COLUMNS}
-            data["costs"] = columns | {name: getattr(self.costs, name) for name in ("rng_state_bytes", "device")}
+            fields = {name: getattr(self.costs, name) for name in _Costs.__struct_fields__}
+            data["costs"] = {name: x.tolist() if isinstance(x, np.ndarray) else x for name, x in fields.items()}
         return data
 
     @classmethod
@@ -203,9 +202,8 @@ def _costs(form: _Form, graph: Graph) -> Costs:
     """The costs that a plan without a graph comes with. Raises ``PlanError`` where they are not of ``graph``."""
     if form.costs is None:
         raise PlanError("the plan has neither a graph nor costs.")
-    given = form.costs
-    columns = [given.time_ns, given.workspace_bytes, given.storage_bytes]
-    if [len(column) for column in columns] != [len(graph.ops), len(graph.ops), len(graph.storages)]:
+    costs = Costs(*msgspec.structs.astuple(form.costs))
+    sizes = [len(column) for column in (costs.time_ns, costs.workspace_bytes, costs.storage_bytes)]
+    if sizes != [len(graph.ops), len(graph.ops), len(graph.storages)]:
         raise PlanError("the plan's costs are of another program.")
-    time_ns, workspace_bytes, storage_bytes = (np.array(column, np.int64) for column in columns)
-    return Costs(time_ns, workspace_bytes, storage_bytes, given.rng_state_bytes, given.device)
+    return costs

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+SavedState = tuple[torch.Generator, bytes]
+
 
 def default_generator(device: torch.device) -> torch.Generator:
     """The one that operators on the device draw from; without an index, on the current one."""
@@ -26,3 +28,26 @@ def kept(device: torch.device) -> Iterator[None]:
         yield
     finally:
         generator.set_state(state)
+
+
+def saved(generator: torch.Generator) -> SavedState:
+    """The generator and its state, outside PyTorch's allocator, so that it does not count towards a budget."""
+    return generator, generator.get_state().numpy().tobytes()
+
+
+@contextlib.contextmanager
+def replayed(state: SavedState | None) -> Iterator[None]:
+    """The generator draws as it did from the saved state, and goes on afterwards as if nothing had been drawn."""
+    if state is None:
+        yield
+        return
+    present = saved(state[0])
+    _restore(*state)
+    try:
+        yield
+    finally:
+        _restore(*present)
+
+
+def _restore(generator: torch.Generator, state: bytes) -> None:
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))

@@ -56,6 +56,7 @@ _HOLDERS: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]]], ...] = (
     ((dict, types.MappingProxyType), lambda value: (*value.keys(), *value.values())),
     (functools.partial, lambda value: (value.func, value.args, value.keywords)),
     (types.MethodType, lambda value: (value.__self__, value.__func__)),
+    (types.BuiltinMethodType, lambda value: (value.__self__, value.__name__)),
     (weakref.ref, lambda value: (value(),)),
     (contextvars.ContextVar, lambda value: (value.get(ABSENT),)),
     ((types.SimpleNamespace, threading.local), _namespace),

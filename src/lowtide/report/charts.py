@@ -2,60 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable
 from importlib import resources
 
 from lowtide.memory.measurement import Measurement
-from lowtide.report.curve import Curve, CurvePoint
+from lowtide.report.curve import Curve
+from lowtide.report.profile import StepProfile
 from lowtide.report.report import Report
-from lowtide.report.slices import Slices, measured_levels, slices_of
-from lowtide.report.svg import Frame, axes, picture, round_ticks, staircase, tag, text, ticks
+from lowtide.report.svg import Chart, Size, ticks
 from lowtide.units import BYTE_UNITS, TIME_UNITS, format_bytes, format_percent
 
-SLICES = 600
-_HEADROOM = 1.08
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """``ticks``: how many labels fit (across, up)."""
-
-    width: int
-    height: int
-    ticks: tuple[int, int]
-    class_: str
-
-
-WIDE = Size(960, 360, (8, 5), "wide")
-NARROW = Size(390, 300, (4, 4), "narrow")
-
-
-def memory_chart(report: Report, size: Size, style: str = "") -> str:
-    """Bytes against time, within the budget and without, with the budget, the passes, and where something is recomputed."""
-    end_ns = max(report.run.time_ns, report.plain.time_ns, 1)
-    within, without = slices_of(report.run, end_ns, SLICES), slices_of(report.plain, end_ns, SLICES)
-    top = max(*within.levels, *without.levels, report.budget_bytes if _visible(report) else 0, 1)
-    frame = Frame(size.width, size.height, end_ns, top * _HEADROOM, bottom=58)
-    parts = [
-        *axes(frame, ticks(end_ns, size.ticks[0], TIME_UNITS), ticks(top, size.ticks[1], BYTE_UNITS)),
-        *_passes(frame, report),
-        tag("path", d=staircase(frame, without.levels, SLICES), class_="plain"),
-        tag("path", d=staircase(frame, within.levels, SLICES, closed=True), class_="area"),
-        tag("path", d=staircase(frame, within.levels, SLICES), class_="plan"),
-        *_budget_line(frame, report, size),
-        *_recomputed(frame, within),
-        tag("line", y1=frame.top, y2=frame.floor, x1=-9, x2=-9, class_="cursor"),
-    ]
-    title = (
-        f"Memory over the step: {format_bytes(report.run.peak_bytes)} at most within the budget of "
-        f"{format_bytes(report.budget_bytes)}, {format_bytes(report.plain.peak_bytes)} without"
-    )
-    return picture(frame, parts, title, f"chart {size.class_}", style)
-
-
-def memory_picture(report: Report) -> str:
-    """The memory chart as a file of its own."""
-    return memory_chart(report, WIDE, read_template("charts.css")) + "\n"
+SLICES = 600  # of equal time, in which a chart shows the most that is there
+SIZES = (Size(960, 360, 8, 5, "wide"), Size(390, 300, 4, 4, "narrow"))
 
 
 def read_template(name: str) -> str:
@@ -63,116 +22,123 @@ def read_template(name: str) -> str:
     return resources.files("lowtide.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
-def _visible(report: Report) -> bool:
-    """A budget far above everything would only flatten the lines."""
-    return report.budget_bytes <= 1.5 * max(report.plain.peak_bytes, report.run.peak_bytes)
+def highest(intervals: Iterable[tuple[int, int, int]], end_ns: int) -> list[tuple[int, int]]:
+    """Per slice of ``end_ns``, the highest level of ``intervals``, (start, end, level), and the first that has it.
+
+    Slices after the last interval are left out.
+    """
+    found = [(-1, 0)] * SLICES
+    for index, (start, end, level) in enumerate(intervals):
+        first = min(start * SLICES // end_ns, SLICES - 1)
+        last = min(-(-end * SLICES // end_ns), SLICES)  # a slice that it only touches is not its own
+        for position in range(first, max(last, first + 1)):
+            if level > found[position][0]:
+                found[position] = level, index
+    return [each for each in found if each[0] >= 0]
 
 
-def _passes(frame: Frame, report: Report) -> list[str]:
-    """Where the backward pass begins, within the budget."""
-    if not 0 < report.run.boundary_ns < report.run.time_ns:
-        return []
-    at = frame.x(report.run.boundary_ns)
-    return [
-        tag("line", x1=at, x2=at, y1=frame.top - 12, y2=frame.floor, class_="boundary"),
-        text(at - 6, frame.top - 8, "forward", "tick", "end"),
-        text(at + 6, frame.top - 8, "backward", "tick"),
-    ]
+def slices_of(run: StepProfile, end_ns: int) -> list[tuple[int, int]]:
+    """Per slice, the most bytes that are there and the index of the span that has them."""
+    levels = run.levels()
+    return highest(((s.start_ns, s.end_ns, level) for s, level in zip(run.spans, levels, strict=True)), end_ns)
 
 
-def _budget_line(frame: Frame, report: Report, size: Size) -> list[str]:
-    if not _visible(report):
-        return []
-    at = frame.y(report.budget_bytes)
-    words = f"budget {format_bytes(report.budget_bytes)}"
-    return [
-        tag("line", x1=frame.left, x2=frame.width - frame.right, y1=at, y2=at, class_="budget"),
-        text(frame.left + 6, at - 6, words, "budget-label"),
-    ]
+def _levels(run: StepProfile, end_ns: int) -> list[int]:
+    return [level for level, _ in slices_of(run, end_ns)]
 
 
-def _recomputed(frame: Frame, within: Slices) -> list[str]:
+def memory_picture(report: Report) -> str:
+    """The memory chart as a file of its own."""
+    return memory_chart(report, SIZES[0], read_template("charts.css")) + "\n"
+
+
+def memory_chart(report: Report, size: Size, style: str = "") -> str:
+    """Bytes against time, within the budget and without, with the budget, the passes, and where something is recomputed."""
+    run, plain, budget, end_ns = report.run, report.plain, report.budget_bytes, report.end_ns
+    within, without = _levels(run, end_ns), _levels(plain, end_ns)
+    shown = budget <= 1.5 * max(plain.peak_bytes, run.peak_bytes)  # far above everything it would flatten the lines
+    top = max(*within, *without, budget if shown else 0, 1)
+    chart = Chart(size, end_ns, top, bottom=58)
+    chart.axes(ticks(end_ns, size.across, TIME_UNITS), ticks(top, size.up, BYTE_UNITS))
+    if 0 < run.boundary_ns < run.time_ns:
+        x = chart.x(run.boundary_ns)
+        chart.draw("line", x1=x, x2=x, y1=chart.top - 12, y2=chart.floor, class_="boundary")
+        chart.text(x - 6, chart.top - 8, "forward", "tick", "end")
+        chart.text(x + 6, chart.top - 8, "backward", "tick")
+    chart.staircase(without, SLICES, "plain")
+    chart.staircase(within, SLICES, "area", closed=True)
+    chart.staircase(within, SLICES, "plan")
+    if shown:
+        y = chart.level(budget, "budget")
+        chart.text(chart.left + 6, y - 6, f"budget {format_bytes(budget)}", "budget-label")
+    _draw_recomputation(chart, run, end_ns)
+    chart.draw("line", y1=chart.top, y2=chart.floor, x1=-9, x2=-9, class_="cursor")
+    return chart.picture(
+        f"Memory over the step: {format_bytes(run.peak_bytes)} at most within the budget of {format_bytes(budget)}, "
+        f"{format_bytes(plain.peak_bytes)} without",
+        style,
+    )
+
+
+def _draw_recomputation(chart: Chart, run: StepProfile, end_ns: int) -> None:
     """A strip below the time axis."""
-    top = frame.floor + 32
-    width = frame.width - frame.left - frame.right
-    parts = [tag("rect", x=frame.left, y=top, width=width, height=10, class_="strip", rx=2)]
-    for first, last in within.again:
-        start, end = (frame.x(frame.largest_x * at / SLICES) for at in (first, last + 1))
-        parts.append(tag("rect", x=start, y=top, width=round(max(end - start, 1), 1), height=10, class_="again"))
-    return parts
+    y = chart.floor + 32
+    chart.draw("rect", x=chart.left, y=y, width=chart.right - chart.left, height=10, class_="strip", rx=2)
+    repeats = ((span.start_ns, span.end_ns, int(span.again and span.time_ns > 0)) for span in run.spans)
+    last = 0
+    for again, group in itertools.groupby(level for level, _ in highest(repeats, end_ns)):
+        first, last = last, last + len(list(group))
+        if again:
+            start, end = (chart.x(end_ns * at / SLICES) for at in (first, last))
+            chart.draw("rect", x=start, y=y, width=round(max(end - start, 1), 1), height=10, class_="again")
 
 
 def curve_chart(curve: Curve, budget_bytes: int, size: Size) -> str:
     """Overhead in percent against the budget, which shrinks to the right; the bound below; what no schedule reaches, shaded."""
-    top = max((100 * curve.overhead(point.time_ns) for point in curve.points), default=0.0)
-    frame = Frame(
-        size.width, size.height, curve.unconstrained_peak_bytes, max(top, 1) * _HEADROOM, reversed_x=True, right=24
-    )
     whole = max(curve.unconstrained_peak_bytes, 1)
-    across = [(whole * share, f"{100 * share:.0f} %") for share in (1, 0.8, 0.6, 0.4, 0.2, 0)]
-    up = [(percent, f"{percent:g} %") for percent in round_ticks(max(top, 1), size.ticks[1])]
-    bounds = [(p.budget_bytes, p.lower_bound_ns) for p in curve.points if p.lower_bound_ns is not None]
-    line = [(frame.x(p.budget_bytes), _height(frame, curve, p.time_ns)) for p in curve.points]
-    below = [(frame.x(budget), _height(frame, curve, ns)) for budget, ns in bounds]
-    parts = [
-        *_out_of_reach(frame, curve),
-        *axes(frame, across, up),
-        tag("polygon", points=_points([*line, *below[::-1]]), class_="gap") if below else "",
-        tag("polyline", points=_points(below), class_="bound") if below else "",
-        tag("polyline", points=_points(line), class_="plan"),
-        *(_dot(frame, curve, point, size, own=point.budget_bytes == budget_bytes) for point in curve.points),
-        text(frame.width - frame.right, frame.height - 6, "budget, % of the unconstrained peak", "tick", "end"),
-    ]
+    top = max(1, *(100 * curve.overhead(point.time_ns) for point in curve.points))
+    chart = Chart(size, curve.unconstrained_peak_bytes, top, reversed_x=True, right=24)
+
+    def place(budget: int, time_ns: int) -> tuple[float, float]:
+        return chart.x(budget), chart.y(max(100 * curve.overhead(time_ns), 0.0))
+
+    if curve.lower_bound_bytes > 0:
+        start = chart.x(min(curve.lower_bound_bytes, whole))
+        width, height = round(chart.x(0) - start, 1), chart.floor - chart.top
+        chart.draw("rect", x=start, y=chart.top, width=width, height=height, class_="unreachable")
+    across = [(whole * share / 100, f"{share} %") for share in (100, 80, 60, 40, 20, 0)]
+    chart.axes(across, ticks(top, size.up, {"%": 1}), "budget, % of the unconstrained peak")
+    line = [place(point.budget_bytes, point.time_ns) for point in curve.points]
+    bound = [place(p.budget_bytes, p.lower_bound_ns) for p in curve.points if p.lower_bound_ns is not None]
+    shapes = [("polygon", [*line, *bound[::-1]], "gap"), ("polyline", bound, "bound")] if bound else []
+    for name, corners, class_ in [*shapes, ("polyline", line, "plan")]:
+        chart.draw(name, points=" ".join(f"{x},{y}" for x, y in corners), class_=class_)
+    for point, (x, y) in zip(curve.points, line, strict=True):
+        own, percent = point.budget_bytes == budget_bytes, format_percent(curve.overhead(point.time_ns))
+        words = f"<title>{format_bytes(point.budget_bytes)}: {percent}</title>"
+        chart.draw("circle", words, cx=x, cy=y, r=6 if own else 4, class_="own" if own else "dot")
+        if own:
+            chart.text(x - 4, y - 12, f"this run {percent}", "own-label", "start" if x < size.width * 0.35 else "end")
     least = curve.points[-1]
-    title = (
+    return chart.picture(
         f"Overhead against budget: from nothing at {format_bytes(whole)} to {format_percent(curve.overhead(least.time_ns))} "
         f"at {format_bytes(least.budget_bytes)}"
     )
-    return picture(frame, parts, title, f"chart {size.class_}")
 
 
-def _height(frame: Frame, curve: Curve, time_ns: int) -> float:
-    return frame.y(max(100 * curve.overhead(time_ns), 0.0))
-
-
-def _points(pairs: list[tuple[float, float]]) -> str:
-    return " ".join(f"{x},{y}" for x, y in pairs)
-
-
-def _dot(frame: Frame, curve: Curve, point: CurvePoint, size: Size, *, own: bool) -> str:
-    at_x, at_y = frame.x(point.budget_bytes), _height(frame, curve, point.time_ns)
-    percent = format_percent(curve.overhead(point.time_ns))
-    words = f"{format_bytes(point.budget_bytes)}: {percent}"
-    dot = tag("circle", tag("title", words), cx=at_x, cy=at_y, r=6 if own else 4, class_="own" if own else "dot")
-    if not own:
-        return dot
-    near = at_x < size.width * 0.35
-    return dot + text(at_x - 4, at_y - 12, f"this run {percent}", "own-label", "start" if near else "end")
-
-
-def _out_of_reach(frame: Frame, curve: Curve) -> list[str]:
-    if curve.lower_bound_bytes <= 0:
-        return []
-    start, end = frame.x(min(curve.lower_bound_bytes, curve.unconstrained_peak_bytes)), frame.x(0)
-    height = frame.floor - frame.top
-    return [tag("rect", x=start, y=frame.top, width=round(end - start, 1), height=height, class_="unreachable")]
-
-
-def measured_chart(report: Report, measured: Measurement, size: Size) -> str:
+def measured_chart(run: StepProfile, measured: Measurement, size: Size) -> str:
     """Predicted and measured bytes, each against the share of its own time; empty where there is no measured timeline."""
-    levels = measured_levels(measured, SLICES)
-    if not levels:
+    if not measured.timeline:
         return ""
-    predicted = slices_of(report.run, max(report.run.time_ns, 1), SLICES).levels
+    changes = [(0, 0), *measured.timeline, (measured.time_ns, 0)]
+    held = ((start, end, max(level, 0)) for (start, level), (end, _) in itertools.pairwise(changes))
+    levels = [level for level, _ in highest(held, max(measured.time_ns, 1))]
+    predicted = _levels(run, max(run.time_ns, 1))
     top = max(*predicted, *levels, 1)
-    frame = Frame(size.width, size.height, 100, top * _HEADROOM, right=24)
+    chart = Chart(size, 100, top, right=24)
     across = [(share, f"{share} %") for share in (0, 20, 40, 60, 80, 100)]
-    parts = [
-        *axes(frame, across, ticks(top, size.ticks[1], BYTE_UNITS)),
-        tag("path", d=staircase(frame, predicted, SLICES, closed=True), class_="area"),
-        tag("path", d=staircase(frame, predicted, SLICES), class_="plan"),
-        tag("path", d=staircase(frame, levels, SLICES), class_="measured"),
-        text(frame.width - frame.right, frame.height - 6, "share of the step's time", "tick", "end"),
-    ]
-    title = f"Predicted peak {format_bytes(report.run.peak_bytes)}, measured {format_bytes(measured.peak_bytes)}"
-    return picture(frame, parts, title, f"chart {size.class_}")
+    chart.axes(across, ticks(top, size.up, BYTE_UNITS), "share of the step's time")
+    chart.staircase(predicted, SLICES, "area", closed=True)
+    chart.staircase(predicted, SLICES, "plan")
+    chart.staircase(levels, SLICES, "measured")
+    return chart.picture(f"Predicted peak {format_bytes(run.peak_bytes)}, measured {format_bytes(measured.peak_bytes)}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lowtide.report.modules import block_of
@@ -20,12 +20,13 @@ _TRACKS = {1: "forward", 2: "backward", 3: "recomputation", 4: "modules"}
 
 def chrome_trace(report: Report) -> str:
     """The JSON text; events after the metadata are in the order of their times."""
-    runs = {1: (f"within {report.budget_bytes} bytes", report.run), 2: ("without a budget", report.plain)}
-    events = [event for pid, (_, run) in runs.items() for event in _events(run, pid)]
-    limit = {"ph": "C", "name": "budget", "pid": 1, "args": {"bytes": report.budget_bytes}}
-    events += [{**limit, "ts": 0.0}, {**limit, "ts": report.run.time_ns / 1000}]
+    names: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
+    for pid, name, run in (1, f"within {report.budget_bytes} bytes", report.run), (2, "without a budget", report.plain):
+        names += _names(pid, f"{report.title}, {name}")
+        events += _events(run, pid)
+    events += [_counter("budget", 1, at_ns, report.budget_bytes) for at_ns in (0, report.run.time_ns)]
     events.sort(key=lambda event: event["ts"])
-    names = [event for pid, (name, _) in runs.items() for event in _names(pid, f"{report.title}, {name}")]
     about = {"decided by": report.decided_by, "device": report.device, "budget_bytes": report.budget_bytes}
     return json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms", "otherData": about})
 
@@ -38,27 +39,21 @@ def _names(pid: int, process: str) -> Iterator[dict[str, Any]]:
 
 
 def _events(run: StepProfile, pid: int) -> Iterator[dict[str, Any]]:
-    levels = run.levels()
-    for span, level in zip(run.spans, levels, strict=True):
-        yield _counter(pid, span.start_ns, level)
-        yield _slice(pid, span, level)
-    yield _counter(pid, run.time_ns, run.final_bytes)
+    for span, level in zip(run.spans, run.levels(), strict=True):
+        yield _counter("memory", pid, span.start_ns, level)
+        about = {"target": span.target, "module": span.module, "source": span.source, "bytes while it runs": level}
+        event = _complete(pid, 3 if span.again else 1 if span.forward else 2, span.name, [span])
+        yield event | {"args": {key: value for key, value in about.items() if value}}
+    yield _counter("memory", pid, run.time_ns, run.final_bytes)
     for name, group in itertools.groupby(run.spans, key=lambda span: block_of(span.module)):
-        spans = list(group)
         if name:
-            yield _complete(pid, 4, name, spans[0].start_ns, spans[-1].end_ns - spans[0].start_ns)
+            yield _complete(pid, 4, name, list(group))
 
 
-def _slice(pid: int, span: Span, level: int) -> dict[str, Any]:
-    track = 3 if span.again else 1 if span.forward else 2
-    about = {"target": span.target, "module": span.module, "source": span.source, "bytes while it runs": level}
-    event = _complete(pid, track, span.name, span.start_ns, span.time_ns)
-    return event | {"args": {key: value for key, value in about.items() if value}}
-
-
-def _complete(pid: int, track: int, name: str, start_ns: int, time_ns: int) -> dict[str, Any]:
+def _complete(pid: int, track: int, name: str, spans: Sequence[Span]) -> dict[str, Any]:
+    start_ns, time_ns = spans[0].start_ns, spans[-1].end_ns - spans[0].start_ns
     return {"ph": "X", "name": name, "pid": pid, "tid": track, "ts": start_ns / 1000, "dur": time_ns / 1000}
 
 
-def _counter(pid: int, at_ns: int, level: int) -> dict[str, Any]:
-    return {"ph": "C", "name": "memory", "pid": pid, "ts": at_ns / 1000, "args": {"bytes": level}}
+def _counter(name: str, pid: int, at_ns: int, level: int) -> dict[str, Any]:
+    return {"ph": "C", "name": name, "pid": pid, "ts": at_ns / 1000, "args": {"bytes": level}}

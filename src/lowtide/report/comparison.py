@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.errors import LowtideError
-from lowtide.ir import Costs, Graph
+from lowtide.ir import Costs, Graph, keep_all_schedule, simulate
 from lowtide.report.tables import table_lines
 from lowtide.solve import Problem, Progress, solve
 from lowtide.units import format_bytes, overhead_percent
@@ -29,6 +29,11 @@ class Instance:
     ops: int
     peak_bytes: int
     time_ns: int
+
+    @classmethod
+    def of(cls, name: str, graph: Graph, costs: Costs) -> Instance:
+        plain = simulate(graph, costs, keep_all_schedule(graph))
+        return cls(name, len(graph.ops), plain.peak_bytes, plain.time_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +82,24 @@ class Task:
 def run_cell(graph: Graph, costs: Costs, task: Task, on_progress: Progress | None = None) -> Cell:
     """Ask a planner; its schedule is checked and simulated. Whatever the planner raises becomes a ``failed`` cell."""
     began = time.perf_counter()
-    problem = Problem(graph, costs, task.budget_bytes, task.seed, on_progress)
     try:
-        solution = solve(problem, task.planner)
-    except LowtideError as error:
-        return task.cell(FAILED, message=str(error), seconds=time.perf_counter() - began)
+        solution = solve(Problem(graph, costs, task.budget_bytes, task.seed, on_progress), task.planner)
     except Exception as error:  # noqa: BLE001  a defect of one planner must not cost the others their row
-        _LOG.warning("%s failed", task, exc_info=True)
-        message = f"{type(error).__name__}: {error}"
+        message = str(error)
+        if not isinstance(error, LowtideError):
+            _LOG.warning("%s failed", task, exc_info=True)
+            message = f"{type(error).__name__}: {error}"
         return task.cell(FAILED, message=message, seconds=time.perf_counter() - began)
-    figures: dict[str, Any] = {}
-    if solution.schedule is not None:
-        overhead = overhead_percent(solution.time_ns, costs.total_time_ns)
-        figures = {"peak_bytes": solution.peak_bytes, "time_ns": solution.time_ns, "overhead_percent": overhead}
-    if solution.lower_bound_ns is not None:
-        figures["lower_bound_percent"] = overhead_percent(solution.lower_bound_ns, costs.total_time_ns)
-    seconds = round(time.perf_counter() - began, 3)
-    return task.cell(solution.status.value, **figures, minimum_bytes=solution.minimum_bytes, seconds=seconds)
+    found, bound, least = solution.schedule is not None, solution.lower_bound_ns, costs.total_time_ns
+    return task.cell(
+        solution.status.value,
+        peak_bytes=solution.peak_bytes if found else None,
+        time_ns=solution.time_ns if found else None,
+        overhead_percent=overhead_percent(solution.time_ns, least) if found else None,
+        lower_bound_percent=None if bound is None else overhead_percent(bound, least),
+        minimum_bytes=solution.minimum_bytes,
+        seconds=round(time.perf_counter() - began, 3),
+    )
 
 
 def comparison_to_json(instances: Iterable[Instance], cells: Iterable[Cell]) -> dict[str, Any]:

@@ -22,19 +22,27 @@ def comparison_figure(instance: Instance, cells: Sequence[Cell]) -> Any:
     axes = figure.add_subplot()
     for index, planner in enumerate(dict.fromkeys(cell.planner for cell in own)):
         points = _points(instance, [c for c in own if c.planner == planner], "overhead_percent")
-        _draw(axes, points, planner, index)
-    bounds: dict[float, float] = {}
-    for share, bound in _points(instance, own, "lower_bound_percent"):
-        bounds[share] = max(bound, bounds.get(share, 0.0))
+        auto = planner.startswith("auto")
+        axes.plot(
+            *zip(*points, strict=True) if points else ([], []),
+            color=f"C{index % _COLOURS}",
+            marker=_MARKERS[index % len(_MARKERS)],
+            linewidth=2 if auto else 1,
+            markersize=7 if auto else 5,
+            alpha=1.0 if auto else 0.8,
+            zorder=3 if auto else 2,
+            label=planner if points else f"{planner} (none met)",
+        )
+    bounds = dict(_points(instance, own, "lower_bound_percent"))  # the last of each budget is its largest
     if bounds:
-        shares = sorted(bounds)
-        axes.plot(shares, [bounds[s] for s in shares], color="black", linestyle="--", linewidth=1, label="lower bound")
+        axes.plot([*bounds], [*bounds.values()], color="black", linestyle="--", linewidth=1, label="lower bound")
     axes.set_yscale("symlog", linthresh=1)
-    axes.yaxis.set_major_formatter(require("matplotlib.ticker").FormatStrFormatter("%g"))
+    percent = require("matplotlib.ticker").FormatStrFormatter("%g")
+    axes.yaxis.set_major_formatter(percent)
     axes.set(title=f"{instance.name} ({instance.ops} ops)", ylim=(0, None))
     axes.set(xlabel="budget (% of the peak without recomputation)", ylabel="overhead (%)")
-    axes.set_xticks(sorted({round(100 * cell.budget_bytes / max(instance.peak_bytes, 1), 1) for cell in own}))
-    axes.xaxis.set_major_formatter(require("matplotlib.ticker").FormatStrFormatter("%g"))
+    axes.set_xticks(sorted({round(_share(instance, cell), 1) for cell in own}))
+    axes.xaxis.set_major_formatter(percent)
     axes.invert_xaxis()
     axes.grid(visible=True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -44,20 +52,9 @@ def comparison_figure(instance: Instance, cells: Sequence[Cell]) -> Any:
 
 def _points(instance: Instance, cells: Sequence[Cell], figure: str) -> list[tuple[float, float]]:
     """(budget in percent of the peak, percent) of the cells that have the figure, by budget."""
-    pairs = [(100 * cell.budget_bytes / max(instance.peak_bytes, 1), getattr(cell, figure)) for cell in cells]
+    pairs = [(_share(instance, cell), getattr(cell, figure)) for cell in cells]
     return sorted((share, percent) for share, percent in pairs if percent is not None)
 
 
-def _draw(axes: Any, points: Sequence[tuple[float, float]], planner: str, index: int) -> None:
-    auto = planner.startswith("auto")
-    axes.plot(
-        [share for share, _ in points],
-        [percent for _, percent in points],
-        color=f"C{index % _COLOURS}",
-        marker=_MARKERS[index % len(_MARKERS)],
-        linewidth=2 if auto else 1,
-        markersize=7 if auto else 5,
-        alpha=1.0 if auto else 0.8,
-        zorder=3 if auto else 2,
-        label=planner if points else f"{planner} (none met)",
-    )
+def _share(instance: Instance, cell: Cell) -> float:
+    return 100 * cell.budget_bytes / max(instance.peak_bytes, 1)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from lowtide.errors import PlanError
 from lowtide.ir import Costs, Graph, Schedule, keep_all_schedule, needed_ops, simulate
@@ -62,22 +64,21 @@ class Curve:
 
     def to_json(self) -> dict[str, Any]:
         """A ``lowtide-curve/1`` object: the fields of the curve and, per point, its overheads in percent as well."""
-        points = [dataclasses.asdict(point) | self._percentages(point) for point in self.points]
+        points = []
+        for point in self.points:
+            bound = None if point.lower_bound_ns is None else 100 * self.overhead(point.lower_bound_ns)
+            percentages = {"overhead_percent": 100 * self.overhead(point.time_ns), "lower_bound_percent": bound}
+            points.append(dataclasses.asdict(point) | percentages)
         return {"format": CURVE_FORMAT} | dataclasses.asdict(self) | {"points": points}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Curve:
         """Inverse of ``to_json``. Raises ``PlanError`` for anything else."""
         expect_format(data, CURVE_FORMAT)
-        fields = [field.name for field in dataclasses.fields(CurvePoint)]
         try:
-            points = tuple(CurvePoint(**{name: row[name] for name in fields}) for row in data["points"])
-            whole, base, bound = (
-                int(data[key]) for key in ("unconstrained_peak_bytes", "base_ns", "lower_bound_bytes")
-            )
-            return cls(whole, base, bound, str(data["planner"]), points)
-        except (KeyError, OverflowError, TypeError, ValueError) as error:
-            raise PlanError(f"the curve is malformed: {type(error).__name__} {error}.") from error
+            return msgspec.convert(data, cls)
+        except ValueError as error:
+            raise PlanError(f"the curve is malformed: {error}.") from error
 
     def save(self, path: str | Path) -> None:
         """Write the curve as ``lowtide-curve/1``."""
@@ -101,13 +102,6 @@ class Curve:
         share = format_percent(point.budget_bytes / max(self.unconstrained_peak_bytes, 1))
         return format_bytes(point.budget_bytes), share, format_percent(self.overhead(point.time_ns)), bound
 
-    def _percentages(self, point: CurvePoint) -> dict[str, float | None]:
-        bound = point.lower_bound_ns
-        return {
-            "overhead_percent": 100 * self.overhead(point.time_ns),
-            "lower_bound_percent": None if bound is None else 100 * self.overhead(bound),
-        }
-
 
 def make_curve(
     graph: Graph,
@@ -127,14 +121,17 @@ def make_curve(
         raise PlanError(f"a curve has from 2 to {_MOST_POINTS} points, not {points}: each is a plan of its own.")
     whole = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
     base = costs.total_time_ns
-    found = [CurvePoint(whole, whole, base, _needed_ns(graph, costs)), *known]
+    every_schedule_ns = sum(int(costs.time_ns[op]) for op in needed_ops(graph))
+    found = [CurvePoint(whole, whole, base, every_schedule_ns), *known]
     if on_progress is not None:
         on_progress("finding the least budget", 0.0)
     result = simulate(graph, costs, lowest_schedule(graph, costs, planner, seed))
     lowest = CurvePoint(result.peak_bytes, result.peak_bytes, result.time_ns)
     if lowest.budget_bytes < whole:
         found.append(lowest)
-    budgets = _budgets(whole, lowest.budget_bytes, points)
+    # The steps shrink on the way down, as overhead rises most at the end.
+    shares = [(1 - step / (points - 1)) ** 1.5 for step in range(1, points)]
+    budgets = [lowest.budget_bytes + int((whole - lowest.budget_bytes) * share) for share in shares]
     for done, budget in enumerate(dict.fromkeys(budgets)):
         if on_progress is not None:
             on_progress("planning at several budgets", done / len(budgets))
@@ -142,17 +139,6 @@ def make_curve(
         if solution.schedule is not None:
             found.append(CurvePoint(budget, solution.peak_bytes, solution.time_ns, solution.lower_bound_ns))
     return Curve(whole, base, peak_lower_bound(graph, costs), planner, _monotone(found))
-
-
-def _budgets(whole: int, least: int, points: int) -> list[int]:
-    """From below ``whole`` down to ``least``; the steps shrink, as overhead rises most at the end."""
-    shares = [(1 - step / (points - 1)) ** 1.5 for step in range(1, points)]
-    return [least + int((whole - least) * share) for share in shares]
-
-
-def _needed_ns(graph: Graph, costs: Costs) -> int:
-    """Of the ops that every schedule runs."""
-    return sum(int(costs.time_ns[op]) for op in needed_ops(graph))
 
 
 def lowest_schedule(
@@ -163,21 +149,12 @@ def lowest_schedule(
     return solution.schedule or solution.lowest_schedule or minimum_peak(graph, costs, seed)[1]
 
 
-def _monotone(found: Iterable[CurvePoint]) -> tuple[CurvePoint, ...]:
+def _monotone(found: Sequence[CurvePoint]) -> tuple[CurvePoint, ...]:
     """A point per budget, the largest first, each as quick as any of a smaller budget and bounded as any of a larger one."""
-    best: dict[int, CurvePoint] = {}
-    quickest: CurvePoint | None = None
-    for point in sorted(found, key=lambda point: (point.budget_bytes, -point.time_ns)):
-        if quickest is None or (point.time_ns, point.peak_bytes) <= (quickest.time_ns, quickest.peak_bytes):
-            quickest = point
-        bounds = [p.lower_bound_ns for p in (point, best.get(point.budget_bytes)) if p and p.lower_bound_ns is not None]
-        best[point.budget_bytes] = dataclasses.replace(
-            quickest, budget_bytes=point.budget_bytes, lower_bound_ns=max(bounds, default=None)
-        )
-    bound: int | None = None
     points = []
-    for _, point in sorted(best.items(), reverse=True):
-        known = [ns for ns in (bound, point.lower_bound_ns) if ns is not None]
-        bound = max(known, default=None)
-        points.append(dataclasses.replace(point, lower_bound_ns=bound))
+    for budget in sorted({point.budget_bytes for point in found}, reverse=True):
+        within = [point for point in found if point.budget_bytes <= budget]
+        bounds = [p.lower_bound_ns for p in found if p.budget_bytes >= budget and p.lower_bound_ns is not None]
+        quickest = min(within, key=lambda point: (point.time_ns, point.peak_bytes))
+        points.append(CurvePoint(budget, quickest.peak_bytes, quickest.time_ns, max(bounds, default=None)))
     return tuple(points)

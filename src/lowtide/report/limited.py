@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import multiprocessing.connection
-import resource
+import os
 import time
 from pathlib import Path
 
@@ -27,15 +27,6 @@ def run_limited(path: str | Path, task: Task, limit_seconds: float) -> Cell:
     process.start()
     sender.close()
     try:
-        return _wait(receiver, task, limit_seconds)
-    finally:
-        receiver.close()
-        process.kill()
-        process.join()
-
-
-def _wait(receiver: multiprocessing.connection.Connection, task: Task, limit_seconds: float) -> Cell:
-    try:
         if not receiver.poll(_START_SECONDS):
             return task.cell(FAILED, message="its process did not start")
         receiver.recv()  # begun
@@ -45,6 +36,10 @@ def _wait(receiver: multiprocessing.connection.Connection, task: Task, limit_sec
         return cell
     except EOFError:
         return task.cell(FAILED, message="its process ended without an answer")
+    finally:
+        receiver.close()
+        process.kill()
+        process.join()
 
 
 def _answer(path: str, task: Task, sender: multiprocessing.connection.Connection) -> None:
@@ -58,5 +53,4 @@ def _answer(path: str, task: Task, sender: multiprocessing.connection.Connection
 
 def _cpu_seconds() -> float:
     """Of this process and of those children that have ended."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+    return sum(os.times()[:4])

@@ -1,25 +1,28 @@
-"""What a plan saves and recomputes, module by module."""
+"""What a run saves and recomputes, module by module, or by operator where modules are not known."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lowtide.ir import Compute, Costs, Graph, Schedule, live_at_boundary
+from lowtide.ir import Kind
+from lowtide.report.profile import Span, StepProfile
 from lowtide.units import format_bytes, format_time
 
 _INDEX = re.compile(r"(.*?\.)?(\d+)(?=\.|$)")
+_LAST = re.compile(r"(^|\.)\d+$")
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """One block of the model.
+    """One block of the model, or one kind of operator.
 
-    ``saved_bytes``: its storages that are live at the forward/backward boundary. ``recomputed_ops`` counts the second
-    and further computes of its ops, views left out; ``recomputed_ns`` is their time, ``time_ns`` that of its ops once.
+    ``saved_bytes``: its tensors that are live at the forward/backward boundary. ``recomputed_ops`` counts the second and
+    further runs of its operators; ``recomputed_ns`` is their time, ``time_ns`` that of its operators once.
     """
 
     name: str
@@ -34,25 +37,27 @@ class ModuleRow:
         return self.name or "(model)", format_bytes(self.saved_bytes), *again, format_time(self.time_ns)
 
 
-def module_rows(graph: Graph, costs: Costs, schedule: Schedule) -> list[ModuleRow]:
-    """A row per block (a module path up to its first index), in the order in which the program meets them."""
-    block = [block_of(op.module) for op in graph.ops]
-    computes = Counter(step.op for step in schedule.steps if isinstance(step, Compute))
-    allocating = {storage.base for storage in graph.storages}
-    saved: Counter[str] = Counter()
-    ops: Counter[str] = Counter()
-    again: Counter[str] = Counter()
-    once: Counter[str] = Counter()
-    for storage in live_at_boundary(graph, schedule):
-        base = graph.storages[storage].base
-        if base is not None:
-            saved[block[base]] += int(costs.storage_bytes[storage])
-    for op in graph.ops:
-        repeats = max(computes[op.id] - 1, 0)
-        ops[block[op.id]] += repeats if op.id in allocating else 0
-        again[block[op.id]] += repeats * int(costs.time_ns[op.id])
-        once[block[op.id]] += int(costs.time_ns[op.id])
-    return [ModuleRow(name, saved[name], ops[name], again[name], once[name]) for name in dict.fromkeys(block)]
+def rows_of(run: StepProfile, program: Iterable[tuple[str, int]], unit: str) -> list[ModuleRow]:
+    """A row per ``unit``, in the order of the ``program``: the module or the name of each operator, and its time.
+
+    By ``module``: per block, and recomputed views are not counted. By ``operator``: per name.
+    """
+
+    def owner(span: Span) -> str:
+        return block_of(span.module) if unit == "module" else span.target
+
+    allocating = {block.first for block in run.blocks if block.kind in (Kind.TENSOR, Kind.SECOND_COPY)}
+    saved, ops, again_ns, once_ns = (Counter[str]() for _ in range(4))
+    for block in run.blocks:
+        if block.span is not None and block.kind is Kind.TENSOR and block.first < run.boundary <= block.last:
+            saved[owner(block.span)] += block.bytes
+    for index, span in enumerate(run.spans):
+        if span.again:
+            ops[owner(span)] += unit == "operator" or index in allocating
+            again_ns[owner(span)] += span.time_ns
+    for name, time_ns in program:
+        once_ns[block_of(name) if unit == "module" else name] += time_ns
+    return [ModuleRow(name, saved[name], ops[name], again_ns[name], ns) for name, ns in once_ns.items()]
 
 
 def block_of(module: str) -> str:
@@ -62,27 +67,19 @@ def block_of(module: str) -> str:
 
 
 def merge_repeats(rows: Iterable[ModuleRow]) -> list[ModuleRow]:
-    """Neighbouring blocks that differ in their index only, and are treated alike, as one row with the sum of times."""
+    """Neighbouring blocks that differ in their index only, and are treated alike, as one row with the mean of times."""
     merged = []
     for _, group in itertools.groupby(
-        rows, key=lambda row: (_without_index(row.name), row.saved_bytes, row.recomputed_ops)
+        rows, lambda row: (_LAST.sub(r"\1", row.name), row.saved_bytes, row.recomputed_ops)
     ):
         same = list(group)
-        merged.append(same[0] if len(same) == 1 else _merge(same))
+        row = same[0]
+        if len(same) > 1:
+            row = dataclasses.replace(
+                row,
+                name=f"{row.name}-{same[-1].name.rpartition('.')[2]} (each)",
+                recomputed_ns=sum(each.recomputed_ns for each in same) // len(same),
+                time_ns=sum(each.time_ns for each in same) // len(same),
+            )
+        merged.append(row)
     return merged
-
-
-def _without_index(name: str) -> str:
-    stem, dot, index = name.rpartition(".")
-    return stem + dot if index.isdigit() else name
-
-
-def _merge(rows: list[ModuleRow]) -> ModuleRow:
-    first, last = rows[0].name, rows[-1].name
-    return ModuleRow(
-        f"{first}-{last.rpartition('.')[2]} (each)",
-        rows[0].saved_bytes,
-        rows[0].recomputed_ops,
-        sum(row.recomputed_ns for row in rows) // len(rows),
-        sum(row.time_ns for row in rows) // len(rows),
-    )

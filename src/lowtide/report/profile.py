@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 from lowtide.ir import Compute, Costs, Graph, Kind, Schedule, resident_bytes, simulate
@@ -93,33 +92,25 @@ class StepProfile:
 
 def profile_of_schedule(graph: Graph, costs: Costs, schedule: Schedule) -> StepProfile:
     """What the simulator says of a valid ``schedule``, its computes as spans."""
-    spans = _spans(graph, costs, schedule)
-    # How many computes come before each step: in a valid schedule, a generator state is saved just before its op runs.
-    before = [0, *itertools.accumulate(isinstance(step, Compute) for step in schedule.steps)]
-    blocks = []
-    for made in simulate(graph, costs, schedule).allocations:
-        first, last = before[made.first], before[made.last + 1] - 1 if made.last < len(schedule.steps) else len(spans)
-        span = None if made.kind is Kind.FIXED else spans[first]
-        blocks.append(MemoryBlock(made.kind, made.bytes, first, last, span, _detail(graph, made.kind, made.storage)))
-    return StepProfile(tuple(spans), tuple(blocks), before[schedule.boundary])
-
-
-def _spans(graph: Graph, costs: Costs, schedule: Schedule) -> list[Span]:
-    times = costs.time_ns.tolist()
     spans: list[Span] = []
+    before = [0]  # computes before each step: in a valid schedule, a generator state is saved just before its op runs
     computed: set[int] = set()
     clock_ns = 0
     for position, step in enumerate(schedule.steps):
         if isinstance(step, Compute):
-            op, forward, again = graph.ops[step.op], position < schedule.boundary, step.op in computed
-            spans.append(Span(op.name, op.target, clock_ns, times[step.op], forward, again, op.module, op.source))
+            op, time_ns, again = graph.ops[step.op], int(costs.time_ns[step.op]), step.op in computed
+            forward = position < schedule.boundary
+            spans.append(Span(op.name, op.target, clock_ns, time_ns, forward, again, op.module, op.source))
             computed.add(step.op)
-            clock_ns += times[step.op]
-    return spans
-
-
-def _detail(graph: Graph, kind: Kind, storage: int | None) -> str:
-    if kind is Kind.TENSOR and storage is not None:
-        value = graph.values[graph.storages[storage].values[0]]
-        return f"{value.dtype} {'x'.join(map(str, value.shape))}".strip()
-    return "resident throughout" if kind is Kind.FIXED else ""
+            clock_ns += time_ns
+        before.append(len(spans))
+    blocks = []
+    for made in simulate(graph, costs, schedule).allocations:
+        first, last = before[made.first], before[made.last + 1] - 1 if made.last < len(schedule.steps) else len(spans)
+        span = None if made.kind is Kind.FIXED else spans[first]
+        detail = "resident throughout" if span is None else ""
+        if made.kind is Kind.TENSOR and made.storage is not None:
+            value = graph.values[graph.storages[made.storage].values[0]]
+            detail = f"{value.dtype} {'x'.join(map(str, value.shape))}".strip()
+        blocks.append(MemoryBlock(made.kind, made.bytes, first, last, span, detail))
+    return StepProfile(tuple(spans), tuple(blocks), before[schedule.boundary])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 from lowtide.ir import Kind
 from lowtide.report.profile import MemoryBlock, Span, StepProfile
@@ -13,19 +12,16 @@ from lowtide.trace.storages import TracedOperator, TracedStorage
 ENDLESS_BYTES = 1 << 62
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """``profile`` is what happened up to where the replay ended, ``result`` says how it ended."""
+def replay(
+    trace: Trace, budget_bytes: int, heuristic: str = "dtr-eq", policy: str = "eager"
+) -> tuple[StepProfile, ReplayResult]:
+    """What happened up to where the replay ended, evicting by ``heuristic``, and how it ended.
 
-    profile: StepProfile
-    result: ReplayResult
-
-
-def replay(trace: Trace, budget_bytes: int, heuristic: str = "dtr-eq", policy: str = "eager") -> Replay:
-    """Replay ``trace``, evicting by ``heuristic``; levels are those of the simulator while each operator runs."""
+    Levels are those of the simulator while each operator runs.
+    """
     recorder = _Recorder(trace.forward_calls)
     result = simulate(trace, budget_bytes, heuristic, policy=policy, most_slowdown=None, watcher=recorder)
-    return Replay(recorder.profile(), result)
+    return recorder.profile(), result
 
 
 class _Recorder(ReplayWatcher):
@@ -41,37 +37,36 @@ class _Recorder(ReplayWatcher):
         made = {tensor.storage for tensor in operator.creates if tensor is tensor.storage.tensors[0]}
         if any(storage.outside for storage in made):
             return  # what makes a constant is no operator of the program
+        index = len(self.spans)
         if self.calls == self.forward_calls and not again and self.boundary is None:
-            self.boundary = len(self.spans)
+            self.boundary = index
         self.calls += not again
         forward = self.boundary is None
         self.spans.append(Span(operator.name, operator.name, self.clock_ns, operator.time_ns, forward, again))
         self.clock_ns += operator.time_ns
-        workspace = operator.needed_bytes - sum(storage.bytes for storage in made)
-        index = len(self.spans) - 1
         twice = sum(storage.bytes for storage in made if storage.resident)
+        workspace = operator.needed_bytes - sum(storage.bytes for storage in made)
         for kind, size in ((Kind.SECOND_COPY, twice), (Kind.WORKSPACE, workspace)):
             if size:
                 self.blocks.append(MemoryBlock(kind, size, index, index, self.spans[-1]))
 
     def came(self, storage: TracedStorage) -> None:
         self.there[storage] = len(self.blocks)
+        ran = len(self.spans)
         if storage.outside:
-            first = len(self.spans)
-            block = MemoryBlock(Kind.FIXED, storage.bytes, first, -1, None, "made outside of the program")
+            block = MemoryBlock(Kind.FIXED, storage.bytes, ran, -1, None, "made outside of the program")
         else:
-            block = MemoryBlock(Kind.TENSOR, storage.bytes, len(self.spans) - 1, -1, self.spans[-1])
+            block = MemoryBlock(Kind.TENSOR, storage.bytes, ran - 1, -1, self.spans[-1])
         self.blocks.append(block)
 
-    def went(self, storage: TracedStorage) -> None:
-        self._end(self.there.pop(storage), len(self.spans) - 1)
-
-    def _end(self, position: int, last: int) -> None:
+    def went(self, storage: TracedStorage, last: int | None = None) -> None:
+        position = self.there.pop(storage)
+        last = len(self.spans) - 1 if last is None else last
         self.blocks[position] = dataclasses.replace(self.blocks[position], last=last)
 
     def profile(self) -> StepProfile:
         end = len(self.spans)
-        for position in self.there.values():
-            self._end(position, end)
+        for storage in [*self.there]:
+            self.went(storage, end)
         lasting = tuple(block for block in self.blocks if block.first <= block.last)
         return StepProfile(tuple(self.spans), lasting, end if self.boundary is None else self.boundary)

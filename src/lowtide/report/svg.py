@@ -1,7 +1,8 @@
-"""Drawing with SVG text: scales, axes, lines. No dependency."""
+"""Charts drawn as SVG text: scales, axes, lines. No dependency."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,90 +10,108 @@ from html import escape
 
 from lowtide.units import largest_unit
 
+_HEADROOM = 1.08
+
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """Where a chart's data go: a plot area inside a picture, with the largest values on both axes."""
+class Size:
+    """Of a picture; ``across`` and ``up`` are how many labels fit on its axes."""
 
     width: int
     height: int
-    largest_x: float
-    largest_y: float
-    left: int = 64
-    right: int = 16
-    top: int = 28
-    bottom: int = 44
-    reversed_x: bool = False
+    across: int
+    up: int
+    class_: str
+
+
+class Chart:
+    """A picture with a plot area for values up to ``largest_x`` and ``largest_y``; what is drawn adds to ``parts``."""
+
+    left, top = 64, 28
+
+    def __init__(
+        self,
+        size: Size,
+        largest_x: float,
+        largest_y: float,
+        *,
+        right: int = 16,
+        bottom: int = 44,
+        reversed_x: bool = False,
+    ) -> None:
+        self.size, self.largest_x, self.largest_y, self.reversed_x = size, largest_x, largest_y * _HEADROOM, reversed_x
+        self.right, self.floor = size.width - right, size.height - bottom
+        self.parts: list[str] = []
 
     def x(self, value: float) -> float:
         share = value / self.largest_x if self.largest_x else 0.0
-        room = self.width - self.left - self.right
-        return round(self.left + room * (1 - share if self.reversed_x else share), 1)
+        return round(self.left + (self.right - self.left) * (1 - share if self.reversed_x else share), 1)
 
     def y(self, value: float) -> float:
-        share = value / self.largest_y if self.largest_y else 0.0
-        return round(self.height - self.bottom - (self.height - self.top - self.bottom) * share, 1)
+        return round(self.floor - (self.floor - self.top) * value / self.largest_y, 1)
 
-    @property
-    def floor(self) -> float:
-        return self.y(0)
+    def draw(self, name: str, content: str = "", **attributes: object) -> None:
+        """``draw("rect", x=1, class_="area")`` adds ``<rect x="1" class="area"/>``; underscores stand for dashes."""
+        self.parts.append(_tag(name, content, attributes))
+
+    def text(self, x: float, y: float, words: str, class_: str, anchor: str = "start") -> None:
+        self.draw("text", escape(words), x=round(x, 1), y=round(y, 1), class_=class_, text_anchor=anchor)
+
+    def level(self, value: float, class_: str) -> float:
+        """A line across the plot area; returns its height."""
+        y = self.y(value)
+        self.draw("line", x1=self.left, x2=self.right, y1=y, y2=y, class_=class_)
+        return y
+
+    def axes(self, across: Iterable[tuple[float, str]], up: Iterable[tuple[float, str]], below: str = "") -> None:
+        """Horizontal grid lines with labels on the left, labels below, and under them what these are."""
+        for value, label in up:
+            self.text(self.left - 8, self.level(value, "grid") + 4, label, "tick", "end")
+        for value, label in across:
+            self.text(self.x(value), self.floor + 20, label, "tick", "middle")
+        if below:
+            self.text(self.right, self.size.height - 6, below, "tick", "end")
+
+    def staircase(self, levels: Sequence[int], slices: int, class_: str, *, closed: bool = False) -> None:
+        """A line that keeps a level throughout each of ``slices``; ``closed``: down to the floor on both sides."""
+        path, end = "", 0
+        for level, group in itertools.groupby(levels):
+            end += len(list(group))
+            path += f"V{self.y(level)}H{self.x(self.largest_x * end / slices)}"
+        if path:
+            start = f"M{self.x(0)} "
+            path = f"{start}{self.floor}{path}V{self.floor}Z" if closed else start + path.removeprefix("V")
+        self.draw("path", d=path, class_=class_)
+
+    def picture(self, title: str, style: str = "") -> str:
+        """The whole SVG element, named ``title`` for those who do not see it."""
+        size = self.size
+        attributes: dict[str, object] = {
+            "xmlns": "http://www.w3.org/2000/svg",
+            "viewBox": f"0 0 {size.width} {size.height}",
+            "class": f"chart {size.class_}",
+            "role": "img",
+            "aria-label": title,
+            "data-left": self.left,
+            "data-right": size.width - self.right,
+        }
+        head = _tag("title", escape(title), {}) + (f"<style>{style}</style>" if style else "")
+        return _tag("svg", head + "".join(self.parts), attributes)
 
 
-def tag(name: str, content: str = "", **attributes: object) -> str:
-    """``tag("rect", x=1, class_="area") == '<rect x="1" class="area"/>'``; underscores stand for dashes."""
+def _tag(name: str, content: str, attributes: Mapping[str, object]) -> str:
     pairs = "".join(f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for key, value in attributes.items())
     return f"<{name}{pairs}>{content}</{name}>" if content else f"<{name}{pairs}/>"
 
 
-def text(at_x: float, at_y: float, words: str, class_: str = "", anchor: str = "start") -> str:
-    return tag("text", escape(words), x=round(at_x, 1), y=round(at_y, 1), class_=class_, text_anchor=anchor)
-
-
-def picture(frame: Frame, parts: Iterable[str], title: str, class_: str = "", style: str = "") -> str:
-    """The whole SVG element, named ``title`` for those who do not see it."""
-    body = tag("title", escape(title)) + (f"<style>{style}</style>" if style else "") + "".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {frame.width} {frame.height}" class="{class_}" role="img" '
-        f'aria-label="{escape(title)}" data-left="{frame.left}" data-right="{frame.right}">{body}</svg>'
-    )
-
-
-def staircase(frame: Frame, levels: Sequence[int], slices: int, *, closed: bool = False) -> str:
-    """The path of a line that keeps a level throughout each slice; ``closed``: down to the floor on both sides."""
-    if not levels:
-        return ""
-    path = [f"M{frame.x(0)} {frame.floor}V{frame.y(levels[0])}" if closed else f"M{frame.x(0)} {frame.y(levels[0])}"]
-    for index, level in enumerate(levels):
-        ends = index + 1 == len(levels) or levels[index + 1] != level
-        if ends:
-            path.append(f"H{frame.x(frame.largest_x * (index + 1) / slices)}")
-            path.append(f"V{frame.y(levels[index + 1])}" if index + 1 < len(levels) else "")
-    return "".join(path) + (f"V{frame.floor}Z" if closed else "")
-
-
 def ticks(largest: float, count: int, units: Mapping[str, int]) -> list[tuple[float, str]]:
-    """Round amounts up to ``largest`` with their labels, about ``count`` of them, in one of ``units``."""
+    """Round amounts up to ``largest`` with their labels, about ``count`` of them, in one of ``units``.
+
+    They are multiples of 1, 2 or 5 times a power of ten.
+    """
     unit, scale = largest_unit(largest, units)
-    return [(amount * scale, f"{amount:g} {unit}") for amount in round_ticks(largest / scale, count)]
-
-
-def round_ticks(largest: float, count: int) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten from 0 to ``largest``, at most ``count`` beside the 0."""
-    if largest <= 0:
-        return [0.0]
-    raw = largest / count
+    raw = largest / scale / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999999)
-    return [round(step * index, 10) for index in range(int(largest / step + 1e-9) + 1)]
-
-
-def axes(frame: Frame, across: Iterable[tuple[float, str]], up: Iterable[tuple[float, str]]) -> list[str]:
-    """Horizontal grid lines with labels on the left, labels below."""
-    parts = []
-    for value, label in up:
-        at = frame.y(value)
-        parts.append(tag("line", x1=frame.left, x2=frame.width - frame.right, y1=at, y2=at, class_="grid"))
-        parts.append(text(frame.left - 8, at + 4, label, "tick", "end"))
-    for value, label in across:
-        parts.append(text(frame.x(value), frame.floor + 20, label, "tick", "middle"))
-    return parts
+    amounts = [round(step * index, 10) for index in range(int(largest / scale / step + 1e-9) + 1)]
+    return [(amount * scale, f"{amount:g} {unit}") for amount in amounts]

@@ -1,83 +1,73 @@
-"""A plan as a readable table."""
+"""A report, and what it says of a plan, as readable text."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from lowtide.ir import Compute, Costs, Graph, Schedule, simulate
-from lowtide.report.modules import ModuleRow, merge_repeats, module_rows
+from lowtide.memory.measurement import Measurement
+from lowtide.report.modules import merge_repeats
+from lowtide.report.profile import StepProfile
+from lowtide.report.report import Planned, Report, report_of_plan
 from lowtide.report.tables import fact_lines, table_lines
-from lowtide.units import format_bytes, format_percent, format_time
+from lowtide.units import format_bytes, format_percent, format_source, format_time
 
 _MOST_ROWS = 40
+_MOST_BLOCKS = 12
 _HEADER = ("module", "saved", "recomputed ops", "recompute time", "time once")
-
-
-class Planned(Protocol):
-    """What is told of a plan, see ``lowtide.Plan``."""
-
-    @property
-    def graph(self) -> Graph: ...
-    @property
-    def costs(self) -> Costs: ...
-    @property
-    def schedule(self) -> Schedule: ...
-    @property
-    def planner(self) -> str: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def solve_seconds(self) -> float: ...
-    @property
-    def budget_bytes(self) -> int: ...
-    @property
-    def peak_bytes(self) -> int: ...
-    @property
-    def unconstrained_peak_bytes(self) -> int: ...
-    @property
-    def lower_bound_ns(self) -> int | None: ...
-    @property
-    def overhead(self) -> float: ...
 
 
 def render_plan(plan: Planned) -> str:
     """Budget, predicted peak, overhead, where the peak is, and what is saved and recomputed per module."""
-    rows = merge_repeats(module_rows(plan.graph, plan.costs, plan.schedule))
-    return "\n".join([*_summary(plan), "", *_table(rows)])
+    return _summary(report_of_plan(plan))
 
 
-def _summary(plan: Planned) -> list[str]:
-    total = max(plan.unconstrained_peak_bytes, 1)
-    bound = "none known"
-    if plan.lower_bound_ns is not None and plan.costs.total_time_ns:
-        bound = format_percent(plan.lower_bound_ns / plan.costs.total_time_ns - 1)
-    facts = {
-        "budget": f"{format_bytes(plan.budget_bytes)} ({format_percent(plan.budget_bytes / total)} of unconstrained)",
-        "predicted peak": f"{format_bytes(plan.peak_bytes)} ({format_percent(plan.peak_bytes / total)})",
-        "unconstrained peak": format_bytes(plan.unconstrained_peak_bytes),
-        "overhead": f"{format_percent(plan.overhead)} of {format_time(plan.costs.total_time_ns)}",
-        "overhead's lower bound": bound,
-        "peak at": peak_position(plan),
-        "planner": f"{plan.planner}, seed {plan.seed}, {plan.solve_seconds:.1f} s",
-        "costs": plan.costs.device or "as given",
-    }
-    title = f"plan of {plan.graph.name}" if plan.graph.name else "plan"
-    return [f"{title}: {len(plan.graph.ops)} ops", *fact_lines(facts)]
+def report_text(report: Report) -> str:
+    """The summary, what is there at the peak, the curve, and what was measured."""
+    parts = [_summary(report), _alive(report.run)]
+    parts += [str(report.curve)] if report.curve is not None else []
+    parts += [_measured(report.run, report.measured)] if report.measured is not None else []
+    return "\n\n".join(parts) + "\n"
 
 
-def peak_position(plan: Planned) -> str:
-    """The op that runs at the predicted peak, its module and the user's source line."""
-    step = plan.schedule.steps[simulate(plan.graph, plan.costs, plan.schedule).peak_step]
-    if not isinstance(step, Compute):
-        return "between two ops"
-    op = plan.graph.ops[step.op]
-    where = f" of {op.module}" if op.module else ""
-    return f"{op.name}{where}, {op.phase.value}" + (f", {op.source}" if op.source else "")
+def _summary(report: Report) -> str:
+    planned, whole = report.unit == "module", max(report.plain.peak_bytes, 1)
+    peak, share = format_bytes(report.run.peak_bytes), format_percent(report.run.peak_bytes / whole)
+    budget = f"{format_bytes(report.budget_bytes)} ({format_percent(report.budget_bytes / whole)} of unconstrained)"
+    facts = {"budget": budget}
+    facts |= {"predicted peak": f"{peak} ({share})"} if planned else {"peak": peak}
+    facts["unconstrained peak"] = format_bytes(report.plain.peak_bytes)
+    facts["overhead"] = f"{format_percent(report.overhead)} of {format_time(report.base_ns)}"
+    if planned:
+        least = report.least_overhead
+        facts["overhead's lower bound"] = "none known" if least is None else format_percent(least)
+    lines = [report.heading, *fact_lines(facts | report.details)]
+    return "\n".join([*lines, "", *_module_table(report)] if planned else lines)
 
 
-def _table(rows: list[ModuleRow]) -> list[str]:
+def _module_table(report: Report) -> list[str]:
+    rows = merge_repeats(report.rows)
     lines = table_lines([_HEADER, *(row.cells() for row in rows[:_MOST_ROWS])])
     if left := rows[_MOST_ROWS:]:
         saved, again = sum(row.saved_bytes for row in left), sum(row.recomputed_ns for row in left)
         lines.append(f"and {len(left)} more: {format_bytes(saved)} saved, {format_time(again)} recomputed")
     return lines
+
+
+def _alive(run: StepProfile) -> str:
+    """What is there at the peak, the largest first."""
+    alive = run.at_peak
+    lines = [f"at the peak: {len(alive)} blocks, {format_bytes(sum(block.bytes for block in alive))}"]
+    for block in alive[:_MOST_BLOCKS]:
+        span = block.span
+        where = " ".join(filter(None, (span.module, span.name, format_source(span.source)))) if span else block.detail
+        lines.append(f"  {format_bytes(block.bytes):>10}  {block.kind.value:<11}  {where}")
+    if left := alive[_MOST_BLOCKS:]:
+        lines.append(f"  {format_bytes(sum(block.bytes for block in left)):>10}  in {len(left)} more")
+    return "\n".join(lines)
+
+
+def _measured(run: StepProfile, measured: Measurement) -> str:
+    """Predicted beside measured."""
+    facts = {
+        "peak": f"{format_bytes(run.peak_bytes)} predicted, {format_bytes(measured.peak_bytes)} measured",
+        "time": f"{format_time(run.time_ns)} predicted, {format_time(measured.time_ns)} measured",
+    }
+    return "\n".join([f"measured on {measured.device}", *fact_lines(facts)])

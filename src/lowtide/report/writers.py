@@ -11,6 +11,7 @@ from lowtide.report.chrome import chrome_trace
 from lowtide.report.html import html_page
 from lowtide.report.report import Report
 from lowtide.report.snapshot import memory_snapshot
+from lowtide.report.text import report_text
 from lowtide.store import write_atomically
 
 # By extension; the first that fits counts.
@@ -19,7 +20,7 @@ WRITERS: dict[str, Callable[[Report], str | bytes]] = {
     ".trace.json": chrome_trace,
     ".pickle": memory_snapshot,
     ".svg": memory_picture,
-    ".txt": lambda report: report.text,
+    ".txt": report_text,
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
-from dataclasses import dataclass
 from types import TracebackType
 
 from torch import nn
@@ -60,39 +59,37 @@ def is_due() -> bool:
     return context.calls % context.every == 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Difference:
-    what: str
-    source: str = ""
-
-
 def require_same(now: Captured, planned: Captured, held: Collection[int], model: nn.Module) -> None:
     """Raises ``ExecutionError`` where a call is another one than was planned. ``held``: ids of tensors in attributes."""
-    drawing, drew = (one.contract.conditions.draws is not None for one in (now, planned))
-    if drawing == drew and now.same_as(planned, held):
+    if _draws(now) == _draws(planned) and now.same_as(planned, held):
         return
-    found = _difference(now, planned)
-    place = f" at {found.source}" if found.source else ""
     raise ExecutionError(
-        f"{type(model).__name__} is about to run a stale plan: {found.what}{place}. Its forward pass depends on something "
-        "that no guard sees (a clock, a native extension, a variable of an installed library). Pass that as an argument or "
-        "keep it in an attribute or a buffer; if there is nothing of the kind, this is an error of lowtide: please report it."
+        f"{type(model).__name__} is about to run a stale plan: {_difference(now, planned)}. Its forward pass depends on "
+        "something that no guard sees (a clock, a native extension, a variable of an installed library). Pass that as an "
+        "argument or keep it in an attribute or a buffer; if there is nothing of the kind, this is an error of lowtide: please "
+        "report it."
     )
 
 
-def _difference(now: Captured, planned: Captured) -> _Difference:
+def _draws(captured: Captured) -> bool:
+    return captured.contract.conditions.draws is not None
+
+
+def _difference(now: Captured, planned: Captured) -> str:
     ours, theirs = now.program.graph.ops, planned.program.graph.ops
     for op, other, call, old in zip(ours, theirs, now.program.calls, planned.program.calls, strict=False):
+        at = f" at {op.source}" if op.source else ""
         if op.target != other.target:
-            return _Difference(f"operator {op.id} is {op.target} instead of {other.target}", op.source)
+            return f"operator {op.id} is {op.target} instead of {other.target}{at}"
         if repr((call.args, call.kwargs)) != repr((old.args, old.kwargs)):
-            return _Difference(f"operator {op.id}, {op.target}, has other arguments", op.source)
+            return f"operator {op.id}, {op.target}, has other arguments{at}"
     if len(ours) != len(theirs):
-        return _Difference(f"{len(ours)} operators instead of {len(theirs)}", ours[-1].source)
+        at = f" at {ours[-1].source}" if ours[-1].source else ""
+        return f"{len(ours)} operators instead of {len(theirs)}{at}"
     if repr(now.contract.settings) != repr(planned.contract.settings):
-        return _Difference("it leaves other values in attributes")
+        return "it leaves other values in attributes"
     if fingerprint(now.contract.result_structure) != fingerprint(planned.contract.result_structure):
-        return _Difference("its result has another structure")
-    if (now.contract.conditions.draws is None) != (planned.contract.conditions.draws is None):
-        return _Difference("it draws from the generators of Python or NumPy in another way")
-    return _Difference("a constant that it computes with, or a tensor that it leaves, is another one")
+        return "its result has another structure"
+    if _draws(now) != _draws(planned):
+        return "it draws from the generators of Python or NumPy in another way"
+    return "a constant that it computes with, or a tensor that it leaves, is another one"

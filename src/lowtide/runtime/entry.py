@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,22 +42,22 @@ class Sample:
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
     """A planned program, ready to run for the calls with signature ``key`` on which one of ``conditions`` holds, the last used
-    first. ``captured`` is the program before there were kernels in it, and ``sample`` what it was captured with. ``before``:
-    attributes of the model as the latest call found them."""
+    first. ``captured`` is the program before there were kernels in it, and ``sample`` what it was captured with. ``for_masks``:
+    the entries for the same calls whose gradients arrive otherwise, which share this and the conditions. ``before``: attributes
+    of the model as the latest call found them."""
 
     key: Signature
     captured: Captured
-    program: Program
     plan: Plan
     lowered: Lowered
     conditions: list[Conditions]
     sample: Sample
-    remake: Callable[[Entry, GradientMask], Entry]
+    for_masks: dict[GradientMask, Entry]
     before: list[attribute_effects.Before] = field(default_factory=list)
 
-    def for_mask(self, mask: GradientMask) -> Entry:
-        """The same program for a gradient of other results; it serves the following calls too."""
-        return self.remake(self, mask)
+    @property
+    def program(self) -> Program:
+        return self.lowered.program
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:

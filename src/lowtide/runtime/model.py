@@ -49,17 +49,18 @@ class Rematerialized:
     _lowtide_runtime = True
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
-        self._begin(model, settings)
-        self.had_instance_forward = "forward" in model.__dict__
-        self.original_forward = model.forward
-        functools.update_wrapper(self, self.original_forward, updated=())
+        self._begin(model, settings, model.forward, "forward" in model.__dict__)
 
-    def _begin(self, model: nn.Module, settings: Settings) -> None:
+    def _begin(
+        self, model: nn.Module, settings: Settings, original_forward: Callable[..., Any], had_instance_forward: bool
+    ) -> None:
         """Nothing is planned yet."""
         self._model = weakref.ref(model)
         self.settings = settings
+        self.original_forward = original_forward
+        self.had_instance_forward = had_instance_forward
+        functools.update_wrapper(self, original_forward, updated=())
         self.entries: dict[Signature, list[Entry]] = {}
-        self.spare: dict[Signature, list[Entry]] = {}  # for gradients that arrived otherwise, in case they alternate
         self._captures: Counter[Signature] = Counter()
         self._follow: set[AttributePath] = set()  # attributes whose tensors were seen to change
         self._warned = False
@@ -128,7 +129,7 @@ class Rematerialized:
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The forward outputs of the planned program."""
         self.latest = entry
-        return run(entry, inputs)
+        return run(entry.lowered, inputs, lambda mask: self.entry_for(mask, entry).lowered)
 
     def flat_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Arguments]:
         """Parameters, buffers and the call's tensors, and what they stand for."""
@@ -184,49 +185,42 @@ class Rematerialized:
     def _make(
         self, key: Signature, sample: Sample, old: Entry | None = None, mask: GradientMask | None = None
     ) -> Entry:
-        """An entry for a call like ``sample``: an old one, where the program is the same. ``old`` is an entry for the same call
-        whose gradients arrive otherwise."""
+        """An entry for a call like ``sample``: a known one, where the program is the same. ``old``: one for the same call whose
+        gradients arrive otherwise."""
+        known = self.entries.get(key, [])
         with stage_seconds() as taken:
-            captured = self._captured(key, sample, old, mask)
-            same = self._same(key, captured) if old is None else None
-            if same is not None:
-                same.conditions.insert(0, captured.contract.conditions)
-                del same.conditions[_MOST_CONDITIONS:]
-                return same
+            if old is None:
+                captured = self._captured(sample, known[0].captured.program.mask if known else None)
+                held = {id(tensor) for tensor in held_tensors(self.model)}
+                same = next((entry for entry in known if captured.same_as(entry.captured, held)), None)
+                if same is not None:
+                    same.conditions.insert(0, captured.contract.conditions)
+                    del same.conditions[_MOST_CONDITIONS:]
+                    return same
+            else:
+                captured = captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, old.captured)
             program, plan = self.planned(captured, sample)
             with stage("lowering"):
                 lowered = lower(program, plan.schedule)
-        conditions = [captured.contract.conditions] if old is None else old.conditions
+        conditions, for_masks = ([captured.contract.conditions], {}) if old is None else (old.conditions, old.for_masks)
         kept = sample.without_data(program.metas[0].device.type)
-        entry = Entry(key, captured, program, plan, lowered, conditions, kept, self.remake)
-        known = self.entries.setdefault(key, [])
-        known.append(entry)
-        del known[:-_MOST_PROGRAMS]
+        entry = Entry(key, captured, plan, lowered, conditions, kept, for_masks)
+        self.entries[key] = [*known, entry][-_MOST_PROGRAMS:]
         _LOG.info(
             "planned %s: peak %d bytes of %d (%s)",
             type(self.model).__name__, plan.peak_bytes, plan.budget_bytes, itemised(taken),
         )  # fmt: skip
         return entry
 
-    def _captured(self, key: Signature, sample: Sample, old: Entry | None, mask: GradientMask | None) -> Captured:
-        if old is None:
-            expected = next((entry.captured.program.mask for entry in self.entries.get(key, ())), None)
-            capture = functools.partial(
-                captured_program, self.model, sample.args, sample.kwargs, self.settings, expected
-            )
-            try:
-                return capture(follow=frozenset(self._follow))
-            except CaptureError:  # as constants their values are known
-                if not self._follow:
-                    raise
-                self._follow.clear()
-                return capture()
-        return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, old.captured)
-
-    def _same(self, key: Signature, captured: Captured) -> Entry | None:
-        """The entry for this very program, if there is one."""
-        held = {id(tensor) for tensor in held_tensors(self.model)}
-        return next((e for e in self.entries.get(key, ()) if captured.same_as(e.captured, held)), None)
+    def _captured(self, sample: Sample, mask: GradientMask | None) -> Captured:
+        capture = functools.partial(captured_program, self.model, sample.args, sample.kwargs, self.settings, mask)
+        try:
+            return capture(follow=frozenset(self._follow))
+        except CaptureError:  # as constants their values are known
+            if not self._follow:
+                raise
+            self._follow.clear()
+            return capture()
 
     def _notice_changes(self, key: Signature, inputs: list[torch.Tensor]) -> None:
         """Log why no program that is known for these shapes holds; once louder, where that is so again and again."""
@@ -234,8 +228,9 @@ class Rematerialized:
             return
         self._captures[key] += 1
         times = self._captures[key] + 1
-        why = self._changes(key, inputs)
-        self._follow |= self._latest(key).conditions[0].other_tensors(self.model)
+        conditions = self._latest(key).conditions[0]
+        why = conditions.broken(self.model, inputs)
+        self._follow |= conditions.other_tensors(self.model)
         _LOG.info("%s is captured again: %s", type(self.model).__name__, why)
         if times == _MANY_CAPTURES:
             _LOG.warning(
@@ -244,10 +239,6 @@ class Rematerialized:
                 "buffer, pass it as a tensor that is only computed with, or run the model under lowtide.online.",
                 type(self.model).__name__, times, why,
             )  # fmt: skip
-
-    def _changes(self, key: Signature, inputs: list[torch.Tensor]) -> str:
-        """In words, why the latest program for these shapes does not hold."""
-        return self._latest(key).conditions[0].broken(self.model, inputs)
 
     def _latest(self, key: Signature) -> Entry:
         """The program for these shapes that ran last, if one did."""
@@ -259,11 +250,11 @@ class Rematerialized:
         granted = max((e.plan.budget_bytes for entries in self.entries.values() for e in entries), default=0)
         return planned_program(captured, self.model, sample.args, sample.kwargs, self.settings, granted)
 
-    def remake(self, old: Entry, mask: GradientMask) -> Entry:
+    def entry_for(self, mask: GradientMask, old: Entry) -> Entry:
         """An entry for gradients that arrive otherwise; it takes the place of ``old``, which is kept in case they alternate."""
-        known, spare = self.entries[old.key], self.spare.setdefault(old.key, [])
-        made = (e for e in (*known, *spare) if e.conditions is old.conditions and e.program.mask == mask)
-        entry = next(made, None)
+        if old in self.entries[old.key]:
+            old.for_masks[old.program.mask] = old
+        entry = old.for_masks.get(mask)
         if entry is None:
             with (
                 attribute_effects.undone(self.model, old.before),
@@ -277,16 +268,15 @@ class Rematerialized:
                         f"{type(self.model).__name__} was changed between a forward pass and its backward pass, which needs a "
                         f"program of its own ({changed}). Change it after the backward pass."
                     )
-                entry = self._make(old.key, old.sample, old, mask)
-        spare.extend(e for e in known if e is old)
-        spare[:] = [e for e in spare if e is not entry]
-        known[:] = [entry, *(e for e in known if e is not entry and e is not old)]
+                entry = old.for_masks[mask] = self._make(old.key, old.sample, old, mask)
+        others = (one for one in self.entries[old.key] if one is not entry and one is not old)
+        self.entries[old.key] = [entry, *others]
         return entry
 
     def _refuse(self, key: Signature, inputs: list[torch.Tensor]) -> None:
         what = f"a call with {describe(inputs, len(model_state(self.model).tensors))} "
         if self.entries.get(key):
-            what += f"has another program than the planned ones ({self._changes(key, inputs)})"
+            what += f"has another program than the planned ones ({self._latest(key).conditions[0].broken(self.model, inputs)})"
         else:
             what += "has another signature than the planned ones"
         if self.settings.on_new_signature == "error":
@@ -313,17 +303,12 @@ class Rematerialized:
         clone = object.__new__(type(self))
         memo[id(self)] = clone
         model = memo.get(id(self.model))  # under construction where the model itself is being copied
-        clone._reset(copy.deepcopy(self.model, memo) if model is None else model, self)
+        if model is None:
+            model = copy.deepcopy(self.model, memo)
+        function = getattr(self.original_forward, "__func__", None)
+        forward = self.original_forward if function is None else function.__get__(model)
+        clone._begin(model, self.settings, forward, self.had_instance_forward)
         return clone
-
-    def _reset(self, model: nn.Module, other: Rematerialized) -> None:
-        self._begin(model, other.settings)
-        self.had_instance_forward = other.had_instance_forward
-        forward = other.original_forward
-        self.original_forward = getattr(forward, "__func__", forward)
-        if hasattr(forward, "__func__"):
-            self.original_forward = forward.__func__.__get__(model)
-        functools.update_wrapper(self, self.original_forward, updated=())
 
     def __reduce__(self) -> Any:
         """Pickled with the model: settings travel, plans are made anew."""

@@ -12,7 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._C._autograd import CreationMeta, _set_creation_meta
@@ -20,64 +20,50 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd.function import once_differentiable
 
 from lowtide.errors import ExecutionError
-from lowtide.ir.graph import TANGENT_TARGET
-from lowtide.lower import Lowered
-from lowtide.lower import random as rng
-from lowtide.program import layouts
-from lowtide.program.program import Program
+from lowtide.lower import GradientGroup, Lowered, Step
+from lowtide.program import generators, layouts
 from lowtide.program.results import GradientMask, Result, with_views
 from lowtide.runtime.result_hooks import refuse_hooks
 
-
-class Executable(Protocol):
-    """A program and its lowered form."""
-
-    @property
-    def program(self) -> Program: ...
-    @property
-    def lowered(self) -> Lowered: ...
-    def for_mask(self, mask: GradientMask) -> Executable:
-        """The same program for gradients of other outputs, or in another layout."""
+ForMask = Callable[[GradientMask], Lowered]
 
 
 @dataclass(eq=False, repr=False)
 class ModelCall:
     """The state of one forward pass until its backward pass is done.
 
-    ``inputs``: the flat inputs. ``nodes[i]``: the flat inputs whose gradients the i-th node of the chain returns.
-    ``on_backward`` is called when a backward pass comes to it.
+    ``for_mask`` gives the same program for gradients of other outputs, or in another layout. ``inputs``: the flat inputs.
+    ``nodes[i]``: the flat inputs whose gradients the i-th node of the chain returns. ``on_backward`` is called when a backward
+    pass comes to it.
     """
 
-    executable: Executable
+    lowered: Lowered
+    for_mask: ForMask
     inputs: list[torch.Tensor]
     nodes: tuple[tuple[int, ...], ...]
+    device_type: str
     tangents: list[torch.Tensor] = field(default_factory=list)
-    outputs: list[torch.Tensor] = field(default_factory=list)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     versions: list[int | None] = field(default_factory=list)
     output_versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
-    rng_state: bytearray | None = None
-    generator: Any = None
+    rng_state: generators.SavedState | None = None
+    generator: Step | None = None
     received: bool = False
     on_backward: Callable[[], None] | None = None
-    device_type: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.device_type = self.inputs[0].device.type
 
     def forward(self) -> list[torch.Tensor]:
         """Run the forward program; returns the forward outputs."""
-        if any(op.random for op in self.executable.program.graph.ops):
-            self.rng_state = rng.save(self.inputs[0].device)
-        lowered = self.executable.lowered
+        lowered, kept = self.lowered, self.lowered.program.kept
+        if lowered.random:
+            self.rng_state = generators.saved(generators.default_generator(self.inputs[0].device))
         self.generator = lowered.step(list(self.inputs), self.tangents, True)
         with below_autograd():
             handed = next(self.generator)
         outputs = list(handed)
         handed.clear()  # the generator must not keep what autograd is about to mark: the cycle would never be freed
-        own = len(outputs) - len(self.executable.program.kept)
-        self.kept = dict(zip(self.executable.program.kept, outputs[own:], strict=True))
+        own = len(outputs) - len(kept)
+        self.kept = dict(zip(kept, outputs[own:], strict=True))
         self.versions = [_version(tensor) for tensor in self.inputs]
         self.output_versions = [(outputs[i].detach(), outputs[i]._version) for i in lowered.reads_outputs]
         return outputs[:own]
@@ -89,20 +75,25 @@ class ModelCall:
         """
         if self.on_backward is not None:
             self.on_backward()
-        program, lowered = self.executable.program, self.executable.lowered
-        again = self.generator is None or self.received or not _expected(program, gradients)
+        lowered = self.lowered
+        again = self.generator is None or self.received or not _expected(lowered, gradients)
         self._check_unmodified(lowered.reads if again else lowered.reads_after)
         self.gradients.clear()
         if again:
             self._run_again(gradients)
         else:
             self.received = True
-            self.tangents.extend(_prepared(program, gradients))
+            self.tangents.extend(_prepared(lowered, gradients))
 
     def stage(self, node: int) -> tuple[torch.Tensor | None, ...]:
         """Run the next segment; the gradients of ``nodes[node]``, ``None`` for inputs that have none."""
         if self.generator is not None:
-            self._advance(node)
+            groups = self.lowered.gradient_groups
+            if node < len(groups):
+                self._advance(self.lowered, self.generator, groups[node])
+            if node + 1 >= len(groups):
+                self.generator.close()
+                self.generator = None
         result = tuple(self.gradients.pop(position, None) for position in self.nodes[node])
         if node + 1 == len(self.nodes):
             self.gradients.clear()
@@ -111,16 +102,12 @@ class ModelCall:
                 self.kept.clear()
         return result
 
-    def _advance(self, node: int) -> None:
-        groups = self.executable.lowered.gradient_groups
-        if node < len(groups):
-            with below_autograd():
-                values = next(self.generator)
-            for index in reversed(groups[node].gradients):
-                self.gradients[self.executable.program.gradients[index][0]] = values.pop()
-        if node + 1 >= len(groups):
-            self.generator.close()
-            self.generator = None
+    def _advance(self, lowered: Lowered, generator: Step, group: GradientGroup) -> None:
+        """Run the backward program until the gradients of the group have left it."""
+        with below_autograd():
+            values = next(generator)
+        for index in reversed(group.gradients):
+            self.gradients[lowered.program.gradients[index][0]] = values.pop()
 
     def _run_again(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Other gradients than expected, or a second backward pass: run the forward pass again and all of the backward.
@@ -128,39 +115,29 @@ class ModelCall:
         The forward pass runs under its own generator state and writes nothing back, so its effects stay as they were.
         """
         self.generator = None
-        program = self.executable.program
+        program = self.lowered.program
         mask = tuple(_wanted(result, gradients) for result in program.results[: len(program.mask)])
-        executable = self.executable if mask == program.mask else self.executable.for_mask(mask)
-        if list(map(_place, executable.program.results)) != list(map(_place, program.results)):
+        lowered = self.lowered if mask == program.mask else self.for_mask(mask)
+        if list(map(_place, lowered.program.results)) != list(map(_place, program.results)):
             raise ExecutionError(
                 "the program for the gradients that arrived returns other tensors than the one that was run, so these cannot "
                 "be handed to it. Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
             )
         tangents: list[torch.Tensor] = []
-        device = self.inputs[0].device
-        current = rng.save(device)
-        if self.rng_state is not None:
-            rng.restore(self.rng_state, device)
-        try:
-            inputs = [self.kept.get(i, tensor) for i, tensor in enumerate(self.inputs)]
-            generator = executable.lowered.step(inputs, tangents, False)
-            with below_autograd():
-                next(generator)
-        finally:
-            rng.restore(current, device)
-        tangents.extend(_prepared(executable.program, gradients))
-        for group in executable.lowered.gradient_groups:
-            with below_autograd():
-                values = next(generator)
-            for index in reversed(group.gradients):
-                self.gradients[executable.program.gradients[index][0]] = values.pop()
+        inputs = [self.kept.get(i, tensor) for i, tensor in enumerate(self.inputs)]
+        generator = lowered.step(inputs, tangents, False)
+        with generators.replayed(self.rng_state), below_autograd():
+            next(generator)
+        tangents.extend(_prepared(lowered, gradients))
+        for group in lowered.gradient_groups:
+            self._advance(lowered, generator, group)
         generator.close()
 
     def _check_unmodified(self, read: Sequence[int]) -> None:
         changed = [i for i in read if _version(self.inputs[i]) != self.versions[i]]
         changed_output = any(tensor._version != version for tensor, version in self.output_versions)
         if changed or changed_output:
-            names = self.executable.program.state_names
+            names = self.lowered.program.state_names
             what = ", ".join(names[i][0] if i < len(names) else f"argument {i - len(names)}" for i in changed)
             raise ExecutionError(
                 f"{what or 'an output of the model'} was modified in place between the forward and the backward pass, "
@@ -172,12 +149,13 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _expected(program: Program, gradients: Sequence[torch.Tensor | None]) -> bool:
+def _expected(lowered: Lowered, gradients: Sequence[torch.Tensor | None]) -> bool:
     """Whether these gradients are the ones that the program was made for."""
+    program = lowered.program
     present = {i for i, gradient in enumerate(gradients) if gradient is not None}
     if present != set(program.tangents):
         return False
-    pairs = zip(_tangent_values(program), program.tangents, strict=True)
+    pairs = zip(lowered.tangents, program.tangents, strict=True)
     return all(_has_layout(gradients[output], program.metas[value].stride) for value, output in pairs)
 
 
@@ -199,15 +177,11 @@ def _place(result: Result) -> tuple[int | None, ...]:
     return result.returned, result.argument, result.base
 
 
-def _tangent_values(program: Program) -> list[int]:
-    return [op.outputs[0] for op in program.graph.ops if op.target == TANGENT_TARGET]
-
-
-def _prepared(program: Program, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+def _prepared(lowered: Lowered, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """The arriving gradients in the layout that the program was captured with."""
     prepared = []
-    for value, output in zip(_tangent_values(program), program.tangents, strict=True):
-        gradient, meta = gradients[output], program.metas[value]
+    for value, output in zip(lowered.tangents, lowered.program.tangents, strict=True):
+        gradient, meta = gradients[output], lowered.program.metas[value]
         assert gradient is not None
         gradient = gradient.detach()
         if not _has_layout(gradient, meta.stride):
@@ -246,7 +220,7 @@ class OutputNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(token)
         with without_autocast(call.device_type):
-            outputs = with_views(call.forward(), call.inputs, call.executable.program.results)
+            outputs = with_views(call.forward(), call.inputs, call.lowered.program.results)
         ctx.mark_non_differentiable(*(outputs[i] for i in fixed))
         return tuple(outputs)
 
@@ -301,11 +275,10 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]
     return contextlib.nullcontext()
 
 
-def run(executable: Executable, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def run(lowered: Lowered, inputs: list[torch.Tensor], for_mask: ForMask) -> list[torch.Tensor]:
     """Forward outputs of the program on the flat ``inputs``, linked to them in the autograd graph."""
-    program, lowered = executable.program, executable.lowered
-    nodes = _nodes(program, lowered, inputs)
-    call = ModelCall(executable, list(inputs), nodes)
+    program, nodes = lowered.program, _nodes(lowered, inputs)
+    call = ModelCall(lowered, for_mask, list(inputs), nodes, inputs[0].device.type)
     token = None
     for node in range(len(nodes) - 1, -1, -1):
         token = StageNode.apply(call, node, token, *(inputs[i] for i in nodes[node]))  # type: ignore[no-untyped-call]
@@ -314,18 +287,17 @@ def run(executable: Executable, inputs: list[torch.Tensor]) -> list[torch.Tensor
     fixed = tuple(i for i in range(returned) if i not in differentiable)
     outputs: list[torch.Tensor] = list(OutputNode.apply(call, fixed, token))  # type: ignore[no-untyped-call]
     for result in program.results:
-        if (
-            result.returned is not None and result.view is not None
-        ):  # views of a function's outputs may not be written into
+        if result.returned is not None and result.view is not None:
+            # Views of a function's outputs may not be written into.
             _set_creation_meta(outputs[result.returned], CreationMeta.DEFAULT)
     for index in lowered.inner:
         refuse_hooks(outputs[index])
     return outputs
 
 
-def _nodes(program: Program, lowered: Lowered, inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+def _nodes(lowered: Lowered, inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Flat inputs per node: those of each stage, and in the last one every other input that requires a gradient."""
-    groups = [[program.gradients[index][0] for index in group.gradients] for group in lowered.gradient_groups]
+    groups = [[lowered.program.gradients[index][0] for index in group.gradients] for group in lowered.gradient_groups]
     placed = {position for group in groups for position in group}
     rest = [i for i, tensor in enumerate(inputs) if tensor.requires_grad and i not in placed]
     if not groups:

@@ -23,21 +23,22 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from lowtide.solve.bounds import proven_infeasible, time_bound
 from lowtide.solve.keep_all import KeepAll
+from lowtide.solve.minimum import lowest_candidate, smallest_exactly, starting_points, working_set_bound
 from lowtide.solve.model.candidate import Candidate, quickest
-from lowtide.solve.options import require_range
+from lowtide.solve.model.splitmix import make_state
+from lowtide.solve.options import Options, between
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
-
-if TYPE_CHECKING:
-    from lowtide.solve.search.portfolio import Portfolio
+from lowtide.solve.search.exact import affordable, shortest
+from lowtide.solve.search.portfolio import AnnealRun, Portfolio, make_portfolio
+from lowtide.solve.search.recombine import children, survivors
 
 _EFFORT = {1: 0.04, 2: 0.25, 3: 1.0, 4: 3.0, 5: 10.0}  # factors of the iterations of a run
 _LOWER_EFFORT = {1: 0.2, 2: 0.5, 3: 1.0, 4: 1.0, 5: 1.0}  # of the iterations of a search for the lowest peak
-_BOUND_EFFORT = {1: 1, 2: 2, 3: 3, 4: 3, 5: 3}  # of the lower bound, in its own scale,
-_BOUND_LIMITS = ((1400, 3),)  # and its largest at up to so many nodes; 1 above
+_BOUND_EFFORT, _BOUND_NODES = 3, 1400  # the most for the lower bound, in its own scale; 1 above so many nodes
 # First temperatures of runs, in mean node times. Hot runs pay only where many iterations fall to a node.
 _HOT_NODES = 1200
 _HOT, _WARM = (2.0,) * 8, (1.0, 0.3)
@@ -50,22 +51,17 @@ _PATIENCE = 20  # generations without anything better
 
 
 @dataclass(frozen=True, slots=True)
-class Auto:
+class Auto(Options):
     """``effort``: 1 (quick) to 5 (patient). ``exact``: solve graphs of a few nodes exactly."""
 
-    effort: int = 3
+    effort: int = between(3, min(_EFFORT), max(_EFFORT))
     exact: bool = True
-
-    def __post_init__(self) -> None:
-        require_range("auto", "effort", self.effort, min(_EFFORT), max(_EFFORT), 3)
 
     def solve(self, problem: Problem) -> Solution:
         began = time.perf_counter()
         kept = KeepAll().solve(problem)
         if kept.status is Status.OPTIMAL:
             return dataclasses.replace(kept, planner="auto")
-        from lowtide.solve.search.portfolio import make_portfolio
-
         portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
         solution = _solve_exactly(problem, portfolio, began) if self.exact else None
         return solution or _search(problem, portfolio, self.effort, began)
@@ -73,9 +69,6 @@ class Auto:
 
 def _solve_exactly(problem: Problem, portfolio: Portfolio, began: float) -> Solution | None:
     """``None`` where the graph is too large, or the model's bytes are only a bound and nothing was found in it."""
-    from lowtide.solve.minimum import smallest_exactly
-    from lowtide.solve.search.exact import affordable, shortest
-
     model = portfolio.model
     optimum = shortest(model, problem.budget_bytes) if affordable(model) else None
     if optimum is None:
@@ -93,56 +86,35 @@ def _solve_exactly(problem: Problem, portfolio: Portfolio, began: float) -> Solu
 
 
 def _search(problem: Problem, portfolio: Portfolio, effort: int, began: float) -> Solution:
-    from lowtide.solve.minimum import lowest_candidate
-
-    budget = problem.budget_bytes
-    points = _starts(problem, portfolio)
+    budget, nodes = problem.budget_bytes, portfolio.model.nodes
+    problem.progress("starting points", 0.0)
+    points = [*starting_points(portfolio), *portfolio.greedy(budget), *portfolio.blocks(budget)]
+    if nodes > _HOT_NODES and portfolio.chains.has_blocks:
+        points += portfolio.tables_of_rockmate()  # what few moves per node cannot make up for
     fitting = [point for point in points if point.peak_bytes <= budget]
     if not fitting:
         problem.progress("lowering the peak", 0.05)
-        lowest = lowest_candidate(portfolio, budget, _LOWER_EFFORT[effort])
-        if lowest.peak_bytes > budget:
-            return _unsolved(problem, portfolio, answer("auto", problem, [portfolio.schedule(lowest)], began))
-        fitting = [lowest]
+        fitting = [lowest_candidate(portfolio, budget, _LOWER_EFFORT[effort])]
+        if fitting[0].peak_bytes > budget:
+            solution = answer("auto", problem, [portfolio.schedule(fitting[0])], began)
+            over = working_set_bound(problem.graph, problem.costs) > budget
+            proven = not solution.status.solved and (over or proven_infeasible(portfolio.floor, budget))
+            return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
     problem.progress("proving a bound", 0.05)
-    bound_ns = _bound(problem, portfolio, fitting, effort)
+    known_ns = portfolio.time_ns(quickest(fitting, 1)[0])
+    bound_effort = min(effort, _BOUND_EFFORT if nodes <= _BOUND_NODES else 1)
+    bound_ns = time_bound(portfolio.floor, budget, effort=bound_effort, known_ns=known_ns)
     found = _anneal(problem, portfolio, fitting, int(_EFFORT[effort] * portfolio.iterations), bound_ns)
     problem.progress("done", 1.0)
     solution = answer("auto", problem, [portfolio.schedule(point) for point in quickest(found, 6)], began)
-    proven = solution.time_ns <= bound_ns
-    status = Status.OPTIMAL if proven else solution.status
+    status = Status.OPTIMAL if solution.time_ns <= bound_ns else solution.status
     return dataclasses.replace(solution, status=status, lower_bound_ns=min(bound_ns, solution.time_ns))
-
-
-def _bound(problem: Problem, portfolio: Portfolio, known: list[Candidate], effort: int) -> int:
-    """Nanoseconds that no schedule within the budget undercuts."""
-    from lowtide.solve.bounds import time_bound
-
-    limit = next((limit for nodes, limit in _BOUND_LIMITS if portfolio.model.nodes <= nodes), 1)
-    known_ns = portfolio.time_ns(quickest(known, 1)[0])
-    return time_bound(
-        portfolio.floor, problem.budget_bytes, effort=min(_BOUND_EFFORT[effort], limit), known_ns=known_ns
-    )
-
-
-def _starts(problem: Problem, portfolio: Portfolio) -> list[Candidate]:
-    from lowtide.solve.minimum import starting_points
-
-    problem.progress("starting points", 0.0)
-    budget = problem.budget_bytes
-    points = [*starting_points(portfolio), *portfolio.greedy(budget), *portfolio.blocks(budget)]
-    if portfolio.model.nodes > _HOT_NODES and 0 < portfolio.model.boundary < portfolio.model.nodes:
-        points += portfolio.tables_of_rockmate()  # what few moves per node cannot make up for
-    return points
 
 
 def _anneal(
     problem: Problem, portfolio: Portfolio, points: list[Candidate], iterations: int, bound_ns: int
 ) -> list[Candidate]:
     """The best that runs and recombination make of ``points``, quickest first."""
-    from lowtide.solve.search.portfolio import AnnealRun
-    from lowtide.solve.search.recombine import survivors
-
     budget, part = problem.budget_bytes, iterations // _RUN_PART
     problem.progress("annealing", 0.1)
     met: list[Candidate] = []
@@ -160,10 +132,6 @@ def _recombine(
     problem: Problem, portfolio: Portfolio, population: list[Candidate], iterations: int, bound_ns: int
 ) -> list[Candidate]:
     """Generations of children, each annealed for a while, until nothing better came up for some generations."""
-    from lowtide.solve.model.splitmix import make_state
-    from lowtide.solve.search.portfolio import AnnealRun
-    from lowtide.solve.search.recombine import children, survivors
-
     generations = _GENERATIONS if portfolio.model.nodes <= _LARGE_NODES else _LARGE_GENERATIONS
     rng = make_state(problem.seed)
     last = 0  # generation in which the best was found
@@ -179,15 +147,3 @@ def _recombine(
         population = survivors([*population, *met], _POPULATION)
         last = generation if population[0].recompute_ns < best.recompute_ns else last
     return population
-
-
-def _unsolved(problem: Problem, portfolio: Portfolio, solution: Solution) -> Solution:
-    """Proven infeasible where what must be resident is above the budget."""
-    from lowtide.solve.bounds import proven_infeasible
-    from lowtide.solve.minimum import working_set_bound
-
-    if solution.status.solved:
-        return solution
-    proven = working_set_bound(problem.graph, problem.costs) > problem.budget_bytes
-    proven = proven or proven_infeasible(portfolio.floor, problem.budget_bytes)
-    return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution

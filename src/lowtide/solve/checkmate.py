@@ -34,41 +34,30 @@ import dataclasses
 import time
 from dataclasses import dataclass
 
-from lowtide.ir import Schedule, keep_all_schedule, simulate
+from lowtide.ir import Schedule, keep_all_schedule
 from lowtide.solve.bounds import time_bound
 from lowtide.solve.keep_all import KeepAll
 from lowtide.solve.milp.search import NEVER, Limits, Search, programs, run, writes_elsewhere
 from lowtide.solve.minimum import minimum_peak, working_set_bound
 from lowtide.solve.model.compact import bounding_model
-from lowtide.solve.options import require, require_one_of
+from lowtide.solve.options import Options, above_zero, one_of, option
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
 from lowtide.solve.registry import get_planner
 
-_FORMS = ("auto", "full", "reduced")
-_OBJECTIVES = ("time", "peak")
-
 
 @dataclass(frozen=True, slots=True)
-class Checkmate:
+class Checkmate(Options):
     """``time_limit`` in seconds for all programs together; ``gap``: relative, of the recompute time, at which a program
     is left; ``objective=peak``: the lowest peak instead of the least time (``OPTIMAL`` then means that no schedule
     peaks lower); ``warm_start``: begin with the schedule of ``auto{effort=1}``, or of ``auto`` where no program follows."""
 
-    time_limit: float = 60.0
-    gap: float = 0.0
-    form: str = "auto"
-    objective: str = "time"
-    threads: int = 1
+    time_limit: float = above_zero(60.0)
+    gap: float = option(0.0, lambda gap: 0 <= gap < 1, "goes from 0 to below 1")
+    form: str = one_of("auto", ("auto", "full", "reduced"))
+    objective: str = one_of("time", ("time", "peak"))
+    threads: int = option(1, lambda threads: threads >= 1, "must be at least 1")
     warm_start: bool = True
-
-    def __post_init__(self) -> None:
-        name, seconds = "checkmate", f"{self.time_limit} s"
-        require_one_of(name, "form", self.form, _FORMS, "full")
-        require_one_of(name, "objective", self.objective, _OBJECTIVES, "peak")
-        require(self.time_limit > 0, name, "time-limit", seconds, "must be above 0", 60)
-        require(0 <= self.gap < 1, name, "gap", self.gap, "goes from 0 to below 1", 0.01)
-        require(self.threads >= 1, name, "threads", self.threads, "must be at least 1", 2)
 
     def solve(self, problem: Problem) -> Solution:
         limits = Limits(self.time_limit, self.gap, self.threads, self.form)
@@ -96,9 +85,7 @@ def _least_time(limits: Limits, problem: Problem, warm_start: bool) -> Solution:
         floor = bounding_model(problem.graph, problem.costs, search.model)
         known_ns = None if search.best is None else int(search.value)
         search.bound = max(search.bound, time_bound(floor, problem.budget_bytes, effort=2, known_ns=known_ns))
-    candidates = known if search.best is None else [search.best]
-    if search.best is None:  # what else this planner could reach
-        candidates = [*known, _lowest(limits, problem, known, began).schedule]
+    candidates = [search.best] if search.best is not None else [*known, _lowest(limits, problem, known, began).schedule]
     status = Status.OPTIMAL if search.settled else Status.FEASIBLE
     solution = answer("checkmate", problem, candidates, began, found=status)
     if solution.status is Status.UNSOLVED and search.impossible:
@@ -133,18 +120,15 @@ def _lowest(limits: Limits, problem: Problem, known: list[Schedule], began: floa
         search.consider(schedule)
     run(search)
     assert search.best is not None
-    peak = simulate(problem.graph, problem.costs, search.best).peak_bytes
-    return LeastPeak(search.best, peak, min(search.bound, peak))
+    return LeastPeak(search.best, int(search.value), min(search.bound, int(search.value)))
 
 
 def _least_peak(limits: Limits, problem: Problem, warm_start: bool) -> Solution:
     """The lowest peak, as an answer to the problem; ``OPTIMAL`` where no schedule peaks lower."""
     began = time.perf_counter()
     least = least_peak(limits, problem, warm_start)
-    proven = least.bound_bytes == least.peak_bytes
-    solution = answer(
-        "checkmate", problem, [least.schedule], began, found=Status.OPTIMAL if proven else Status.FEASIBLE
-    )
+    found = Status.OPTIMAL if least.bound_bytes == least.peak_bytes else Status.FEASIBLE
+    solution = answer("checkmate", problem, [least.schedule], began, found=found)
     if solution.status is Status.UNSOLVED and least.bound_bytes > problem.budget_bytes:
         solution = dataclasses.replace(solution, status=Status.INFEASIBLE)
     return dataclasses.replace(solution, lower_bound_ns=None)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.ir import Schedule, keep_all_schedule, simulate
+from lowtide.ir import keep_all_schedule, simulate
 from lowtide.solve.keep_all import KeepAll
 from lowtide.solve.milp.formulation import Formulation
 from lowtide.solve.milp.linear import Floats, Outcome, SolverOptions, solve_program
@@ -29,33 +29,26 @@ from lowtide.solve.milp.rounding import completed, roundings
 from lowtide.solve.milp.stages import StageModel
 from lowtide.solve.model.compact import CompactGraph, Indices, encode_keep_all
 from lowtide.solve.model.reach import recompute_columns
-from lowtide.solve.options import require, require_one_of
+from lowtide.solve.options import Options, above_zero, one_of, option
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
+from lowtide.solve.search.portfolio import make_portfolio
 
 RESERVES = (0.1, 0.05, 0.0, 0.15, 0.2, 0.3, 0.4, 0.5)
 MOST_RECOMPUTES = 8_000
 MOST_NODES = 3_000
 _ATTEMPTS = 6  # to find a budget that can be met, together within the time limit once more
-_ROUNDINGS = ("deterministic", "sweep", "randomised")
 
 
 @dataclass(frozen=True, slots=True)
-class CheckmateApprox:
+class CheckmateApprox(Options):
     """``rounding``: deterministic, sweep or randomised; ``reserve``: part of the budget left out, 0 to search it;
     ``samples``: draws of ``randomised`` per linear program; ``time_limit`` in seconds for all linear programs."""
 
-    rounding: str = "sweep"
-    reserve: float = 0.0
-    samples: int = 50
-    time_limit: float = 60.0
-
-    def __post_init__(self) -> None:
-        name, seconds = "checkmate-approx", f"{self.time_limit} s"
-        require_one_of(name, "rounding", self.rounding, _ROUNDINGS, "sweep")
-        require(0 <= self.reserve < 1, name, "reserve", self.reserve, "goes from 0 (searched) to below 1", 0.1)
-        require(self.samples >= 1, name, "samples", self.samples, "must be at least 1", 50)
-        require(self.time_limit > 0, name, "time-limit", seconds, "must be above 0", 60)
+    rounding: str = one_of("sweep", ("deterministic", "sweep", "randomised"))
+    reserve: float = option(0.0, lambda reserve: 0 <= reserve < 1, "goes from 0 (searched) to below 1")
+    samples: int = option(50, lambda samples: samples >= 1, "must be at least 1")
+    time_limit: float = above_zero(60.0)
 
     def solve(self, problem: Problem) -> Solution:
         began = time.perf_counter()
@@ -67,8 +60,6 @@ class CheckmateApprox:
 
     def _attempt(self, problem: Problem, began: float) -> Solution:
         """The quickest candidate of all reserves within the budget, or the lowest."""
-        from lowtide.solve.search.portfolio import make_portfolio
-
         portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
         candidates = portfolio.measure(self._sequences(portfolio.model, problem, began))
         budget = problem.budget_bytes
@@ -102,14 +93,18 @@ class CheckmateApprox:
         """With a peak for ``minimum_bytes`` that the planner reaches when it is asked for just that, going up from what
         it found; at last the program as written."""
         brief = dataclasses.replace(self, time_limit=self.time_limit / _ATTEMPTS)  # with more time it reaches no less
+        lowest = solution.minimum_bytes or 0
         for _ in range(_ATTEMPTS):
-            lowest = solution.minimum_bytes or 0
             again = brief._attempt(dataclasses.replace(problem, budget_bytes=lowest), time.perf_counter())
             if again.status.solved:
-                return _unsolved(solution, lowest, again.schedule, began)
-            solution = dataclasses.replace(solution, minimum_bytes=max(again.minimum_bytes or 0, lowest + lowest // 20))
-        schedule = keep_all_schedule(problem.graph)
-        return _unsolved(solution, simulate(problem.graph, problem.costs, schedule).peak_bytes, schedule, began)
+                schedule = again.schedule
+                break
+            lowest = max(again.minimum_bytes or 0, lowest + lowest // 20)
+        else:
+            schedule = keep_all_schedule(problem.graph)
+            lowest = simulate(problem.graph, problem.costs, schedule).peak_bytes
+        elapsed = time.perf_counter() - began
+        return dataclasses.replace(solution, minimum_bytes=lowest, lowest_schedule=schedule, solve_seconds=elapsed)
 
 
 def _gradients_only(formulation: Formulation, model: CompactGraph) -> Floats:
@@ -119,8 +114,3 @@ def _gradients_only(formulation: Formulation, model: CompactGraph) -> Floats:
         backward = [c for s, c in stored.items() if c >= 0 and model.storage_node[s] >= model.boundary]
         rounded[backward] = 1.0
     return rounded
-
-
-def _unsolved(solution: Solution, lowest: int, schedule: Schedule | None, began: float) -> Solution:
-    elapsed = time.perf_counter() - began
-    return dataclasses.replace(solution, minimum_bytes=lowest, lowest_schedule=schedule, solve_seconds=elapsed)

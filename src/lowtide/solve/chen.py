@@ -36,7 +36,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -46,7 +45,7 @@ from lowtide.solve.model.checkpoints import Readers, kept_sequence, make_readers
 from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.structure import articulation_points
 from lowtide.solve.outcome import answer
-from lowtide.solve.problem import Problem, Solution, Status
+from lowtide.solve.problem import Planner, Problem, Solution, Status
 from lowtide.solve.search.portfolio import make_portfolio
 
 _STEP = 32  # the sweep over b advances by at least one in this many
@@ -112,89 +111,48 @@ def moved_back(sets: Iterable[list[int]], points: Sequence[int]) -> Iterator[lis
         yield sorted({points[place] for place in places if place >= 0})
 
 
-def _sequences(readers: Readers, sets: Iterable[list[int]]) -> Iterator[Indices]:
-    for checkpoints in dict.fromkeys(tuple(chosen) for chosen in sets):
-        yield kept_sequence(readers, checkpoints)
+def checkpointing(class_name: str, planner: str, sequences: Callable[[Readers], Iterable[Indices]]) -> type[Planner]:
+    """The planner class, without options, whose answer is the quickest of the sequences that fits."""
+
+    def solve(self: object, problem: Problem) -> Solution:
+        return quickest_fitting(planner, problem, sequences)
+
+    namespace = {"solve": solve, "__doc__": "No options.", "__module__": __name__}
+    return dataclasses.make_dataclass(class_name, [], namespace=namespace, frozen=True)
+
+
+def _keeping(sets: Callable[[CompactGraph], Iterable[Sequence[int]]]) -> Callable[[Readers], Iterator[Indices]]:
+    """The sequences in which the checkpoints of each set are kept, each once."""
+
+    def sequences(readers: Readers) -> Iterator[Indices]:
+        for checkpoints in dict.fromkeys(tuple(chosen) for chosen in sets(readers.model)):
+            yield kept_sequence(readers, checkpoints)
+
+    return sequences
 
 
 Rule = Callable[[CompactGraph, Sequence[int]], list[list[int]]]
 
 
 def _on_nodes(rule: Rule) -> Callable[[Readers], Iterator[Indices]]:
-    return lambda readers: _sequences(readers, rule(readers.model, range(readers.model.boundary)))
+    return _keeping(lambda model: rule(model, range(model.boundary)))
 
 
 def _on_points(rule: Rule) -> Callable[[Readers], Iterator[Indices]]:
-    return lambda readers: _sequences(readers, rule(readers.model, articulation_points(readers.model)))
+    return _keeping(lambda model: rule(model, articulation_points(model)))
 
 
 def _moved(rule: Rule) -> Callable[[Readers], Iterator[Indices]]:
-    def sequences(readers: Readers) -> Iterator[Indices]:
-        sets = rule(readers.model, range(readers.model.boundary))
-        return _sequences(readers, moved_back(sets, articulation_points(readers.model)))
-
-    return sequences
+    return _keeping(lambda model: moved_back(rule(model, range(model.boundary)), articulation_points(model)))
 
 
-@dataclass(frozen=True, slots=True)
-class ChenSqrt:
-    """No options."""
-
-    def solve(self, problem: Problem) -> Solution:
-        return quickest_fitting("chen-sqrt", problem, _moved(every_root))
-
-
-@dataclass(frozen=True, slots=True)
-class ChenGreedy:
-    """No options."""
-
-    def solve(self, problem: Problem) -> Solution:
-        return quickest_fitting("chen-greedy", problem, _moved(greedy_sets))
-
-
-@dataclass(frozen=True, slots=True)
-class ApSqrt:
-    """No options."""
-
-    def solve(self, problem: Problem) -> Solution:
-        return quickest_fitting("ap-sqrt", problem, _on_points(every_root))
-
-
-@dataclass(frozen=True, slots=True)
-class ApGreedy:
-    """No options."""
-
-    def solve(self, problem: Problem) -> Solution:
-        return quickest_fitting("ap-greedy", problem, _on_points(greedy_sets))
-
-
-@dataclass(frozen=True, slots=True)
-class LinearizedSqrt:
-    """No options."""
-
-    def solve(self, problem: Problem) -> Solution:
-        return quickest_fitting("linearized-sqrt", problem, _on_nodes(every_root))
-
-
-@dataclass(frozen=True, slots=True)
-class LinearizedGreedy:
-    """No options."""
-
-    def solve(self, problem: Problem) -> Solution:
-        return quickest_fitting("linearized-greedy", problem, _on_nodes(greedy_sets))
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointAllAp:
-    """No options."""
-
-    def solve(self, problem: Problem) -> Solution:
-        return quickest_fitting("checkpoint-all-ap", problem, _on_points(lambda model, points: [list(points)]))
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointLast:
-    """No options."""
-
-    def solve(self, problem: Problem) -> Solution:
-        return quickest_fitting("checkpoint-last", problem, lambda readers: [nothing_kept_sequence(readers)])
+ChenSqrt = checkpointing("ChenSqrt", "chen-sqrt", _moved(every_root))
+ChenGreedy = checkpointing("ChenGreedy", "chen-greedy", _moved(greedy_sets))
+ApSqrt = checkpointing("ApSqrt", "ap-sqrt", _on_points(every_root))
+ApGreedy = checkpointing("ApGreedy", "ap-greedy", _on_points(greedy_sets))
+LinearizedSqrt = checkpointing("LinearizedSqrt", "linearized-sqrt", _on_nodes(every_root))
+LinearizedGreedy = checkpointing("LinearizedGreedy", "linearized-greedy", _on_nodes(greedy_sets))
+CheckpointAllAp = checkpointing(
+    "CheckpointAllAp", "checkpoint-all-ap", _on_points(lambda model, points: [list(points)])
+)
+CheckpointLast = checkpointing("CheckpointLast", "checkpoint-last", lambda readers: [nothing_kept_sequence(readers)])

@@ -14,18 +14,17 @@ or whose operator runs only once. O(evictions x resident storages).
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from lowtide.errors import LowtideError, PlanError
-from lowtide.eviction import Entry, Pool, score_of
-from lowtide.ir import keep_all_schedule, schedule_from_sequence
-from lowtide.solve.model.compact import CompactGraph, Indices, compact, decode
+from lowtide.eviction import Entry, Pool, heuristic_named
+from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.ragged import rows
-from lowtide.solve.outcome import answer, with_reachable_minimum
+from lowtide.solve.outcome import quickest_eviction
 from lowtide.solve.problem import Problem, Solution
 
 _LIMITS = (1.0, 0.97, 0.93, 0.88)
@@ -42,31 +41,19 @@ class Dtr:
 
     def __post_init__(self) -> None:
         try:
-            score_of(self.heuristic)
+            heuristic_named(self.heuristic)
         except LowtideError as error:
             raise PlanError(f"dtr: {error}; write 'dtr{{heuristic=lru}}'") from error
 
     def solve(self, problem: Problem) -> Solution:
-        began = time.perf_counter()
-        model = compact(problem.graph, problem.costs)
+        def sequences(model: CompactGraph, budget_bytes: int, limits: Sequence[float] = _LIMITS) -> Iterator[Indices]:
+            room = max(budget_bytes - model.fixed_bytes, 0)
+            for limit in limits:
+                run = _Run(model, int(room * limit), self, problem.seed)
+                if run.finish():
+                    yield np.array(run.codes, np.int32)
 
-        def attempt(budget_bytes: int, limits: tuple[float, ...] = _LIMITS[:1]) -> Solution:
-            asked = replace(problem, budget_bytes=budget_bytes)
-            sequences = self._sequences(model, asked, limits)
-            evicting = (schedule_from_sequence(problem.graph, decode(model, codes)) for codes in sequences)
-            return answer("dtr", asked, [keep_all_schedule(problem.graph), *evicting], began)
-
-        solution = attempt(problem.budget_bytes, _LIMITS)
-        if solution.status.solved:
-            return solution
-        return with_reachable_minimum(attempt, solution, problem.budget_bytes)
-
-    def _sequences(self, model: CompactGraph, problem: Problem, limits: tuple[float, ...]) -> Iterator[Indices]:
-        room = max(problem.budget_bytes - model.fixed_bytes, 0)
-        for limit in limits:
-            run = _Run(model, int(room * limit), self, problem.seed)
-            if run.finish():
-                yield np.array(run.codes, np.int32)
+        return quickest_eviction("dtr", problem, sequences, partial(sequences, limits=_LIMITS[:1]))
 
 
 class _Run:

@@ -11,12 +11,10 @@ O(operators x storages) per run.
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from lowtide.ir import keep_all_schedule, schedule_from_sequence
-from lowtide.solve.model.compact import compact, decode
-from lowtide.solve.outcome import answer, with_reachable_minimum
+from lowtide.solve.model.compact import CompactGraph, Indices
+from lowtide.solve.outcome import quickest_eviction
 from lowtide.solve.problem import Problem, Solution
 from lowtide.solve.search.evictions import LIMITS, greedy_sequences
 
@@ -28,16 +26,7 @@ class Greedy:
     limits: int = len(LIMITS)
 
     def solve(self, problem: Problem) -> Solution:
-        began = time.perf_counter()
-        model = compact(problem.graph, problem.costs)
+        def sequences(model: CompactGraph, budget_bytes: int) -> list[Indices]:
+            return greedy_sequences(model, budget_bytes, self.limits)
 
-        def attempt(budget_bytes: int) -> Solution:
-            asked = replace(problem, budget_bytes=budget_bytes)
-            sequences = greedy_sequences(model, budget_bytes, self.limits)
-            evicting = [schedule_from_sequence(problem.graph, decode(model, codes)) for codes in sequences]
-            return answer("greedy", asked, [keep_all_schedule(problem.graph), *evicting], began)
-
-        solution = attempt(problem.budget_bytes)
-        if solution.status.solved:
-            return solution
-        return with_reachable_minimum(attempt, solution, problem.budget_bytes)
+        return quickest_eviction("greedy", problem, sequences, sequences)

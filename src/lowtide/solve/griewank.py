@@ -25,25 +25,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.solve.chen import quickest_fitting
+from lowtide.solve.chen import checkpointing
 from lowtide.solve.model.checkpoints import FIXED, SLOT, LiveResults, Readers, wanted
 from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.structure import articulation_points
-from lowtide.solve.problem import Problem, Solution
 
 _ALL_SLOTS = 64  # every number of slots up to here, then one in this many more
-
-
-@dataclass(frozen=True, slots=True)
-class Griewank:
-    """No options."""
-
-    def solve(self, problem: Problem) -> Solution:
-        return quickest_fitting("griewank", problem, _all_sequences)
 
 
 def repetitions(steps: int, slots: int) -> int:
@@ -151,3 +141,6 @@ class _Slots:
         for node in computed:
             if node in self.stored and not self.memory.there[node] & FIXED:
                 self.memory.there[node] |= SLOT
+
+
+Griewank = checkpointing("Griewank", "griewank", _all_sequences)

@@ -19,25 +19,19 @@ from lowtide.solve.blocks.answer import Builder, solve_with_tables
 from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.blocks.partition import top_cuts
 from lowtide.solve.blocks.table import build_table
-from lowtide.solve.options import require_range
+from lowtide.solve.options import Options, between
 from lowtide.solve.problem import Problem, Solution
 
 
 @dataclass(frozen=True, slots=True)
-class HRockmate:
+class HRockmate(Options):
     """``options``: per part, about. ``part_nodes``: forward nodes of the smallest parts, at most. ``top``: bundles at
     the top level, about. ``slots``: as for ``rotor``."""
 
-    options: int = 16
-    part_nodes: int = 12
-    top: int = 24
-    slots: int = 500
-
-    def __post_init__(self) -> None:
-        require_range("h-rockmate", "options", self.options, 2, 100, 16)
-        require_range("h-rockmate", "part-nodes", self.part_nodes, 1, 100, 16)
-        require_range("h-rockmate", "top", self.top, 1, 100, 16)
-        require_range("h-rockmate", "slots", self.slots, 0, 5000, 16)
+    options: int = between(16, 2, 100)
+    part_nodes: int = between(12, 1, 100)
+    top: int = between(24, 1, 100)
+    slots: int = between(500, 0, 5000)
 
     def solve(self, problem: Problem) -> Solution:
         return solve_with_tables("h-rockmate", problem, self.builders)

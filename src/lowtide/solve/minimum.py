@@ -25,12 +25,9 @@ def minimum_peak(graph: Graph, costs: Costs, seed: int = 0) -> tuple[int, Schedu
     from lowtide.solve.search.portfolio import make_portfolio
 
     portfolio = make_portfolio(graph, costs, seed)
-    exact = smallest_exactly(portfolio)
-    found = exact if exact is not None else portfolio.schedule(lowest_candidate(portfolio, 0))
-    measured = [
-        (simulate(graph, costs, schedule).peak_bytes, schedule) for schedule in (keep_all_schedule(graph), found)
-    ]
-    return min(measured, key=lambda pair: pair[0])
+    found = smallest_exactly(portfolio) or portfolio.schedule(lowest_candidate(portfolio, 0))
+    schedules = (keep_all_schedule(graph), found)
+    return min(((simulate(graph, costs, one).peak_bytes, one) for one in schedules), key=lambda pair: pair[0])
 
 
 def smallest_exactly(portfolio: Portfolio) -> Schedule | None:

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from lowtide.errors import PlanError
 
-
-def require(holds: bool, planner: str, option: str, value: object, rule: str, example: object) -> None:
-    """Raises ``PlanError`` unless ``holds``: ``rule`` says what may stand there, ``example`` is a value that may."""
-    if not holds:
-        raise PlanError(f"{planner}: {option} is {value}, but {rule}; '{planner}{{{option}={example}}}'")
+Value = TypeVar("Value")
 
 
-def require_range(planner: str, option: str, value: int, low: int, high: int, example: int) -> None:
-    """Raises ``PlanError`` unless ``low <= value <= high``."""
-    if not low <= value <= high:
-        raise PlanError(
-            f"{planner}: {option} is {value}, but goes from {low} to {high}; "
-            f"write for instance '{planner}{{{option}={example}}}'"
-        )
+def option(default: Value, holds: Callable[[Value], bool], rule: str) -> Value:
+    """A field of which ``holds``; ``rule`` says so in words."""
+    found: Value = dataclasses.field(default=default, metadata={"holds": holds, "rule": rule})
+    return found
 
 
-def require_one_of(planner: str, option: str, value: str, known: Sequence[str], example: str) -> None:
-    """Raises ``PlanError`` unless ``value`` is known."""
-    if value not in known:
-        raise PlanError(
-            f"{planner}: {option} is {value!r}, not one of {', '.join(known)}; '{planner}{{{option}={example}}}'"
-        )
+def between(default: int, low: int, high: int) -> int:
+    return option(default, lambda value: low <= value <= high, f"goes from {low} to {high}")
+
+
+def one_of(default: str, known: Sequence[str]) -> str:
+    return option(default, known.__contains__, f"must be one of {', '.join(known)}")
+
+
+def above_zero(default: float) -> float:
+    return option(default, lambda value: value > 0, "must be above 0")
+
+
+class Options:
+    """The base of a planner's dataclass, which refuses options out of range. Raises ``PlanError``."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        planner = re.sub("(?<!^)(?=[A-Z])", "-", type(self).__name__).lower()
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            name, value = field.name.replace("_", "-"), getattr(self, field.name)
+            if field.metadata and not field.metadata["holds"](value):
+                rule, example = field.metadata["rule"], f"{planner}{{{name}={field.default}}}"
+                raise PlanError(f"{planner}: {name} is {value}, but {rule}; write for instance {example!r}")

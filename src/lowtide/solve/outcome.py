@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from lowtide.ir import Schedule, simulate
+from lowtide.ir import Schedule, keep_all_schedule, schedule_from_sequence, simulate
+from lowtide.solve.model.compact import CompactGraph, Indices, compact, decode
 from lowtide.solve.problem import Problem, Solution, Status
 
 
@@ -18,46 +19,51 @@ def answer(
     ``began`` is the reading of ``time.perf_counter`` at the start.
     """
     measured = [(simulate(problem.graph, problem.costs, schedule), schedule) for schedule in candidates]
-    lowest = min(measured, key=lambda pair: pair[0].peak_bytes, default=None)
-    minimum_bytes = None if lowest is None else lowest[0].peak_bytes
+    lowest, lowest_schedule = min(measured, key=lambda pair: pair[0].peak_bytes)
+    unsolved = Solution(planner, Status.UNSOLVED, None, 0, 0, minimum_bytes=lowest.peak_bytes)
     fitting = [(result, schedule) for result, schedule in measured if result.peak_bytes <= problem.budget_bytes]
     if not fitting:
-        return Solution(
-            planner=planner,
-            status=Status.UNSOLVED,
-            schedule=None,
-            peak_bytes=0,
-            time_ns=0,
-            minimum_bytes=minimum_bytes,
-            lowest_schedule=None if lowest is None else lowest[1],
-            solve_seconds=time.perf_counter() - began,
-        )
+        return replace(unsolved, lowest_schedule=lowest_schedule, solve_seconds=time.perf_counter() - began)
     result, schedule = min(fitting, key=lambda pair: (pair[0].time_ns, pair[0].peak_bytes))
-    return Solution(
-        planner=planner,
+    return replace(
+        unsolved,
         status=found,
         schedule=schedule,
         peak_bytes=result.peak_bytes,
         time_ns=result.time_ns,
         lower_bound_ns=result.time_ns if found is Status.OPTIMAL else None,
-        minimum_bytes=minimum_bytes,
         solve_seconds=time.perf_counter() - began,
     )
 
 
-def with_reachable_minimum(attempt: Callable[[int], Solution], unsolved: Solution, budget_bytes: int) -> Solution:
-    """``unsolved``, the answer within ``budget_bytes``, naming the smallest budget that ``attempt`` meets.
+Sequences = Callable[[CompactGraph, int], Iterable[Indices]]
 
-    Found by bisection, to 2 % and at most to the byte. An attempt may come to no end at all; then the next budget is larger.
+
+def quickest_eviction(planner: str, problem: Problem, sequences: Sequences, again: Sequences) -> Solution:
+    """The quickest of the encoded sequences for the budget that fits, keeping everything included.
+
+    Where none fits, ``minimum_bytes`` is the smallest budget that the sequences of ``again`` meet, found by bisection to 2 %
+    and at most to the byte. An attempt may come to no end at all; then the next budget is larger.
     """
-    low, high = budget_bytes, unsolved.minimum_bytes or budget_bytes
-    while not (met := attempt(high)).status.solved:
+    began = time.perf_counter()
+    model = compact(problem.graph, problem.costs)
+
+    def attempt(budget_bytes: int, sequences: Sequences) -> Solution:
+        evicting = (schedule_from_sequence(problem.graph, decode(model, c)) for c in sequences(model, budget_bytes))
+        asked = replace(problem, budget_bytes=budget_bytes)
+        return answer(planner, asked, [keep_all_schedule(problem.graph), *evicting], began)
+
+    solution = attempt(problem.budget_bytes, sequences)
+    if solution.status.solved:
+        return solution
+    low, high = problem.budget_bytes, solution.minimum_bytes or problem.budget_bytes
+    while not (met := attempt(high, again)).status.solved:
         low, high = high, max(met.minimum_bytes or 0, high + high // 50 + 1)
     while high - low > max(high // 50, 1):
         middle = (low + high) // 2
-        found = attempt(middle)
+        found = attempt(middle, again)
         if found.status.solved:
             high, met = middle, found
         else:
             low = middle
-    return replace(unsolved, minimum_bytes=high, lowest_schedule=met.schedule)
+    return replace(solution, minimum_bytes=high, lowest_schedule=met.schedule)

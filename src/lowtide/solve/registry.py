@@ -19,41 +19,30 @@ from typing import Any
 from lowtide.errors import PlanError
 from lowtide.solve.problem import Planner
 
+# Name: the module below ``lowtide.solve``, the class, and one line on what the planner does.
 PLANNERS: dict[str, tuple[str, str, str]] = {
-    "auto": ("lowtide.solve.auto", "Auto", "portfolio of searches over compute sequences; the default"),
-    "ap-greedy": ("lowtide.solve.chen", "ApGreedy", "checkpoints at articulation points, segment bytes swept"),
-    "ap-sqrt": ("lowtide.solve.chen", "ApSqrt", "checkpoints at every root-th articulation point"),
-    "checkpoint-all-ap": ("lowtide.solve.chen", "CheckpointAllAp", "checkpoints at all articulation points"),
-    "checkpoint-last": ("lowtide.solve.chen", "CheckpointLast", "keeps the last forward node only"),
-    "chen-greedy": (
-        "lowtide.solve.chen",
-        "ChenGreedy",
-        "segments of limited bytes cut at articulation points, the limit swept",
-    ),
-    "chen-sqrt": ("lowtide.solve.chen", "ChenSqrt", "about root n segments cut at articulation points"),
-    "checkmate": (
-        "lowtide.solve.checkmate",
-        "Checkmate",
-        "exact mixed-integer program (needs highspy); up to about 200 operators",
-    ),
+    "auto": ("auto", "Auto", "portfolio of searches over compute sequences; the default"),
+    "ap-greedy": ("chen", "ApGreedy", "checkpoints at articulation points, segment bytes swept"),
+    "ap-sqrt": ("chen", "ApSqrt", "checkpoints at every root-th articulation point"),
+    "checkpoint-all-ap": ("chen", "CheckpointAllAp", "checkpoints at all articulation points"),
+    "checkpoint-last": ("chen", "CheckpointLast", "keeps the last forward node only"),
+    "chen-greedy": ("chen", "ChenGreedy", "segments of limited bytes cut at articulation points, the limit swept"),
+    "chen-sqrt": ("chen", "ChenSqrt", "about root n segments cut at articulation points"),
+    "checkmate": ("checkmate", "Checkmate", "exact mixed-integer program (needs highspy); up to about 200 operators"),
     "checkmate-approx": (
-        "lowtide.solve.checkmate_approx",
+        "checkmate_approx",
         "CheckmateApprox",
         "linear relaxation and two-phase rounding (needs highspy); up to about 400 operators",
     ),
-    "dtr": ("lowtide.solve.dtr", "Dtr", "the eviction heuristics of dynamic tensor rematerialization, ahead of time"),
-    "greedy": (
-        "lowtide.solve.greedy",
-        "Greedy",
-        "evicts what is cheapest to rebuild per byte and time to next use",
-    ),
-    "griewank": ("lowtide.solve.griewank", "Griewank", "binomial checkpointing of a chain, the slots swept"),
-    "keep-all": ("lowtide.solve.keep_all", "KeepAll", "recomputes nothing, frees at the last use"),
-    "linearized-greedy": ("lowtide.solve.chen", "LinearizedGreedy", "checkpoints at any node, segment bytes swept"),
-    "linearized-sqrt": ("lowtide.solve.chen", "LinearizedSqrt", "checkpoints at every root-th forward node"),
-    "h-rockmate": ("lowtide.solve.h_rockmate", "HRockmate", "recursive partition, options composed upwards"),
-    "rockmate": ("lowtide.solve.rockmate", "Rockmate", "a menu of options per block, dynamic program over the chain"),
-    "rotor": ("lowtide.solve.rotor", "Rotor", "dynamic program over a chain of blocks, each saved whole or not at all"),
+    "dtr": ("dtr", "Dtr", "the eviction heuristics of dynamic tensor rematerialization, ahead of time"),
+    "greedy": ("greedy", "Greedy", "evicts what is cheapest to rebuild per byte and time to next use"),
+    "griewank": ("griewank", "Griewank", "binomial checkpointing of a chain, the slots swept"),
+    "keep-all": ("keep_all", "KeepAll", "recomputes nothing, frees at the last use"),
+    "linearized-greedy": ("chen", "LinearizedGreedy", "checkpoints at any node, segment bytes swept"),
+    "linearized-sqrt": ("chen", "LinearizedSqrt", "checkpoints at every root-th forward node"),
+    "h-rockmate": ("h_rockmate", "HRockmate", "recursive partition, options composed upwards"),
+    "rockmate": ("rockmate", "Rockmate", "a menu of options per block, dynamic program over the chain"),
+    "rotor": ("rotor", "Rotor", "dynamic program over a chain of blocks, each saved whole or not at all"),
 }
 
 
@@ -72,7 +61,7 @@ def get_planner(spec: str) -> Planner:
         raise PlanError(f"a planner is named by a string such as 'auto{{effort=2}}', not by {spec!r}")
     name, brace, rest = spec.strip().partition("{")
     module, class_name, _ = _entry(name.strip())
-    cls = getattr(importlib.import_module(module), class_name)
+    cls = getattr(importlib.import_module(f"lowtide.solve.{module}"), class_name)
     if brace and not rest.endswith("}"):
         raise PlanError(f"planner spec {spec!r} lacks its closing brace; write for instance 'auto{{effort=2}}'")
     planner: Planner = cls(**_options(spec, cls, rest.removesuffix("}")))
@@ -98,16 +87,15 @@ def _entry(name: str) -> tuple[str, str, str]:
 
 
 def _options(spec: str, cls: Any, text: str) -> dict[str, Any]:
-    fields = {field.name.replace("_", "-"): field for field in dataclasses.fields(cls)}
+    fields = {field.name: field for field in dataclasses.fields(cls)}
     options: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = (piece.strip() for piece in part.partition("="))
-        key = key.replace("_", "-")
-        if key not in fields:
-            known = ", ".join(fields) or "none"
+        name, key = key.replace("-", "_"), key.replace("_", "-")
+        if name not in fields:
+            known = ", ".join(fields).replace("_", "-") or "none"
             raise PlanError(f"planner spec {spec!r}: no option {key!r}; known: {known}")
-        field = fields[key]
-        options[field.name] = _value(spec, key, value, type(field.default))
+        options[name] = _value(spec, key, value, type(fields[name].default))
     return options
 
 

@@ -20,25 +20,20 @@ from lowtide.solve.blocks.answer import Builder, solve_with_tables
 from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.blocks.partition import refined_cuts, several_cuts
 from lowtide.solve.blocks.table import build_table
-from lowtide.solve.options import require_range
+from lowtide.solve.options import Options, between
 from lowtide.solve.problem import Problem, Solution
 
 _BLOCKS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Rockmate:
+class Rockmate(Options):
     """``options``: per block, about. ``slots``: as for ``rotor``. ``block_nodes``: above so many forward nodes a block
     is cut again before its menu is made; half as many are tried too."""
 
-    options: int = 16
-    slots: int = 500
-    block_nodes: int = 120
-
-    def __post_init__(self) -> None:
-        require_range("rockmate", "options", self.options, 2, 200, 16)
-        require_range("rockmate", "slots", self.slots, 0, 5000, 16)
-        require_range("rockmate", "block-nodes", self.block_nodes, 4, 200, 16)
+    options: int = between(16, 2, 200)
+    slots: int = between(500, 0, 5000)
+    block_nodes: int = between(120, 4, 200)
 
     def solve(self, problem: Problem) -> Solution:
         return solve_with_tables("rockmate", problem, self.builders)

@@ -22,23 +22,19 @@ from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.blocks.menu import everything
 from lowtide.solve.blocks.partition import several_cuts
 from lowtide.solve.blocks.table import Table, build_table
-from lowtide.solve.options import require_range
+from lowtide.solve.options import Options, between
 from lowtide.solve.problem import Problem, Solution
 
 
 @dataclass(frozen=True, slots=True)
-class Rotor:
+class Rotor(Options):
     """``slots``: memory is counted in so many parts of the budget, rounded up; 0 counts bytes. ``trim``: see above.
     ``blocks``: at most so many, the quickest neighbours merged; half,
     a quarter and so on of them are tried too."""
 
-    slots: int = 500
+    slots: int = between(500, 0, 5000)
     trim: bool = True
-    blocks: int = 80
-
-    def __post_init__(self) -> None:
-        require_range("rotor", "slots", self.slots, 0, 5000, 500)
-        require_range("rotor", "blocks", self.blocks, 1, 200, 80)
+    blocks: int = between(80, 1, 200)
 
     def solve(self, problem: Problem) -> Solution:
         return solve_with_tables("rotor", problem, self.builders)

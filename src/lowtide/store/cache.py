@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import filelock
 import msgspec
 import platformdirs
 
 from lowtide.errors import LowtideError
 from lowtide.store.files import by_last_use, mark_used, read_regular, sweep, write_atomically
-from lowtide.store.locks import locked
 
 _LOG = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 28  # of an entry
+_POLL_SECONDS = 0.05
 # What reading and decoding a file of any content raises.
 _ODD = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, LowtideError)
 
@@ -115,9 +116,30 @@ class Cache:
                 self.put(key, encode(found))
             return found
 
-    def making(self, key: str, patience_seconds: float) -> AbstractContextManager[None]:
-        """Inside, no other process makes the entry of ``key``, unless one had to wait for longer than its patience."""
-        return locked(self.folder / f"{key}.lock", patience_seconds)
+    @contextlib.contextmanager
+    def making(self, key: str, patience_seconds: float) -> Iterator[None]:
+        """Inside, no other process makes the entry of ``key``, for which there is a lock file meanwhile.
+
+        A process that is killed lets go. One that has waited ``patience_seconds``, or cannot lock files here, goes on without.
+        """
+        path = self.folder / f"{key}.lock"
+        lock = filelock.FileLock(path)
+        try:
+            with contextlib.suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=patience_seconds, poll_interval=_POLL_SECONDS)
+        except filelock.Timeout:
+            _LOG.warning("%s is held by another process for %.0f s; not waiting any longer", path, patience_seconds)
+        except (OSError, NotImplementedError, RuntimeError) as error:
+            _LOG.info("%s cannot be locked: %s", path, error)
+        try:
+            yield
+        finally:
+            if lock.is_locked:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                with contextlib.suppress(OSError):
+                    lock.release()
 
     def stamp(self, key: str) -> Stamp:
         """Changes whenever an entry is written; ``None`` where there is none."""

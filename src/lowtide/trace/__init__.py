@@ -4,9 +4,8 @@ No torch. ``TraceWriter`` writes a trace as a program runs; ``simulate`` replays
 """
 
 from lowtide.trace.checker import check_trace
-from lowtide.trace.dag import trace_to_dag
 from lowtide.trace.files import TRACE_FORMAT, TraceWriter, read_trace, write_trace
-from lowtide.trace.graph import trace_to_graph
+from lowtide.trace.graph import trace_to_dag, trace_to_graph
 from lowtide.trace.liveness import unconstrained_peak_bytes
 from lowtide.trace.model import Constant, Created, Event, OperatorCall, Pin, Release, Trace
 from lowtide.trace.replay import ReplayStatus, ReplayWatcher

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, cast
 
 from lowtide.errors import LowtideError
@@ -18,9 +18,10 @@ from lowtide.trace.published import read_published
 
 TRACE_FORMAT = "lowtide-trace/1"
 _LARGEST = 2**50
+_KINDS = ("constant", "call", "release", "pin")
 
 
-class TraceWriter:
+class TraceWriter(contextlib.AbstractContextManager["TraceWriter"]):
     """Writes a trace as its program runs, a line per event. Numbers of tensors are the caller's, each used once."""
 
     def __init__(self, path: str | Path, *, name: str = "", device: str = "", budget_bytes: int | None = None) -> None:
@@ -32,12 +33,7 @@ class TraceWriter:
         head = {"format": TRACE_FORMAT, "name": name, "device": device, "budget_bytes": budget_bytes}
         self._file.write(json.dumps(head) + "\n")
 
-    def __enter__(self) -> TraceWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -87,35 +83,34 @@ def write_trace(trace: Trace, path: str | Path) -> None:
     calls = 0
     with TraceWriter(path, name=trace.name, device=trace.device, budget_bytes=trace.budget_bytes) as writer:
         for event in trace.events:
-            if isinstance(event, OperatorCall):
-                if calls == trace.forward_calls:
-                    writer.backward()
-                calls += 1
-            _write(writer, event)
+            match event:
+                case Constant(tensor, size):
+                    writer.constant(tensor, size)
+                case Release(tensor):
+                    writer.release(tensor)
+                case Pin(tensor):
+                    writer.pin(tensor)
+                case OperatorCall():
+                    if calls == trace.forward_calls:
+                        writer.backward()
+                    calls += 1
+                    _write_call(writer, event)
         if calls == trace.forward_calls:
             writer.backward()
 
 
-def _write(writer: TraceWriter, event: Event) -> None:
-    match event:
-        case Constant():
-            writer.constant(event.tensor, event.bytes)
-        case Release():
-            writer.release(event.tensor)
-        case Pin():
-            writer.pin(event.tensor)
-        case OperatorCall():
-            writer.call(
-                event.name,
-                event.time_ns,
-                event.reads,
-                [(created.tensor, created.bytes) for created in event.creates if created.alias_of is None],
-                aliases=[(c.tensor, c.alias_of) for c in event.creates if c.alias_of is not None],
-                writes=event.writes,
-                workspace_bytes=event.workspace_bytes,
-                random=event.random,
-                once=event.once,
-            )
+def _write_call(writer: TraceWriter, call: OperatorCall) -> None:
+    writer.call(
+        call.name,
+        call.time_ns,
+        call.reads,
+        [(created.tensor, created.bytes) for created in call.creates if created.alias_of is None],
+        aliases=[(created.tensor, created.alias_of) for created in call.creates if created.alias_of is not None],
+        writes=call.writes,
+        workspace_bytes=call.workspace_bytes,
+        random=call.random,
+        once=call.once,
+    )
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -130,7 +125,7 @@ def read_trace(path: str | Path) -> Trace:
             if head.get("format") != TRACE_FORMAT:
                 found = head.get("format")
                 raise LowtideError(f"{path}: expected format {TRACE_FORMAT!r} or a log of DTR, found {found!r}.")
-            return _Reader(str(path)).read(lines)
+            return _read(str(path), lines)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise LowtideError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}.") from error
 
@@ -150,104 +145,80 @@ def _object(line: str, where: str) -> dict[str, Any]:
     return found
 
 
-class _Reader:
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.calls = 0
-        self.forward_calls: int | None = None
-        self.checker = Checker()
-
-    def read(self, lines: Iterable[str]) -> Trace:
-        numbered = enumerate(lines, 1)
-        head = _Fields(_object(next(numbered)[1], f"{self.path}, line 1"))
+def _read(path: str, lines: Iterable[str]) -> Trace:
+    checker, events, calls = Checker(), list[Event](), 0
+    head: dict[str, Any] = {}
+    forward_calls: int | None = None
+    for number, line in enumerate(lines, 1):
+        where = f"{path}, line {number}"
+        data = _object(line, where)
         try:
-            name, device = head.text("name"), head.text("device")
-            budget = None if head.data.get("budget_bytes") is None else head.count("budget_bytes")
+            if number == 1:
+                head = {key: _text(data, key) for key in ("name", "device")}
+                head["budget_bytes"] = None if data.get("budget_bytes") is None else _count(data, "budget_bytes")
+            elif "backward" in data:
+                forward_calls = calls
+            else:
+                events.append(_event(data))
+                calls += isinstance(events[-1], OperatorCall)
+                checker.step(events[-1])
         except LowtideError as error:
-            raise LowtideError(f"{self.path}, line 1: {error}.") from error
-        events = tuple(self._events(numbered))
-        return Trace(events, name, device, budget, self.forward_calls)
-
-    def _events(self, numbered: Iterator[tuple[int, str]]) -> Iterator[Event]:
-        for number, line in numbered:
-            where = f"{self.path}, line {number}"
-            fields = _Fields(_object(line, where))
-            try:
-                event = self._event(fields)
-                if event is not None:
-                    self.checker.step(event)
-                    yield event
-            except LowtideError as error:
-                raise LowtideError(f"{where}: {error}.") from error
-
-    def _event(self, fields: _Fields) -> Event | None:
-        kinds = [kind for kind in _EVENTS if kind in fields.data]
-        if "backward" in fields.data:
-            self.forward_calls = self.calls
-            return None
-        if len(kinds) != 1:
-            raise LowtideError(f"not an event; one of {', '.join(_EVENTS)} says which it is")
-        self.calls += kinds == ["call"]
-        return _EVENTS[kinds[0]](fields)
+            raise LowtideError(f"{where}: {error}.") from error
+    return Trace(tuple(events), **head, forward_calls=forward_calls)
 
 
-class _Fields:
-    """The values of a line, each checked."""
-
-    def __init__(self, data: dict[str, Any]) -> None:
-        self.data = data
-
-    def text(self, key: str) -> str:
-        found = self.data.get(key, "")
-        if not isinstance(found, str):
-            raise LowtideError(f"{key} is {found!r}, not a string")
-        return found
-
-    def count(self, key: str, default: int | None = None) -> int:
-        if key not in self.data and default is None:
-            raise LowtideError(f"{key} is missing")
-        return _count(self.data.get(key, default), key)
-
-    def numbers(self, key: str) -> tuple[int, ...]:
-        found = self.data.get(key, [])
-        if not isinstance(found, list):
-            raise LowtideError(f"{key} is {found!r}, not a list")
-        return tuple(_count(number, key) for number in found)
-
-    def created(self) -> tuple[Created, ...]:
-        found = self.data.get("creates", [])
-        if not isinstance(found, list) or not all(isinstance(row, list) and len(row) in (2, 3) for row in found):
-            raise LowtideError("creates is not a list of [tensor, bytes] and [tensor, 0, alias of]")
-        return tuple(Created(*(_count(number, "creates") for number in row)) for row in found)
-
-    def flags(self) -> dict[str, bool]:
-        found = self.data.get("flags", [])
-        if not isinstance(found, list) or any(flag not in ("random", "once") for flag in found):
-            raise LowtideError(f"flags is {found!r}; known are random and once")
-        return dict.fromkeys(found, True)
+def _event(data: dict[str, Any]) -> Event:
+    match [kind for kind in _KINDS if kind in data]:
+        case ["constant"]:
+            return Constant(_count(data, "constant"), _count(data, "bytes"))
+        case ["release"]:
+            return Release(_count(data, "release"))
+        case ["pin"]:
+            return Pin(_count(data, "pin"))
+        case ["call"]:
+            time_ns, workspace_bytes = _count(data, "time_ns"), _count(data, "workspace_bytes", 0)
+            reads, writes = _numbers(data, "reads"), _numbers(data, "writes")
+            return OperatorCall(
+                _text(data, "call"), time_ns, reads, _created(data), writes, workspace_bytes, **_flags(data)
+            )
+    raise LowtideError(f"not an event; one of {', '.join(_KINDS)} says which it is")
 
 
-def _count(number: Any, what: str) -> int:
+def _text(data: dict[str, Any], key: str) -> str:
+    found = data.get(key, "")
+    if not isinstance(found, str):
+        raise LowtideError(f"{key} is {found!r}, not a string")
+    return found
+
+
+def _count(data: dict[str, Any], key: str, default: int | None = None) -> int:
+    if key not in data and default is None:
+        raise LowtideError(f"{key} is missing")
+    return _whole(data.get(key, default), key)
+
+
+def _whole(number: Any, what: str) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= _LARGEST:
         raise LowtideError(f"{what}: {number!r} is not a whole number from 0 to {_LARGEST}")
     return number
 
 
-def _call(fields: _Fields) -> OperatorCall:
-    return OperatorCall(
-        fields.text("call"),
-        fields.count("time_ns"),
-        fields.numbers("reads"),
-        fields.created(),
-        fields.numbers("writes"),
-        fields.count("workspace_bytes", 0),
-        **fields.flags(),
-    )
+def _numbers(data: dict[str, Any], key: str) -> tuple[int, ...]:
+    found = data.get(key, [])
+    if not isinstance(found, list):
+        raise LowtideError(f"{key} is {found!r}, not a list")
+    return tuple(_whole(number, key) for number in found)
 
 
-_EVENTS: dict[str, Callable[[_Fields], Event]] = {
-    "constant": lambda fields: Constant(fields.count("constant"), fields.count("bytes")),
-    "call": _call,
-    "release": lambda fields: Release(fields.count("release")),
-    "pin": lambda fields: Pin(fields.count("pin")),
-}
+def _created(data: dict[str, Any]) -> tuple[Created, ...]:
+    found = data.get("creates", [])
+    if not isinstance(found, list) or not all(isinstance(row, list) and len(row) in (2, 3) for row in found):
+        raise LowtideError("creates is not a list of [tensor, bytes] and [tensor, 0, alias of]")
+    return tuple(Created(*(_whole(number, "creates") for number in row)) for row in found)
+
+
+def _flags(data: dict[str, Any]) -> dict[str, bool]:
+    found = data.get("flags", [])
+    if not isinstance(found, list) or any(flag not in ("random", "once") for flag in found):
+        raise LowtideError(f"flags is {found!r}; known are random and once")
+    return dict.fromkeys(found, True)

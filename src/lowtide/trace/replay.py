@@ -94,7 +94,7 @@ class Replay:
 
     def _call(self, call: OperatorCall) -> None:
         reads = [self.tensors[tensor] for tensor in call.reads]
-        operator = TracedOperator.of(call, reads)
+        operator = TracedOperator(call.name, call.time_ns, reads, call.workspace_bytes)
         for created in call.creates:
             base = created.alias_of
             storage = TracedStorage(created.bytes) if base is None else self.tensors[base].storage
@@ -191,13 +191,16 @@ class Replay:
 
     def _rebuild(self, storage: TracedStorage) -> None:
         for tensor in storage.tensors:
-            if tensor.held and not tensor.defined:
-                self._run(tensor.operator, tensor, again=True)
+            if tensor.held:
+                self._define(tensor)
 
     def _pin(self, tensor: TracedTensor) -> None:
+        self._define(tensor)
+        tensor.storage.pinned = True
+
+    def _define(self, tensor: TracedTensor) -> None:
         if not tensor.defined:
             self._run(tensor.operator, tensor, again=True)
-        tensor.storage.pinned = True
 
     def _run(self, operator: TracedOperator, asked: TracedTensor | None, *, again: bool) -> None:
         """Run the operator and, before it, those of whatever it reads that is gone."""
@@ -256,7 +259,10 @@ class Replay:
                 self._banish(tensor.storage)
         if again:
             self.rematerializations += 1
-            self._spend(operator)
+            if self.spare_ns is not None:
+                self.spare_ns -= operator.time_ns
+                if self.spare_ns < 0:
+                    raise ReplayEndError(ReplayStatus.THRASH, operator.name)
 
     def _arrive(self, storage: TracedStorage) -> None:
         """Coming back is no access."""
@@ -272,9 +278,3 @@ class Replay:
     def _evictable(self, storage: TracedStorage) -> None:
         self.turn -= 1
         storage.arrived = self.turn
-
-    def _spend(self, operator: TracedOperator) -> None:
-        if self.spare_ns is not None:
-            self.spare_ns -= operator.time_ns
-            if self.spare_ns < 0:
-                raise ReplayEndError(ReplayStatus.THRASH, operator.name)

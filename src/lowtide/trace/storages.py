@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from lowtide.eviction import Entry
-from lowtide.trace.model import OperatorCall
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class TracedStorage(Entry):
     """``held``: how many of its ``tensors`` the program still has; ``lasting``: it cannot be computed again;
     ``outside``: neither made nor freed by the program."""
 
-    __slots__ = ("held", "lasting", "outside", "tensors")
-
-    def __init__(self, size: int, *, outside: bool = False) -> None:
-        super().__init__(size)
-        self.outside = outside
-        self.tensors: list[TracedTensor] = []
-        self.held = 0
-        self.lasting = False
+    outside: bool = field(default=False, kw_only=True)
+    tensors: list[TracedTensor] = field(default_factory=list, kw_only=True)
+    held: int = field(default=0, kw_only=True)
+    lasting: bool = field(default=False, kw_only=True)
 
     def keep(self) -> None:
         """Never evict it."""
@@ -40,21 +37,15 @@ class TracedStorage(Entry):
         return list(held), list(unheld)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class TracedOperator:
-    """``needed_bytes``: for what it creates and its workspace."""
+    """``needed_bytes``: for its workspace, and for what it creates as that is added."""
 
-    __slots__ = ("creates", "name", "needed_bytes", "reads", "time_ns")
-
-    def __init__(self, name: str, time_ns: int, reads: list[TracedTensor], workspace_bytes: int = 0) -> None:
-        self.name = name
-        self.time_ns = time_ns
-        self.reads = reads
-        self.creates: list[TracedTensor] = []
-        self.needed_bytes = workspace_bytes
-
-    @staticmethod
-    def of(call: OperatorCall, reads: list[TracedTensor]) -> TracedOperator:
-        return TracedOperator(call.name, call.time_ns, reads, call.workspace_bytes)
+    name: str
+    time_ns: int
+    reads: list[TracedTensor]
+    needed_bytes: int = 0
+    creates: list[TracedTensor] = field(default_factory=list)
 
     def create(self, storage: TracedStorage, number: int) -> TracedTensor:
         """A tensor in the storage, whose bytes are needed where the tensor is its first."""
@@ -67,20 +58,18 @@ class TracedOperator:
         return tensor
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class TracedTensor:
     """``defined``: it can be read. An alias is not, although its storage may be there, until its operator has run again.
 
     ``number``: what the trace calls it.
     """
 
-    __slots__ = ("defined", "held", "number", "operator", "storage")
-
-    def __init__(self, operator: TracedOperator, storage: TracedStorage, number: int) -> None:
-        self.operator = operator
-        self.storage = storage
-        self.number = number
-        self.defined = False
-        self.held = True
+    operator: TracedOperator
+    storage: TracedStorage
+    number: int
+    defined: bool = False
+    held: bool = True
 
 
 def storages_among(entries: Iterable[Entry]) -> list[TracedStorage]:

@@ -23,7 +23,7 @@ from lowtide.program import structure
 from lowtide.program.keys import tensor_key
 from lowtide.program.objects import ABSENT, class_attribute, content, current, own_attributes
 
-_IMMUTABLE = (tuple, frozenset, types.MethodType, functools.partial)
+_IMMUTABLE = (tuple, frozenset, types.MethodType, types.BuiltinMethodType, functools.partial)
 _LINES = 200  # in one condition
 _children = operator.itemgetter("_modules")
 

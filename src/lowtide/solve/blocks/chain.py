@@ -53,17 +53,8 @@ class Chain:
     def span(self, low: int, high: int) -> BlockSpan:
         """Blocks ``low .. high - 1`` as one block for the kernels."""
         first, last = self.region(low, high)
-        return BlockSpan(
-            self.cuts[low],
-            self.cuts[high],
-            first,
-            last,
-            self.producer >= 0,
-            self.until >= high,
-            self.last_use >= last,
-            self.before,
-            self.during,
-        )
+        counted, leaves, late = self.producer >= 0, self.until >= high, self.last_use >= last
+        return BlockSpan(self.cuts[low], self.cuts[high], first, last, counted, leaves, late, self.before, self.during)
 
     def crossing_bytes(self) -> Numbers:
         """Row ``a``, column ``j``: bytes of ``C_j`` that blocks ``a .. j - 1`` allocate."""
@@ -82,79 +73,63 @@ def make_chain(model: CompactGraph, cuts: Sequence[int], starts: Sequence[int] |
     ``starts``, where given, are the regions' beginnings instead of those found; any not increasing line of them is
     sound, as what a region reads of an earlier block crosses to it.
     """
-    producer = _producers(model, cuts)
+    counts: Flags = (model.storage_node < model.boundary) & ~model.held & model.recomputable[model.storage_node]
+    block_of = np.searchsorted(np.asarray(cuts), model.storage_node, side="right") - 1
+    producer = np.where(counts, block_of, -1).astype(np.int32)
     last_forward = (np.searchsorted(cuts, last_forward_use(model), side="right") - 1).astype(np.int32)
     starts = _starts(model, producer, last_forward, len(cuts) - 1) if starts is None else starts
     until, last_use = _uses(model, starts, producer, last_forward)
     before, during = _backward_bytes(model)
-    for storage in np.flatnonzero(producer >= 0):
+    for storage in np.flatnonzero(counts):
         block = int(producer[storage])
         end = starts[block - 1] if block else model.nodes
-        if last_use[storage] >= end:
-            before[end : last_use[storage] + 1] += model.storage_bytes[storage]
-            during[end : last_use[storage] + 1] += model.storage_bytes[storage]
+        for there in (before, during):
+            there[end : last_use[storage] + 1] += model.storage_bytes[storage]
     forward = model.storage_node < model.boundary
-    constant = int(model.storage_bytes[forward & (producer < 0) & (model.held | (last_use >= 0))].sum())
-    return Chain(
-        model,
-        tuple(int(cut) for cut in cuts),
-        tuple(starts),
-        producer,
-        until,
-        last_use,
-        before,
-        during,
-        constant,
-    )
+    constant = int(model.storage_bytes[forward & ~counts & (model.held | (last_use >= 0))].sum())
+    line = tuple(int(cut) for cut in cuts)
+    return Chain(model, line, tuple(starts), producer, until, last_use, before, during, constant)
 
 
-def _producers(model: CompactGraph, cuts: Sequence[int]) -> Indices:
-    """Storage -> block, -1 for what is handed to the caller, runs once only, or belongs to the backward pass."""
-    block = np.searchsorted(np.asarray(cuts), model.storage_node, side="right") - 1
-    counts: Flags = (model.storage_node < model.boundary) & ~model.held & model.recomputable[model.storage_node]
-    return np.where(counts, block, -1).astype(np.int32)
+def _backward_reads(model: CompactGraph) -> tuple[Numbers, Numbers]:
+    """Storages that backward nodes read, and these nodes, the end of the program included."""
+    backward = model.read_node >= model.boundary
+    return model.reads[backward].astype(np.int64), model.read_node[backward].astype(np.int64)
 
 
 def _starts(model: CompactGraph, producer: Indices, last_forward: Indices, blocks: int) -> list[int]:
-    starts = [model.nodes] * blocks
-    for node in range(model.nodes - 1, model.boundary - 1, -1):
-        for storage in model.reads_of(node):
-            if producer[storage] >= 0 and last_forward[storage] <= producer[storage]:
-                starts[producer[storage]] = node
-    starts[blocks - 1] = model.boundary
-    for block in range(1, blocks):
-        starts[block] = min(starts[block], starts[block - 1])
-    return starts
+    storage, node = _backward_reads(model)
+    inner = (node < model.nodes) & (producer[storage] >= 0) & (last_forward[storage] <= producer[storage])
+    starts = np.full(blocks, model.nodes, np.int64)
+    np.minimum.at(starts, producer[storage[inner]], node[inner])
+    starts[-1] = model.boundary
+    found: list[int] = np.minimum.accumulate(starts).tolist()
+    return found
 
 
 def _uses(
     model: CompactGraph, starts: Sequence[int], producer: Indices, last_forward: Indices
 ) -> tuple[Indices, Numbers]:
     """The last block and the last node that read each storage, the end of the program included for the latter."""
-    until = np.maximum(last_forward, producer).astype(np.int32)
+    storage, node = _backward_reads(model)
     last_use = np.full(len(producer), -1, np.int64)
-    block = len(starts) - 1
-    for node in range(model.boundary, model.nodes + 1):
-        while block > 0 and node >= starts[block - 1]:
-            block -= 1
-        for storage in model.reads_of(node):
-            last_use[storage] = node
-            if producer[storage] >= 0 and node < model.nodes:
-                until[storage] = max(until[storage], block)
+    np.maximum.at(last_use, storage, node)
+    until = np.maximum(last_forward, producer).astype(np.int32)
+    inside = (node < model.nodes) & (producer[storage] >= 0)
+    block = np.searchsorted(-np.asarray(starts[:-1], np.int64), -node[inside])
+    np.maximum.at(until, storage[inside], block.astype(np.int32))
     return until, last_use
 
 
 def _backward_bytes(model: CompactGraph) -> tuple[Numbers, Numbers]:
     """Bytes of backward storages right before each node and while it runs, its own results and workspace included."""
-    change = np.zeros(model.nodes + 2, np.int64)
     last = model.storage_node.astype(np.int64)
-    for node in range(model.nodes + 1):
-        last[model.reads_of(node)] = node
-    own = np.zeros(model.nodes + 1, np.int64)
-    for storage, node in enumerate(model.storage_node):
-        if node >= model.boundary:
-            own[node] += model.storage_bytes[storage]
-            change[node + 1] += model.storage_bytes[storage]
-            change[last[storage] + 1] -= model.storage_bytes[storage]
+    np.maximum.at(last, model.reads, model.read_node)
+    backward = model.storage_node >= model.boundary
+    node, size = model.storage_node[backward], model.storage_bytes[backward]
+    own, change = np.zeros(model.nodes + 1, np.int64), np.zeros(model.nodes + 2, np.int64)
+    np.add.at(own, node, size)
+    np.add.at(change, node + 1, size)
+    np.subtract.at(change, last[backward] + 1, size)
     before = np.cumsum(change)[:-1]
     return before, before + own + model.workspace_bytes

@@ -11,6 +11,7 @@ proportions matter, and sums stay exact.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -59,13 +60,13 @@ def signature(chain: Chain, low: int, high: int) -> Signature:
             reads = []
             for storage in model.reads_of(node).tolist():
                 owner = int(model.storage_node[storage])
+                position = storage - int(model.owns[model.owns_start[owner]])
                 if span.low <= owner < span.high:
-                    place = (0, owner - span.low, storage - int(model.owns[model.owns_start[owner]]))
+                    reads.append((0, owner - span.low, position))
                 elif span.first <= owner < span.last:
-                    place = (1, owner - span.first, storage - int(model.owns[model.owns_start[owner]]))
+                    reads.append((1, owner - span.first, position))
                 else:
-                    place = (2, outside.setdefault(storage, len(outside)), int(model.storage_bytes[storage]))
-                reads.append(place)
+                    reads.append((2, outside.setdefault(storage, len(outside)), int(model.storage_bytes[storage])))
             owned = tuple(
                 (int(model.storage_bytes[s]), bool(span.counted[s]), bool(span.leaves[s]), bool(span.late[s]))
                 for s in model.owns_of(node)
@@ -105,15 +106,11 @@ def thinned(options: Sequence[tuple[Measures, Indices]], count: int) -> Menu:
             best.append((found, codes))
     if len(best) <= count:
         return tuple(codes for _, codes in best)
-    sizes = np.array([found.saved_bytes for found, _ in best], float)
-    kept = {0, int(np.argmin(sizes)), int(np.argmin([found.backward_peak_bytes for found, _ in best]))}
-    for goal in np.linspace(sizes.min(), sizes.max(), max(count - len(kept), 0)):
-        fitting = np.flatnonzero(sizes <= goal)
-        kept.add(int(min(fitting, key=lambda index: _key(best[index][0]))))
-    by_peak = np.array([found.backward_peak_bytes for found, _ in best], float)
-    for goal in np.linspace(by_peak.min(), by_peak.max(), max(count // 3, 0)):
-        fitting = np.flatnonzero(by_peak <= goal)
-        kept.add(int(min(fitting, key=lambda index: _key(best[index][0]))))
+    saved, peaks = np.array([(found.saved_bytes, found.backward_peak_bytes) for found, _ in best], float).T
+    kept = {0, int(np.argmin(saved)), int(np.argmin(peaks))}
+    for sizes, goals in ((saved, count - len(kept)), (peaks, count // 3)):
+        for goal in np.linspace(sizes.min(), sizes.max(), max(goals, 0)):
+            kept.add(int(min(np.flatnonzero(sizes <= goal), key=lambda index: _key(best[index][0]))))
     return tuple(best[index][1] for index in sorted(kept))
 
 
@@ -122,9 +119,4 @@ def _key(found: Measures) -> tuple[int, int, int]:
 
 
 def _covers(one: Measures, other: Measures) -> bool:
-    return (
-        one.extra_ns <= other.extra_ns
-        and one.saved_bytes <= other.saved_bytes
-        and one.backward_peak_bytes <= other.backward_peak_bytes
-        and one.forward_peak_bytes <= other.forward_peak_bytes
-    )
+    return one.forward_peak_bytes <= other.forward_peak_bytes and all(map(operator.le, _key(one), _key(other)))

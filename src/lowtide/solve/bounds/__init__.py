@@ -31,7 +31,6 @@ INFEASIBLE_NS = 2**62
 """The time bound where no schedule fits."""
 
 _MAX_CELLS = 400_000_000  # nodes x storages: above this, the tables of certain liveness are not worth their memory
-_ENDLESS = 2**62
 _PEAK_STEPS = 1000  # of the bound: how finely the peak's is searched
 _TOLERANCE = 1e-5  # of the program's time: above what HiGHS may be wrong by
 _ROUNDING = 1e-6  # units of time: above what floating point can be wrong by
@@ -72,7 +71,7 @@ def peak_bound(model: CompactGraph) -> int:
     """Bytes that no schedule's peak undercuts, ``fixed_bytes`` included."""
     if not _tractable(model) or model.nodes == 0:
         return model.fixed_bytes
-    low = model.fixed_bytes + int(liveness(model, _ENDLESS).instant_bytes.max())
+    low = model.fixed_bytes + int(liveness(model, 2**62).instant_bytes.max())
     high = max(low, model.fixed_bytes + int(_kept_bytes(model).max()))  # a budget that nothing is proven of
     while high - low > low // _PEAK_STEPS:
         middle = (low + high) // 2
@@ -101,7 +100,7 @@ def _tractable(model: CompactGraph) -> bool:
 def _kept_bytes(model: CompactGraph) -> Numbers:
     """Bytes resident at each instant without recomputation."""
     last = model.storage_node.astype(np.int64)
-    np.maximum.at(last, model.reads, np.repeat(np.arange(model.nodes + 1), np.diff(model.reads_start)))
+    np.maximum.at(last, model.reads, model.read_node)
     last[model.held] = model.nodes
     change = np.zeros(model.nodes + 2, np.int64)
     np.add.at(change, model.storage_node, model.storage_bytes)
@@ -127,18 +126,9 @@ def _whole_bound(program: Covering, seconds: float) -> float | None:
     Its cuts close in tenths of a second what branching alone takes minutes for. A margin well above its tolerances is
     taken off.
     """
-    columns = len(program.cost)
-    whole = LinearProgram(
-        cost=program.cost,
-        lower=np.zeros(columns),
-        upper=np.ones(columns),
-        integer=np.ones(columns, np.bool_),
-        start=program.start,
-        index=program.index,
-        value=program.value,
-        row_lower=program.right,
-        row_upper=np.full(len(program.right), INFINITY),
-    )
+    zeros, ones = np.zeros(len(program.cost)), np.ones(len(program.cost))
+    matrix, most = (program.start, program.index, program.value), np.full(len(program.right), INFINITY)
+    whole = LinearProgram(program.cost, zeros, ones, ones.astype(np.bool_), *matrix, program.right, most)
     try:
         result = solve_program(whole, SolverOptions(time_limit=seconds))
     except MissingExtraError:

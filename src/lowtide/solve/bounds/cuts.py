@@ -49,7 +49,8 @@ def choose_cuts(facts: Facts, kept_bytes: Numbers, trials: Trials, enough: float
         found = _best_trial(facts, best, [_highest(stretch, kept_bytes) for stretch in stretches], trials)
         if found is None:
             break
-        near = _around(stretches, found[0])
+        home = next(index for index, stretch in enumerate(stretches) if stretch[0] <= found[0] <= stretch[-1])
+        near = _stretches(np.concatenate(stretches[max(home - 1, 0) : home + 2]), 2 * _AROUND)
         around = _best_trial(facts, best, [_highest(stretch, kept_bytes) for stretch in near], trials)
         candidate = max((entry[1] for entry in (found, around) if entry is not None), key=lambda one: one.dual.bound)
         if best is not None and candidate.dual.bound < best.dual.bound + _WORTH:
@@ -97,9 +98,3 @@ def _stretches(instants: Numbers, count: int) -> list[Numbers]:
 
 def _highest(stretch: Numbers, kept_bytes: Numbers) -> int:
     return int(stretch[np.argmax(kept_bytes[stretch])])
-
-
-def _around(stretches: list[Numbers], cut: int) -> list[Numbers]:
-    """The stretch of ``cut`` and its neighbours, cut smaller."""
-    home = next(index for index, stretch in enumerate(stretches) if stretch[0] <= cut <= stretch[-1])
-    return _stretches(np.concatenate(stretches[max(home - 1, 0) : home + 2]), 2 * _AROUND)

@@ -65,20 +65,11 @@ class Facts:
     liveness: Liveness
     room_bytes: int
     last_need: Numbers  # storage -> instant
-    edge_node: Numbers  # per read: the reading node
-    edge_storage: Numbers  # per read: the storage
 
 
 def gather(model: CompactGraph, live: Liveness, budget_bytes: int) -> Facts:
     """Of a liveness closed under the same budget."""
-    return Facts(
-        model=model,
-        liveness=live,
-        room_bytes=budget_bytes - model.fixed_bytes,
-        last_need=last_needs(model),
-        edge_node=np.repeat(np.arange(model.nodes + 1), np.diff(model.reads_start)),
-        edge_storage=model.reads.astype(np.int64),
-    )
+    return Facts(model, live, budget_bytes - model.fixed_bytes, last_needs(model))
 
 
 def relax(facts: Facts, cuts: Sequence[int]) -> Covering:
@@ -165,10 +156,10 @@ class _Builder:
             nodes = np.nonzero(again >= 0)[0]
             parts = [self.again[gap, gap + 1][nodes] for gap in range(first, end)]
             self._add_rows([*((part, 1.0) for part in parts), (again[nodes], -1.0)], 0.0, ("link", begin, last), nodes)
-        inside = (facts.edge_node > begin) & (facts.edge_node < last)
+        inside = (facts.model.read_node > begin) & (facts.model.read_node < last)
         open_before = (self.base < begin) & ~self.certain[first]
         needed = np.zeros(len(self.base), np.bool_)
-        needed[facts.edge_storage[inside]] = True
+        needed[facts.model.reads[inside]] = True
         if end < self.count:
             needed |= self.certain[end]
             kept = np.nonzero(open_before & ~needed & (self.live[end] >= 0))[0]
@@ -177,8 +168,8 @@ class _Builder:
         demanded = np.nonzero(open_before & needed)[0]
         terms = [(live[demanded], 1.0), (again[self.base[demanded]], 1.0)]
         self._add_rows(terms, 1.0, ("need", begin, last), demanded)
-        built = np.nonzero((again[facts.edge_node] >= 0) & open_before[facts.edge_storage])[0]
-        node, storage = facts.edge_node[built], facts.edge_storage[built]
+        built = np.nonzero((again[facts.model.read_node] >= 0) & open_before[facts.model.reads])[0]
+        node, storage = facts.model.read_node[built], facts.model.reads[built]
         terms = [(live[storage], 1.0), (again[self.base[storage]], 1.0), (again[node], -1.0)]
         self._add_rows(terms, 0.0, ("build", begin, last), built)
 

@@ -19,18 +19,12 @@ _LARGEST = 1e6  # numbers in the program, roughly
 @dataclass(frozen=True, slots=True)
 class Scale:
     """Bytes are multiplied by ``bytes``; ``room`` is the budget so scaled, with half a byte unit to spare, which no
-    sum of sizes can use."""
+    sum of sizes can use. ``unit``: that of the objective, ``whole`` where it is the greatest common divisor."""
 
     bytes: float
     room: float
-    byte_unit: float
-    time_unit: float
-    whole_bytes: bool
-    whole_times: bool
-
-    def whole(self, for_time: bool) -> bool:
-        """Whether the unit of the objective is the greatest common divisor."""
-        return self.whole_times if for_time else self.whole_bytes
+    unit: float
+    whole: bool
 
 
 def make_scale(model: CompactGraph, budget_bytes: int | None) -> Scale:
@@ -38,12 +32,13 @@ def make_scale(model: CompactGraph, budget_bytes: int | None) -> Scale:
     sizes = np.concatenate([model.storage_bytes, model.workspace_bytes, [model.rng_state_bytes]])
     times = np.concatenate([model.time_ns, model.view_time_ns])
     size, time = max(int(np.gcd.reduce(sizes)), 1), max(int(np.gcd.reduce(times)), 1)
-    total = int(model.storage_bytes.sum())
-    room = total if budget_bytes is None else max(budget_bytes - model.fixed_bytes, 0)
+    room = int(model.storage_bytes.sum()) if budget_bytes is None else max(budget_bytes - model.fixed_bytes, 0)
     byte_unit = max(float(size), room / _LARGEST)
-    time_unit = max(float(time), float(times.sum()) / _LARGEST)
     spare = (room // size + 0.5) * size / byte_unit
-    return Scale(1.0 / byte_unit, spare, byte_unit, time_unit, byte_unit == size, time_unit == time)
+    if budget_bytes is None:
+        return Scale(1.0 / byte_unit, spare, byte_unit, byte_unit == size)
+    time_unit = max(float(time), float(times.sum()) / _LARGEST)
+    return Scale(1.0 / byte_unit, spare, time_unit, time_unit == time)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +65,16 @@ class Formulation:
     @property
     def absolute_gap(self) -> float:
         """The objective takes whole numbers only where its unit is the greatest common divisor."""
-        return 0.99 if self.scale.whole(self.for_time) else 1e-6
+        return 0.99 if self.scale.whole else 1e-6
 
     def lower_bound(self, model: CompactGraph, bound: float) -> int:
         """Nanoseconds (bytes where the peak is minimised) that follow from a bound on the objective."""
         if bound == -INFINITY:
             return 0
         safe = max(bound - 1e-2 - 1e-7 * abs(bound), 0.0)  # the solver's tolerances
-        if self.scale.whole(self.for_time):
+        if self.scale.whole:
             safe = math.ceil(safe)
-        if self.for_time:
-            return model.least_ns + int(safe * self.scale.time_unit)
-        return model.fixed_bytes + int(safe * self.scale.byte_unit)
+        return (model.least_ns if self.for_time else model.fixed_bytes) + int(safe * self.scale.unit)
 
     def sequence(self, values: Floats) -> list[int]:
         """Nodes in the order in which they are computed."""

@@ -94,19 +94,11 @@ class ProgramBuilder:
         self._bounds.append((lower, upper))
 
     def build(self) -> LinearProgram:
-        columns = np.array(self._columns, np.float64).reshape(-1, 4)
-        bounds = np.array(self._bounds, np.float64).reshape(-1, 2)
-        return LinearProgram(
-            cost=columns[:, 0].copy(),
-            lower=columns[:, 1].copy(),
-            upper=columns[:, 2].copy(),
-            integer=columns[:, 3].astype(np.bool_),
-            start=np.cumsum([0, *self._counts], dtype=np.int32),
-            index=np.array(self._index, np.int32),
-            value=np.array(self._value, np.float64),
-            row_lower=bounds[:, 0].copy(),
-            row_upper=bounds[:, 1].copy(),
-        )
+        cost, lower, upper, integer = np.array(self._columns, np.float64).reshape(-1, 4).T.copy()
+        row_lower, row_upper = np.array(self._bounds, np.float64).reshape(-1, 2).T.copy()
+        start = np.cumsum([0, *self._counts], dtype=np.int32)
+        index, value = np.array(self._index, np.int32), np.array(self._value, np.float64)
+        return LinearProgram(cost, lower, upper, integer.astype(np.bool_), start, index, value, row_lower, row_upper)
 
 
 def solve_program(program: LinearProgram, options: SolverOptions, start: Floats | None = None) -> SolverResult:
@@ -117,9 +109,14 @@ def solve_program(program: LinearProgram, options: SolverOptions, start: Floats 
         possible = bool(np.all(program.row_lower <= 0) and np.all(program.row_upper >= 0))
         return SolverResult(Outcome.OPTIMAL if possible else Outcome.INFEASIBLE, np.zeros(0), 0.0, 0.0)
     highs = highspy.Highs()
-    _configure(highs, options)
+    for name, setting in _settings(options).items():
+        highs.setOptionValue(name, setting)
+    by_row, minimise, entries = int(highspy.MatrixFormat.kRowwise), int(highspy.ObjSense.kMinimize), len(program.index)
+    shape = (len(program.cost), len(program.row_lower), entries, by_row, minimise, 0.0)
+    columns = (program.cost, program.lower, program.upper, program.row_lower, program.row_upper)
+    matrix = (program.start[:-1], program.index, program.value)
+    highs.passModel(*shape, *columns, *matrix, program.integer.astype(np.int32))
     mixed = bool(program.integer.any())
-    _pass(highspy, highs, program)
     if start is not None and mixed:
         known = np.flatnonzero(~np.isnan(start)).astype(np.int32)
         highs.setSolution(len(known), known, start[known])
@@ -127,8 +124,8 @@ def solve_program(program: LinearProgram, options: SolverOptions, start: Floats 
     return _result(highspy, highs, mixed)
 
 
-def _configure(highs: Any, options: SolverOptions) -> None:
-    chosen = {
+def _settings(options: SolverOptions) -> dict[str, Any]:
+    return {
         "output_flag": False,
         "time_limit": max(options.time_limit, 0.01),
         "threads": options.threads,
@@ -140,16 +137,6 @@ def _configure(highs: Any, options: SolverOptions) -> None:
         "mip_abs_gap": options.absolute_gap,
         "mip_feasibility_tolerance": 1e-6,
     }
-    for name, value in chosen.items():
-        highs.setOptionValue(name, value)
-
-
-def _pass(highspy: Any, highs: Any, program: LinearProgram) -> None:
-    by_row, minimise, entries = int(highspy.MatrixFormat.kRowwise), int(highspy.ObjSense.kMinimize), len(program.index)
-    shape = (len(program.cost), len(program.row_lower), entries, by_row, minimise, 0.0)
-    columns = (program.cost, program.lower, program.upper, program.row_lower, program.row_upper)
-    matrix = (program.start[:-1], program.index, program.value)
-    highs.passModel(*shape, *columns, *matrix, program.integer.astype(np.int32))
 
 
 def _result(highspy: Any, highs: Any, mixed: bool) -> SolverResult:

@@ -144,10 +144,7 @@ class StageMemory:
         if not stage.recompute:
             return
         total = self.rows.add_column()
-        entries = _total([*((through[s], float(sizes[s])) for s in through), *states])
-        constant = entries.pop(ONE, 0.0) * self.scale.bytes
-        values = [value * self.scale.bytes for value in entries.values()]
-        self.rows.add_row([*entries, total], [*values, -1.0], upper=-constant)
+        self._within(_total([*((through[s], float(sizes[s])) for s in through), *states]), total)
         for node, column in stage.recompute.items():
             entries = _total([(total, 1.0 / self.scale.bytes), (column, self._own(node))])
             for storage in self.reach.reads[node]:
@@ -171,12 +168,13 @@ class StageMemory:
             entries[through] = entries.get(through, 0.0) - size
         entries[either] = entries.get(either, 0.0) + size
 
-    def _within(self, entries: dict[int, float]) -> None:
-        """A sum of bytes is at most the budget, or the peak."""
+    def _within(self, entries: dict[int, float], most: int | None = None) -> None:
+        """A sum of bytes is at most the column ``most``: the peak, or the budget where there is none."""
+        most = self.peak if most is None else most
         constant = entries.pop(ONE, 0.0) * self.scale.bytes
         values = [value * self.scale.bytes for value in entries.values()]
-        if self.peak >= 0:
-            self.rows.add_row([*entries, self.peak], [*values, -1.0], upper=-constant)
+        if most >= 0:
+            self.rows.add_row([*entries, most], [*values, -1.0], upper=-constant)
         else:
             self.rows.add_row(list(entries), values, upper=self.scale.room - constant)
 

@@ -60,7 +60,7 @@ class StageModel(StageMemory):
 
     def _stages(self) -> list[FrontierStage]:
         model, until = self.model, self.reach.node_until
-        unit = INFINITY if self.budget_bytes is None else self.scale.time_unit
+        unit = INFINITY if self.budget_bytes is None else self.scale.unit
         cost = (model.time_ns / unit).tolist()
         stages = []
         for target in range(model.nodes + 1):
@@ -153,7 +153,7 @@ class StageModel(StageMemory):
         for view, storage in zip(self.model.views.tolist(), storage_of.tolist(), strict=True):
             time = float(self.model.view_time_ns[view])
             if time and self.budget_bytes is not None:
-                self._view(storage, needed_by[view], time / self.scale.time_unit)
+                self._view(storage, needed_by[view], time / self.scale.unit)
 
     def _view(self, storage: int, needed_by: list[int], time: float) -> None:
         formed = ZERO
