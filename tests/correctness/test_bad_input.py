@@ -67,7 +67,7 @@ def test_budget_below_everything() -> None:
     error = caught.value
     assert error.minimum_bytes > 100
     assert error.operator
-    assert "networks.py" in error.source or "modules" in error.source or error.source == ""
+    assert "networks.py" in error.source
     plan = lowtide.plan(make(_network), *rows()(0), budget=error.minimum_bytes, planner="greedy")
     assert plan.peak_bytes <= error.minimum_bytes
 
@@ -156,19 +156,17 @@ def test_meta_model_knows_its_own_constants() -> None:
 
 def test_already_rematerialized() -> None:
     model = prepared(_network, rows(), "70%")
-    with pytest.raises(lowtide.LowtideError, match=r"already|restore"):
+    with pytest.raises(lowtide.LowtideError, match="the model is rematerialized already"):
         lowtide.rematerialize(model, *rows()(0), budget="50%")
     assert_same_records(run_training(model, rows(), _STEP, 2), run_training(make(_network), rows(), _STEP, 2))
 
 
 def test_part_of_the_model_is_already_rematerialized() -> None:
-    """An error, or exact training."""
+    """An error that names the part, which trains on as it was."""
     model = make(_network)
     lowtide.rematerialize(model.body, *rows()(0), budget="70%", planner="greedy")
-    try:
+    with pytest.raises(lowtide.PlanError, match="submodule 'body' is rematerialized already"):
         lowtide.rematerialize(model, *rows()(0), budget="70%")
-    except lowtide.LowtideError as error:
-        assert "already" in str(error) or "restore" in str(error)
     assert_same_records(run_training(model, rows(), _STEP, 2), run_training(make(_network), rows(), _STEP, 2))
 
 
@@ -275,10 +273,8 @@ def test_sparse_parameter_is_refused() -> None:
 def test_plans_and_restore_of_a_plain_model() -> None:
     model = make(_network)
     for function in (lowtide.plans, lowtide.restore):
-        try:
+        with pytest.raises(lowtide.PlanError, match="is not rematerialized"):
             function(model)
-        except lowtide.LowtideError as error:
-            assert "rematerialize" in str(error)
 
 
 def test_preparation_under_no_grad() -> None:

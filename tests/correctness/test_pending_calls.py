@@ -96,18 +96,13 @@ def test_gradients_present_at_the_start() -> None:
 
 
 def test_backward_twice_with_retain_graph() -> None:
-    """Exact where it is supported; otherwise a clear error."""
-
     def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
         loss = model(args[0])
         loss.backward(retain_graph=True)
         loss.backward()
         return loss
 
-    try:
-        compare_training(_network, _one_input, step=step, check_peak=False)
-    except lowtide.ExecutionError as error:
-        assert "retain_graph" in str(error)
+    compare_training(_network, _one_input, step=step, check_peak=False)
 
 
 def test_many_backwards_take_one_plan() -> None:
@@ -150,7 +145,7 @@ def test_second_backward_without_retain_graph_is_an_error() -> None:
     model = prepared(_network, _one_input, "60%")
     loss = model(*_one_input(0)[0])
     loss.backward()
-    with pytest.raises((RuntimeError, lowtide.ExecutionError), match=r"second time|retain_graph"):
+    with pytest.raises(RuntimeError, match=r"backward through the graph a second time"):
         loss.backward()
 
 
@@ -160,6 +155,6 @@ def test_double_backward_is_an_error_that_says_so() -> None:
 
     model = prepared(make, rows(requires_grad=True), "70%")
     (x,), _ = rows(requires_grad=True)(0)
-    with pytest.raises((lowtide.ExecutionError, RuntimeError), match=r"create_graph|twice|second|higher|differentia"):
+    with pytest.raises(lowtide.ExecutionError, match="cannot be differentiated again"):
         (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         gradient.square().sum().backward()

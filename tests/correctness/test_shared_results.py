@@ -97,8 +97,15 @@ def _weighted(tensor: torch.Tensor) -> torch.Tensor:
     return (real * torch.linspace(-1, 1, real.numel()).view(real.shape)).sum()
 
 
-@pytest.mark.parametrize("with_loss", [True, False])
-@pytest.mark.parametrize("sharing", SHARING)
+# Each way of sharing with a loss beside it or without; both in the wide sweep.
+_CASES = [
+    pytest.param(sharing, with_loss, marks=() if (index + with_loss) % 2 else pytest.mark.slow)
+    for index, sharing in enumerate(SHARING)
+    for with_loss in (True, False)
+]
+
+
+@pytest.mark.parametrize(("sharing", "with_loss"), _CASES)
 def test_gradients_for_some_of_the_results(sharing: str, with_loss: bool) -> None:
     torch.manual_seed(0)
     plain = _Model(sharing, with_loss)

@@ -53,9 +53,9 @@ def test_a_random_op_may_overwrite(planner: str) -> None:
     graph, costs = graph_from_json(_graph([(0, 4), (1, 4), (2, 1)], ops))
     for budget in range(5, 12):
         solution = solve(Problem(graph, costs, budget), planner)
-        if solution.schedule is not None:
-            check(graph, solution.schedule)
-            assert simulate(graph, costs, solution.schedule).peak_bytes <= budget
+        assert solution.schedule is not None
+        check(graph, solution.schedule)
+        assert simulate(graph, costs, solution.schedule).peak_bytes <= budget
 
 
 @pytest.mark.parametrize("external", [0, 100])

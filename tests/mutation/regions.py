@@ -21,14 +21,19 @@ class Region:
     compiled: tuple[str, ...] = ()
 
     def sources(self, root: Path) -> list[Path]:
-        found = sorted({path for pattern in self.files for path in (root / SOURCE).glob(pattern)})
-        if not found:
-            raise ValueError(f"region {self.name}: no file matches {' '.join(self.files)}; name where it has gone")
-        return [path for path in found if path.name != "__init__.py"]
+        found = {pattern: list((root / SOURCE).glob(pattern)) for pattern in self.files}
+        gone = [pattern for pattern, paths in found.items() if not paths]
+        if gone:
+            raise ValueError(f"region {self.name}: no file matches {' '.join(gone)}; name where it has gone")
+        return sorted({path for paths in found.values() for path in paths if path.name != "__init__.py"})
 
 
 def _solve(*names: str) -> tuple[str, ...]:
     return tuple(f"tests/solve/test_{name}.py" for name in names)
+
+
+def _correctness(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/correctness/test_{name}.py" for name in names)
 
 
 REGIONS = (
@@ -55,17 +60,30 @@ REGIONS = (
     Region("solve/bounds", ("solve/bounds/*.py",), _solve("bounds"), _solve("planners", "brute_force")),
     Region("solve/milp", ("solve/milp/*.py",), _solve("checkmate", "checkmate_approx"), _solve("brute_force")),
     Region(
-        "capture",
-        ("**/convert.py", "**/overwrites.py", "**/layouts.py", "**/results.py"),
+        "capture/convert",
+        ("capture/convert/*.py", "**/overwrites.py", "**/layouts.py", "**/results.py"),
         (
-            "tests/correctness/test_layouts.py",
-            "tests/correctness/test_written_layouts.py",
-            "tests/correctness/test_structures.py",
-            "tests/correctness/test_shared_results.py",
-            "tests/correctness/test_output_gradients.py",
-            "tests/correctness/test_inplace.py",
+            "tests/capture/test_refused.py",
+            *_correctness("layouts", "written_layouts", "structures", "shared_results", "output_gradients", "inplace"),
             "tests/lower/test_overwrites.py",
-            "tests/correctness/test_operators.py",
+            *_correctness("operators", "parameters"),
+        ),
+    ),
+    Region(
+        "capture/trace",
+        ("capture/*.py", "capture/trace/*.py"),
+        (
+            *_correctness("clean_capture", "layouts", "inplace", "random", "exceptions", "unseen_effects", "modes"),
+            "tests/fuzz/test_modules.py",
+            *_correctness("attributes", "outside", "buffers", "bad_input", "parameters", "structures", "operators"),
+        ),
+    ),
+    Region(
+        "capture/python_state",
+        ("capture/python_state/*.py", "program/objects.py"),
+        (
+            "tests/fuzz/test_python_changes.py",
+            *_correctness("attributes", "outside", "followed", "changes", "buffers", "random", "unseen_effects"),
         ),
     ),
 )

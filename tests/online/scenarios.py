@@ -136,17 +136,19 @@ class Training:
 
 
 @contextlib.contextmanager
-def interrupted_inside(package: str, events: int) -> Iterator[None]:
-    """``KeyboardInterrupt`` at the ``events``-th line that runs in ``package``: anywhere a signal could strike."""
-    count = 0
+def interrupted_inside(package: str, events: int = 0) -> Iterator[list[int]]:
+    """``KeyboardInterrupt`` at the ``events``-th line that runs in ``package``: anywhere a signal could strike.
+
+    With 0 events the lines are only counted; the number is in the list.
+    """
+    lines = [0]
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal count
         if not frame.f_globals.get("__name__", "").startswith(package):
             return None
-        count += event == "line"
-        if count == events:
-            count += 1
+        lines[0] += event == "line"
+        if events and lines[0] == events:
+            lines[0] += 1
             sys.settrace(None)
             raise KeyboardInterrupt
         return trace
@@ -154,6 +156,6 @@ def interrupted_inside(package: str, events: int) -> Iterator[None]:
     previous = sys.gettrace()
     sys.settrace(trace)
     try:
-        yield
+        yield lines
     finally:
         sys.settrace(previous)

@@ -263,7 +263,9 @@ def test_interrupt_by_a_signal(call: int) -> None:
     compare(_starting_over(interrupted), share=100, evicts=False)  # what was interrupted may stay where it is
 
 
-@pytest.mark.parametrize("start", range(0, 20_000, 2_000))
+@pytest.mark.parametrize(
+    "start", [pytest.param(start, marks=pytest.mark.slow if start % 4_000 else ()) for start in range(0, 20_000, 2_000)]
+)
 def test_interrupt_anywhere_in_the_engine(start: int) -> None:
     struck: list[int] = []
 

@@ -96,6 +96,7 @@ def test_a_budget_below_the_working_set_is_refused(name: str) -> None:
     assert f"{name}.py" in caught.value.location or "site-packages" in caught.value.location
 
 
+@pytest.mark.slow
 def test_command() -> None:
     """``python -m examples.dynamic`` compares the two runs itself and says so."""
     command = [sys.executable, "-m", "examples.dynamic", "lstm", "--budget", "50%", "--steps", "2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import torch
 import lowtide
 from lowtide.dynamic.node import Node, OperatorCall
 from lowtide.dynamic.orders import OrderCache
-from lowtide.dynamic.plan import RebuildPlan, calls_behind, in_program_order, make_plan, with_what_is_there
+from lowtide.dynamic.plan import RebuildPlan, calls_behind, make_plan, with_what_is_there
 from tests.online.programs_support import collect
 from tests.online.scenarios import interrupted_inside
 
@@ -73,9 +74,9 @@ def test_a_plan_has_the_peak_that_it_says(seed: int) -> None:
     deep, deep_there = calls_behind(targets, lambda call: 0, deep=True)
     for plan in (
         make_plan(shallow, targets, shallow_there),
-        make_plan(in_program_order(shallow), targets, shallow_there),
+        make_plan(sorted(shallow), targets, shallow_there),
         make_plan(deep, targets),
-        make_plan(in_program_order(deep), targets, deep_there),
+        make_plan(sorted(deep), targets, deep_there),
     ):
         assert plan.peak_bytes == _simulate(plan, targets)
 
@@ -85,8 +86,8 @@ def test_orders_make_do_with_less(seed: int) -> None:
     """What is found within the room fits; holding more of what is there on top never leaves it and never costs calls."""
     nodes = _program(seed)
     targets = nodes[-2:]
-    found, there = calls_behind(targets, lambda call: 0, deep=True)
-    calls = in_program_order(found)
+    calls, there = calls_behind(targets, lambda call: 0, deep=True)
+    calls.sort()
     orders = OrderCache()
     all_bytes = make_plan(calls, targets).peak_bytes
     for room in (all_bytes, all_bytes * 3 // 4, all_bytes // 2):
@@ -106,7 +107,7 @@ def test_what_is_found_for_a_structure_is_found_for_its_like() -> None:
     places = []
     for _ in range(2):
         nodes = _program(3)
-        calls = in_program_order(calls_behind(nodes[-2:], lambda call: 0, deep=True)[0])
+        calls = sorted(calls_behind(nodes[-2:], lambda call: 0, deep=True)[0])
         room = make_plan(calls, nodes[-2:]).peak_bytes // 2
         places.append([calls.index(call) for call in orders.within(room, calls, nodes[-2:])])
     assert places[0] == places[1]
@@ -134,23 +135,43 @@ def test_operands_far_apart_in_little_room(policy: str) -> None:
     assert all(map(torch.equal, tensors, expected))
 
 
-@pytest.mark.parametrize("start", range(0, 100_000, 20_000))
-def test_interrupt_anywhere_in_a_rebuild(start: int) -> None:
+def _sum_far_apart(tensors: list[torch.Tensor]) -> None:
+    for index in range(30):
+        (tensors[index] + tensors[-1 - index]).sum().item()
+
+
+@functools.cache
+def _lines_of_rebuilds() -> int:
+    """How many lines of the engine the sums run: as many moments at which they can be interrupted."""
+    for _ in range(2):  # the first run may make what is kept for the process
+        with lowtide.online(5 * KIB + 512, warn_above=float("inf")):
+            _, tensors = _deep_pyramid(60)
+            with interrupted_inside("lowtide.dynamic") as lines:
+                _sum_far_apart(tensors)
+    return lines[0]
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_interrupt_anywhere_in_a_rebuild(part: int) -> None:
     """Whatever was half done, all that the program holds is as it was."""
     _, expected = _deep_pyramid(60)
-    for events in range(start + 1, start + 20_000, 4_999):
+    lines = _lines_of_rebuilds()
+    moments = range(1 + part * lines // 3, (part + 1) * lines // 3, lines // 13)
+    struck = 0
+    for events in moments:
         with lowtide.online(5 * KIB + 512, warn_above=float("inf")) as session:
             _, tensors = _deep_pyramid(60)
             try:
                 with interrupted_inside("lowtide.dynamic", events):
-                    for index in range(30):
-                        (tensors[index] + tensors[-1 - index]).sum().item()
+                    _sum_far_apart(tensors)
             except KeyboardInterrupt:
-                pass
+                struck += 1
             except RuntimeError as error:  # it struck where C++ had asked for room and cannot carry it
                 assert "can't allocate memory" in str(error)
+                struck += 1
             assert session.statistics.peak_bytes <= 5 * KIB + 512
         assert all(map(torch.equal, tensors, expected))
+    assert struck == len(moments) > 3
 
 
 def _small_behind_large() -> tuple[torch.Tensor, list[torch.Tensor]]:

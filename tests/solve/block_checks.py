@@ -13,6 +13,7 @@ from tests.solve.small_graphs import small_graph
 def assert_never_below_the_optimum(spec: str, seed: int) -> None:
     graph, costs = small_graph(seed)
     peak = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+    solved = 0
     for budget in range(max(peak - 8, 1), peak + 1, 2):
         solution = solve(Problem(graph, costs, budget), spec)
         if solution.status.solved:
@@ -20,6 +21,8 @@ def assert_never_below_the_optimum(spec: str, seed: int) -> None:
             assert optimum is not None
             assert solution.time_ns >= optimum
             assert solution.peak_bytes <= budget
+            solved += 1
+    assert solved
 
 
 def assert_more_budget_is_never_slower(spec: str, graph: Graph, costs: Costs) -> None:

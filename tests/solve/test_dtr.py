@@ -56,13 +56,16 @@ def test_the_same_seed_gives_the_same_schedule(spec: str) -> None:
 
 
 def test_a_chain_at_a_root_of_its_memory() -> None:
-    """The theorem of the paper: N ops in memory of the order of root N take of the order of N computes."""
-    for length in (64, 144, 256):
+    """The theorem of the paper: N ops in memory of the order of root N take of the order of N computes.
+
+    No more of them than ever: 1.23, 1.33 and 1.37 times the 2 N of the program.
+    """
+    for length, computes in ((64, 157), (144, 381), (256, 701)):
         graph, costs = chain(length)
         budget = 4 * (4 * int(length**0.5) + 4)
         solution = solve(Problem(graph, costs, budget), "dtr{heuristic=dtr}")
         assert solution.status.solved
-        assert solution.time_ns <= 1.4 * costs.total_time_ns
+        assert solution.time_ns <= computes
 
 
 def test_unknown_heuristic() -> None:

@@ -45,11 +45,15 @@ def test_scaled_times_give_the_same_schedule(spec: str) -> None:
 def test_not_slower_than_rotor_where_rotor_fits(spec: str) -> None:
     graph, costs = transformer(12)
     peak = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+    compared = 0
     for share in (0.3, 0.5, 0.7):
         problem = Problem(graph, costs, int(share * peak))
         found, rotor = solve(problem, spec), solve(problem, "rotor")
         assert found.status is Status.FEASIBLE
-        assert not rotor.status.solved or found.time_ns <= rotor.time_ns
+        if rotor.status.solved:
+            assert found.time_ns <= rotor.time_ns
+            compared += 1
+    assert compared > 1
 
 
 @SPECS

@@ -7,7 +7,6 @@ ranks of a training, its graph is left out, and the costs stand by themselves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,13 +25,13 @@ from lowtide.report.profile import profile_of_schedule
 from lowtide.report.report import Report
 from lowtide.report.text import summary_text
 from lowtide.report.writers import write_report, writer_of
+from lowtide.solve import Progress
 from lowtide.store import write_atomically
 
 PLAN_FORMAT = "lowtide-plan/1"
 _FACTS = (
     "planner", "seed", "budget_bytes", "peak_bytes", "unconstrained_peak_bytes", "time_ns", "lower_bound_ns", "solve_seconds",
 )  # fmt: skip
-Progress = Callable[[str, float], None]
 Amount = Annotated[int, Meta(ge=0, le=1 << 62)]  # bytes or nanoseconds, as large as a budget may be
 Column = Annotated[list[Annotated[int, Meta(ge=0, le=1 << 50)]], Meta(max_length=1 << 24)]
 
@@ -95,10 +94,8 @@ class Plan:
     def curve(
         self, *, points: int = CURVE_POINTS, planner: str = CURVE_PLANNER, on_progress: Progress | None = None
     ) -> Curve:
-        """Overhead against budget, from the unconstrained peak to the least budget that ``planner`` meets.
-
-        There are ``points`` budgets and this plan's. The default planner takes seconds per point.
-        """
+        """Overhead against budget, from the unconstrained peak to the least budget that ``planner`` meets. There are
+        ``points`` budgets and this plan's. The default planner takes seconds per point."""
         known = CurvePoint(self.budget_bytes, self.peak_bytes, self.time_ns, self.lower_bound_ns)
         return make_curve(
             self.graph,
@@ -160,10 +157,8 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a saved plan; checks and simulates its schedule again.
-
-        Raises ``PlanError`` for a file that is not a plan and ``ScheduleError`` for a schedule that is not valid.
-        """
+        """Read a saved plan; checks and simulates its schedule again. Raises ``PlanError`` for a file that is not a
+        plan and ``ScheduleError`` for a schedule that is not valid."""
         data = read_json(path)
         if data.get("format") != PLAN_FORMAT:
             raise PlanError(
@@ -188,11 +183,9 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Any, graph: Graph | None = None, costs: Costs | None = None) -> Plan:
-        """Inverse of ``to_json``. ``graph`` and ``costs``: of the program at hand, where the plan comes without its own.
-
-        Raises ``PlanError`` for what is no plan, or not of ``graph``, and ``ScheduleError`` for a schedule that is not valid,
-        or that exceeds the budget on ``graph``.
-        """
+        """Inverse of ``to_json``. ``graph`` and ``costs``: of the program at hand, where the plan comes without its
+        own. Raises ``PlanError`` for what is no plan, or not of ``graph``, and ``ScheduleError`` for a schedule that is
+        not valid, or that exceeds the budget on ``graph``."""
         try:
             form = msgspec.convert(data, _Form)
         except ValueError as error:
