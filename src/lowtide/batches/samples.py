@@ -34,7 +34,13 @@ class Samples:
 
     def fake(self, batch: int) -> Sample:
         """Of the same structure and layouts as ``real(batch)``, its floating-point tensors fake."""
-        fakes, tree = self._on_fakes(batch)
+        fakes: list[torch.Tensor] = []
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                fakes, tree = structure.flatten_distinct(_called(self.make_sample, batch))
+        except (PlanError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, PlanError) and error.__cause__ is None:
+                raise  # it runs on fake tensors, and returns no sample
         tensors = [self._with_values(fake, index) for index, fake in enumerate(fakes)]
         if not fakes or any(tensor is None for tensor in tensors):
             found, tree = structure.flatten_distinct(self.real(batch))
@@ -42,16 +48,6 @@ class Samples:
                 tensors = [mode.from_tensor(tensor) if _carries_no_answers(tensor) else tensor for tensor in found]
         sample: Sample = structure.unflatten(tree, tensors)
         return sample
-
-    def _on_fakes(self, batch: int) -> tuple[list[torch.Tensor], Any]:
-        """The function's result on fake tensors; nothing where it cannot run on them."""
-        try:
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                return structure.flatten_distinct(_called(self.make_sample, batch))
-        except (PlanError, RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, PlanError) and error.__cause__ is None:
-                raise
-            return [], None
 
     def _with_values(self, tensor: torch.Tensor, index: int) -> torch.Tensor | None:
         if not isinstance(tensor, FakeTensor) or _carries_no_answers(tensor):
