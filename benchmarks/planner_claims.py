@@ -33,13 +33,13 @@ def _grouped(cells: Iterable[Cell], key: Callable[[Cell], object]) -> Iterator[l
 
 def _in_one_column(cells: list[Cell]) -> Iterator[str]:
     """Of all planners at one budget of one graph."""
-    solved = [cell for cell in cells if cell.solved]
+    solved = [cell for cell in cells if cell.time_ns is not None]
     quickest = min(solved, key=lambda cell: cell.time_ns or 0, default=None)
     if quickest is None:
         return
     for cell in cells:
         where = _where(cell)
-        if cell.planner == AUTO and not cell.solved:
+        if cell.planner == AUTO and cell.time_ns is None:
             yield f"{where}: {cell.status}, but {quickest.planner} is feasible"
         elif cell.planner == AUTO and (cell.time_ns or 0) > (quickest.time_ns or 0):
             ours, best = cell.overhead_percent or 0.0, quickest.overhead_percent or 0.0
@@ -55,9 +55,9 @@ def _monotone(cells: list[Cell]) -> Iterator[str]:
     """More budget is never slower, nor less feasible."""
     ordered = sorted(cells, key=lambda cell: cell.budget_bytes)
     for small, large in zip(ordered, ordered[1:], strict=False):
-        if small.solved and not large.solved:
+        if small.time_ns is not None and large.time_ns is None:
             yield f"{_where(large)}: {large.status}, but feasible at {small.budget}"
-        elif small.solved and (large.time_ns or 0) > (small.time_ns or 0):
+        elif small.time_ns is not None and (large.time_ns or 0) > small.time_ns:
             yield f"{_where(large)}: slower than at {small.budget}"
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lowtide import pipeline
+from lowtide.capture import capture
 from lowtide.capture.copies import planned_forward
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import PlanError
@@ -75,9 +76,7 @@ def rematerialize(
     settings = Settings(budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
     runtime = Rematerialized(model, settings)
     if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
-        with torch.enable_grad():
-            inputs, arguments = runtime.flat_inputs(args, kwargs or {})
-            runtime.entry(args, kwargs or {}, inputs, arguments)
+        runtime.prepare(args, kwargs or {})
     model.forward = runtime
     return model
 
@@ -146,7 +145,11 @@ def plan(
         raise PlanError(
             "a plan is made outside of lowtide.online; inside, whatever runs is kept within the budget as it comes."
         )
-    return pipeline.plan(model, args, kwargs, budget=budget, planner=planner, seed=seed, on_progress=on_progress)
+    pipeline.require_module(model, "plan")
+    settings = Settings(budget=budget, planner=planner, seed=seed)
+    with torch.enable_grad():
+        program = capture(model, args, kwargs).program
+    return pipeline.make_program_plan(program, settings, model, on_progress)
 
 
 def runtime_of(model: nn.Module) -> Rematerialized | None:

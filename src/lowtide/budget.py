@@ -24,7 +24,20 @@ def parse_budget(budget: int | str, unconstrained_peak_bytes: int, *, what: str 
 
     Raises ``PlanError``, naming ``what``, for anything that is not a positive amount.
     """
-    amount = _amount(budget, unconstrained_peak_bytes, what)
+    refused = PlanError(f"{budget!r} is not a {what}; {_EXAMPLES}.")
+    if isinstance(budget, str):
+        match = _PATTERN.fullmatch(budget)
+        unit = match[2].lower() if match else ""
+        if match is None or (unit != "%" and unit not in _UNITS):
+            raise refused
+        scale = Fraction(unconstrained_peak_bytes, 100) if unit == "%" else _UNITS[unit]
+        amount = int(Fraction(match[1]) * scale)  # exact: 100% is the peak to the byte
+    elif isinstance(budget, bool) or not isinstance(budget, (int, float)) or not math.isfinite(budget):
+        raise refused
+    else:
+        amount = int(budget)
+    if amount >= _LIMIT:
+        raise PlanError(f"a {what} of {budget!r} is more than any device has; {_EXAMPLES}.")
     if amount < 1:
         fraction = isinstance(budget, float) and 0 < budget < 1
         meant = f' (for that part of the peak write "{100 * float(budget):g}%")' if fraction else ""
@@ -39,24 +52,3 @@ def is_percentage(budget: int | str | None) -> bool:
 def is_amount(value: object) -> bool:
     """Whether ``value`` is a number from 0 on."""
     return not isinstance(value, bool) and isinstance(value, numbers.Real) and float(value) >= 0
-
-
-def _amount(budget: int | str, unconstrained_peak_bytes: int, what: str) -> int:
-    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
-        raise PlanError(f"{budget!r} is not a {what}; {_EXAMPLES}.")
-    if isinstance(budget, (int, float)):
-        if not math.isfinite(budget):
-            raise PlanError(f"{budget!r} is not a {what}; {_EXAMPLES}.")
-        return _possible(int(budget), budget, what)
-    match = _PATTERN.fullmatch(budget)
-    unit = match[2].lower() if match else ""
-    if match is None or (unit != "%" and unit not in _UNITS):
-        raise PlanError(f"{budget!r} is not a budget; {_EXAMPLES}.")
-    scale = Fraction(unconstrained_peak_bytes, 100) if unit == "%" else _UNITS[unit]
-    return _possible(int(Fraction(match[1]) * scale), budget, what)  # exact: 100% is the peak to the byte
-
-
-def _possible(amount: int, budget: int | str, what: str) -> int:
-    if amount >= _LIMIT:
-        raise PlanError(f"a {what} of {budget!r} is more than any device has; {_EXAMPLES}.")
-    return amount

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 
+
+@dataclass(eq=False, repr=False)
 class LowtideError(Exception):
     """Base of every error that lowtide raises on purpose."""
 
+    message: str
 
+
+@dataclass(eq=False, repr=False)
 class CaptureError(LowtideError):
     """The model's program cannot be captured as one graph. ``source`` is the user's ``file:line`` where known."""
 
-    def __init__(self, message: str, *, source: str = "") -> None:
-        super().__init__(message)
-        self.source = source
+    _: KW_ONLY
+    source: str = ""
 
 
 class NoGradientError(CaptureError):
@@ -27,6 +32,7 @@ class PlanError(LowtideError):
     """A plan cannot be made from this input."""
 
 
+@dataclass(eq=False, repr=False)
 class InfeasibleBudgetError(PlanError):
     """No schedule that the planner knows fits the budget.
 
@@ -35,22 +41,12 @@ class InfeasibleBudgetError(PlanError):
     ``aside_bytes`` what is reserved or resident beside it, and part of ``minimum_bytes``.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        minimum_bytes: int,
-        operator: str = "",
-        source: str = "",
-        budget_bytes: int = 0,
-        aside_bytes: int = 0,
-    ) -> None:
-        super().__init__(message)
-        self.minimum_bytes = minimum_bytes
-        self.operator = operator
-        self.source = source
-        self.budget_bytes = budget_bytes
-        self.aside_bytes = aside_bytes
+    _: KW_ONLY
+    minimum_bytes: int
+    operator: str = ""
+    source: str = ""
+    budget_bytes: int = 0
+    aside_bytes: int = 0
 
 
 class ScheduleError(LowtideError):
@@ -61,15 +57,16 @@ class ExecutionError(LowtideError):
     """A planned program was used in a way that it does not support."""
 
 
+@dataclass(eq=False, repr=False)
 class CompiledMismatchError(ExecutionError):
     """A compiled kernel and the operators that it stands for disagree, whose names are ``operators``; or a program with its
     kernels computes something else than the captured one."""
 
-    def __init__(self, message: str, *, operators: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.operators = operators
+    _: KW_ONLY
+    operators: tuple[str, ...] = ()
 
 
+@dataclass(eq=False, repr=False)
 class OnlineBudgetError(LowtideError):
     """What an operator needs at once does not fit the budget of the online mode.
 
@@ -77,11 +74,8 @@ class OnlineBudgetError(LowtideError):
     evicted (the operator's inputs, what can not be computed again) and what was asked for on top; ``budget_bytes``.
     """
 
-    def __init__(
-        self, message: str, *, operator: str = "", needed_bytes: int = 0, budget_bytes: int = 0, location: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.operator = operator
-        self.needed_bytes = needed_bytes
-        self.budget_bytes = budget_bytes
-        self.location = location
+    _: KW_ONLY
+    operator: str = ""
+    needed_bytes: int = 0
+    budget_bytes: int = 0
+    location: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import KW_ONLY, dataclass
 from types import ModuleType
 
 from lowtide.errors import LowtideError
@@ -21,12 +22,12 @@ EXTRAS = {
 }
 
 
+@dataclass(eq=False, repr=False)
 class MissingExtraError(LowtideError):
     """An optional dependency is not installed. ``extra`` is the extra that brings it."""
 
-    def __init__(self, message: str, *, extra: str) -> None:
-        super().__init__(message)
-        self.extra = extra
+    _: KW_ONLY
+    extra: str
 
 
 def require(module: str) -> ModuleType:

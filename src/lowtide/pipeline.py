@@ -288,21 +288,3 @@ def require_module(model: object, verb: str) -> None:
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise PlanError(f"{verb} takes a torch.nn.Module, not {given}.")
-
-
-def plan(
-    model: nn.Module,
-    args: Any = (),
-    kwargs: Any = None,
-    *,
-    budget: int | str,
-    planner: str = "auto",
-    seed: int = 0,
-    on_progress: Progress | None = None,
-) -> Plan:
-    """See ``lowtide.plan``."""
-    require_module(model, "plan")
-    settings = Settings(budget=budget, planner=planner, seed=seed)
-    with torch.enable_grad():
-        program = capture(model, args, kwargs).program
-    return make_program_plan(program, settings, model, on_progress)

@@ -17,8 +17,7 @@ from torch import nn
 
 import lowtide
 from lowtide.backend import backend
-from lowtide.backend.compile import _BUDGETS, shared_budget
-from lowtide.backend.graph import SharingGraph
+from lowtide.backend.compile import _BUDGETS, SharingGraph, shared_budget
 
 # Dynamo looks at .grad of what one graph hands to the next.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -328,7 +327,7 @@ def test_a_pass_that_always_waits_for_its_backward_pass() -> None:
         kept = compiled(x[: ROWS // 2])
         compiled(x).backward()
         shared = shared_budget(options)
-        sizes.append((len(shared.ran), len(shared._peaks)))
+        sizes.append((len(shared.ran), len(shared._known)))
     assert kept.requires_grad
     assert len(set(sizes[3:])) == 1
     assert sizes[-1][0] == 2

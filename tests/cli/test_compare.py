@@ -12,8 +12,7 @@ import pytest
 from lowtide.cli.main import main
 from lowtide.extras import MissingExtraError
 from lowtide.ir import load_instance
-from lowtide.report.comparison import OVER_TIME, Task
-from lowtide.report.limited import run_limited
+from lowtide.report.comparison import OVER_TIME, Task, run_limited
 from lowtide.solve import planner_names
 from tests.support.chains import chain_dag
 

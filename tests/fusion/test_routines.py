@@ -17,8 +17,9 @@ from lowtide.cost.cache import OperatorCost
 from lowtide.cost.measured import synthetic_arguments
 from lowtide.cost.signature import signature
 from lowtide.fusion import autotune, autotuned, checked
+from lowtide.fusion.comparison import compare
 from lowtide.fusion.proof import check_same
-from lowtide.fusion.routines import Routine, disagreement, routines
+from lowtide.fusion.routines import Routine, routines
 from lowtide.program import Program
 from tests.support.networks import WithLoss
 from tests.support.training import compare_training
@@ -106,7 +107,7 @@ def test_results_are_the_operators(make: Callable[[], nn.Module], shape: tuple[i
         for routine in several:
             args, _, _ = synthetic_arguments(program, op)
             with torch.no_grad():
-                assert not disagreement(routine.operator(*args), routine(*args)), routine.__name__
+                assert not compare(routine.operator(*args), routine(*args)), routine.__name__
 
 
 @pytest.mark.parametrize(
@@ -183,11 +184,11 @@ def _known(program: Program, quicker: float, larger: int) -> list[int]:
         several = routines(program, op.id, spare[op.id])
         if several:
             tuned.append(op.id)
-            cache.put(signature(program, op.id)[0], OperatorCost(1000, 0, 1 << 20, (4096,), (1,)))
+            cache.put(signature(program, op.id), OperatorCost(1000, 0, 1 << 20, (4096,), (1,)))
         for routine in several:
             other = autotune.with_routines(program, {op.id: routine})
             cache.put(
-                signature(other, op.id)[0], OperatorCost(round(1000 * quicker), 0, (1 << 20) + larger, (4096,), (1,))
+                signature(other, op.id), OperatorCost(round(1000 * quicker), 0, (1 << 20) + larger, (4096,), (1,))
             )
     cache.save()
     return tuned
@@ -241,7 +242,7 @@ def test_wrong_routines_are_not_taken(costs: Path, monkeypatch: pytest.MonkeyPat
 def test_what_was_measured_is_not_tried_again(costs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = _program(_Products(64, 16, 32), 64, 16)
     tuned = _known(program, quicker=0.6, larger=0)
-    monkeypatch.setattr(autotune, "disagreement", lambda *results: pytest.fail("tried"))
+    monkeypatch.setattr(autotune, "compare", lambda *results: pytest.fail("tried"))
     assert _taken(autotuned(program)) == tuned
 
 

@@ -12,7 +12,7 @@ import torch
 import lowtide
 from lowtide.dynamic.node import Node, OperatorCall
 from lowtide.dynamic.orders import OrderCache
-from lowtide.dynamic.plan import RebuildPlan, calls_behind, in_program_order, make_plan, with_what_is_there
+from lowtide.dynamic.plan import RebuildPlan, calls_behind, make_plan, with_what_is_there
 from tests.online.programs_support import collect
 from tests.online.scenarios import interrupted_inside
 
@@ -74,9 +74,9 @@ def test_a_plan_has_the_peak_that_it_says(seed: int) -> None:
     deep, deep_there = calls_behind(targets, lambda call: 0, deep=True)
     for plan in (
         make_plan(shallow, targets, shallow_there),
-        make_plan(in_program_order(shallow), targets, shallow_there),
+        make_plan(sorted(shallow), targets, shallow_there),
         make_plan(deep, targets),
-        make_plan(in_program_order(deep), targets, deep_there),
+        make_plan(sorted(deep), targets, deep_there),
     ):
         assert plan.peak_bytes == _simulate(plan, targets)
 
@@ -86,8 +86,8 @@ def test_orders_make_do_with_less(seed: int) -> None:
     """What is found within the room fits; holding more of what is there on top never leaves it and never costs calls."""
     nodes = _program(seed)
     targets = nodes[-2:]
-    found, there = calls_behind(targets, lambda call: 0, deep=True)
-    calls = in_program_order(found)
+    calls, there = calls_behind(targets, lambda call: 0, deep=True)
+    calls.sort()
     orders = OrderCache()
     all_bytes = make_plan(calls, targets).peak_bytes
     for room in (all_bytes, all_bytes * 3 // 4, all_bytes // 2):
@@ -107,7 +107,7 @@ def test_what_is_found_for_a_structure_is_found_for_its_like() -> None:
     places = []
     for _ in range(2):
         nodes = _program(3)
-        calls = in_program_order(calls_behind(nodes[-2:], lambda call: 0, deep=True)[0])
+        calls = sorted(calls_behind(nodes[-2:], lambda call: 0, deep=True)[0])
         room = make_plan(calls, nodes[-2:]).peak_bytes // 2
         places.append([calls.index(call) for call in orders.within(room, calls, nodes[-2:])])
     assert places[0] == places[1]

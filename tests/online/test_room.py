@@ -12,9 +12,8 @@ from torch.nn.functional import conv3d
 import lowtide
 from examples.dynamic import load
 from lowtide.dynamic import run
-from lowtide.dynamic.executor import Executor
+from lowtide.dynamic.executor import Executor, PredictingExecutor
 from lowtide.dynamic.memory import Memory
-from lowtide.dynamic.prediction import PredictingExecutor
 from lowtide.memory import cpu_allocator
 from lowtide.memory.cpu_allocator import AllocationCounter
 from tests.online.programs_support import assert_same, eager, train

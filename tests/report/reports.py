@@ -8,7 +8,7 @@ from pathlib import Path
 from lowtide.ir.serial import dag_from_json
 from lowtide.memory.measurement import Measurement
 from lowtide.planning import Plan, make_plan
-from lowtide.report.report import Report, report_of_plan, report_of_trace
+from lowtide.report.report import Report, report_of_trace
 from lowtide.trace import Created, OperatorCall, Release, Trace
 from tests.support.chains import LAYER_BYTES, chain_dag
 
@@ -28,8 +28,7 @@ def small_plan(name: str = "chain") -> Plan:
 
 
 def plan_report(name: str = "chain") -> Report:
-    plan = small_plan(name)
-    return report_of_plan(plan, plan.known_curve, MEASURED)
+    return small_plan(name).as_report(MEASURED)
 
 
 def trace_of_chain(layers: int = 8) -> Trace:

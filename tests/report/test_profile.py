@@ -26,7 +26,7 @@ def test_levels_are_the_simulators(seed: int) -> None:
         assert run.levels() == result.timeline[steps].tolist()
         assert (run.time_ns, len(run.spans)) == (result.time_ns, len(steps))
         assert run.peak_bytes == max(result.timeline[steps], default=0) <= peak
-        assert sum(block.bytes for block in run.alive(run.peak_index)) == run.peak_bytes
+        assert sum(block.bytes for block in run.at_peak) == run.peak_bytes
         assert run.final_bytes == result.final_bytes
         assert sum(not span.again for span in run.spans) == len(
             {s.op for s in schedule.steps if isinstance(s, Compute)}

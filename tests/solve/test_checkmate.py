@@ -11,9 +11,8 @@ import pytest
 from lowtide.errors import PlanError
 from lowtide.ir import keep_all_schedule, load_instance, simulate
 from lowtide.solve import Problem, Status, get_planner, solve
-from lowtide.solve.checkmate import least_peak
+from lowtide.solve.checkmate import Checkmate
 from lowtide.solve.milp.linear import Outcome, ProgramBuilder, SolverOptions, solve_program
-from lowtide.solve.milp.search import Limits
 from lowtide.solve.milp.stages import StageModel
 from lowtide.solve.model.compact import compact
 from tests.solve.brute_force import brute_force
@@ -189,6 +188,6 @@ def test_optima_and_infeasible_budgets_of_vgg16_are_proven() -> None:
 @published
 def test_the_least_peak_of_vgg16_is_proven() -> None:
     graph, costs = load_instance(FOLDER / "vgg16_176.json")
-    least = least_peak(Limits(300.0, 0.0, 1, "full"), Problem(graph, costs, 0), warm_start=False)
+    least = Checkmate(time_limit=300.0, form="full", warm_start=False).least_peak(Problem(graph, costs, 0))
     assert least.bound_bytes == least.peak_bytes
     assert simulate(graph, costs, least.schedule).peak_bytes == least.peak_bytes

@@ -10,7 +10,7 @@ import pytest
 from lowtide.errors import PlanError
 from lowtide.ir import keep_all_schedule, simulate
 from lowtide.solve import Problem, Status, get_planner, solve
-from lowtide.solve.milp.rounding import completed
+from lowtide.solve.checkmate_approx import completed
 from lowtide.solve.milp.stages import StageModel
 from lowtide.solve.model.compact import compact
 from lowtide.solve.search.portfolio import make_portfolio

@@ -25,20 +25,46 @@ from typing import Any
 
 import torch
 
-from lowtide.backend.step import ForwardPass, LeftGradient, Replannable, left_gradient_bytes
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Costs, keep_all_schedule, simulate
+from lowtide.lower import lower
 from lowtide.memory.allocators import allocated_bytes
 from lowtide.pipeline import Settings, check_device, make_program_plan, program_costs, share_planners, with_aside
 from lowtide.planning import Plan, make_plan
 from lowtide.program import Program
 from lowtide.runtime.entry import Entry
+from lowtide.runtime.model import Rematerialized
 from lowtide.runtime.step import ModelCall
-from lowtide.sharing import Assignment, Footprint, Member, choose, footprint, peak_bytes, sequential_constraints
+from lowtide.sharing import Assignment, Constraint, Footprint, Member, choose, peak_bytes, sequential_constraints
 
 _LOG = logging.getLogger(__name__)
-_MOST_ORDERS = 64  # kept
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class ForwardPass:
+    """A forward pass of the current step. ``between_bytes`` were held by no graph when it began, and
+    ``backward_between_bytes`` when its backward pass did, as far as that is known. ``gradients`` are those that its backward
+    pass leaves, each with whom it is for: the id of a leaf, a forward pass that returned it, or ``None`` where nobody knows."""
+
+    graph: Rematerialized
+    entry: Entry
+    call: weakref.ref[ModelCall]
+    between_bytes: int
+    gradients: tuple[tuple[int, int | ForwardPass | None], ...]
+    backward_between_bytes: int | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it still holds what its backward pass needs."""
+        found = self.call()
+        return found is not None and found.generator is not None
+
+    @property
+    def between(self) -> tuple[int, int]:
+        """Bytes held by no graph in its forward and in its backward pass; before that is over, as in the forward pass."""
+        backward = self.backward_between_bytes
+        return self.between_bytes, self.between_bytes if backward is None else backward
 
 
 class SharedBudget:
@@ -55,9 +81,8 @@ class SharedBudget:
         self.exceeded = False
         self._device = torch.device("cpu")
         self._between_bytes = 0
-        self._footprints: dict[Entry, Footprint] = {}
+        self._known: dict[Entry, tuple[Member, Footprint]] = {}  # what each takes by its plan
         self._level_bytes: int | None = None  # when the latest forward pass had ended
-        self._peaks: dict[tuple[Any, ...], tuple[list[int], list[int]]] = {}  # by what ran in which order
 
     def belongs_to(self, options: Mapping[str, Any]) -> bool:
         """Whether this is the very object, as it was."""
@@ -79,7 +104,7 @@ class SharedBudget:
             self._between_bytes += level - self._level_bytes
         self.ran = pending
 
-    def add(self, graph: Replannable, entry: Entry, inputs: Sequence[torch.Tensor], call: ModelCall | None) -> None:
+    def add(self, graph: Rematerialized, entry: Entry, inputs: Sequence[torch.Tensor], call: ModelCall | None) -> None:
         """``graph`` ran by ``entry``."""
         if call is not None:
             gradients = tuple(self._gradients(entry, inputs))
@@ -94,27 +119,32 @@ class SharedBudget:
         if level is None or self._level_bytes is None or one not in self.ran or len(self.ran) < 2:
             return
         place = self.ran.index(one)
-        expected = left_gradient_bytes(self.ran, sums=False)[place] + _member(one.entry).arriving_bytes
-        released = sum(self._footprint(later.entry).saved_bytes for later in self.ran[place + 1 :])
+        (member, _), *later = map(self._member, self.ran[place:])
+        expected = left_gradient_bytes(self.ran, sums=False)[place] + member.arriving_bytes
+        released = sum(taken.saved_bytes for _, taken in later)
         found = max(self._between_bytes, 0) + level - self._level_bytes + released - expected
         one.backward_between_bytes = max(found, one.backward_between_bytes or 0)
 
-    def _footprint(self, entry: Entry) -> Footprint:
-        if entry not in self._footprints:
-            self._footprints[entry] = footprint(_member(entry), entry.plan.schedule)
-        return self._footprints[entry]
+    def _member(self, one: ForwardPass) -> tuple[Member, Footprint]:
+        """The program of a pass, and what it takes by its plan."""
+        entry = one.entry
+        if entry not in self._known:
+            member = Member(entry.program, entry.plan.costs, outputs_held=True)
+            self._known[entry] = member, member.footprint(entry.plan.schedule)
+        return self._known[entry]
 
     def plan(self, program: Program, replaced: Entry | None, more_follow: bool) -> Plan:
         """A plan for what the forward passes before this one, and code between them, leave of the budget; in the place of
         ``replaced``, where there is one. ``more_follow``: other graphs will run after it."""
         earlier, between = self._before(replaced)
         costs = program_costs(program)
-        members = [*(_member(one.entry) for one in earlier), Member(program, costs, outputs_held=True)]
+        known = list(map(self._member, earlier))
+        members = [*(member for member, _ in known), Member(program, costs, outputs_held=True)]
         bases = [*(one.between for one in earlier), (between, between)]
         constraints = sequential_constraints(range(len(members)), bases, [*left_gradient_bytes(earlier), 0])
-        budget, reserve = self._budget(peak_bytes(constraints, [member.keep_all for member in members]))
+        budget, reserve = self._budget(members, constraints)
         check_device(program, budget + reserve)
-        room = budget - between - sum(self._footprint(one.entry).saved_bytes for one in earlier)
+        room = budget - between - sum(taken.saved_bytes for _, taken in known)
         try:
             return self._planned(program, costs, max(room, 1))
         except InfeasibleBudgetError as error:
@@ -137,65 +167,52 @@ class SharedBudget:
     def _planned(self, program: Program, costs: Costs, budget: int) -> Plan:
         return make_program_plan(program, dataclasses.replace(self.settings, budget=budget, reserve=0), costs=costs)
 
-    def _gradients(self, entry: Entry, inputs: Sequence[torch.Tensor]) -> Iterator[LeftGradient]:
+    def _gradients(
+        self, entry: Entry, inputs: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[int, int | ForwardPass | None]]:
+        """See ``ForwardPass``."""
         makers = {id(call): one for one in self.ran if (call := one.call()) is not None}
         graph, sizes = entry.program.graph, entry.plan.costs.storage_bytes
         for position, value in entry.program.gradients:
             made_by = inputs[position].grad_fn
-            leaf = id(inputs[position]) if made_by is None else 0
-            maker = makers.get(id(getattr(made_by, "call", None)))
-            yield LeftGradient(int(sizes[graph.values[value].storage]), leaf, maker)
+            owner = id(inputs[position]) if made_by is None else makers.get(id(getattr(made_by, "call", None)))
+            yield int(sizes[graph.values[value].storage]), owner
 
     def _fits(self) -> bool:
         """Whether what ran stayed within the budget together."""
         if len(self.ran) < 2:
             return True
-        between = [held for one in self.ran for held in one.between]
-        planned, keep_all = self._peaks_of_step()
-        budget, _ = self._budget(max(map(sum, zip(between, keep_all, strict=True))))
-        over = max(map(sum, zip(between, planned, strict=True))) - budget
+        constraints = self._constraints(range(len(self.ran)))
+        members, taken = zip(*map(self._member, self.ran), strict=True)
+        budget, _ = self._budget(members, constraints)
+        over = peak_bytes(constraints, taken) - budget
         if over > 0:
             _LOG.warning(
                 "the %d graphs of the step exceeded the budget of %d bytes by %d (code between them held up to %d): all are "
                 "replanned",
-                len(self.ran), budget, over, max(between),
+                len(self.ran), budget, over, max(max(one.between) for one in self.ran),
             )  # fmt: skip
         return over <= 0
 
-    def _peaks_of_step(self) -> tuple[list[int], list[int]]:
-        """What the step takes in each pass of ``ran``, by plan and without recomputation, beside what is between."""
-        left = left_gradient_bytes(self.ran)
-        key = (*(one.entry for one in self.ran), *left)
-        if key not in self._peaks:
-            constraints = sequential_constraints(range(len(left)), [(0, 0)] * len(left), left)
-            planned = [self._footprint(one.entry) for one in self.ran]
-            keep_all = [_member(one.entry).keep_all for one in self.ran]
-            self._peaks[key] = (
-                [one.total_bytes(planned) for one in constraints],
-                [one.total_bytes(keep_all) for one in constraints],
-            )
-            while len(self._peaks) > _MOST_ORDERS:
-                del self._peaks[next(iter(self._peaks))]
-        return self._peaks[key]
+    def _constraints(self, order: Sequence[int]) -> list[Constraint]:
+        """Of what ran, by members in this order."""
+        return sequential_constraints(order, [one.between for one in self.ran], left_gradient_bytes(self.ran))
 
     def _replan(self) -> None:
         """Plan all that ran in the last step together."""
         self.exceeded = False
-        self._peaks.clear()
-        self._footprints.clear()
+        members = {one.entry: self._member(one)[0] for one in self.ran}
+        self._known.clear()
         if not self.ran:  # the step was broken off
             return
-        entries = list(dict.fromkeys(one.entry for one in self.ran))
-        members = [_member(entry) for entry in entries]
-        order = [entries.index(one.entry) for one in self.ran]
-        bases = [one.between for one in self.ran]
-        constraints = sequential_constraints(order, bases, left_gradient_bytes(self.ran))
-        budget, reserve = self._budget(peak_bytes(constraints, [member.keep_all for member in members]))
+        entries = list(members)
+        constraints = self._constraints([entries.index(one.entry) for one in self.ran])
+        budget, reserve = self._budget([*members.values()], constraints)
         settings = dataclasses.replace(self.settings, budget=budget, reserve=0)
         try:
-            chosen = choose(members, constraints, budget, *share_planners(settings))
+            chosen = choose([*members.values()], constraints, budget, *share_planners(settings))
         except InfeasibleBudgetError as error:
-            between = max(map(max, bases))
+            between = max(max(one.between) for one in self.ran)
             held = f", {between} of them for code between them" if between else ""
             own = InfeasibleBudgetError(
                 f"the {len(self.ran)} graphs of the step need {error.minimum_bytes} bytes together{held}, more than the "
@@ -204,20 +221,26 @@ class SharedBudget:
                 budget_bytes=budget,
             )
             raise with_aside(own, reserve) from None
-        plans = dict(zip(entries, map(_plan_alone, chosen, members), strict=True))
+        plans = dict(zip(entries, map(_plan_alone, chosen, members.values()), strict=True))
         for graph in dict.fromkeys(one.graph for one in self.ran):
-            graph.replan(plans)
+            for known in graph.entries.values():
+                known[:] = [_with_plan(entry, plans.get(entry)) for entry in known]
+                for entry in known:
+                    entry.for_masks.clear()
+                    entry.for_masks[entry.program.mask] = entry
 
-    def _budget(self, keep_all: int) -> tuple[int, int]:
-        """The bytes that the graphs share, and those that are reserved; a percentage is of ``keep_all``, the peak of the graphs
-        together without recomputation."""
+    def _budget(self, members: Sequence[Member], constraints: Sequence[Constraint]) -> tuple[int, int]:
+        """The bytes that the graphs share, and those that are reserved; a percentage is of the peak of the graphs together
+        without recomputation."""
         assert self.settings.budget is not None
+        keep_all = peak_bytes(constraints, [member.keep_all for member in members])
         reserve = parse_budget(self.settings.reserve, keep_all, what="reserve") if self.settings.reserve else 0
         return parse_budget(self.settings.budget, keep_all) - reserve, reserve
 
 
-def _member(entry: Entry) -> Member:
-    return Member(entry.program, entry.plan.costs, outputs_held=True)
+def _with_plan(entry: Entry, plan: Plan | None) -> Entry:
+    """The entry run by ``plan``, or as it was."""
+    return dataclasses.replace(entry, plan=plan, lowered=lower(entry.program, plan.schedule)) if plan else entry
 
 
 def _plan_alone(chosen: Assignment, member: Member) -> Plan:
@@ -230,3 +253,23 @@ def _plan_alone(chosen: Assignment, member: Member) -> Plan:
     return dataclasses.replace(
         chosen.plan, costs=costs, peak_bytes=peak, unconstrained_peak_bytes=keep_all, lower_bound_ns=None
     )
+
+
+def left_gradient_bytes(ran: Sequence[ForwardPass], sums: bool = True) -> list[int]:
+    """For each of ``ran``, bytes of the gradients that those after it have left when its backward pass begins; with ``sums``,
+    also of the sum where it adds to one."""
+    places: dict[object, int] = {one: place for place, one in enumerate(ran)}
+    left, staying, leaves = [0] * len(ran), 0, set[object]()
+    waiting = [0] * len(ran)  # for what this one returned
+    for place in reversed(range(len(ran))):
+        left[place] = staying + sum(waiting[:place])
+        if sums:
+            left[place] += max((nbytes for nbytes, owner in ran[place].gradients if owner in leaves), default=0)
+        for nbytes, owner in ran[place].gradients:
+            if owner in places:
+                waiting[places[owner]] += nbytes
+            elif owner not in leaves:
+                staying += nbytes
+                if isinstance(owner, int):
+                    leaves.add(owner)
+    return left

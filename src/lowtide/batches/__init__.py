@@ -1,6 +1,5 @@
 """The largest batch that trains inside a memory budget."""
 
-from lowtide.batches.find import max_batch
-from lowtide.batches.result import MaxBatch
+from lowtide.batches.find import MaxBatch, max_batch
 
 __all__ = ["MaxBatch", "max_batch"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import nn
 
 from lowtide.batches.family import SMALL_BATCHES, Family, Member
-from lowtide.batches.result import MaxBatch
 from lowtide.batches.samples import MakeSample, Samples
 from lowtide.batches.search import largest
 from lowtide.batches.verify import measured_peak
@@ -20,12 +20,60 @@ from lowtide.ir import simulate
 from lowtide.memory.allocators import free_memory
 from lowtide.pipeline import Progress, Settings, require_module
 from lowtide.planning import Plan, make_plan
+from lowtide.report.tables import fact_lines
 from lowtide.solve import working_set_bound
+from lowtide.units import format_bytes, format_percent
 
 _LOG = logging.getLogger(__name__)
 _FRACTIONS = 4  # halvings of the share of the peak that the first guess is made from
 _STEP_BACK = 64  # a batch that fails its confirmation is lowered by this part of it
 ONE_FORWARD_PASS = 1 / 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaxBatch:
+    """The largest batches that train inside ``budget_bytes`` (``total``: of everything, else of the pass alone).
+
+    ``batch_without`` is the largest without lowtide, 0 where not even one sample fits. ``plan`` is the plan for ``batch``, its
+    peak and overhead predicted; ``measured_peak_bytes`` that of one real step, ``None`` where the device had no room for it.
+    ``limited``: larger batches were not tried.
+    """
+
+    batch: int
+    batch_without: int
+    budget_bytes: int
+    total: bool
+    plan: Plan
+    measured_peak_bytes: int | None
+    limited: bool
+
+    @property
+    def gain(self) -> float:
+        """How many times larger the batch is; infinite where nothing fits without lowtide."""
+        return self.batch / self.batch_without if self.batch_without else float("inf")
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        return self.plan.peak_bytes
+
+    @property
+    def overhead(self) -> float:
+        """Extra time of a step at ``batch`` over the same step without recomputation, as a fraction."""
+        return self.plan.overhead
+
+    def __str__(self) -> str:
+        whole = " (the most that was tried)" if self.limited else ""
+        found = self.measured_peak_bytes
+        measured = "not measured: no room on this device" if found is None else f"measured {format_bytes(found)}"
+        kind = "in all" if self.total else "for the pass"
+        facts = {
+            "largest batch": f"{self.batch}{whole}",
+            "  without": str(self.batch_without),
+            "  budget": f"{format_bytes(self.budget_bytes)} {kind}",
+            "  peak": f"{format_bytes(self.plan.peak_bytes)} for the pass, {measured}",
+            "  overhead": format_percent(self.overhead),
+        }
+        return "\n".join(fact_lines(facts, indent=""))
 
 
 def max_batch(

@@ -11,17 +11,26 @@ import itertools
 import json
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from lowtide.budget import parse_budget
 from lowtide.cli.options import seed
 from lowtide.cli.progress import progress_bar
 from lowtide.errors import PlanError
-from lowtide.extras import MissingExtraError, require
+from lowtide.extras import require
 from lowtide.ir import load_instance
-from lowtide.report.comparison import LEGEND, Cell, Instance, Task, comparison_to_json, render_comparison, run_cell
+from lowtide.report.comparison import (
+    LEGEND,
+    Cell,
+    Instance,
+    Task,
+    comparison_to_json,
+    render_comparison,
+    run_cell,
+    run_limited,
+)
 from lowtide.report.comparison_figure import comparison_figure
-from lowtide.report.limited import run_limited
 from lowtide.solve import get_planner, planner_names
 from lowtide.store import write_atomically
 
@@ -75,12 +84,10 @@ def run(options: argparse.Namespace) -> int:
 def _planners(text: str | None) -> list[str]:
     """Specs, each checked. Without any, all of the registry whose optional dependencies are installed."""
     if text is None:
-        try:
-            require("highspy")
-        except MissingExtraError:
-            print(f"left out: {', '.join(_OF_HIGHSPY)} (highspy: pip install 'lowtide[ilp]')", file=sys.stderr)
-            return [name for name in planner_names() if name not in _OF_HIGHSPY]
-        return list(planner_names())
+        if find_spec("highspy") is not None:
+            return list(planner_names())
+        print(f"left out: {', '.join(_OF_HIGHSPY)} (highspy: pip install 'lowtide[ilp]')", file=sys.stderr)
+        return [name for name in planner_names() if name not in _OF_HIGHSPY]
     outside_braces = re.split(r",(?![^{]*\})", text)
     specs = list(dict.fromkeys(filter(None, (part.strip() for part in outside_braces))))
     if not specs:

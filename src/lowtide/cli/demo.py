@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.demo.figure import memory_figure
 from lowtide.errors import PlanError
 from lowtide.stage_times import itemised, stage_seconds
 from lowtide.store import write_atomically
@@ -37,6 +36,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if min(options.steps, options.layers, options.batch) < 1 or options.steps < 3:
         raise PlanError("the demo takes at least 3 steps, 1 layer and 1 sequence; lower values make no comparison.")
+    from lowtide.demo.training import memory_figure
+
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
     plain, planned, plan = _train(options)
@@ -74,12 +75,9 @@ def _train(options: argparse.Namespace) -> tuple[Training, Training, Plan]:
     print(plan, "\n", flush=True)
     print(f"training both for {options.steps} steps ...\n", flush=True)
     print("step  loss, plain           loss, lowtide", flush=True)
-
-    def show(step: int) -> None:
+    for step in train_side_by_side([plain, planned], batches):
         if step % max(options.steps // 6, 1) == 0 or step == options.steps - 1:
             print(f"{step:>4}  {plain.losses[step]:<20.17g}  {planned.losses[step]:.17g}", flush=True)
-
-    train_side_by_side([plain, planned], batches, on_step=show)
     return plain, planned, plan
 
 

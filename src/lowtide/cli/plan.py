@@ -7,9 +7,9 @@ then. The curve is planned by auto{effort=1}, in seconds per point, unless ``--p
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
+import pkgutil
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -123,10 +123,8 @@ def find_callable(target: str) -> Callable[[], Any]:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        found: Any = importlib.import_module(module_name)
-        for name in path.split("."):
-            found = getattr(found, name)
-    except (ImportError, AttributeError) as error:
+        found: Any = pkgutil.resolve_name(f"{module_name}:{path}")
+    except (ImportError, AttributeError, ValueError) as error:
         raise PlanError(f"cannot load {target}: {error}; {_EXAMPLE}.") from error
     if not callable(found):
         raise PlanError(f"{target} is a {type(found).__name__}, not a callable; {_EXAMPLE}.")

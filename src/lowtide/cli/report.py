@@ -16,9 +16,9 @@ from lowtide.errors import PlanError
 from lowtide.ir.serial import read_json
 from lowtide.memory.measurement import Measurement, load_measurement
 from lowtide.planning import Plan
-from lowtide.report.report import Report, artefact_name, report_of_plan, report_of_trace, without_constants
+from lowtide.report.report import Report, artefact_name, report_of_trace, without_constants
 from lowtide.report.text import report_text
-from lowtide.report.writers import check_extension, write_report
+from lowtide.report.writers import write_report, writer_of
 from lowtide.trace import read_trace, unconstrained_peak_bytes
 
 
@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     outputs = options.output or []
     for path in outputs:
-        check_extension(path)
+        writer_of(path)  # an unknown extension is an error now
     measured = load_measurement(options.measurement) if options.measurement else None
     if _is_plan(options.file):
         report = _of_plan(options, measured)
@@ -62,7 +62,7 @@ def _of_plan(options: argparse.Namespace, measured: Measurement | None) -> Repor
     if drawn and not options.no_curve and plan.known_curve is None:
         with progress_bar() as on_progress:
             plan = plan.with_curve(on_progress=on_progress)
-    return report_of_plan(plan, plan.known_curve, measured, name=artefact_name(options.file))
+    return plan.as_report(measured, name=artefact_name(options.file))
 
 
 def _is_plan(path: str) -> bool:

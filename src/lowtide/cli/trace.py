@@ -16,7 +16,7 @@ from typing import Any
 from lowtide.budget import parse_budget
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
 from lowtide.eviction import heuristic_named
-from lowtide.report.tables import table_lines
+from lowtide.report.tables import fact_lines, table_lines
 from lowtide.store import write_atomically
 from lowtide.trace import (
     ReplayStatus,
@@ -125,15 +125,13 @@ def _runs(trace: Trace, peak_bytes: int, options: argparse.Namespace) -> list[di
 
 
 def _run_lines(run: dict[str, Any]) -> list[str]:
-    ended = ("ended", f"in {run['operator']}") if run["slowdown"] is None else ("slowdown", f"{run['slowdown']:.4f}")
     facts = {
         "budget": f"{format_bytes(run['budget_bytes'])} ({run['budget_bytes']} bytes)",
         "peak": f"{format_bytes(run['peak_bytes'])} ({run['peak_bytes']} bytes)",
-        ended[0]: ended[1],
     }
-    lines = [f"  {name:<9} {text}" for name, text in facts.items()]
+    ended = {"ended   ": f"in {run['operator']}"} if run["slowdown"] is None else {"slowdown": f"{run['slowdown']:.4f}"}
     counts = f"  evictions {run['evictions']}, rematerializations {run['rematerializations']}"
-    return [f"{run['status']} with {run['heuristic']}, {run['policy']}", *lines, counts]
+    return [f"{run['status']} with {run['heuristic']}, {run['policy']}", *fact_lines(facts | ended), counts]
 
 
 def _table(runs: list[dict[str, Any]]) -> list[str]:

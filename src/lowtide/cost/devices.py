@@ -52,22 +52,18 @@ _DEVICES = (
     Device("h200", _rates(67e12, 989e12, 34e12), 4.8e12, 5_000, 0.6, 0.8, ("H200",)),
     Device("rtx4090", _rates(82.6e12, 165.2e12, 1.29e12), 1.008e12, 5_000, 0.6, 0.8, ("4090",)),
 )
-_BY_NAME = {device.name: device for device in _DEVICES}
-
-
-def device_names() -> tuple[str, ...]:
-    return tuple(_BY_NAME)
+DEVICES = {device.name: device for device in _DEVICES}
 
 
 def get_device(name: str = "auto") -> Device:
     """The device of this name; ``"auto"`` is the machine's own where it is in the table, else the generic CPU."""
     if name == "auto":
         maker = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-        return next((each for each in _DEVICES if any(word in maker for word in each.matches)), _BY_NAME["cpu"])
+        return next((each for each in _DEVICES if any(word in maker for word in each.matches)), DEVICES["cpu"])
     simple = name.lower().replace(" ", "").replace("-", "").replace("_", "")
-    if simple not in _BY_NAME:
-        raise CostError(f'device {name!r} is not in the table; known are "auto", {", ".join(_BY_NAME)}.')
-    return _BY_NAME[simple]
+    if simple not in DEVICES:
+        raise CostError(f'device {name!r} is not in the table; known are "auto", {", ".join(DEVICES)}.')
+    return DEVICES[simple]
 
 
 def device_name(device: torch.device) -> str:

@@ -21,7 +21,7 @@ import torch
 from lowtide.cost.analytical import operand_bytes, operator_time_ns
 from lowtide.cost.cache import CostCache, OperatorCost
 from lowtide.cost.devices import device_name, get_device
-from lowtide.cost.signature import copies_storage, is_opaque, signature, target_name
+from lowtide.cost.signature import copies_storage, is_lasting, is_opaque, signature, target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.cost.timing import time_call
 from lowtide.ir import Costs, Op
@@ -47,7 +47,6 @@ _VALID: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {
     "aten.poisson.default": (0, lambda rates: rates.abs_()),
 }
 _ARGUMENT = -1  # output group of what lives in an argument's storage
-_Missing = dict[str, tuple[int, bool]]  # by signature that has no cost, an op and whether its cost goes to disk
 
 
 def measure_costs(
@@ -62,7 +61,14 @@ def measure_costs(
     records, failed = measure_operators(program, ops, cache=cache, on_progress=on_progress)
     for reason in dict.fromkeys(failed.values()):
         _LOG.warning("%s; its cost is estimated", reason)
-    return _columns(program, {op: records.get(op) for op in ops}, program_device(program))
+    time_ns, workspace = ([0] * len(program.graph.ops) for _ in range(2))
+    real = storage_bytes(program)
+    for op in ops:
+        if op in records:
+            time_ns[op], workspace[op] = records[op].time_ns, _settle(program, program.graph.ops[op], records[op], real)
+        else:
+            time_ns[op], workspace[op] = operator_time_ns(program, op, get_device()), operand_bytes(program, op)
+    return Costs(time_ns, workspace, real, device=device_name(program_device(program)))  # type: ignore[arg-type]
 
 
 def measure_operators(
@@ -76,41 +82,31 @@ def measure_operators(
     device = program_device(program)
     cache = CostCache.open(device) if cache is None else cache
     report = on_progress or (lambda text, fraction: None)
-    signatures = {op: signature(program, op) for op in ops}
+    keys = {op: signature(program, op) for op in ops}
+
+    def missing() -> dict[str, int]:
+        return {k: op for op, k in keys.items() if cache.get(k, len(program.graph.ops[op].outputs)) is None}
+
     failed: dict[str, str] = {}
-    if _missing(program, signatures, cache):
-        with cache.measuring(), _undisturbed(device):
-            missing = _missing(program, signatures, cache)  # another process may have measured the same meanwhile
-            failed = _measure(program, missing, cache, device, report)
+    if missing():
+        with cache.measuring(), _undisturbed(device):  # another process may have measured the same meanwhile
+            failed = _measure(program, missing(), cache, report)
     report("measuring operators", 1.0)
-    keys = {op: key for op, (key, _) in signatures.items()}
     known = {op: cache.costs[key] for op, key in keys.items() if key not in failed}
     return known, {op: failed[key] for op, key in keys.items() if key in failed}
 
 
-def _missing(program: Program, signatures: dict[int, tuple[str, bool]], cache: CostCache) -> _Missing:
-    found: _Missing = {}
-    for op, (key, keep) in signatures.items():
-        if cache.get(key, len(program.graph.ops[op].outputs)) is None:
-            found.setdefault(key, (op, keep))
-    return found
-
-
 def _measure(
-    program: Program,
-    missing: _Missing,
-    cache: CostCache,
-    device: torch.device,
-    report: Callable[[str, float], None],
+    program: Program, missing: dict[str, int], cache: CostCache, report: Callable[[str, float], None]
 ) -> dict[str, str]:
-    """Add the costs of the ``missing`` to ``cache``; by signature that cannot be run, why.
+    """Add the costs of the ``missing`` to ``cache``, each of an op by its signature; by signature that cannot be run, why.
 
     Operators whose repetitions scattered are timed again, until they do not; the least time is kept.
     """
-    failed: dict[str, str] = {}
+    device, failed = program_device(program), dict[str, str]()
     for again in range(1 + _AGAIN):
-        scattered: _Missing = {}
-        for count, (key, (op, keep)) in enumerate(missing.items()):
+        scattered: dict[str, int] = {}
+        for count, (key, op) in enumerate(missing.items()):
             if not again:
                 report("measuring operators", count / len(missing))
             try:
@@ -121,9 +117,9 @@ def _measure(
                     failed[key] = f"{name} cannot be run on synthetic tensors ({summary})"
                 continue
             if not again or cost.time_ns < cache.costs[key].time_ns:
-                cache.put(key, cost, keep=keep)
+                cache.put(key, cost, keep=is_lasting(key))
             if cost.spread_ns > _SCATTERED * cost.time_ns:
-                scattered[key] = op, keep
+                scattered[key] = op
         missing = scattered
     return failed
 
@@ -204,18 +200,6 @@ def _returned(
             size = 0 if number == _ARGUMENT else round_up(storage.nbytes(), output.device)
         found.append((size, number))
     return tuple(size for size, _ in found), tuple(number for _, number in found)
-
-
-def _columns(program: Program, records: dict[int, OperatorCost | None], device: torch.device) -> Costs:
-    """``records``: of all ops but gradients that arrive from outside; ``None`` where one could not be measured."""
-    time_ns, workspace = ([0] * len(program.graph.ops) for _ in range(2))
-    real = storage_bytes(program)
-    for op, record in records.items():
-        if record is None:
-            time_ns[op], workspace[op] = operator_time_ns(program, op, get_device()), operand_bytes(program, op)
-        else:
-            time_ns[op], workspace[op] = record.time_ns, _settle(program, program.graph.ops[op], record, real)
-    return Costs(time_ns, workspace, real, device=device_name(device))  # type: ignore[arg-type]
 
 
 def _settle(program: Program, op: Op, record: OperatorCost, real: list[int]) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ import torch
 from lowtide.program.program import Program, Ref, TensorMeta
 
 ALIGNMENT_BYTES = 64
+_OBJECT = "<object "  # of this process
 
 # What a write into a view becomes: they copy the whole storage behind the view, whatever of it the view shows.
 _COPIES_STORAGE = {
@@ -32,14 +34,17 @@ _COPIES_STORAGE = {
 }
 
 
-def signature(program: Program, op: int) -> tuple[str, bool]:
-    """The key of ``op``, and whether it means the same in another process (else it must not be kept in a file)."""
+def signature(program: Program, op: int) -> str:
+    """The key of ``op``."""
     call = program.calls[op]
-    describer = _Describer(program, whole=copies_storage(call.target))
-    arguments = describer.text((call.args, dict(sorted(call.kwargs.items()))))
+    arguments = _Describer(program, copies_storage(call.target)).text((call.args, dict(sorted(call.kwargs.items()))))
     results = ",".join(_layout(program.metas[value]) for value in program.graph.ops[op].outputs)
-    key = f"{target_name(call.target)}{arguments}->{call.positions}[{results}]|{settings()}"
-    return key, describer.stable
+    return f"{target_name(call.target)}{arguments}->{call.positions}[{results}]|{settings()}"
+
+
+def is_lasting(key: str) -> bool:
+    """Whether a key means the same in another process; else it must not be kept in a file."""
+    return _OBJECT not in key
 
 
 def target_name(target: Callable[..., Any]) -> str:
@@ -73,12 +78,11 @@ def settings() -> str:
     return ",".join(map(str, switches))
 
 
+@dataclass(frozen=True, slots=True)
 class _Describer:
-    def __init__(self, program: Program, *, whole: bool) -> None:
-        self.program = program
-        self.whole = whole
-        self.numbers: dict[int, int] = {}
-        self.stable = True
+    program: Program
+    whole: bool
+    numbers: dict[int, int] = field(default_factory=dict)
 
     def text(self, argument: Any) -> str:
         if isinstance(argument, Ref):
@@ -96,8 +100,7 @@ class _Describer:
             return repr(argument)
         if isinstance(argument, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
             return str(argument)
-        self.stable = False
-        return f"<{type(argument).__name__} {id(argument)}>"
+        return f"{_OBJECT}{type(argument).__name__} {id(argument)}>"
 
     def _origin(self, value: int) -> str:
         """The operator behind opaque bytes: what they hold depends on it."""

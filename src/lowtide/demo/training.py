@@ -6,35 +6,34 @@ Each run has its own model, optimizer and generator state; nothing but the start
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
+from lowtide.extras import require
 from lowtide.memory.measurement import Measurement
 from lowtide.memory.meter import measure
+from lowtide.planning import Plan
 
 _LEARNING_RATE = 1e-3
+_METERED_EVERY = 8
+_MEBIBYTE = 2**20
+_COLOURS = ("#888888", "#1f6fb2")
 
 
-@dataclass(slots=True)
 class Training:
     """One training. ``losses`` per step; ``step_ns`` of the steps that were timed; ``measurements`` of the others."""
 
-    name: str
-    model: nn.Module
-    seed: int = 0
-    losses: list[float] = field(default_factory=list)
-    step_ns: list[int] = field(default_factory=list)
-    measurements: list[Measurement] = field(default_factory=list)
-    optimizer: torch.optim.Optimizer = field(init=False)
-    generator_state: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE)
+    def __init__(self, name: str, model: nn.Module) -> None:
+        self.name, self.model = name, model
+        self.losses: list[float] = []
+        self.step_ns: list[int] = []
+        self.measurements: list[Measurement] = []
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+            torch.manual_seed(0)
             self.generator_state = torch.get_rng_state()
 
     @property
@@ -63,25 +62,37 @@ class Training:
         self.losses.append(loss.item())
 
 
-def train_side_by_side(
-    runs: list[Training],
-    batches: list[torch.Tensor],
-    metered_every: int = 8,
-    on_step: Callable[[int], None] | None = None,
-) -> None:
+def train_side_by_side(runs: list[Training], batches: list[torch.Tensor]) -> Iterator[int]:
     """Take every batch with each of the runs in turn; memory is measured at the second step and some later ones.
 
-    The order within a step alternates, so that neither run always goes first.
+    The order within a step alternates, so that neither run always goes first. Yields the steps that are done.
     """
     for index, batch in enumerate(batches):
-        metered = index % metered_every == 1
         for run in runs if index % 2 == 0 else runs[::-1]:
-            run.step(batch, metered=metered)
-        if on_step is not None:
-            on_step(index)
+            run.step(batch, metered=index % _METERED_EVERY == 1)
+        yield index
 
 
 def same_parameters(first: nn.Module, second: nn.Module) -> bool:
     """Whether all parameters and buffers are equal to the bit."""
     ours, theirs = first.state_dict(), second.state_dict()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def memory_figure(measurements: dict[str, Measurement], plan: Plan) -> Any:
+    """A ``matplotlib.figure.Figure``: bytes above the start of the step against the fraction of the step's time."""
+    require("matplotlib")
+    figure_class = require("matplotlib.figure").Figure
+    figure = figure_class(figsize=(8, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for (name, measurement), colour in zip(measurements.items(), _COLOURS, strict=True):
+        times = [at / measurement.time_ns for at, _ in measurement.timeline]
+        levels = [level / _MEBIBYTE for _, level in measurement.timeline]
+        peak = measurement.peak_bytes / _MEBIBYTE
+        axes.step(times, levels, where="post", color=colour, linewidth=1, label=f"{name}: peak {peak:.1f} MiB")
+    axes.axhline(plan.budget_bytes / _MEBIBYTE, color="#c0392b", linestyle="--", linewidth=1, label="budget")
+    axes.set(xlabel="forward and backward pass (share of its time)", ylabel="memory above the start (MiB)")
+    axes.set(xlim=(0, 1), ylim=(0, None))
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure

@@ -145,10 +145,12 @@ def is_inside() -> bool:
 
 
 def _forked() -> None:
+    """In a process of its own nothing is evicted any more."""
     global _LOCK
     _LOCK = threading.RLock()
     if _run is not None:
-        _run.forked()
+        _run.memory.lock = threading.RLock()
+        _run.executor.hold(None)
 
 
 if hasattr(os, "register_at_fork"):

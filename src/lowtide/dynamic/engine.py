@@ -3,7 +3,10 @@
 Every storage that an operator allocates is a node that the operator's call can compute again. Below the budget nothing else
 happens. Where an allocation would exceed it, the room that is missing is made at once, by emptying the storages that the
 heuristic chooses (``memory``). Whoever reads an emptied storage has it rebuilt first, with whatever that needs (``rebuild``).
-Writes are versions (``versions``).
+
+An operator that writes into a storage makes a new version, whose call reads the old one; the old one stays behind as a call
+alone. A constant has one version: before it is written, what would have to be computed from its old contents is rebuilt and
+pinned.
 """
 
 from __future__ import annotations
@@ -14,14 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from lowtide.dynamic.arguments import View, blank, mapped, tensors_of
 from lowtide.dynamic.executor import Executor
 from lowtide.dynamic.memory import Memory
-from lowtide.dynamic.node import Node, OperatorCall, Origin, storage_of
+from lowtide.dynamic.node import (
+    WRITTEN,
+    Node,
+    OperatorCall,
+    Origin,
+    View,
+    blank,
+    dependents_of,
+    mapped,
+    storage_of,
+    tensors_of,
+    views_in,
+)
 from lowtide.dynamic.operators import Operator, values_at
 from lowtide.dynamic.patches import Access
-from lowtide.dynamic.rebuild import Rebuilder
-from lowtide.dynamic.versions import Versions
+from lowtide.dynamic.rebuild import Rebuilder, out_of_memory
+from lowtide.errors import ExecutionError
 from lowtide.program import generators
 
 _RELEASE_EVERY = 256  # operators
@@ -40,7 +54,6 @@ class Engine:
         self.device = device
         self.tiny_bytes = tiny_bytes
         self.rebuilder = Rebuilder(memory, executor)
-        self.versions = Versions(memory, self.rebuilder)
         self.release_at = _RELEASE_EVERY
 
     # --- running ---------------------------------------------------------------------------------------------------
@@ -52,8 +65,9 @@ class Engine:
             memory.release_dead()
         writes = operator.writes
         unread: tuple[int, ...] = ()
-        if operator.statistics is not None:
-            unread = _updated_statistics(operator.statistics, args)
+        if operator.statistics is not None:  # written and never read in training, read and never written otherwise
+            positions, flag = operator.statistics
+            unread = positions if len(args) > flag and args[flag] else ()
             writes += unread
         call, reads = self._recorded(operator, args, kwargs, unread)
         superseded: list[Node] = []
@@ -64,7 +78,7 @@ class Engine:
             if operator.random:
                 call.generator = generators.saved(_generator(args, kwargs))
             targets = self._nodes_in(values_at(writes, args, kwargs)) if writes else []
-            version = self.versions.supersede(call, needs, targets, superseded) if writes else None
+            version = self._supersede(call, needs, targets, superseded) if writes else None
             memory.started = len(memory.locked)
             result, cost_ns = self.executor.run(operator, args, kwargs)
             memory.counters.operators += 1
@@ -72,9 +86,9 @@ class Engine:
             memory.pool.tick(cost_ns)
             for node in reads:
                 node.accessed_ns = memory.pool.clock_ns
-            origin = _origin()
+            origin = current_origin()
             if version is not None:
-                self.versions.written(version, call, reads, cost_ns)
+                self._written(version, superseded[0], call, reads, cost_ns)
                 version.origin = origin
             made = self._remember(result, call, reads, cost_ns)
             for node in made:
@@ -119,7 +133,7 @@ class Engine:
             return View(node, tensor)
         for part in _parts(tensor):
             inner = self.memory.node_of(part)
-            inner.exported = inner.pinned = True
+            inner.pinned = True
             reads[inner] = None
         return tensor
 
@@ -153,6 +167,97 @@ class Engine:
     def _nodes_in(self, values: list[Any]) -> list[Node]:
         return list(dict.fromkeys(self.memory.node_of(tensor) for tensor in tensors_of(values)))
 
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    def _supersede(
+        self, call: OperatorCall, needs: tuple[Node, ...], targets: Sequence[Node], superseded: list[Node]
+    ) -> Node | None:
+        """Before the call, which needs those, writes ``targets``: new versions, which count as constants.
+
+        Returns the version that the call can compute again, once it has run; ``superseded`` grows by the old ones.
+        """
+        for node in targets:
+            if node.call is None:
+                self._preserve_dependents(node)
+        self.rebuilder.complete(needs)
+        version = None
+        for node in targets:
+            if node.call is not None:
+                version = self._new_version(node)
+                superseded.append(node)
+        again = len(targets) == 1 and not call.operator.once and not any(node.opaque or node.writers for node in needs)
+        return version if again else None
+
+    def _new_version(self, node: Node) -> Node:
+        """A new version takes the storage of ``node`` over."""
+        storage = node.held_storage()
+        if storage is None:
+            raise ExecutionError("a storage that nobody holds cannot be written")
+        version = Node.constant(node.size_bytes)
+        version.number = node.number
+        self.memory.own(version, storage)
+        node.handle = node.kept = None
+        if node.resident:
+            self.memory.pool.evict(node)
+        return version
+
+    def _written(self, version: Node, old: Node, call: OperatorCall, reads: dict[Node, None], cost_ns: int) -> None:
+        """The write succeeded: the version can be computed by it from the old one."""
+        storage = version.storage()
+        version.size_bytes = version.bytes = 0 if storage is None else storage.nbytes()
+        version.parents = tuple(reads)
+        version.pinned = old.pinned
+        self.memory.attach(version, call, storage, cost_ns, WRITTEN)
+
+    def _preserve_dependents(self, node: Node) -> None:
+        """The contents of a constant are about to change: nothing may have to be computed from them.
+
+        What is evicted and still held by the program is rebuilt; where the budget has no room for that, a copy of the old
+        contents is kept instead. What was computed from them is pinned.
+        """
+        if not node.children:
+            return
+        memory = self.memory
+        dependents = dependents_of(node)
+        held = memory.lock_all([dependent for dependent in dependents if dependent.alive()])
+        missing_bytes = sum(dependent.bytes for dependent in held if dependent.evicted)
+        try:
+            if missing_bytes > 0 and missing_bytes > memory.available_bytes():
+                self._copy_aside(node)
+                return
+            self.rebuilder.complete(held)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            memory.take_missing_bytes()
+            self._copy_aside(node)
+            return
+        finally:
+            memory.unlock_last(held)
+        for dependent in held:
+            memory.pin(dependent)
+        for dependent in dependents:
+            if dependent.resident and dependent.call is not None:
+                memory.evict(dependent)  # nobody but the engine holds it
+
+    def _copy_aside(self, node: Node) -> None:
+        """Another node takes the old contents and all that was computed from them."""
+        storage = node.storage()
+        if storage is None:
+            raise ExecutionError("the contents of a released storage cannot be copied")
+        copy = Node.constant(node.size_bytes)
+        copy.kept = self.rebuilder.clone(storage)
+        self.memory.counters.copies += 1
+        for child in list(node.children):
+            parents = [copy if parent is node else parent for parent in child.parents]
+            self.memory.pool.cut(child)
+            self.memory.pool.link(child, parents)
+            if child.call is not None:
+                for view in views_in(child.call.args, child.call.kwargs):
+                    if view.node is node:
+                        view.node = copy
+                child.call.holds = [copy.kept if held is storage else held for held in child.call.holds]
+
     # --- from outside ----------------------------------------------------------------------------------------------
 
     def materialize(self, tensor: Tensor, access: Access) -> Callable[[], None] | None:
@@ -165,18 +270,13 @@ class Engine:
             self.rebuilder.rebuild([node])
         if access is Access.READ:
             return None
-        node.exported = node.pinned = True
+        node.pinned = True
         if access is Access.EXPORT:
             return None
-        self.versions.preserve_dependents(node)
+        self._preserve_dependents(node)
         self.memory.pin(node)
         node.writers += 1
         return node.end_writer
-
-    def detached(self, tensor: Tensor) -> None:
-        """The tensor is detached, perhaps as the gradient that is handed to a leaf."""
-        if _origin() is Origin.GRADIENT:
-            self.memory.node_of(tensor).origin = Origin.GRADIENT
 
     def restore_all(self) -> None:
         """Rebuild whatever the program still holds."""
@@ -188,7 +288,7 @@ class Engine:
             self.memory.unlock_last(held)
 
 
-def _origin() -> Origin:
+def current_origin() -> Origin:
     """Of what is computed now."""
     node = torch._C._current_autograd_node()
     if isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
@@ -205,12 +305,6 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return ()
-
-
-def _updated_statistics(statistics: tuple[tuple[int, ...], int], args: tuple[Any, ...]) -> tuple[int, ...]:
-    """The positions of running statistics: written and never read in training, read and never written otherwise."""
-    positions, flag = statistics
-    return positions if len(args) > flag and args[flag] else ()
 
 
 def _generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:

@@ -1,15 +1,36 @@
-"""Running operators within the limit: here where the allocator itself asks for room, in ``prediction`` elsewhere."""
+"""Running operators within the limit.
+
+The CPU's allocator itself asks for room. That of CUDA cannot, so room is made before an operator starts. The first calls of a
+signature (the operator, and the geometry of what it is given) are observed: their peak and, the device's queue empty before
+and after, their time. Later ones are believed to take the same. At first sight an operator is believed to take its results,
+whose shapes PyTorch computes without running it, and the largest scratch observed for it so far; where it takes more, the
+limit is exceeded that once, and met again at once.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from lowtide.dynamic import statistics
 from lowtide.dynamic.memory import Memory
+from lowtide.dynamic.node import blank, mapped, storage_of, tensors_of
 from lowtide.dynamic.operators import Operator
+from lowtide.memory.allocators import PeakWindow, round_up
 from lowtide.memory.cpu_allocator import AllocationCounter
+
+_OBSERVED = 3  # first calls of a signature that are observed, and then
+_AGAIN_EVERY = 100  # one in so many
+
+
+def executor_for(memory: Memory, device: torch.device) -> Executor:
+    """What runs operators within the limit of the device's memory."""
+    return Executor(memory) if isinstance(memory.meter, AllocationCounter) else PredictingExecutor(memory, device)
 
 
 class Executor:
@@ -51,3 +72,100 @@ class Executor:
         except BaseException as error:  # noqa: BLE001 (C++ cannot carry it; whoever ran the operator raises it again)
             self.memory.interruption = error
             return False
+
+
+@dataclass(slots=True)
+class _Prediction:
+    """What is believed of a signature: bytes at most above the level at the start, of these the results', and time."""
+
+    bytes: int
+    results_bytes: int
+    calls: int = 0
+    cost_ns: int = 0
+
+
+class PredictingExecutor(Executor):
+    """Makes room operator by operator, from what was observed of earlier calls."""
+
+    def __init__(self, memory: Memory, device: torch.device) -> None:
+        super().__init__(memory)
+        self.counter = None
+        self.device = device
+        self.predictions: dict[Hashable, _Prediction] = {}
+        self.scratch_bytes: dict[Operator, int] = {}
+
+    def run(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, int]:
+        """Run the operator in room made for it."""
+        signature = (operator, _geometry(args), _geometry(kwargs))
+        expected = self.predictions.get(signature)
+        if expected is None:
+            results_bytes = _result_bytes(operator, args, kwargs, self.device)
+            expected = self.predictions[signature] = _Prediction(results_bytes, results_bytes)
+            self._make_what_can_be(expected.bytes + self.scratch_bytes.get(operator, 0))
+        if not self.memory.make_room(expected.bytes):
+            raise torch.OutOfMemoryError(f"{operator.name}: can't allocate memory within the budget")
+        if expected.calls < _OBSERVED or expected.calls % _AGAIN_EVERY == 0:
+            result = self._observed(expected, operator, args, kwargs)
+        else:
+            result = operator.run(*args, **kwargs)
+        expected.calls += 1
+        return result, expected.cost_ns
+
+    def _observed(self, expected: _Prediction, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        with PeakWindow(self.memory.meter) as window:
+            self._finish()
+            began = statistics.now_ns()
+            result = operator.run(*args, **kwargs)
+            self._finish()
+            cost_ns = statistics.now_ns() - began
+            taken_bytes = window.peak_bytes
+        first = expected.calls == 0
+        expected.bytes = taken_bytes if first else max(expected.bytes, taken_bytes)
+        expected.cost_ns = cost_ns if first else min(expected.cost_ns, cost_ns)
+        scratch_bytes = self.scratch_bytes.get(operator, 0)
+        self.scratch_bytes[operator] = max(scratch_bytes, taken_bytes - expected.results_bytes)
+        self._make_what_can_be(0)
+        return result
+
+    def _finish(self) -> None:
+        """Wait until the device has nothing left to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _make_what_can_be(self, wanted_bytes: int) -> None:
+        """Make room as far as that can be; what is missing is no failure."""
+        refusal = self.memory.refusal
+        self.memory.make_room(wanted_bytes)
+        self.memory.refusal = refusal
+
+
+def _geometry(value: Any) -> Hashable:
+    """What of an argument decides how much memory an operator takes and how long."""
+    if isinstance(value, Tensor):
+        strided = value.layout is torch.strided
+        return value.size(), value.stride() if strided else value.layout, value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_geometry, value))
+    if isinstance(value, dict):
+        return tuple((name, _geometry(item)) for name, item in value.items())
+    return type(value), value if isinstance(value, Hashable) else repr(value)
+
+
+def _result_bytes(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> int:
+    """The storages that the operator will return, from a run on tensors without memory; 0 where that cannot be."""
+    try:
+        blank_args, blank_kwargs = mapped(_blank, args), {name: mapped(_blank, item) for name, item in kwargs.items()}
+        if kwargs.get("device") is not None:
+            blank_kwargs["device"] = "meta"
+        result = operator.run(*blank_args, **blank_kwargs)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return 0
+    given = {storage_of(tensor)._cdata for tensor in tensors_of([blank_args, *blank_kwargs.values()])}
+    made = {storage_of(tensor)._cdata: storage_of(tensor).nbytes() for tensor in tensors_of(result)}
+    return sum(round_up(nbytes, device) for address, nbytes in made.items() if address not in given)
+
+
+def _blank(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return blank(value)
+    return None if isinstance(value, torch.Generator) else value

@@ -139,9 +139,9 @@ class Memory:
 
     def make_room(self, wanted_bytes: int) -> bool:
         """Evict until so many bytes can be allocated; false where that cannot be."""
-        while (free_bytes := self.free_bytes()) < wanted_bytes:
+        while self.free_bytes() < wanted_bytes:
             if not self.evict_one():
-                self.refusal = Refusal(wanted_bytes, self.meter.level_bytes, wanted_bytes - free_bytes)
+                self.refusal = Refusal(wanted_bytes, self.meter.level_bytes, wanted_bytes - self.free_bytes())
                 return False
         return True
 
@@ -174,16 +174,14 @@ class Memory:
         if self.dead:
             self.release_dead()
         intermediate = next((node for node in self.intermediates if not node.locks), None)
-        if intermediate is not None:
-            return intermediate
-        chosen = self._preferred()
+        chosen = intermediate or self._preferred()
         if chosen is None and self.release_constants(thorough=True):
             chosen = self._preferred()
         return chosen
 
     def _preferred(self) -> Node | None:
         victims = (self.pool.victim(allowed) for allowed in PREFERENCES)
-        return cast("Node | None", next((victim for victim in victims if victim is not None), None))
+        return cast("Node | None", next(filter(None, victims), None))
 
     def evict(self, node: Node) -> None:
         """Give the bytes back; what holds the storage keeps it, empty."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
 import torch
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
 
 from lowtide.dynamic.operators import Operator
 from lowtide.eviction import Entry
@@ -36,12 +37,11 @@ class Node(Entry):
     Writing into a storage makes a new version, which takes the storage over; of the old one only ``call`` remains, and
     where it is wanted again it is computed into a storage of its own, ``kept``. ``handle`` is dead or ``None`` where the
     program holds no tensor of this version. A node without a ``call``, a *constant*, can not be computed again and is never
-    evicted.
+    evicted; nor is one whose address something outside the operators may hold, which is ``pinned``.
     """
 
     __slots__ = (
-        "address", "call", "exported", "handle", "kept", "number", "opaque", "origin", "place", "serial", "size_bytes",
-        "writers",
+        "address", "call", "handle", "kept", "number", "opaque", "origin", "place", "serial", "size_bytes", "writers",
     )  # fmt: skip
 
     parents: tuple[Node, ...]
@@ -60,7 +60,6 @@ class Node(Entry):
         self.opaque = False  # what reads it can not be run again: its tensors are more than a strided view of bytes
         self.origin = Origin.FORWARD
         self.writers = 0  # how many others may write to it unseen
-        self.exported = False  # something outside the operators may hold its address
 
     @staticmethod
     def constant(size_bytes: int = 0) -> Node:
@@ -123,6 +122,29 @@ class OperatorCall:
             self.holds = []
 
 
+class View:
+    """A tensor by what it is a view of: which bytes of which storage, and how they are read."""
+
+    __slots__ = ("conjugate", "dtype", "negative", "node", "offset", "size", "stride")
+
+    def __init__(self, node: Node, tensor: Tensor) -> None:
+        self.node = node
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.conjugate = tensor.is_conj()
+        self.negative = tensor.is_neg()
+
+    def of(self, storage: UntypedStorage) -> Tensor:
+        """The same view of another storage."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.size, self.stride)
+        if self.conjugate:
+            tensor = torch._conj(tensor)
+        return torch._neg_view(tensor) if self.negative else tensor
+
+
 def dependents_of(node: Node) -> list[Node]:
     """What was computed from the node's contents: through what the program released, up to what it holds."""
     seen: dict[Node, None] = {}
@@ -163,3 +185,36 @@ PREFERENCES = (
     functools.partial(_may_go, Origin.GRADIENT, True),
     functools.partial(_may_go, Origin.GRADIENT, False),
 )
+
+
+def blank(tensor: Tensor) -> Tensor:
+    """A tensor without memory of the same shape, strides and type."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with lists in place of lists and tuples, and ``function`` of everything else."""
+    if isinstance(value, (list, tuple)):
+        return [mapped(function, item) for item in value]
+    return function(value)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What is in lists and tuples, in order."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def tensors_of(value: Any) -> Sequence[Tensor]:
+    """The tensors in lists and tuples."""
+    if isinstance(value, Tensor):
+        return (value,)
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def views_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[View]:
+    """The views among recorded arguments."""
+    return [leaf for leaf in leaves([*args, *kwargs.values()]) if isinstance(leaf, View)]

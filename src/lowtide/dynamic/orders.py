@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lowtide.dynamic.node import Node
 from lowtide.dynamic.plan import Rematerialization
@@ -19,8 +19,7 @@ _NEAR = 0.95  # what was found for so much of the room is as good as what would 
 _Structure = tuple[tuple[tuple[int, ...], ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(NamedTuple):
     """A sequence, its peak, and the room for which it was searched."""
 
     peak_bytes: int
@@ -54,10 +53,7 @@ class OrderCache:
         if searched < _NEAR * room_bytes and room_bytes > failed:
             known.append(_search(structure, [call.cost_ns for call in calls], room_bytes))
         fitting = [found for found in known if found.peak_bytes <= room_bytes]
-        if fitting:
-            chosen = min(fitting, key=lambda found: len(found.sequence))
-        else:
-            chosen = min(known, key=lambda found: found.peak_bytes)
+        chosen = min(fitting or known, key=lambda found: len(found.sequence) if fitting else found.peak_bytes)
         return [calls[index] for index in chosen.sequence]
 
 

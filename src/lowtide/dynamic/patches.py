@@ -106,8 +106,15 @@ class Patches:
             context = inside() if self._active else None
             if context is None:
                 return original(thread)  # type: ignore[no-any-return]
-            own = thread.__dict__.get("run")
-            thread.run = _run_inside(thread, context, own)  # type: ignore[method-assign]
+            run, own = thread.run, thread.__dict__.get("run")
+
+            @functools.wraps(run)
+            def run_inside() -> None:
+                _put_back(thread, "run", own, thread.run)
+                with context:
+                    run()
+
+            thread.run = run_inside  # type: ignore[method-assign]
             try:
                 original(thread)
             except RuntimeError:  # it was started before, or cannot be
@@ -115,18 +122,6 @@ class Patches:
                 raise
 
         return start
-
-
-def _run_inside(thread: threading.Thread, context: AbstractContextManager[Any], own: Any) -> Callable[[], None]:
-    run = thread.run
-
-    @functools.wraps(run)
-    def inside() -> None:
-        _put_back(thread, "run", own, thread.run)
-        with context:
-            run()
-
-    return inside
 
 
 def _put_back(owner: Any, name: str, original: Any, ours: Any) -> None:

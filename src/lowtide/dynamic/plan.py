@@ -20,7 +20,7 @@ class Rematerialization:
     """Making a recorded call again, as plans see it.
 
     ``reads`` and ``makes``: without what stays where it is whatever is planned. ``bytes``: of all results. ``scratch_bytes``:
-    what it takes on top while it runs, as far as that is known. ``serial``: calls were made in this order.
+    what it takes on top while it runs, as far as that is known. Calls are ordered as they were made.
     """
 
     __slots__ = ("bytes", "cost_ns", "makes", "reads", "recorded", "scratch_bytes", "serial")
@@ -34,6 +34,9 @@ class Rematerialization:
         self.cost_ns = node.cost_ns
         self.scratch_bytes = scratch_bytes
         self.serial = min(result.serial for result in results)
+
+    def __lt__(self, other: Rematerialization) -> bool:
+        return self.serial < other.serial
 
 
 def _stays(node: Node) -> bool:
@@ -77,10 +80,6 @@ def calls_behind(
         if node.call not in calls:
             calls[node.call] = Rematerialization(node.call, node, scratch_bytes(node.call))
     return list(calls.values()), there
-
-
-def in_program_order(calls: Iterable[Rematerialization]) -> list[Rematerialization]:
-    return sorted(calls, key=lambda call: call.serial)
 
 
 def latest_first(nodes: Iterable[Node]) -> list[Node]:

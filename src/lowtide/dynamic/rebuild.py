@@ -13,20 +13,12 @@ import torch
 from torch import UntypedStorage
 
 from lowtide.dynamic import statistics
-from lowtide.dynamic.arguments import View, mapped, tensors_of, views_in
 from lowtide.dynamic.executor import Executor
 from lowtide.dynamic.memory import Memory
-from lowtide.dynamic.node import WRITTEN, Node, OperatorCall, storage_of
+from lowtide.dynamic.node import WRITTEN, Node, OperatorCall, View, mapped, storage_of, tensors_of, views_in
 from lowtide.dynamic.operators import Operator, values_at
 from lowtide.dynamic.orders import OrderCache
-from lowtide.dynamic.plan import (
-    RebuildPlan,
-    RebuildStep,
-    calls_behind,
-    in_program_order,
-    make_plan,
-    with_what_is_there,
-)
+from lowtide.dynamic.plan import RebuildPlan, RebuildStep, calls_behind, make_plan, with_what_is_there
 from lowtide.dynamic.storages import fill
 from lowtide.errors import ExecutionError
 from lowtide.program import generators
@@ -80,7 +72,7 @@ class Rebuilder:
         plan = make_plan(calls, targets, there)
         if plan.peak_bytes <= self.memory.free_bytes() or plan.peak_bytes <= self.memory.available_bytes():
             return plan
-        plan = make_plan(in_program_order(calls), targets, there)
+        plan = make_plan(sorted(calls), targets, there)
         return plan if plan.peak_bytes <= self.memory.available_bytes() else None
 
     def _rebuild_in_less(self, targets: list[Node]) -> bool:
@@ -102,8 +94,8 @@ class Rebuilder:
                 node.locks += count
 
     def _plan_in_less(self, targets: list[Node], room_bytes: int) -> RebuildPlan:
-        found, there = calls_behind(targets, self._scratch_of, deep=True)
-        calls = in_program_order(found)
+        calls, there = calls_behind(targets, self._scratch_of, deep=True)
+        calls.sort()
         plan = with_what_is_there(calls, targets, there, room_bytes)
         if plan.peak_bytes > room_bytes >= sum(node.size_bytes for node in targets):
             order = self.orders.within(room_bytes, calls, targets)
@@ -166,7 +158,12 @@ class Rebuilder:
         own = {} if version is None else self._own_copy(call)
 
         def filled(value: Any) -> Any:
-            return _tensor(value, own) if isinstance(value, View) else value
+            if not isinstance(value, View):
+                return value
+            storage = own[value.node] if value.node in own else value.node.storage()
+            if storage is None:
+                raise ExecutionError("an argument of a call that is made again is gone")
+            return value.of(storage)
 
         args = mapped(filled, call.args)
         kwargs = {name: mapped(filled, value) for name, value in call.kwargs.items()}
@@ -214,13 +211,6 @@ class Rebuilder:
         tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         copy, _ = self.executor.run(_CLONE, (tensor,), {})
         return storage_of(copy)
-
-
-def _tensor(view: View, own: dict[Node, UntypedStorage]) -> torch.Tensor:
-    storage = own[view.node] if view.node in own else view.node.storage()
-    if storage is None:
-        raise ExecutionError("an argument of a call that is made again is gone")
-    return view.of(storage)
 
 
 def _kind(call: OperatorCall) -> Hashable:

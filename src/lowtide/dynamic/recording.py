@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from pathlib import Path
 
 from lowtide.dynamic.node import Node
 from lowtide.dynamic.operators import Operator
@@ -13,8 +13,8 @@ from lowtide.trace import TraceWriter
 class Recorder(TraceWriter):
     """Writes calls and releases of storages, and those that came from elsewhere when they are first read."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, path: str | Path, device: str, budget_bytes: int) -> None:
+        super().__init__(path, name=Path(path).stem, device=device, budget_bytes=budget_bytes)
         self.known: set[int] = set()  # numbers of storages that are in the trace
 
     def operator(

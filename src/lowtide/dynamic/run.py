@@ -6,6 +6,7 @@ left, whichever threads they are entered in.
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import warnings
@@ -17,19 +18,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lowtide.dynamic.engine import Engine
-from lowtide.dynamic.executor import Executor
+from lowtide.dynamic.engine import Engine, current_origin
+from lowtide.dynamic.executor import executor_for
 from lowtide.dynamic.memory import Memory, Refusal
+from lowtide.dynamic.node import Origin
 from lowtide.dynamic.operators import Operator
 from lowtide.dynamic.patches import Access, Patches, uncompiled
-from lowtide.dynamic.prediction import PredictingExecutor
 from lowtide.dynamic.rebuild import RebuildError
 from lowtide.dynamic.recording import Recorder
 from lowtide.dynamic.statistics import OnlineStatistics
 from lowtide.errors import ExecutionError, OnlineBudgetError
 from lowtide.eviction import Pool
 from lowtide.memory.allocators import PeakWindow, meter_of
-from lowtide.memory.cpu_allocator import AllocationCounter
 from lowtide.program.source import user_source
 from lowtide.units import format_bytes
 
@@ -51,11 +51,6 @@ class Settings:
     seed: int
     warn_above: float
     device: torch.device
-
-
-def executor_for(memory: Memory, device: torch.device) -> Executor:
-    """What runs operators within the limit of the device's memory."""
-    return Executor(memory) if isinstance(memory.meter, AllocationCounter) else PredictingExecutor(memory, device)
 
 
 class OnlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -113,11 +108,9 @@ class OnlineRun:
             raise ExecutionError(
                 "the online mode needs the exact CPU allocation counter, which this build of PyTorch prevents."
             )
-        sample, record, budget_bytes = settings.sample, settings.record, settings.budget_bytes
+        sample, budget_bytes = settings.sample, settings.budget_bytes
         pool = Pool(heuristic=settings.heuristic, sample=sample, skip_small=sample, seed=settings.seed)
-        recorder = None
-        if record is not None:
-            recorder = Recorder(record, name=Path(record).stem, device=self.device.type, budget_bytes=budget_bytes)
+        recorder = None if settings.record is None else Recorder(settings.record, self.device.type, budget_bytes)
         self.memory = Memory(pool, meter, settings.policy, recorder)
         self.executor = executor_for(self.memory, self.device)
         self.engine = Engine(self.memory, self.executor, device=self.device, tiny_bytes=budget_bytes // _TINY)
@@ -151,10 +144,10 @@ class OnlineRun:
 
     @uncompiled
     def detached(self, tensor: torch.Tensor) -> None:
-        """By a view, which passes the engine by."""
+        """By a view, which passes the engine by, perhaps as the gradient that is handed to a leaf."""
         with self.memory.lock:
-            if self.open:
-                self.engine.detached(tensor)
+            if self.open and current_origin() is Origin.GRADIENT:
+                self.memory.node_of(tensor).origin = Origin.GRADIENT
 
     @uncompiled
     def materialize(self, tensor: torch.Tensor, access: Access) -> Callable[[], None] | None:
@@ -232,11 +225,6 @@ class OnlineRun:
     def hold_tightest(self) -> None:
         self.executor.hold(min((session.limit_bytes for session in self.sessions), default=None))
 
-    def forked(self) -> None:
-        """In a process of its own nothing is evicted any more."""
-        self.memory.lock = threading.RLock()
-        self.executor.hold(None)
-
     def end(self) -> None:
         """The last context ends: tensors that are held become ordinary ones."""
         self.open = False
@@ -276,7 +264,7 @@ class Session:
         self.budget_bytes = budget_bytes
         self.window = PeakWindow(run.memory.meter)
         self.limit_bytes = self.window.start_bytes + budget_bytes
-        self.before = run.memory.counters.since(OnlineStatistics(), 0, 0)
+        self.before = copy.copy(run.memory.counters)
         self.peak_bytes: int | None = None  # once it has ended
         run.sessions.append(self)
         run.executor.enter_thread()

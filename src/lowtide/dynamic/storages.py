@@ -23,7 +23,7 @@ _SIZE_AFTER = 4  # data, context, deleter (in the standard library's order), dev
 def empty(storage: UntypedStorage) -> None:
     """Give the memory back. The storage keeps its size, so that views of it can be made; it must not be read."""
     nothing = torch._C._construct_storage_from_data_pointer(0, storage.device, storage.nbytes())
-    _swap(storage, nothing)  # type: ignore[arg-type]
+    fill(storage, nothing)  # type: ignore[arg-type]
 
 
 def is_empty(storage: UntypedStorage) -> bool:
@@ -32,11 +32,6 @@ def is_empty(storage: UntypedStorage) -> bool:
         return storage.data_ptr() == 0
     except RuntimeError:  # what PyTorch has to say of a size without memory
         return True
-
-
-def fill(storage: UntypedStorage, source: UntypedStorage) -> None:
-    """Move the memory of ``source``, which is empty afterwards, into the empty ``storage`` of the same size."""
-    _swap(storage, source)
 
 
 def swap_words(one: UntypedStorage, other: UntypedStorage) -> None:
@@ -68,4 +63,5 @@ def _first_word() -> int:
     return found[0]
 
 
-_swap: Callable[[UntypedStorage, UntypedStorage], None] = getattr(UntypedStorage, "_swap_data_ptr_", swap_words)
+# Moves the memory of the second storage, which is empty afterwards, into the empty first one of the same size.
+fill: Callable[[UntypedStorage, UntypedStorage], None] = getattr(UntypedStorage, "_swap_data_ptr_", swap_words)

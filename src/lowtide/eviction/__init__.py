@@ -6,7 +6,7 @@ it for the next victim; running and freeing are the client's business.
 """
 
 from lowtide.eviction.entry import Entry
+from lowtide.eviction.heuristics import HEURISTICS, heuristic_named
 from lowtide.eviction.pool import Pool
-from lowtide.eviction.scores import HEURISTICS, heuristic_named
 
 __all__ = ["HEURISTICS", "Entry", "Pool", "heuristic_named"]

@@ -33,10 +33,8 @@ class Entry:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Component:
-    """An element of a union-find forest (Tarjan 1975); a leader knows the total of its component.
-
-    Elements point upwards only, so one that no entry stands for any more vanishes as soon as nobody's way leads over it.
-    """
+    """An element of a union-find forest (Tarjan 1975); a leader knows the total of its component. Elements point
+    upwards only, so one that no entry stands for any more vanishes as soon as nobody's way leads over it."""
 
     total_ns: int
     leader: Component | None = None

@@ -13,8 +13,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 
 from lowtide.eviction.entry import Entry
-from lowtide.eviction.neighbourhood import Neighbourhood
-from lowtide.eviction.scores import heuristic_named
+from lowtide.eviction.heuristics import Neighbourhood, heuristic_named
 
 _SMALL = 0.01
 
@@ -50,7 +49,10 @@ class Pool:
         entry.accessed_ns = self.clock_ns
 
     def enter(self, entry: Entry) -> None:
-        """The entry was computed for the first time."""
+        """The entry was computed, for the first time or again."""
+        if entry.evicted:
+            self.add(entry)
+            return
         for parent in entry.parents:
             parent.children[entry] = None
         self._arrive(entry)
@@ -130,10 +132,8 @@ class Pool:
         return sum(entry.bytes for entry in self._there if not entry.locks and not entry.pinned)
 
     def victim(self, allowed: Allowed | None = None) -> Entry | None:
-        """The entry with the least score, the earliest to arrive among equals; ``None`` where none can go.
-
-        Resident entries with some bytes, neither pinned nor locked, that are ``allowed``.
-        """
+        """The entry with the least score, the earliest to arrive among equals; ``None`` where none can go. Resident
+        entries with some bytes, neither pinned nor locked, that are ``allowed``."""
         there = self._there
         if not there:
             return None

@@ -8,14 +8,14 @@ at every budget. In a training of several processes, each of which would choose 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import torch
 
 from lowtide.cost.cache import CostCache, OperatorCost
 from lowtide.cost.measured import measure_operators, synthetic_arguments
 from lowtide.cost.signature import signature
-from lowtide.fusion.routines import Routine, disagreement, is_available, routines
+from lowtide.fusion.comparison import compare
+from lowtide.fusion.routines import Routine, is_available, routines
 from lowtide.ir import Costs, keep_all_schedule, simulate
 from lowtide.program.program import Program
 from lowtide.program.sizes import program_device, storage_bytes
@@ -25,26 +25,24 @@ _OF_OPERANDS, _OF_PEAK = 16, 100  # the fraction that a routine may take in memo
 _agree: dict[str, bool] = {}  # by signature
 
 
-def autotuned(program: Program, on_progress: Callable[[str, float], None] | None = None) -> Program:
+def autotuned(program: Program) -> Program:
     """``program`` with quicker routines in the place of operators."""
     if (program.graph.ops and program.metas[0].device.type != "cpu") or not is_available():
         return program
     spare = _spare_bytes(program)
-    found = {op.id: routines(program, op.id, spare[op.id]) for op in program.graph.ops}
+    found = {op.id: several for op in program.graph.ops if (several := routines(program, op.id, spare[op.id]))}
     chosen: dict[int, Routine] = {}
-    candidates = {op: routine for op, several in found.items() for routine in several[:1]}
     cache = CostCache.open(program_device(program))
-    known, _ = measure_operators(program, list(candidates), cache=cache, on_progress=on_progress)
-    best = dict(known)
+    own, _ = measure_operators(program, list(found), cache=cache)
+    best = dict(own)
     for turn in range(max(map(len, found.values()), default=0)):
-        candidates = {op: several[turn] for op, several in found.items() if len(several) > turn and op in known}
+        candidates = {op: found[op][turn] for op in own if turn < len(found[op])}
         other = with_routines(program, candidates)
-        agreeing = [op for op in candidates if _agrees(other, op, cache)]
-        records, _ = measure_operators(other, agreeing, cache=cache, on_progress=on_progress)
+        records, _ = measure_operators(other, [op for op in candidates if _agrees(other, op, cache)], cache=cache)
         for op, record in records.items():
-            if _is_better(record, best[op], known[op], spare[op]):
+            if _is_better(record, best[op], own[op], spare[op]):
                 best[op], chosen[op] = record, candidates[op]
-    return with_routines(program, chosen) if chosen else program
+    return with_routines(program, chosen)
 
 
 def with_routines(program: Program, chosen: dict[int, Routine]) -> Program:
@@ -71,7 +69,7 @@ def _spare_bytes(program: Program) -> list[int]:
 
 def _agrees(program: Program, op: int, cache: CostCache) -> bool:
     """Whether the routine of ``op`` gives the operator's results on synthetic tensors; one that was measured does."""
-    key, _ = signature(program, op)
+    key = signature(program, op)
     if cache.get(key, len(program.graph.ops[op].outputs)) is not None:
         return True
     if key not in _agree:
@@ -80,7 +78,7 @@ def _agrees(program: Program, op: int, cache: CostCache) -> bool:
         args, _, _ = synthetic_arguments(program, op)
         try:
             with torch.no_grad():
-                _agree[key] = not disagreement(routine.operator(*args), routine.compute(*args))
+                _agree[key] = not compare(routine.operator(*args), routine.compute(*args))
         except RuntimeError:
             _agree[key] = False
     return _agree[key]

@@ -56,9 +56,9 @@ class Body:
         return tuple(dict.fromkeys(target_name(line.call.target) for line in self.lines))
 
     def __str__(self) -> str:
-        heads = [_layout(i, meta) for i, meta in enumerate(self.inputs)]
-        lines = [f"{line.outputs} = {_text(line.call)}" for line in self.lines]
-        results = [_layout(number, meta) for number, meta in zip(self.results, self.metas, strict=True)]
+        heads = map(_layout, range(len(self.inputs)), self.inputs)
+        lines = (f"{line.outputs} = {_text(line.call)}" for line in self.lines)
+        results = map(_layout, self.results, self.metas)
         return "\n".join([*heads, *lines, "return over %0" if self.donated else "return", *results])
 
 

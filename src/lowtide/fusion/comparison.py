@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from lowtide.errors import CompiledMismatchError
 
-Strides = Sequence[tuple[int, ...]]  # that results must have
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _CHECKS: list[None] = []  # one per open ``checked()``, of all threads: a backward pass may run in another
 
@@ -31,11 +31,7 @@ def checking() -> bool:
 
 
 def require_same(
-    code: str,
-    operators: tuple[str, ...],
-    expected: Sequence[torch.Tensor],
-    found: Sequence[torch.Tensor],
-    strides: Strides,
+    code: str, operators: tuple[str, ...], expected: Any, found: Any, strides: Sequence[tuple[int, ...]] = ()
 ) -> None:
     """Raises ``CompiledMismatchError`` where ``code``, which stands for these operators, disagrees with them."""
     complaint = compare(expected, found, strides)
@@ -47,15 +43,21 @@ def require_same(
         )
 
 
-def compare(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor], strides: Strides) -> str:
-    """What is wrong with the results ``found``; empty where nothing is."""
-    for index, (want, have, stride) in enumerate(zip(expected, found, strides, strict=True)):
+def compare(expected: Any, found: Any, strides: Sequence[tuple[int, ...]] = ()) -> str:
+    """What is wrong with the tensors ``found``; empty where nothing is. They must have ``strides``, or the expected ones'."""
+    wanted, got = _tensors(expected), _tensors(found)
+    strides = strides or [want.stride() for want in wanted]
+    for index, (want, have, stride) in enumerate(zip(wanted, got, strides, strict=True)):
         if have.dtype != want.dtype or have.shape != want.shape or have.stride() != stride:
             return f"returns result {index} in another layout"
         error = _relative_error(want, have)
         if not error <= _TOLERANCE.get(want.dtype, 0.0):
             return f"returns result {index} with a relative error of {error:.1e}"
     return ""
+
+
+def _tensors(results: Any) -> list[torch.Tensor]:
+    return [each for each in (results if isinstance(results, (tuple, list)) else (results,)) if each is not None]
 
 
 def _relative_error(want: torch.Tensor, have: torch.Tensor) -> float:
@@ -65,6 +67,5 @@ def _relative_error(want: torch.Tensor, have: torch.Tensor) -> float:
     finite = want.isfinite()
     if not torch.equal(finite, have.isfinite()):
         return float("inf")
-    scale = float(want[finite].abs().max()) if finite.any() else 0.0
-    worst = float((want[finite].double() - have[finite].double()).abs().max()) if finite.any() else 0.0
+    scale, worst = (float(each.where(finite, 0).abs().max()) for each in (want, want.double() - have.double()))
     return worst / scale if scale else worst

@@ -15,6 +15,7 @@ not in its key for that, so graphs are marked: nobody else's code is taken for a
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import types
 import warnings
@@ -34,11 +35,8 @@ from lowtide.program.program import TensorMeta
 
 # Asserts on sizes run at every call; kernels are compared with their operators once instead.
 _SETTINGS = {"size_asserts": False, "nan_asserts": False, "alignment_asserts": False, "fallback_random": True}
-_GENERATING = (
-    threading.Lock()
-)  # held while Inductor's settings and ``AsyncCompile.wait`` are others, for the whole process
-
-Wait = Callable[[], None]
+# Held while Inductor's settings and ``AsyncCompile.wait`` are others, for the whole process.
+_GENERATING = threading.Lock()
 
 
 def start_body(body: Body) -> Callable[[], Code]:
@@ -48,25 +46,23 @@ def start_body(body: Body) -> Callable[[], Code]:
     Both raise what Inductor raises.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())  # without one, nothing is kept on disk
-    with mode:
-        fakes = [layouts.empty(meta) for meta in body.inputs]
+    context = TracingContext(mode)
+    if body.donated:
+        facts: Any = types.SimpleNamespace(bw_donated_idxs=[0], static_input_indices=[])
+        context.fw_metadata = facts
     with _GENERATING, _settings(), _not_waiting() as waits, torch.no_grad():
         with mode:
+            fakes = [layouts.empty(meta) for meta in body.inputs]
             module = _traced(body, fakes)
         from torch._inductor import compile_fx
 
-        context = TracingContext(mode)
-        if body.donated:
-            facts: Any = types.SimpleNamespace(bw_donated_idxs=[0], static_input_indices=[])
-            context.fw_metadata = facts
         with tracing(context):
             compiled: Any = compile_fx.compile_fx_inner(module, fakes, is_backward=body.donated)
     code: Code = getattr(compiled, "current_callable", None) or compiled
 
     def finish() -> Code:
-        for wait in waits:
-            wait()
-        waits.clear()
+        while waits:
+            waits.pop(0)()
         return code
 
     return finish
@@ -80,19 +76,14 @@ def _traced(body: Body, fakes: list[torch.Tensor]) -> fx.GraphModule:
         return [_arranged(result, meta) for result, meta in zip(body(*tensors), body.metas, strict=True)]
 
     traced = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
-    output = next(node for node in traced.graph.nodes if node.op == "output")
+    first, *_, output = traced.graph.nodes
     output.meta["user_visible_output_idxs"] = list(range(len(body.results)))
-    _mark(traced, "lowtide_overwritten" if body.donated else "lowtide_kernel")
-    return traced
-
-
-def _mark(module: fx.GraphModule, name: str) -> None:
-    """Have the first node of the graph, and so the code that it is kept under, named like this."""
-    first = next(iter(module.graph.nodes))
-    first.name = name
+    # What the code is kept under has the name of the first node in it.
+    first.name = "lowtide_overwritten" if body.donated else "lowtide_kernel"
     if first.op == "placeholder":
-        first.target = name
-    module.recompile()
+        first.target = first.name
+    traced.recompile()
+    return traced
 
 
 def _arranged(result: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
@@ -109,34 +100,30 @@ def _arranged(result: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 def _settings() -> Iterator[None]:
     from torch._inductor import config
 
-    known: dict[str, Any] = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
-    known["cpp.threads"] = torch.get_num_threads()  # what code is written for: not all versions have it in their key
-    with config.patch(known), warnings.catch_warnings():
+    # What code is written for: not all versions have the threads in their key.
+    with config.patch({**_SETTINGS, "cpp.threads": torch.get_num_threads()}), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own about its own, while it loads its parts
         yield
 
 
 @contextlib.contextmanager
-def _not_waiting() -> Iterator[list[Wait]]:
+def _not_waiting() -> Iterator[list[Callable[[], None]]]:
     """Inside, generated modules of this thread are loaded without waiting for their kernels; the waits are what is given.
 
     A module's last step of loading puts compiled kernels in the place of those to come, in its own namespace, where it
-    looks them up when it is called. A version of Inductor that does it in another way waits at once.
+    looks them up when it is called.
 
     Generated code makes its own ``AsyncCompile``, so the method is replaced for the whole process. One thread at a time does so
     (``_GENERATING``): two would put back each other's. What other threads load meanwhile waits as ever.
     """
     from torch._inductor.async_compile import AsyncCompile
 
-    wait, thread = getattr(AsyncCompile, "wait", None), threading.get_ident()
-    waits: list[Wait] = []
-    if wait is None:
-        yield waits
-        return
+    wait, thread = AsyncCompile.wait, threading.get_ident()
+    waits: list[Callable[[], None]] = []
 
     def later(compiler: Any, scope: dict[str, Any]) -> None:
         if threading.get_ident() == thread:
-            waits.append(lambda: wait(compiler, scope))
+            waits.append(functools.partial(wait, compiler, scope))
         else:
             wait(compiler, scope)
 

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,18 +25,9 @@ from lowtide.program.program import Program, TensorMeta
 from lowtide.store import content_key
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """``overwrites``: the result takes the memory of the first input."""
-
-    code: Code
-    overwrites: bool
-
-
 _COPYING: set[str] = set()  # digests of kernels that were given tensors in another layout: said once
-_COMPILED: dict[tuple[str, int], Compiled | None] = {}  # by digest and number of threads
+# By digest and number of threads, the code and the position of what it overwrites; ``None`` for what cannot be used.
+_COMPILED: dict[tuple[str, int], tuple[Code, int | None] | None] = {}
 
 
 class Kernel:
@@ -57,27 +47,25 @@ class Kernel:
     def __call__(self, *tensors: torch.Tensor) -> Any:
         assert self.code is not None, "compile_kernels comes first"
         if not all(map(_has_layout, tensors, self.body.inputs)):
-            tensors = tuple(self._laid_out(tensors))
+            tensors = tuple(map(self._laid_out, tensors, self.body.inputs))
         expected = self.body(*tensors) if checking() else None
         results = self.code(list(tensors))
         if expected is not None:
             require_same("a kernel", self.body.operators, expected, results, self.body.strides)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _laid_out(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The tensors as the kernel was compiled for them: it would take each element from the wrong place."""
-        for tensor, meta in zip(tensors, self.body.inputs, strict=True):
-            if _has_layout(tensor, meta):
-                yield tensor
-                continue
-            if self.digest not in _COPYING:
-                _COPYING.add(self.digest)
-                _LOG.warning(
-                    "a kernel of %s is given a tensor with strides %s where %s were captured: it is copied, which takes memory "
-                    "beyond the plan. Please report it",
-                    ", ".join(self.body.operators), tensor.stride(), meta.stride,
-                )  # fmt: skip
-            yield layouts.empty(meta).copy_(tensor)
+    def _laid_out(self, tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+        """The tensor as the kernel was compiled for it, which would take each element from the wrong place."""
+        if _has_layout(tensor, meta):
+            return tensor
+        if self.digest not in _COPYING:
+            _COPYING.add(self.digest)
+            _LOG.warning(
+                "a kernel of %s is given a tensor with strides %s where %s were captured: it is copied, which takes memory "
+                "beyond the plan. Please report it",
+                ", ".join(self.body.operators), tensor.stride(), meta.stride,
+            )  # fmt: skip
+        return layouts.empty(meta).copy_(tensor)
 
     @functools.cached_property
     def keeping(self) -> Callable[..., Any]:
@@ -97,23 +85,19 @@ class Kernel:
         return self.digest, torch.get_num_threads()
 
 
-def compile_kernels(program: Program, on_progress: Callable[[str, float], None] | None = None) -> frozenset[str]:
+def compile_kernels(program: Program) -> frozenset[str]:
     """Compile every kernel of ``program``; the digests of those that cannot be used, which the log names."""
-    return _compile([call.target for call in program.calls if isinstance(call.target, Kernel)], on_progress)
+    return _compile([call.target for call in program.calls if isinstance(call.target, Kernel)])
 
 
-def _compile(kernels: Sequence[Kernel], on_progress: Callable[[str, float], None] | None = None) -> frozenset[str]:
-    report = on_progress or (lambda text, fraction: None)
+def _compile(kernels: Sequence[Kernel]) -> frozenset[str]:
     missing = {kernel.key: kernel for kernel in kernels if kernel.key not in _COMPILED}
     compilations = [_compilation(kernel) for kernel in missing.values()]
-    for text in ("writing kernels", "compiling kernels"):
-        for count, compilation in enumerate(compilations):
-            report(text, count / len(compilations))
+    for _ in ("start", "finish"):
+        for compilation in compilations:
             next(compilation, None)
     for kernel in kernels:
-        compiled = _COMPILED[kernel.key]
-        if compiled is not None:
-            kernel.code, kernel.overwrites = compiled.code, 0 if compiled.overwrites else None
+        kernel.code, kernel.overwrites = _COMPILED[kernel.key] or (None, None)
     return frozenset(kernel.digest for kernel in kernels if kernel.code is None)
 
 
@@ -129,16 +113,16 @@ def _compilation(kernel: Kernel) -> Iterator[None]:
                 'compiler="inductor" needs a C++ compiler for kernels on the CPU, and none was found: install g++ or '
                 'clang++, point CXX at one, or use compiler="eager".'
             ) from error
-        complaint, compiled = f"cannot be compiled: {type(error).__name__}: {_first_line(error)}", None
+        complaint, overwrites = f"cannot be compiled: {type(error).__name__}: {_first_line(error)}", None
     else:
-        complaint, compiled = _tried(kernel.body, code)
+        complaint, overwrites = _tried(kernel.body, code)
     if complaint:
         _LOG.warning("a kernel of %s %s; these operators run one by one", ", ".join(kernel.body.operators), complaint)
-    _COMPILED[kernel.key] = compiled
+    _COMPILED[kernel.key] = None if complaint else (code, overwrites)
 
 
-def _tried(body: Body, code: Code) -> tuple[str, Compiled | None]:
-    """How compiled results differ from the operators' on random inputs; or nothing, and the code with what it overwrites."""
+def _tried(body: Body, code: Code) -> tuple[str, int | None]:
+    """How compiled results differ from the operators' on random inputs, if they do; the position of what was overwritten."""
     tensors = [synthetic_tensor(meta) for meta in body.inputs]
     try:
         with torch.no_grad():
@@ -148,10 +132,10 @@ def _tried(body: Body, code: Code) -> tuple[str, Compiled | None]:
         return f"cannot be tried: {_first_line(error)}", None
     inputs = [tensor.untyped_storage()._cdata for tensor in tensors]
     storages = [result.untyped_storage()._cdata for result in found]
-    overwrites = body.donated and storages == inputs[:1]
-    shared = len(set(storages)) < len(storages) or (not overwrites and set(inputs).intersection(storages))
-    complaint = "returns results that share memory" if shared else compare(expected, found, body.strides)
-    return complaint, None if complaint else Compiled(code, overwrites)
+    overwrites = 0 if body.donated and storages == inputs[:1] else None
+    if len({*storages}) < len(storages) or (overwrites is None and {*inputs}.intersection(storages)):
+        return "returns results that share memory", None
+    return compare(expected, found, body.strides), overwrites
 
 
 def _has_layout(tensor: torch.Tensor, meta: TensorMeta) -> bool:

@@ -54,24 +54,18 @@ def kinds(program: Program) -> list[Kind]:
 
 def _kind(program: Program, op: Op, updated: set[int]) -> Kind:
     call = program.calls[op.id]
-    if not _fits(program, op) or not _is_plain((call.args, list(call.kwargs.values()))):
-        return Kind.CALL
-    name = operator_name(call.target)
-    if is_view(program.graph, op):
+    name, fits = operator_name(call.target), _fits(program, op) and _is_plain((call.args, list(call.kwargs.values())))
+    if fits and is_view(program.graph, op):
         return Kind.CALL if name in ("as_strided", "") else Kind.VIEW
-    kind = _by_name(call.target, name)
-    reads_updated = any(program.graph.values[value].storage in updated for value in op.inputs)
-    return Kind.CALL if reads_updated and kind is not Kind.REDUCTION else kind
-
-
-def _by_name(target: Any, name: str) -> Kind:
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
+    if not fits or not isinstance(call.target, torch._ops.OpOverload):
         return Kind.CALL
     if name in _REDUCTION:
         return Kind.REDUCTION
+    if any(program.graph.values[value].storage in updated for value in op.inputs):
+        return Kind.CALL
     if name in _GATHER:
         return Kind.GATHER
-    return Kind.POINTWISE if name in _POINTWISE or torch.Tag.pointwise in target.tags else Kind.CALL
+    return Kind.POINTWISE if name in _POINTWISE or torch.Tag.pointwise in call.target.tags else Kind.CALL
 
 
 def operator_name(target: Any) -> str:

@@ -15,19 +15,19 @@ import torch
 from torch import fx
 
 _ATEN = torch.ops.aten
+_BATCH_NORM, _GROUP_NORM = _ATEN._native_batch_norm_legit_functional.default, _ATEN.native_group_norm.default
 
 
 def split_norms(module: fx.GraphModule) -> None:
     """Replace the first result of every batch and group normalisation of ``module`` by pointwise operators, in place."""
     for node in list(module.graph.nodes):
-        apply = _APPLIED.get(node.target)
-        if apply is None or not _is_whole(node):
+        if node.target not in (_BATCH_NORM, _GROUP_NORM) or not _is_whole(node):
             continue
         results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         if 0 not in results or results[0].meta["val"].stride() != node.args[0].meta["val"].stride():
             continue
         normal = results[0]
-        applied = apply(_Inserter(module.graph, node, results), node)
+        applied = _apply(_Inserter(node, results), node)
         _take_place(normal, applied)
         normal.replace_all_uses_with(applied)
         module.graph.erase_node(normal)
@@ -56,11 +56,10 @@ def _is_whole(node: fx.Node) -> bool:
 class _Inserter:
     """Adds operators behind the results of a node, with the meaning that it has."""
 
-    def __init__(self, graph: fx.Graph, node: fx.Node, results: dict[Any, fx.Node]) -> None:
-        self.graph = graph
+    def __init__(self, node: fx.Node, results: dict[Any, fx.Node]) -> None:
         self.node = node
         self.results = results
-        self.after = max(results.values(), key=list(graph.nodes).index) if results else node
+        self.after = max(results.values(), key=list(node.graph.nodes).index)
 
     def result(self, index: int) -> fx.Node:
         """Result ``index`` of the normalisation."""
@@ -69,8 +68,8 @@ class _Inserter:
         return self.results[index]
 
     def __call__(self, target: Callable[..., Any], *args: Any) -> fx.Node:
-        with self.graph.inserting_after(self.after):
-            added = self.graph.call_function(target, args)
+        with self.node.graph.inserting_after(self.after):
+            added = self.node.graph.call_function(target, args)
         added.meta = {key: item for key, item in self.node.meta.items() if key not in ("val", "tensor_meta")}
         values: Any = fx.map_arg(args, lambda n: n.meta["val"])
         added.meta["val"] = target(*values)
@@ -78,37 +77,23 @@ class _Inserter:
         return added
 
 
-def _batch_norm(add: _Inserter, node: fx.Node) -> fx.Node:
+def _apply(add: _Inserter, node: fx.Node) -> fx.Node:
+    """The normalised tensor from the statistics: in groups of channels, or channel by channel; then weight and bias."""
     arguments: tuple[Any, ...] = node.args
-    x, weight, bias = arguments[:3]
-    shape = [1, -1, *(1 for _ in range(x.meta["val"].dim() - 2))]
-    mean, scale = (add(_ATEN.view.default, add.result(i), shape) for i in (1, 2))
-    normal = add(_ATEN.mul.Tensor, add(_ATEN.sub.Tensor, x, mean), scale)
-    return _affine(add, normal, weight, bias, shape)
-
-
-def _group_norm(add: _Inserter, node: fx.Node) -> fx.Node:
-    arguments: tuple[Any, ...] = node.args
-    x, weight, bias, batch, channels, _, groups, _ = arguments
-    shape = list(x.meta["val"].shape)
-    grouped = [batch, groups, channels // groups, *shape[2:]]
-    small = [batch, groups, *(1 for _ in grouped[2:])]
+    x, weight, bias, *geometry = arguments
+    sizes = list(x.meta["val"].shape)
+    small = by_channel = [1, -1, *(1 for _ in sizes[2:])]
+    grouped = None
+    if node.target is _GROUP_NORM:
+        batch, channels, _, groups, _ = geometry
+        grouped = [batch, groups, channels // groups, *sizes[2:]]
+        small = [batch, groups, *(1 for _ in grouped[2:])]
     mean, scale = (add(_ATEN.view.default, add.result(i), small) for i in (1, 2))
-    parts = add(_ATEN.view.default, x, grouped)
+    parts = x if grouped is None else add(_ATEN.view.default, x, grouped)
     normal = add(_ATEN.mul.Tensor, add(_ATEN.sub.Tensor, parts, mean), scale)
-    whole = add(_ATEN.view.default, normal, shape)
-    return _affine(add, whole, weight, bias, [1, -1, *(1 for _ in shape[2:])])
-
-
-def _affine(add: _Inserter, normal: fx.Node, weight: Any, bias: Any, shape: list[int]) -> fx.Node:
-    if weight is not None:
-        normal = add(_ATEN.mul.Tensor, normal, add(_ATEN.view.default, weight, shape))
-    if bias is not None:
-        normal = add(_ATEN.add.Tensor, normal, add(_ATEN.view.default, bias, shape))
+    if grouped is not None:
+        normal = add(_ATEN.view.default, normal, sizes)
+    for operation, operand in ((_ATEN.mul.Tensor, weight), (_ATEN.add.Tensor, bias)):
+        if operand is not None:
+            normal = add(operation, normal, add(_ATEN.view.default, operand, by_channel))
     return normal
-
-
-_APPLIED: dict[Any, Callable[[_Inserter, fx.Node], fx.Node]] = {
-    _ATEN._native_batch_norm_legit_functional.default: _batch_norm,
-    _ATEN.native_group_norm.default: _group_norm,
-}

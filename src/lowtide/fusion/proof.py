@@ -9,9 +9,9 @@ their turn, and what the program overwrites by how often it has been written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 from lowtide.errors import CompiledMismatchError
 from lowtide.fusion.kernel import Kernel
@@ -21,12 +21,10 @@ from lowtide.ir.graph import UPDATE_TARGET
 from lowtide.program.program import Call, Program, Ref
 from lowtide.program.references import map_references
 
-Numbers = dict[Hashable, int]
-
 
 def check_same(program: Program, fused: Program) -> None:
     """Raises ``CompiledMismatchError`` where a result of ``fused`` is not the same expression as in ``program``."""
-    numbers: Numbers = {}
+    numbers: dict[Hashable, int] = {}
     expected, found = (_Expressions(each, numbers).results() for each in (program, fused))
     wrong = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
     if wrong:
@@ -37,8 +35,7 @@ def check_same(program: Program, fused: Program) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Operand:
+class _Operand(NamedTuple):
     """The number of an expression, and how often the program has written over it."""
 
     number: int
@@ -48,12 +45,12 @@ class _Operand:
 class _Expressions:
     """One program: ``known[value]`` is the number of its expression."""
 
-    def __init__(self, program: Program, numbers: Numbers) -> None:
+    def __init__(self, program: Program, numbers: dict[Hashable, int]) -> None:
         self.program = program
         self.numbers = numbers
         self.known: dict[int, int] = {}
         self.turns = 0  # of random operators and effects
-        self.written: dict[int, int] = {}  # number of an input -> updates so far
+        self.written = Counter[int]()  # updates so far, by the number of an input
         self.updates: list[int] = []
 
     def results(self) -> dict[str, int]:
@@ -76,39 +73,31 @@ class _Expressions:
 
     def _read(self, op: Op, call: Call) -> None:
         if isinstance(call.target, Kernel):
-            self.known.update(zip(op.outputs, self._opened(call, call.target), strict=True))
+            local = {number: self.known[ref.value] for number, ref in enumerate(call.args)}
+            for line in call.target.body.lines:
+                self._compute(line.call, line.outputs, local)
+            self.known.update(zip(op.outputs, (local[number] for number in call.target.body.results), strict=True))
             return
-        self.turns += op.random or op.effect
-        number = self._applied(call, self.known, self.turns if op.random or op.effect else 0)
-        self.known.update(zip(op.outputs, self._pieces(number, call.positions, len(op.outputs)), strict=True))
+        in_turn = op.random or op.effect
+        self.turns += in_turn
+        number = self._compute(call, op.outputs, self.known, self.turns if in_turn else 0)
         if op.target == UPDATE_TARGET:
             self.updates.append(number)
-            target = self.known[op.inputs[0]]
-            self.written[target] = self.written.get(target, 0) + 1
+            self.written[self.known[op.inputs[0]]] += 1
 
-    def _opened(self, call: Call, kernel: Kernel) -> list[int]:
-        """The numbers of a kernel's results."""
-        local = {number: self.known[ref.value] for number, ref in enumerate(call.args)}
-        for line in kernel.body.lines:
-            number = self._applied(line.call, local)
-            local.update(zip(line.outputs, self._pieces(number, line.call.positions, len(line.outputs)), strict=True))
-        return [local[number] for number in kernel.body.results]
-
-    def _applied(self, call: Call, known: dict[int, int], turn: int = 0) -> int:
-        """``turn``: among random operators and effects, 0 for all others."""
-        written = {} if _is_view(call.target) else self.written
+    def _compute(self, call: Call, outputs: Sequence[int], known: dict[int, int], turn: int = 0) -> int:
+        """The number of a call; its ``outputs`` are ``known`` from then on. ``turn``: among random operators and effects."""
+        reads = not _is_view(call.target)
 
         def operand(ref: Ref) -> _Operand:
-            return _Operand(known[ref.value], written.get(known[ref.value], 0))
+            return _Operand(known[ref.value], self.written[known[ref.value]] if reads else 0)
 
         arguments = map_references((call.args, sorted(call.kwargs.items())), operand)
-        return self._number((id(stands_for(call)), repr(arguments), turn))
-
-    def _pieces(self, number: int, positions: Sequence[int] | None, count: int) -> Iterator[int]:
-        if positions is None:
-            yield from [number] * count
-        else:
-            yield from (self._number((number, position)) for position in positions)
+        number = self._number((id(stands_for(call)), repr(arguments), turn))
+        positions = [None] * len(outputs) if call.positions is None else call.positions
+        for output, position in zip(outputs, positions, strict=True):
+            known[output] = number if position is None else self._number((number, position))
+        return number
 
     def _number(self, expression: Hashable) -> int:
         return self.numbers.setdefault(expression, len(self.numbers))

@@ -57,8 +57,8 @@ class StorageReaders:
     def nbytes(self, storage: int) -> int:
         return max(self.program.metas[value].storage_bytes for value in self.program.graph.storages[storage].values)
 
-    def fusible(self, op: int | None) -> bool:
-        return op is not None and self.kinds[op] in _FUSIBLE
+    def fusible(self, op: int) -> bool:
+        return self.kinds[op] in _FUSIBLE
 
 
 def read_program(program: Program, apart: frozenset[int] = frozenset()) -> StorageReaders:
@@ -75,38 +75,37 @@ def read_program(program: Program, apart: frozenset[int] = frozenset()) -> Stora
 
 
 def find_regions(reading: StorageReaders) -> list[Region]:
-    """One region per anchor, in program order; regions of a single operator are left out."""
+    """One region per anchor, in program order, where a kernel is better than the operators: it takes several of them, or one
+    that compiles well."""
     anchors = _anchors(reading, _transparent(reading))
     kept = {op for op, belongs in anchors.items() if op in belongs}
     regions = [_region(reading, op, kept) for op in sorted(kept)]
-    return [region for region in regions if _pays(reading, region)]
-
-
-def _pays(reading: StorageReaders, region: Region) -> bool:
-    """Whether a kernel is better than the operators: it takes several of them, or one that compiles well."""
-    count = sum(reading.kinds[op] is not Kind.VIEW for op in region.members)
-    return count > 1 or operator_name(reading.program.calls[region.anchor].target) in ALONE
+    return [
+        region
+        for region in regions
+        if sum(reading.kinds[op] is not Kind.VIEW for op in region.members) > 1
+        or operator_name(reading.program.calls[region.anchor].target) in ALONE
+    ]
 
 
 def _transparent(reading: StorageReaders) -> set[int]:
     """Ops that may be computed again in every reader: what that reads is no more than their result."""
-    sources: dict[int, frozenset[int]] = {}
-    lengths: dict[int, int] = {}
+    # By storage that is looked through: what it is computed from, and by how many ops.
+    looked_through: dict[int, tuple[frozenset[int], int]] = {}
     found = set()
     for op in reading.program.graph.ops:
         owned = reading.owned(op.id)
         if reading.kinds[op.id] is not Kind.POINTWISE or not owned or _rearranges(reading, op):
             continue
         inputs = {reading.storage(value) for value in op.inputs}
-        reads = frozenset().union(*(sources.get(s, frozenset((s,))) for s in inputs)) if inputs else frozenset()
-        length = 1 + sum(lengths.get(s, 0) for s in inputs)
-        must = any(_must_keep(reading, s) for s in owned)
+        behind = [looked_through.get(storage, (frozenset((storage,)), 0)) for storage in inputs]
+        reads = frozenset[int]().union(*(sources for sources, _ in behind))
+        length = 1 + sum(count for _, count in behind)
         size = sum(map(reading.nbytes, owned))
         if length <= _LONGEST and sum(map(reading.nbytes, reads)) <= size + size // 8:
             found.add(op.id)
-            if not must:
-                sources.update(dict.fromkeys(owned, reads))
-                lengths.update(dict.fromkeys(owned, length))
+            if not any(_must_keep(reading, storage) for storage in owned):
+                looked_through.update(dict.fromkeys(owned, (reads, length)))
     return found
 
 
@@ -133,16 +132,15 @@ def _anchors(reading: StorageReaders, transparent: set[int]) -> dict[int, frozen
         if not reading.fusible(op.id):
             continue
         owned = reading.owned(op.id)
-        itself = frozenset((op.id,))
+        found[op.id] = frozenset((op.id,))
         readers = {reader for storage in owned for reader in reading.readers[storage]}
-        if any(_must_keep(reading, storage) for storage in owned) or not readers or not owned:
-            found[op.id] = itself
+        if any(_must_keep(reading, storage) for storage in owned) or not readers:
             continue
-        belongs = frozenset().union(*(found[reader] for reader in readers))
+        belongs = frozenset[int]().union(*(found[reader] for reader in readers))
         same_phase = all(graph.ops[anchor].phase is op.phase for anchor in belongs)
         alone = len(belongs) == 1 and same_phase and not _apart(reading, op, belongs)
-        absorbed = op.id in transparent or (alone and not _waits(reading, calls, op.id, min(belongs)))
-        found[op.id] = belongs if absorbed else itself
+        if op.id in transparent or (alone and not _waits(reading, calls, op.id, min(belongs))):
+            found[op.id] = belongs
     return found
 
 
@@ -168,13 +166,10 @@ def _region(reading: StorageReaders, anchor: int, kept: set[int]) -> Region:
     pending = list(reversed(graph.ops[anchor].inputs))
     while pending:
         value = pending.pop()
-        producer = graph.values[value].producer
-        absorbed = producer is not None and (
-            reading.kinds[producer] is Kind.VIEW or (reading.fusible(producer) and producer not in kept)
-        )
-        if producer is None or not absorbed:
+        op = graph.values[value].producer
+        if op is None or op in kept or not (reading.fusible(op) or reading.kinds[op] is Kind.VIEW):
             roots[value] = None
-        elif producer not in members:
-            members.add(producer)
-            pending.extend(reversed(graph.ops[producer].inputs))
+        elif op not in members:
+            members.add(op)
+            pending.extend(reversed(graph.ops[op].inputs))
     return Region(tuple(sorted(members)), anchor, tuple(roots))

@@ -5,20 +5,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from lowtide.fusion.body import Body, Line
 from lowtide.fusion.kernel import Kernel, compile_kernels
 from lowtide.fusion.kinds import Kind
 from lowtide.fusion.proof import check_same
 from lowtide.fusion.regions import Region, StorageReaders, find_regions, read_program
-from lowtide.ir import Graph, Op, Phase, Storage, Value
+from lowtide.ir import Op, Phase, Storage
 from lowtide.program.overwrites import fills_its_storage, with_overwrites
-from lowtide.program.program import Call, Program, Ref, TensorMeta
+from lowtide.program.program import Call, Program, Ref
 from lowtide.program.references import map_references
 
 
-def fuse(program: Program, on_progress: Callable[[str, float], None] | None = None) -> Program:
+def fuse(program: Program) -> Program:
     """``program`` with chains of pointwise operators and reductions as compiled kernels, see ``fusion.regions``.
 
     Values that only live inside kernels are gone; inputs, results, gradients and everything that the caller sees stay.
@@ -26,106 +26,87 @@ def fuse(program: Program, on_progress: Callable[[str, float], None] | None = No
     """
     apart: frozenset[int] = frozenset()
     while True:
-        reading = read_program(program, apart)
-        regions = find_regions(reading)
-        fused = _Rewrite(reading, regions).run()
-        refused = compile_kernels(fused, on_progress)
+        rewriting = _Rewrite(read_program(program, apart))
+        fused = rewriting.run()
+        refused = compile_kernels(fused)
         if not refused:
             check_same(program, fused)
             return with_overwrites(fused)
-        apart |= _members(fused, regions, refused)
+        apart |= rewriting.members(refused)
 
 
 def rewrite(program: Program) -> Program:
     """As ``fuse``, before anything is compiled."""
-    reading = read_program(program)
-    return with_overwrites(_Rewrite(reading, find_regions(reading)).run())
-
-
-def _members(fused: Program, regions: Sequence[Region], refused: frozenset[str]) -> frozenset[int]:
-    """The operators of the refused kernels; regions and kernels are in the same order."""
-    kernels = [call.target for call in fused.calls if isinstance(call.target, Kernel)]
-    pairs = zip(sorted(regions, key=lambda region: region.anchor), kernels, strict=True)
-    return frozenset(op for region, kernel in pairs if kernel.digest in refused for op in region.members)
+    return with_overwrites(_Rewrite(read_program(program)).run())
 
 
 class _Rewrite:
-    def __init__(self, reading: StorageReaders, regions: list[Region]) -> None:
+    """``steps`` are the operators of the new program in order, on the values of the old one."""
+
+    def __init__(self, reading: StorageReaders) -> None:
         self.reading = reading
         self.program = reading.program
         self.graph = reading.program.graph
-        self.kinds = reading.kinds
-        self.region_at = {region.anchor: region for region in regions}
-        self.inside = {op for region in regions for op in region.members if self.kinds[op] is not Kind.VIEW}
-        self.last_reader = self._last_readers(regions)
-        self.ops: list[Op] = []
-        self.calls: list[Call] = []
-        self.values: list[Value] = []
-        self.metas: list[TensorMeta] = []
-        self.new: dict[int, int] = {}  # old value -> new value
-        self.storages: dict[int, int] = {}
-        self.bases: list[int | None] = []
-        self.phase = Phase.FORWARD
+        self.region_at = {region.anchor: region for region in find_regions(reading)}
+        self.inside = {op for region in self.region_at.values() for op in region.members}
+        read = [(region.anchor, region.roots) for region in self.region_at.values()]
+        read += [(op.id, op.inputs) for op in self.graph.ops if self._stays(op)]
+        # By storage, the last op or anchor that reads it in the fused program.
+        self.last_reader = {self.graph.values[value].storage: at for at, values in sorted(read) for value in values}
+        self.steps: list[tuple[Op, Call]] = []
+        self.formed = set(self.graph.inputs)
 
     def run(self) -> Program:
-        graph = self.graph
-        for value in graph.inputs:
-            self._value(value, None)
-        for op in graph.ops[: graph.forward_ops]:
-            self._emit(op)
-        self._need(graph.forward_outputs)
-        forward_ops = len(self.ops)
-        self.phase = Phase.BACKWARD
-        for op in graph.ops[graph.forward_ops :]:
-            self._emit(op)
-        self._need(graph.outputs)
-        return self._program(forward_ops)
+        forward = self.graph.forward_ops
+        self._emit(self.graph.ops[:forward], self.graph.forward_outputs)
+        forward_ops = len(self.steps)
+        self._emit(self.graph.ops[forward:], self.graph.outputs)
+        return _renumbered(self.program, self.steps, forward_ops)
 
-    def _last_readers(self, regions: list[Region]) -> dict[int, int]:
-        """By storage, the last op or anchor that reads it in the fused program."""
-        read = [(region.anchor, region.roots) for region in regions]
-        read += [(op.id, op.inputs) for op in self.graph.ops if self._stays(op)]
-        return {self.graph.values[value].storage: at for at, values in sorted(read) for value in values}
+    def members(self, refused: frozenset[str]) -> frozenset[int]:
+        """The operators of the refused kernels, which run in the places of their anchors."""
+        kernels = {op.id: call.target for op, call in self.steps if isinstance(call.target, Kernel)}
+        anchors = (anchor for anchor, kernel in kernels.items() if kernel.digest in refused)
+        return frozenset(op for anchor in anchors for op in self.region_at[anchor].members)
 
     def _stays(self, op: Op) -> bool:
         """Whether the op is called as it was: it is no view and in no kernel."""
-        return self.kinds[op.id] is not Kind.VIEW and op.id not in self.inside
+        return self.reading.kinds[op.id] is not Kind.VIEW and op.id not in self.inside
 
-    def _emit(self, op: Op) -> None:
-        region = self.region_at.get(op.id)
-        if region is not None:
-            self._kernel(region)
-        elif self._stays(op):
-            self._call(op)
+    def _emit(self, ops: Iterable[Op], results: Iterable[int]) -> None:
+        for op in ops:
+            if op.id in self.region_at:
+                self._kernel(op, self.region_at[op.id])
+            elif self._stays(op):
+                self._call(op)
+        self._need(results)
 
     def _need(self, values: Iterable[int]) -> None:
         """Views are formed where they are first needed, since what they view may have moved."""
         for value in values:
-            if value not in self.new:
+            if value not in self.formed:
                 producer = self.graph.values[value].producer
                 assert producer is not None
                 self._call(self.graph.ops[producer])
 
     def _call(self, op: Op) -> None:
         self._need(op.inputs)
-        call = self.program.calls[op.id]
-        args, kwargs = map_references((call.args, call.kwargs), lambda ref: Ref(self.new[ref.value]))
-        inputs = tuple(self.new[value] for value in op.inputs)
-        self._append(op, op.target, inputs, op.outputs, Call(call.target, args, kwargs, call.positions))
+        self._add(op, self.program.calls[op.id])
 
-    def _kernel(self, region: Region) -> None:
+    def _add(self, op: Op, call: Call) -> None:
+        self.steps.append((op, call))
+        self.formed.update(op.outputs)
+
+    def _kernel(self, anchor: Op, region: Region) -> None:
         self._need(region.roots)
-        anchor = self.graph.ops[region.anchor]
-        outputs = [value for value in anchor.outputs if self._is_read(value)] or list(anchor.outputs[:1])
+        outputs = tuple(filter(self._is_read, anchor.outputs)) or anchor.outputs[:1]
         dying = self._dying(region, outputs)
         if dying is not None:  # it comes first, see ``Body.donated``
-            others = (root for root in region.roots if root != dying)
-            region = dataclasses.replace(region, roots=(dying, *others))
+            region = dataclasses.replace(region, roots=(dying, *(root for root in region.roots if root != dying)))
         kernel = Kernel(make_body(self.program, region, outputs, donated=dying is not None))
-        inputs = tuple(self.new[value] for value in region.roots)
         positions = None if len(outputs) == 1 else tuple(range(len(outputs)))
-        call = Call(kernel, tuple(map(Ref, inputs)), {}, positions)
-        self._append(anchor, f"lowtide.{kernel.__qualname__}", inputs, outputs, call)
+        op = dataclasses.replace(anchor, target=f"lowtide.{kernel.__qualname__}", inputs=region.roots, outputs=outputs)
+        self._add(op, Call(kernel, tuple(map(Ref, region.roots)), {}, positions))
 
     def _dying(self, region: Region, outputs: Sequence[int]) -> int | None:
         """The root whose memory the kernel's one result could take: read for the last time, alone in its storage, as large."""
@@ -147,72 +128,70 @@ class _Rewrite:
         storage = self.graph.values[value].storage
         return storage in self.reading.handed or bool(self.reading.readers[storage])
 
-    def _append(self, op: Op, target: str, inputs: tuple[int, ...], outputs: Iterable[int], call: Call) -> None:
-        number = len(self.ops)
-        new = tuple(self._value(value, number) for value in outputs)
-        self.ops.append(
-            dataclasses.replace(
-                op, id=number, target=target, inputs=tuple(dict.fromkeys(inputs)), outputs=new, phase=self.phase
-            )
-        )
-        self.calls.append(call)
 
-    def _value(self, old: int, producer: int | None) -> int:
-        value = self.graph.values[old]
-        if value.storage not in self.storages:
-            self.storages[value.storage] = len(self.bases)
-            self.bases.append(producer)
-        number = len(self.values)
-        self.values.append(
-            dataclasses.replace(value, id=number, storage=self.storages[value.storage], producer=producer)
-        )
-        self.metas.append(self.program.metas[old])
-        self.new[old] = number
-        return number
+def _renumbered(program: Program, steps: Sequence[tuple[Op, Call]], forward_ops: int) -> Program:
+    """The program of these operators on values of ``program``; what none of them returns is left out."""
+    old = program.graph
+    producers = {value: number for number, (op, _) in enumerate(steps) for value in op.outputs}
+    order = [*old.inputs, *producers]
+    new = {value: number for number, value in enumerate(order)}
+    members: dict[int, list[int]] = {}  # old storage -> old values
+    for value in order:
+        members.setdefault(old.values[value].storage, []).append(value)
+    storages = {storage: number for number, storage in enumerate(members)}
 
-    def _program(self, forward_ops: int) -> Program:
-        members: list[list[int]] = [[] for _ in self.bases]
-        for value in self.values:
-            members[value.storage].append(value.id)
-        old = self.graph
-        graph = Graph(
-            name=old.name,
-            ops=tuple(self.ops),
-            values=tuple(self.values),
-            storages=tuple(Storage(i, base, tuple(members[i])) for i, base in enumerate(self.bases)),
-            inputs=tuple(self.new[value] for value in old.inputs),
-            forward_outputs=tuple(self.new[value] for value in old.forward_outputs),
-            outputs=tuple(self.new[value] for value in old.outputs),
-            forward_ops=forward_ops,
-            fixed_bytes=old.fixed_bytes,
-        )
-        read = {value for op in self.ops for value in op.inputs} | set(graph.forward_outputs)
-        inputs = tuple(None if value is None else self.new[value] for value in self.program.inputs)
-        return dataclasses.replace(
-            self.program,
-            graph=graph,
-            calls=tuple(self.calls),
-            metas=tuple(self.metas),
-            inputs=tuple(value if value in read else None for value in inputs),
-            constants={self.new[value]: tensor for value, tensor in self.program.constants.items()},
-            gradients=tuple((position, self.new[value]) for position, value in self.program.gradients),
-        )
+    def moved(values: Iterable[int]) -> tuple[int, ...]:
+        return tuple(new[value] for value in values)
+
+    def at(number: int, op: Op) -> Op:
+        phase = Phase.FORWARD if number < forward_ops else Phase.BACKWARD
+        inputs = moved(dict.fromkeys(op.inputs))
+        return dataclasses.replace(op, id=number, phase=phase, inputs=inputs, outputs=moved(op.outputs))
+
+    graph = dataclasses.replace(
+        old,
+        ops=tuple(at(number, op) for number, (op, _) in enumerate(steps)),
+        values=tuple(
+            dataclasses.replace(each, id=new[each.id], storage=storages[each.storage], producer=producers.get(each.id))
+            for each in map(old.values.__getitem__, order)
+        ),
+        storages=tuple(
+            Storage(number, producers.get(values[0]), moved(values)) for number, values in enumerate(members.values())
+        ),
+        inputs=moved(old.inputs),
+        forward_outputs=moved(old.forward_outputs),
+        outputs=moved(old.outputs),
+        forward_ops=forward_ops,
+    )
+    read = {*graph.forward_outputs, *(value for op in graph.ops for value in op.inputs)}
+    return dataclasses.replace(
+        program,
+        graph=graph,
+        calls=tuple(_with_numbers(call, new) for _, call in steps),
+        metas=tuple(program.metas[value] for value in order),
+        inputs=tuple(new[value] if value is not None and new[value] in read else None for value in program.inputs),
+        constants={new[value]: tensor for value, tensor in program.constants.items()},
+        gradients=tuple((position, new[value]) for position, value in program.gradients),
+    )
 
 
-def make_body(program: Program, region: Region, outputs: Iterable[int], donated: bool = False) -> Body:
+def _with_numbers(call: Call, numbers: Mapping[int, int]) -> Call:
+    args, kwargs = map_references((call.args, call.kwargs), lambda ref: Ref(numbers[ref.value]))
+    return dataclasses.replace(call, args=args, kwargs=kwargs)
+
+
+def make_body(program: Program, region: Region, outputs: Sequence[int], donated: bool = False) -> Body:
     """The region's operators with numbers of their own, for kernels to be told apart by."""
     local = {value: number for number, value in enumerate(region.roots)}
     lines = []
     for member in region.members:
-        op, call = program.graph.ops[member], program.calls[member]
-        args, kwargs = map_references((call.args, call.kwargs), lambda ref: Ref(local[ref.value]))
-        local.update(zip(op.outputs, itertools.count(len(local))))
-        lines.append(Line(Call(call.target, args, kwargs, call.positions), tuple(local[v] for v in op.outputs)))
-    results = tuple(outputs)
+        returned, call = program.graph.ops[member].outputs, _with_numbers(program.calls[member], local)
+        local.update(zip(returned, itertools.count(len(local))))
+        lines.append(Line(call, tuple(local[value] for value in returned)))
     return Body(
         inputs=tuple(program.metas[value] for value in region.roots),
         lines=tuple(lines),
-        results=tuple(local[value] for value in results),
-        metas=tuple(program.metas[value] for value in results),
+        results=tuple(local[value] for value in outputs),
+        metas=tuple(program.metas[value] for value in outputs),
         donated=donated,
     )

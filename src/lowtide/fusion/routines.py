@@ -1,10 +1,9 @@
 """Routines that stand for ATen operators on single-precision tensors on the CPU: products of matrices, and attention.
 
-ATen takes products to the BLAS library that PyTorch was built with. Where that has no kernel made for the processor, oneDNN's
-take half the time; where it has, they are about as quick. A convolution with a kernel of one element is such a product for
-each image, and ATen may take it to BLAS too. Attention multiplies inside of its own kernel, where heads narrower than a vector
-register take longer than heads that zeros have made as wide as one. A routine takes the operator's arguments and returns its
-results, in the same layouts, equal but for rounding; ``fusion.autotune`` chooses.
+A routine takes the operator's arguments and returns its results, in the same layouts, equal but for rounding;
+``fusion.autotune`` chooses. ATen multiplies with the BLAS library that PyTorch was built with: where that has no kernel made
+for the processor, oneDNN's take half the time. A convolution with a kernel of one element is such a product for each image.
+Attention multiplies heads narrower than a vector register more slowly than heads that zeros have made as wide as one.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lowtide.fusion.comparison import Strides, checking, compare, require_same
+from lowtide.fusion.comparison import checking, require_same
 from lowtide.fusion.kinds import operator_name
 from lowtide.program.layouts import contiguous_strides, is_expanded
 from lowtide.program.program import Call, Program, Ref, TensorMeta
@@ -36,22 +35,8 @@ class Routine:
     def __call__(self, *args: Any) -> Any:
         result = self.compute(*args)
         if checking():
-            require_same(self.__name__, (str(self.operator),), *_results(self.operator(*args), result))
+            require_same(self.__name__, (str(self.operator),), self.operator(*args), result)
         return result
-
-
-def disagreement(expected: Any, found: Any) -> str:
-    """What is wrong with the result ``found`` of a routine; empty where nothing is."""
-    return compare(*_results(expected, found))
-
-
-def _results(expected: Any, found: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], Strides]:
-    """The tensors that the operator and the routine return, and the strides of the former."""
-    wanted, got = (
-        [r for r in (result if isinstance(result, (tuple, list)) else (result,)) if r is not None]
-        for result in (expected, found)
-    )
-    return wanted, got, [result.stride() for result in wanted]
 
 
 def routines(program: Program, op_id: int, spare_bytes: int) -> list[Routine]:
@@ -59,11 +44,11 @@ def routines(program: Program, op_id: int, spare_bytes: int) -> list[Routine]:
     operands and results."""
     call, op = program.calls[op_id], program.graph.ops[op_id]
     metas = [program.metas[value] for value in (*op.inputs, *op.outputs)]
-    find = _ROUTINES.get(operator_name(call.target))
-    if find is None or call.kwargs or not all(_usual(meta) for meta in metas):
+    if call.kwargs or not all(_usual(meta) for meta in metas):
         return []
     arguments = [program.metas[a.value] if isinstance(a, Ref) else a for a in call.args]
-    return [Routine(call.target, compute, name) for name, compute in find(arguments, spare_bytes)]
+    found = _ways_to_compute(operator_name(call.target), arguments, spare_bytes)
+    return [Routine(call.target, compute, name) for name, compute in found]
 
 
 def _usual(meta: TensorMeta) -> bool:
@@ -72,72 +57,42 @@ def _usual(meta: TensorMeta) -> bool:
     return meta.dtype == torch.float32 and meta.device.type == "cpu" and all(meta.shape) and not expanded
 
 
-Found = Iterator[tuple[str, Callable[..., Any]]]
+def _ways_to_compute(
+    operator: str, arguments: Sequence[Any], spare_bytes: int
+) -> Iterator[tuple[str, Callable[..., Any]]]:
+    match operator, arguments:
+        case "mm", [left, right]:
+            yield "onednn_mm", _mm
+            # What is not laid out row by row is copied; where that takes too much, part by part.
+            a_row = 4 * (left.shape[1] + max(left.shape[1], right.shape[1]))  # copied twice, or copied and multiplied
+            rows = spare_bytes // a_row // _FEWEST_ROWS * _FEWEST_ROWS
+            if left.stride[1] != 1 and _FEWEST_ROWS <= rows < left.shape[0]:
+                yield f"onednn_mm_by_{rows}", functools.partial(_mm_in_parts, rows)
+        case "addmm", [bias, _, right] if bias.shape == right.shape[1:]:
+            yield "onednn_addmm", _addmm
+        case "convolution", [images, weight, _, *geometry] if _is_product(images, weight, geometry):
+            yield "onednn_convolution", _convolution
+        case "convolution_backward", [gradient, images, weight, _, *geometry, _]:
+            if _is_product(images, weight, geometry) and _is_contiguous(gradient):
+                yield "onednn_convolution_backward", _convolution_backward
+        case "_scaled_dot_product_flash_attention_for_cpu_backward", [_, query, key, *_, dropout, _]:
+            heads, width = query.shape[1], query.shape[-1]
+            a_head = 4 * _WIDE * 4 * (query.shape[2] + key.shape[2])  # 4 tensors each, of 5 operands and 3 results
+            room = spare_bytes // a_head
+            if width < _WIDE and room and not dropout:
+                at_once = -(-heads // -(-heads // room))  # in as few parts as there is room for, of about one size
+                yield f"wide_attention_backward_by_{at_once}", functools.partial(_attention_backward, at_once)
 
 
-def _for_mm(arguments: Sequence[Any], spare_bytes: int) -> Found:
-    left, right = arguments
-    yield "onednn_mm", _mm
-    # What is not laid out row by row is copied; where that takes too much, part by part.
-    a_row = 4 * (left.shape[1] + max(left.shape[1], right.shape[1]))  # copied twice, or copied and multiplied
-    rows = spare_bytes // a_row // _FEWEST_ROWS * _FEWEST_ROWS
-    if left.stride[1] != 1 and _FEWEST_ROWS <= rows < left.shape[0]:
-        yield f"onednn_mm_by_{rows}", functools.partial(_mm_in_parts, rows)
-
-
-def _for_addmm(arguments: Sequence[Any], spare_bytes: int) -> Found:
-    if len(arguments) == 3 and len(arguments[0].shape) == 1 and arguments[0].shape[0] == arguments[2].shape[1]:
-        yield "onednn_addmm", _addmm
-
-
-def _for_convolution(arguments: Sequence[Any], spare_bytes: int) -> Found:
-    images, weight, _, *geometry = arguments
-    if _is_product(images, weight, *geometry):
-        yield "onednn_convolution", _convolution
-
-
-def _for_convolution_backward(arguments: Sequence[Any], spare_bytes: int) -> Found:
-    gradient, images, weight, _, *geometry, _ = arguments
-    if _is_product(images, weight, *geometry) and _is_contiguous(gradient):
-        yield "onednn_convolution_backward", _convolution_backward
-
-
-def _for_attention_backward(arguments: Sequence[Any], spare_bytes: int) -> Found:
-    _, query, key, *_, dropout, _ = arguments
-    heads, width = query.shape[1], query.shape[-1]
-    a_head = 4 * _WIDE * 4 * (query.shape[2] + key.shape[2])  # four tensors each, of five operands and three results
-    room = spare_bytes // a_head
-    if width < _WIDE and room and not dropout:
-        at_once = -(-heads // -(-heads // room))  # in as few parts as there is room for, each as large as the next
-        yield f"wide_attention_backward_by_{at_once}", functools.partial(_attention_backward, at_once)
-
-
-def _is_product(
-    images: TensorMeta,
-    weight: TensorMeta,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> bool:
+def _is_product(images: TensorMeta, weight: TensorMeta, geometry: Sequence[Any]) -> bool:
     """Whether each image's result is the weight times the image."""
-    small = all(size == 1 for size in weight.shape[2:]) and all(step == 1 for step in stride) and not any(padding)
+    stride, padding, _, transposed, _, groups = geometry
+    small = all(size == 1 for size in (*weight.shape[2:], *stride)) and not any(padding)
     return small and not transposed and groups == 1 and _is_contiguous(images) and _is_contiguous(weight)
 
 
 def _is_contiguous(meta: TensorMeta) -> bool:
     return meta.stride == contiguous_strides(meta.shape)
-
-
-_ROUTINES: dict[str, Callable[[Sequence[Any], int], Found]] = {
-    "mm": _for_mm,
-    "addmm": _for_addmm,
-    "convolution": _for_convolution,
-    "convolution_backward": _for_convolution_backward,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _for_attention_backward,
-}
 
 
 def is_available() -> bool:
@@ -153,8 +108,7 @@ def is_available() -> bool:
 
 def _linear(left: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``left`` times the transpose of ``weight``."""
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(left, weight, bias, "none", [], "")
-    return product
+    return torch.ops.mkldnn._linear_pointwise.default(left, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -204,24 +158,15 @@ def _convolution_backward(
     )
 
 
-def _attention_backward(
-    at_once: int,
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    dropout: float,
-    causal: bool,
-) -> tuple[torch.Tensor, ...]:
-    images, heads, _, width = query.shape
+def _attention_backward(at_once: int, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    *narrow, logsumexp, dropout, causal = arguments  # the gradient, queries, keys, values, results
+    images, heads, _, width = narrow[1].shape
     of_part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    results = [t.new_empty(images, t.shape[2], heads, width).transpose(1, 2) for t in (query, key, value)]
+    results = [t.new_empty(images, t.shape[2], heads, width).transpose(1, 2) for t in narrow[1:4]]
     for image in range(images):
         for head in range(0, heads, at_once):
             part = (slice(image, image + 1), slice(head, head + at_once))
-            wide = [torch.nn.functional.pad(t[part], (0, _WIDE - width)) for t in (gradient, query, key, value, out)]
+            wide = [torch.nn.functional.pad(tensor[part], (0, _WIDE - width)) for tensor in narrow]
             found = of_part(*wide, logsumexp[part], dropout, causal, scale=width**-0.5)
             for result, gradients in zip(results, found, strict=True):
                 result[part] = gradients[..., :width]

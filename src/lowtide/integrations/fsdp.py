@@ -80,9 +80,7 @@ def rematerialize_blocks(
 
 def _attach(block: nn.Module, sample: Sample, settings: Settings) -> None:
     runtime = Rematerialized(block, settings)
-    with torch.enable_grad():
-        inputs, arguments = runtime.flat_inputs(*sample)
-        runtime.entry(*sample, inputs, arguments)
+    runtime.prepare(*sample)
     block.forward = runtime
 
 

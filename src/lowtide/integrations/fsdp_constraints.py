@@ -36,7 +36,6 @@ def constraints_of(graph: Graph, costs: Costs, names: Sequence[str], gathers: Ga
 def _laid_out(
     levels: list[tuple[int, int, int]], schedule: Schedule, spans: dict[_Pass, tuple[int, int]], gathers: Gathers
 ) -> list[Constraint]:
-    gathers = gathers.fresh()
     entered = {first: one for one, (first, _) in spans.items()}
     left = {last: one for one, (_, last) in spans.items()}
     blocks = {block for block, _ in spans}
@@ -80,26 +79,22 @@ def _outside(graph: Graph, costs: Costs, block: Sequence[int]) -> Costs:
     storage_bytes, workspace = np.array(costs.storage_bytes), np.array(costs.workspace_bytes)
     for op in graph.ops:
         workspace[op.id] *= block[op.id] < 0
-    outputs = {graph.values[value].storage for value in graph.forward_outputs}
-    handed_back = {storage for storage, _, readers in _flows(graph, block) if readers}
+    held = {graph.values[value].storage for value in graph.forward_outputs} | _flows(graph, block).keys()
     for storage in graph.storages:
-        if storage.base is None or block[storage.base] < 0 or storage.id in outputs or storage.id in handed_back:
-            continue
-        storage_bytes[storage.id] = 0
+        if storage.base is not None and block[storage.base] >= 0 and storage.id not in held:
+            storage_bytes[storage.id] = 0
     return dataclasses.replace(costs, storage_bytes=storage_bytes, workspace_bytes=workspace)
 
 
-def _flows(graph: Graph, block: Sequence[int]) -> list[tuple[int, int, set[int]]]:
-    """Storages of the backward pass, each with the block that makes it and those (-1: none) that read it besides."""
-    readers: dict[int, set[int]] = {}
+def _flows(graph: Graph, block: Sequence[int]) -> dict[int, list[int]]:
+    """Storages of the backward pass that are not only read by the block that makes them, each with the ops that read it."""
+    readers: dict[int, list[int]] = {}
     for op in graph.ops:
-        for value in op.inputs:
-            readers.setdefault(graph.values[value].storage, set()).add(block[op.id])
-    return [
-        (storage.id, block[storage.base], readers.get(storage.id, set()) - {block[storage.base]})
-        for storage in graph.storages
-        if storage.base is not None and graph.ops[storage.base].phase is Phase.BACKWARD
-    ]
+        for storage in {graph.values[value].storage for value in op.inputs}:
+            readers.setdefault(storage, []).append(op.id)
+    backward = [s for s in graph.storages if s.base is not None and graph.ops[s.base].phase is Phase.BACKWARD]
+    read = {storage.id: (block[storage.base or 0], readers.get(storage.id, [])) for storage in backward}
+    return {storage: ops for storage, (maker, ops) in read.items() if any(block[op] != maker for op in ops)}
 
 
 def _counted_inside(
@@ -112,29 +107,23 @@ def _counted_inside(
     made = {step.op: index for index, step in enumerate(schedule.steps) if isinstance(step, Compute)}
     freed = {step.storage: index for index, step in enumerate(schedule.steps) if isinstance(step, Free)}
     inside = [0] * len(schedule.steps)
-    for storage, maker, readers in _flows(graph, block):
+    for storage, ops in _flows(graph, block).items():
         base, end = graph.storages[storage].base, freed.get(storage, len(schedule.steps))
-        if base not in made or not readers:
+        if base is None or base not in made:
             continue
-        for owner in {maker, *readers} - {-1}:
+        for owner in {block[base], *(block[op] for op in ops)} - {-1}:
             first, last = spans[owner, True]
-            if owner != maker and _read_after(graph, storage, block, owner, made, last):
+            if owner != block[base] and any(block[op] != owner and made.get(op, 0) > last for op in ops):
                 continue  # somebody else holds it even when the block has let go of it
             for index in range(max(first, made[base]), min(last + 1, end)):
                 inside[index] += int(costs.storage_bytes[storage])
     return inside
 
 
-def _read_after(graph: Graph, storage: int, block: Sequence[int], owner: int, made: dict[int, int], last: int) -> bool:
-    values = set(graph.storages[storage].values)
-    return any(
-        block[op.id] != owner and made.get(op.id, 0) > last for op in graph.ops if not values.isdisjoint(op.inputs)
-    )
-
-
 def _blocks_of_ops(graph: Graph, names: Sequence[str]) -> list[int]:
     """The block of every op, or -1. What lies among a block's ops is its own too: sums of gradients know no module."""
-    found = [_block(op.module, names) for op in graph.ops]
+    paths = [f"{name}." for name in names]
+    found = [next((i for i, path in enumerate(paths) if f"{op.module}.".startswith(path)), -1) for op in graph.ops]
     spans: dict[tuple[int, Phase], list[int]] = {}
     for op in graph.ops:
         if found[op.id] >= 0:
@@ -142,7 +131,3 @@ def _blocks_of_ops(graph: Graph, names: Sequence[str]) -> list[int]:
     for (block, _), ops in spans.items():
         found[ops[0] : ops[-1] + 1] = [other if other >= 0 else block for other in found[ops[0] : ops[-1] + 1]]
     return found
-
-
-def _block(module: str, names: Sequence[str]) -> int:
-    return next((i for i, name in enumerate(names) if module == name or module.startswith(f"{name}.")), -1)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 from torch import nn
 
@@ -60,7 +59,7 @@ def _padded_bytes(parameter: nn.Parameter, ranks: int) -> int:
 
 @dataclass(slots=True)
 class Gathers:
-    """The bytes that are held; each event returns the most that are while it happens."""
+    """The bytes that are held as a pass goes by; each event returns the most that are while it happens."""
 
     units: Sequence[Unit]
     root: Unit
@@ -76,10 +75,6 @@ class Gathers:
         inside = {id(parameter) for block in blocks for parameter in block.parameters()}
         outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
         return Gathers([Unit.of(block.parameters(), ranks) for block in blocks], Unit.of(outside, ranks))
-
-    def fresh(self) -> Self:
-        """The same units before a pass."""
-        return type(self)(self.units, self.root)
 
     def begin(self) -> int:
         return self._gather_forward(self.root)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -11,88 +11,96 @@ from torch import nn
 from lowtide.api import runtime_of
 from lowtide.memory.allocators import Meter, PeakWindow, meter_of
 from lowtide.planning import Plan
+from lowtide.runtime.model import Rematerialized
 
 
-@dataclass(slots=True)
 class PassMeter:
-    """Peak and time between ``start`` and ``stop``, which callbacks call before a forward and after a backward pass.
+    """Peak and time of the forward and backward passes of a step.
 
-    On the CPU the bytes are exact where lowtide's counter can be installed (``available``), on CUDA they are those of the
-    caching allocator. The peak is that above the level at ``start``.
+    Callbacks call ``begin`` before the first of them, ``stop`` after each, ``start`` before a further one, and ``end`` after
+    the last. ``peak_bytes`` is the highest above the level at the start, ``time_ns`` that of the last pass. ``history``
+    has every step as (its number, peak bytes); a step that made a plan is left out, since operators were measured in it.
+    On the CPU the bytes are exact where lowtide's counter can be installed, on CUDA they are those of the
+    caching allocator.
     """
 
-    peak_bytes: int = 0
-    time_ns: int = 0
-    _window: PeakWindow | None = None
-    _start_ns: int | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self.peak_bytes = self.time_ns = 0
+        self.history: list[tuple[int, int]] = []
+        self._plans = 0
+        self._window: PeakWindow | None = None
+        self._start_ns: int | None = None
         _meter()  # counts from now on
 
-    @property
-    def available(self) -> bool:
-        return _meter() is not None
+    def begin(self, model: nn.Module) -> None:
+        self.peak_bytes, self._plans = 0, _plan_count(model)
+        self.start()
 
     def start(self) -> None:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
         meter = _meter()
         self._window = None if meter is None else PeakWindow(meter)
         self._start_ns = time.monotonic_ns()
 
     def stop(self) -> None:
-        """Sets ``peak_bytes`` and ``time_ns``; without a ``start`` before, does nothing."""
+        """Without a ``start`` before, does nothing."""
         if self._start_ns is None:
             return
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
+        _meter()
         if self._window is not None:
-            self.peak_bytes = self._window.peak_bytes
+            self.peak_bytes = max(self.peak_bytes, self._window.peak_bytes)
             self._window.close()
         self.time_ns = time.monotonic_ns() - self._start_ns
         self._start_ns = self._window = None
 
+    def end(self, model: nn.Module, step: int) -> bool:
+        """Whether the step counts."""
+        counts = _plan_count(model) == self._plans
+        if counts:
+            self.history.append((step, self.peak_bytes))
+        return counts
+
+    def figures(self, model: nn.Module, peak_bytes: int) -> dict[str, float]:
+        """What a log shows, in MiB and fractions; empty as long as nothing ran by a plan.
+
+        The measured overhead is the last pass's time over the sum of the operators' own measured times without
+        recomputation: whatever else the step does is in it too.
+        """
+        plans = latest_plans(model)
+        if not plans:
+            return {}
+        alone_ns = max(sum(plan.costs.total_time_ns for plan in plans), 1)
+        result = {
+            "lowtide_budget_mib": _mib(max(plan.budget_bytes for plan in plans)),
+            "lowtide_predicted_peak_mib": _mib(max(plan.peak_bytes for plan in plans)),
+            "lowtide_predicted_overhead": round(sum(plan.time_ns for plan in plans) / alone_ns - 1, 4),
+        }
+        if _meter() is not None:
+            result["lowtide_measured_peak_mib"] = _mib(peak_bytes)
+        if self.time_ns:
+            result["lowtide_measured_overhead"] = round(self.time_ns / alone_ns - 1, 4)
+        return result
+
+
+def _mib(nbytes: int) -> float:
+    return round(nbytes / 2**20, 3)
+
 
 def _meter() -> Meter | None:
-    """Of the current CUDA device once the program uses CUDA, else of the CPU."""
+    """Of the current CUDA device once the program uses CUDA and the device is idle, else of the CPU."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
         return meter_of(torch.device("cuda", torch.cuda.current_device()))
     return meter_of(torch.device("cpu"))
 
 
 def latest_plans(model: nn.Module) -> list[Plan]:
     """For every rematerialized module in ``model``, the plan that its last call ran."""
-    runtimes = [runtime_of(module) for module in model.modules()]
-    return [runtime.latest.plan for runtime in runtimes if runtime is not None and runtime.latest is not None]
+    return [runtime.latest.plan for runtime in _runtimes(model) if runtime.latest is not None]
 
 
-def plan_count(model: nn.Module) -> int:
-    """How many plans were made in ``model`` so far. The step that makes one measures operators too: its peak is not its own."""
-    runtimes = [runtime_of(module) for module in model.modules()]
-    return sum(len(entries) for runtime in runtimes if runtime is not None for entries in runtime.entries.values())
+def _plan_count(model: nn.Module) -> int:
+    return sum(len(entries) for runtime in _runtimes(model) for entries in runtime.entries.values())
 
 
-def figures(model: nn.Module, meter: PassMeter, passes: int = 1) -> dict[str, float]:
-    """What a log shows of the last step, in MiB and fractions; empty as long as nothing ran by a plan.
-
-    ``passes`` is how many forward and backward passes the meter saw. The measured overhead is the step's time over the sum
-    of the operators' own measured times without recomputation: whatever else the step does is in it too.
-    """
-    plans = latest_plans(model)
-    if not plans:
-        return {}
-    alone_ns = sum(plan.costs.total_time_ns for plan in plans)
-    result = {
-        "lowtide_budget_mib": _mib(max(plan.budget_bytes for plan in plans)),
-        "lowtide_predicted_peak_mib": _mib(max(plan.peak_bytes for plan in plans)),
-        "lowtide_predicted_overhead": round(sum(plan.time_ns for plan in plans) / max(alone_ns, 1) - 1, 4),
-    }
-    if meter.available:
-        result["lowtide_measured_peak_mib"] = _mib(meter.peak_bytes)
-    if meter.time_ns:
-        result["lowtide_measured_overhead"] = round(meter.time_ns / max(passes * alone_ns, 1) - 1, 4)
-    return result
-
-
-def _mib(nbytes: int) -> float:
-    return round(nbytes / 2**20, 3)
+def _runtimes(model: nn.Module) -> Iterator[Rematerialized]:
+    return (runtime for module in model.modules() if (runtime := runtime_of(module)) is not None)

@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 from lowtide.extras import require
-from lowtide.integrations.passes import PassMeter, figures, plan_count
+from lowtide.integrations.passes import PassMeter
 
 _LOG = logging.getLogger(__name__)
 _Callback: Any = require("pytorch_lightning").Callback
@@ -25,23 +25,19 @@ class LowtideCallback(_Callback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.meter = PassMeter()
-        self.history: list[tuple[int, int]] = []
-        self._plans = 0
+        self.history = self.meter.history
         self._step = 0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._plans = plan_count(pl_module)
         self._step = trainer.global_step
-        self.meter.start()
+        self.meter.begin(pl_module)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         self.meter.stop()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if plan_count(pl_module) != self._plans:
-            return
-        self.history.append((self._step, self.meter.peak_bytes))
-        found = figures(pl_module, self.meter)
+        counts = self.meter.end(pl_module, self._step)
+        found = self.meter.figures(pl_module, self.meter.peak_bytes) if counts else {}
         if found:
             pl_module.log_dict(found)
             _LOG.info("step %d: %s", self._step, found)

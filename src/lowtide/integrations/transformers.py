@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 from lowtide.extras import require
-from lowtide.integrations.passes import PassMeter, figures, plan_count
+from lowtide.integrations.passes import PassMeter
 
 _LOG = logging.getLogger(__name__)
 _TrainerCallback: Any = require("transformers").TrainerCallback
@@ -26,37 +26,27 @@ class LowtideCallback(_TrainerCallback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.meter = PassMeter()
-        self.history: list[tuple[int, int]] = []
+        self.history = self.meter.history
         self._logged = 0
-        self._step_bytes = 0
-        self._plans = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._step_bytes = 0
-        self._plans = plan_count(kwargs["model"])
-        self.meter.start()
+        self.meter.begin(kwargs["model"])
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._stop()
+        self.meter.stop()
         self.meter.start()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._stop()
-        if plan_count(kwargs["model"]) == self._plans:
-            self.history.append((state.global_step + 1, self._step_bytes))
+        self.meter.stop()
+        self.meter.end(kwargs["model"], state.global_step + 1)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         recent = [peak for _, peak in self.history[self._logged :]]
         if not recent:
             return
         self._logged = len(self.history)
-        self.meter.peak_bytes = max(recent)
-        found = figures(kwargs["model"], self.meter)
+        found = self.meter.figures(kwargs["model"], max(recent))
         for log in (kwargs.get("logs"), state.log_history[-1] if state.log_history else None):
             if log is not None:
                 log.update(found)
         _LOG.info("step %d: %s", state.global_step, found)
-
-    def _stop(self) -> None:
-        self.meter.stop()
-        self._step_bytes = max(self._step_bytes, self.meter.peak_bytes)

@@ -25,13 +25,14 @@ class _Checker:
         self.graph = graph
         self.schedule = schedule
         self.index = 0
+        self.storage_of = [value.storage for value in graph.values]
         self.values = {value.id for value in graph.values if value.producer is None}
         self.storages = {storage.id for storage in graph.storages if storage.external}
         self.computed: set[int] = set()
         self.latest = -1
         self.saved: set[int] = set()
         self.replayed: set[int] = set()
-        self.due: int | None = None  # the op whose compute must come next
+        self.due: Op | None = None  # whose compute must come next
         self.handed: set[int] = set()
 
     def run(self) -> None:
@@ -39,82 +40,74 @@ class _Checker:
         if not 0 <= self.schedule.boundary <= len(steps):
             self._fail(f"boundary {self.schedule.boundary} lies outside the {len(steps)} steps")
         for self.index, step in enumerate(steps):
-            follows = isinstance(step, Compute) and step.op == self.due and self.index != self.schedule.boundary
-            if self.due is not None and not follows:
-                self._fail(f"the generator state of {self._name(self.due)} is not followed by its compute")
-            if self.index == self.schedule.boundary:
+            at_boundary = self.index == self.schedule.boundary
+            if self.due and (at_boundary or not isinstance(step, Compute) or step.op != self.due.id):
+                self._fail(f"the generator state of {self.due.name} is not followed by its compute")
+            if at_boundary:
                 self._hand_over()
-            if isinstance(step, Compute):
-                if step.into is not None:
-                    self._check_into(step.op, step.into)
-                self._compute(step.op)
-            elif isinstance(step, Free):
-                self._free(step.storage)
-            elif isinstance(step, SaveRng):
-                self._save(step.op)
-            elif isinstance(step, RestoreRng):
-                self._restore(step.op)
+            match step:
+                case Compute(op, into):
+                    if into is not None:
+                        self._check_into(self._op(op), into)
+                    self._compute(self._op(op))
+                case Free(storage):
+                    self._free(storage)
+                case SaveRng(op):
+                    self._save(self._op(op))
+                case RestoreRng(op):
+                    self._restore(self._op(op))
         self.index = len(steps)
-        if self.due is not None:
-            self._fail(f"the schedule ends between the generator state of {self._name(self.due)} and its compute")
+        if self.due:
+            self._fail(f"the schedule ends between the generator state of {self.due.name} and its compute")
         if self.schedule.boundary == len(steps):
             self._hand_over()
         self._finish()
 
-    def _compute(self, op_id: int) -> None:
-        op = self._op(op_id)
-        if self.index < self.schedule.boundary and op.phase is Phase.BACKWARD:
+    def _compute(self, op: Op) -> None:
+        backward = self.index >= self.schedule.boundary
+        if not backward and op.phase is Phase.BACKWARD:
             self._fail(f"backward op {op.name} runs in the forward program")
-        again = op_id in self.computed
+        again, own = op.id in self.computed, self._allocated_by(op)
         if again and not op.recomputable:
             self._fail(f"{op.name} must run exactly once")
-        if not again and not self._only_views(op_id):
-            if op_id < self.latest:
-                self._fail(f"{op.name} first runs after {self._name(self.latest)}, which comes later in the program")
-            if self.index >= self.schedule.boundary and op.phase is Phase.FORWARD:
+        only_views = op.outputs and not own and op.recomputable and not op.random  # pure and free: may run anywhere
+        if not again and not only_views:
+            if op.id < self.latest:
+                latest = self.graph.ops[self.latest].name
+                self._fail(f"{op.name} first runs after {latest}, which comes later in the program")
+            if backward and op.phase is Phase.FORWARD:
                 self._fail(f"forward op {op.name} first runs in the backward program")
-            self.latest = op_id
+            self.latest = op.id
         for value in op.inputs:
             if value not in self.values:
                 self._fail(f"{op.name} reads {self.graph.values[value].name}, which is not live")
-        if op.random and again and self.due != op_id:
+        if op.random and again and self.due is not op:
             self._fail(f"random op {op.name} is recomputed without its generator state")
         self.due = None
-        self.computed.add(op_id)
-        self._allocate(op_id)
+        self.computed.add(op.id)
+        kept = own & self.storages
+        self.storages |= own
+        for value in op.outputs:
+            if self.storage_of[value] not in self.storages:
+                self._fail(f"{op.name} forms a view of a storage that is not live")
+            if self.storage_of[value] not in kept:
+                self.values.add(value)
 
-    def _check_into(self, op_id: int, into: int) -> None:
+    def _check_into(self, op: Op, into: int) -> None:
         """The op may overwrite ``into``, has one new storage, and ``into`` is freed before anything else runs."""
-        op = self._op(op_id)
         name = f"{op.name} is to write into storage {into}"
-        if into not in {self.graph.values[value].storage for value in op.overwrites}:
+        if into not in {self.storage_of[value] for value in op.overwrites}:
             self._fail(f"{name}, which it must not")
-        own = self._allocated_by(op_id)
+        own = self._allocated_by(op)
         if len(own) != 1 or own & self.storages:
             self._fail(f"{name}, but has not just one new storage")
         following = self.schedule.steps[self.index + 1 :]
         if Free(into) not in itertools.takewhile(lambda step: isinstance(step, Free), following):
             self._fail(f"{name}, which is not freed next")
 
-    def _only_views(self, op_id: int) -> bool:
-        """View ops are pure and free, so they may first run anywhere."""
-        op = self.graph.ops[op_id]
-        return bool(op.outputs) and not self._allocated_by(op_id) and op.recomputable and not op.random
-
-    def _allocated_by(self, op_id: int) -> set[int]:
-        storages = {self.graph.values[value].storage for value in self.graph.ops[op_id].outputs}
-        return {storage for storage in storages if self.graph.storages[storage].base == op_id}
-
-    def _allocate(self, op_id: int) -> None:
-        own = self._allocated_by(op_id)
-        kept = own & self.storages
-        self.storages |= own
-        for value in self.graph.ops[op_id].outputs:
-            storage = self.graph.values[value].storage
-            if storage not in self.storages:
-                self._fail(f"{self._name(op_id)} forms a view of a storage that is not live")
-            if storage not in kept or value in self.values:
-                self.values.add(value)
+    def _allocated_by(self, op: Op) -> set[int]:
+        storages = {self.storage_of[value] for value in op.outputs}
+        return {storage for storage in storages if self.graph.storages[storage].base == op.id}
 
     def _free(self, storage_id: int) -> None:
         if not 0 <= storage_id < len(self.graph.storages):
@@ -130,46 +123,40 @@ class _Checker:
         self.storages.discard(storage_id)
         self.values.difference_update(storage.values)
 
-    def _save(self, op_id: int) -> None:
-        op = self._op(op_id)
-        if not op.random or op_id in self.computed or op_id in self.saved:
+    def _save(self, op: Op) -> None:
+        if not op.random or op.id in self.computed or op.id in self.saved:
             self._fail(f"the generator state of {op.name} can only be saved once, before a random op first runs")
-        self.saved.add(op_id)
-        self.due = op_id
+        self.saved.add(op.id)
+        self.due = op
 
-    def _restore(self, op_id: int) -> None:
-        op = self._op(op_id)
-        if op_id not in self.saved or op_id not in self.computed:
+    def _restore(self, op: Op) -> None:
+        if op.id not in self.saved or op.id not in self.computed:
             self._fail(f"the generator state of {op.name} was not saved")
-        self.replayed.add(op_id)
-        self.due = op_id
+        self.replayed.add(op.id)
+        self.due = op
 
     def _hand_over(self) -> None:
         for value in self.graph.forward_outputs:
             if value not in self.values:
                 self._fail(f"forward output {self.graph.values[value].name} is not live at the boundary")
-            storage = self.graph.values[value].storage
-            if not self.graph.storages[storage].external:
-                self.handed.add(storage)
+            if not self.graph.storages[self.storage_of[value]].external:
+                self.handed.add(self.storage_of[value])
 
     def _finish(self) -> None:
         for value in self.graph.outputs:
             if value not in self.values:
                 self._fail(f"output {self.graph.values[value].name} is not live at the end")
-        missing = next((op for op in self.graph.ops if op.effect and op.id not in self.computed), None)
-        if missing is not None:
-            self._fail(f"effect {missing.name} never runs")
-        unused = self.saved - self.replayed
-        if unused:
-            self._fail(f"the generator state of {self._name(min(unused))} is saved and never restored")
+        for op in self.graph.ops:
+            if op.effect and op.id not in self.computed:
+                self._fail(f"effect {op.name} never runs")
+        if unused := self.saved - self.replayed:
+            name = self.graph.ops[min(unused)].name
+            self._fail(f"the generator state of {name} is saved and never restored")
 
     def _op(self, op_id: int) -> Op:
         if not 0 <= op_id < len(self.graph.ops):
             self._fail(f"there is no op {op_id}")
         return self.graph.ops[op_id]
-
-    def _name(self, op_id: int) -> str:
-        return self.graph.ops[op_id].name
 
     def _fail(self, reason: str) -> NoReturn:
         raise ScheduleError(f"step {self.index}: {reason}")

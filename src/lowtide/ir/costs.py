@@ -13,10 +13,8 @@ Column = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
     """``time_ns[op]``, ``workspace_bytes[op]`` (allocated and released inside the op) and ``storage_bytes[storage]``.
-
     External storages have 0 bytes. ``rng_state_bytes`` is what one saved generator state occupies on the device.
-    ``device`` names where the numbers come from. The columns are read-only.
-    """
+    ``device`` names where the numbers come from. The columns are read-only."""
 
     time_ns: Column
     workspace_bytes: Column

@@ -23,11 +23,9 @@ def keep_all_schedule(graph: Graph) -> Schedule:
 
 
 def schedule_from_sequence(graph: Graph, sequence: Sequence[int]) -> Schedule:
-    """The canonical schedule of ``sequence``; see the module's docstring.
-
-    Ops that nobody needs and recomputes whose results nobody uses are dropped. Effects stay, and so does the first compute
-    of an op that runs again, so that first computes keep the program's order.
-    """
+    """The canonical schedule of ``sequence``; see the module's docstring. Ops that nobody needs and recomputes whose
+    results nobody uses are dropped. Effects stay, and so does the first compute of an op that runs again, so that first
+    computes keep the program's order."""
     return _Builder(graph).build(sequence)
 
 
@@ -61,10 +59,29 @@ class _Builder:
         self.lasting = {self.storage_of[value] for value in graph.forward_outputs} | self._shared()
 
     def build(self, sequence: Sequence[int]) -> Schedule:
-        steps, forward_end = self._with_views([op for op in sequence if not self.view[op]])
-        kept = self._used(steps)
-        computes = [op for op, keep in zip(steps, kept, strict=True) if keep]
-        return self._with_frees(computes, self._boundary(computes[: sum(kept[:forward_end])]))
+        graph = self.graph
+        formed, forward_end = self._with_views([op for op in sequence if not self.view[op]])
+        frees = self._frees(formed)
+        boundary = self._boundary([formed[index] for index in frees if index < forward_end])
+        computes = [(formed[index], freed) for index, freed in frees.items()]
+        counts = Counter(op for op, _ in computes)
+        seen: set[int] = set()
+        live: set[int] = set()
+        steps: list[Step] = []
+        position = 0
+        for index, (op, freed) in enumerate(computes):
+            if graph.ops[op].random and counts[op] > 1:
+                steps.append(RestoreRng(op) if op in seen else SaveRng(op))
+            seen.add(op)
+            over = (self.storage_of[value] for value in graph.ops[op].overwrites)  # of those that die with the op
+            into = next((storage for storage in over if storage in freed), None)
+            steps.append(Compute(op, None if live.intersection(self.owned[op]) else into))
+            steps.extend(Free(storage) for storage in freed)
+            live.update(self.owned[op])
+            live.difference_update(freed)
+            if index == boundary - 1:
+                position = len(steps)
+        return Schedule(tuple(steps), position)
 
     def _shared(self) -> set[int]:
         """Storages into which an op that is neither their base nor a view puts a value."""
@@ -82,11 +99,9 @@ class _Builder:
         return max((i + 1 for op, i in firsts.items() if self.graph.ops[op].phase is Phase.FORWARD), default=0)
 
     def _with_views(self, sequence: Sequence[int]) -> tuple[list[int], int]:
-        """Insert the view ops, each where its value is first read in the current life of its storage.
-
-        The second result is the number of steps in the forward pass: a view of the forward pass that only the backward
-        pass reads is formed there, and must not move the boundary.
-        """
+        """Insert the view ops, each where its value is first read in the current life of its storage. The second result
+        is the number of steps in the forward pass: a view of the forward pass that only the backward pass reads is
+        formed there, and must not move the boundary."""
         graph = self.graph
         formed: list[set[int]] = [set() for _ in graph.storages]  # values that views formed in the current life
         steps: list[int] = []
@@ -111,9 +126,7 @@ class _Builder:
 
     def _final_outputs(self, sequence: Sequence[int], boundary: int) -> dict[int, list[int]]:
         """The graph's outputs by the step of the backward pass after which nothing touches what they are formed from.
-
-        Formed there, and not at the end, a gradient can leave as soon as it is final.
-        """
+        Formed there, and not at the end, a gradient can leave as soon as it is final."""
         last: dict[int, int] = {}
         for index, op_id in enumerate(sequence):
             op = self.graph.ops[op_id]
@@ -154,19 +167,22 @@ class _Builder:
             for output in self.graph.ops[producer].outputs:
                 formed[self.storage_of[output]].add(output)
 
-    def _used(self, steps: Sequence[int]) -> list[bool]:
-        """Which computes are needed, by one sweep from the end."""
+    def _frees(self, steps: Sequence[int]) -> dict[int, list[int]]:
+        """By index, the computes that are needed, each with the storages to free after it: those whose last use it is before
+        the next compute of their base. One sweep from the end.
+        """
         graph = self.graph
         needed_values = {*graph.outputs, *graph.forward_outputs}
         needed = {self.storage_of[value] for value in needed_values}
+        alive = set(needed)
         first = {op: index for index, op in reversed(list(enumerate(steps)))}
-        kept = [False] * len(steps)
+        frees: dict[int, list[int]] = {}
         running: set[int] = set()  # ops that run later: they first run in their place, to keep the program's order
         for index in range(len(steps) - 1, -1, -1):
             op = graph.ops[steps[index]]
-            is_first = first[op.id] == index
-            made = [s for s in self.owned[op.id] if is_first or s not in self.lasting]
-            foreign = [v for v in op.outputs if self.storage_of[v] not in self.owned[op.id]]
+            own, is_first = self.owned[op.id], first[op.id] == index
+            made = [s for s in own if is_first or s not in self.lasting]
+            foreign = [v for v in op.outputs if self.storage_of[v] not in own]
             keep = not needed.isdisjoint(made)
             if is_first and not self.view[op.id]:
                 keep = keep or op.effect or op.id in running
@@ -174,50 +190,13 @@ class _Builder:
                 keep = keep or not needed_values.isdisjoint(foreign)
             if not keep:
                 continue
-            kept[index] = True
             running.add(op.id)
             needed_values.difference_update(op.outputs)
             needed.difference_update(made)
             needed_values.update(op.inputs)
             needed.update(self.storage_of[value] for value in op.inputs)
-        return kept
-
-    def _with_frees(self, computes: Sequence[int], boundary: int) -> Schedule:
-        graph = self.graph
-        ends = self._ends(computes)
-        counts = Counter(computes)
-        seen: set[int] = set()
-        live: set[int] = set()
-        steps: list[Step] = []
-        position = 0
-        for index, op in enumerate(computes):
-            if graph.ops[op].random and counts[op] > 1:
-                steps.append(RestoreRng(op) if op in seen else SaveRng(op))
-            seen.add(op)
-            freed = ends.get(index, ())
-            over = (self.storage_of[value] for value in graph.ops[op].overwrites)  # of those that die with the op
-            into = next((storage for storage in over if storage in freed), None)
-            steps.append(Compute(op, None if live.intersection(self.owned[op]) else into))
-            steps.extend(Free(storage) for storage in freed)
-            live.update(self.owned[op])
-            live.difference_update(freed)
-            if index == boundary - 1:
-                position = len(steps)
-        return Schedule(tuple(steps), position)
-
-    def _ends(self, computes: Sequence[int]) -> dict[int, list[int]]:
-        """Storages to free after each compute: their last use before the next compute of their base."""
-        graph = self.graph
-        ends: dict[int, list[int]] = {}
-        alive = {self.storage_of[value] for value in (*graph.outputs, *graph.forward_outputs)}
-        for index in range(len(computes) - 1, -1, -1):
-            op = graph.ops[computes[index]]
-            touched = dict.fromkeys((*self.owned[op.id], *(self.storage_of[v] for v in (*op.outputs, *op.inputs))))
-            for storage in touched:
-                if storage not in alive and not graph.storages[storage].external:
-                    ends.setdefault(index, []).append(storage)
-                    alive.add(storage)
-            for storage in self.owned[op.id]:
-                if storage not in self.lasting:
-                    alive.discard(storage)
-        return ends
+            touched = dict.fromkeys((*own, *(self.storage_of[v] for v in (*op.outputs, *op.inputs))))
+            frees[index] = [s for s in touched if s not in alive and not graph.storages[s].external]
+            alive.update(frees[index])
+            alive.difference_update(s for s in own if s not in self.lasting)
+        return dict(reversed(frees.items()))

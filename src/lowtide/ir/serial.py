@@ -1,4 +1,5 @@
-"""JSON forms, versioned: ``lowtide-graph/1`` (a graph with its costs) and ``lowtide-schedule/1``; and files of them."""
+"""JSON forms, versioned, and files of them: ``lowtide-graph/1`` (a graph with its costs), ``lowtide-dag/1`` (its published form
+for plain DAGs, in which every op returns one value in a storage of its own) and ``lowtide-schedule/1``."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.ir.costs import Column, Costs
-from lowtide.ir.dag import graph_of_dag
 from lowtide.ir.fields import DAG_FORMAT, GRAPH_FORMAT, SCHEDULE_FORMAT, count, expect_format, index, text
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
 from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule, Step
@@ -87,8 +87,40 @@ def graph_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
 def dag_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
     """Graph and costs of a ``lowtide-dag/1`` object. Raises ``PlanError`` naming the op that is wrong."""
     with _naming_what_is_wrong(DAG_FORMAT):
-        form = graph_of_dag(data)
+        form = _graph_of_dag(data)
     return graph_from_json(form)
+
+
+def _graph_of_dag(data: dict[str, Any]) -> dict[str, Any]:
+    expect_format(data, DAG_FORMAT)
+    ops = [{"workspace_bytes": 0, **op, "name": str(op["name"])} for op in data["ops"]]
+    if not ops:
+        raise PlanError("the graph has no ops.")
+    for position, op in enumerate(ops):
+        for source in op["inputs"]:
+            if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < position:
+                raise PlanError(f"op {op['name']} ({position}) reads op {source!r}, which is not an earlier one.")
+    outputs = [index(output, len(ops), "outputs") for output in data["outputs"]]
+    read = {source for op in ops for source in op["inputs"]}.union(outputs)
+    return {
+        "format": GRAPH_FORMAT,
+        "name": str(data.get("name", "")),
+        "fixed_bytes": data.get("fixed_bytes", 0),
+        "forward_ops": data["forward_ops"],
+        "device": "",
+        "rng_state_bytes": 0,
+        "inputs": [],
+        "forward_outputs": [],
+        "outputs": outputs,
+        "ops": [
+            {key: op[key] for key in ("name", "inputs", "time_ns", "workspace_bytes")}
+            # Every op runs, also one whose result nobody reads.
+            | {"target": op["name"], "outputs": [i], "flags": [] if i in read else ["effect"]}
+            for i, op in enumerate(ops)
+        ],
+        "storages": [{"base": i, "bytes": count(op["bytes"], op["name"])} for i, op in enumerate(ops)],
+        "values": [{"name": op["name"], "storage": i, "producer": i} for i, op in enumerate(ops)],
+    }
 
 
 @contextlib.contextmanager

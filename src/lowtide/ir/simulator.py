@@ -37,11 +37,9 @@ class Kind(enum.Enum):
 
 
 class Allocation(NamedTuple):
-    """Bytes that are resident during the steps from ``first`` to ``last``, both included.
-
-    ``last`` is the number of steps where they outlive the schedule. ``storage`` is the one that a tensor or its second
-    copy is of, ``None`` for other kinds.
-    """
+    """Bytes that are resident during the steps from ``first`` to ``last``, both included. ``last`` is the number of
+    steps where they outlive the schedule. ``storage`` is the one that a tensor or its second copy is of, ``None`` for
+    other kinds."""
 
     kind: Kind
     bytes: int
@@ -56,9 +54,7 @@ _LAST = Allocation._fields.index("last")
 @dataclass(frozen=True, slots=True, eq=False)
 class Simulation:
     """``timeline[i]``: bytes resident during step i, workspace included; ``peak_step`` is the first step at the peak.
-
-    ``allocations`` are what the timeline is the sum of, in the order in which they are made.
-    """
+    ``allocations`` are what the timeline is the sum of, in the order in which they are made."""
 
     peak_bytes: int
     time_ns: int
@@ -87,10 +83,8 @@ def simulate(graph: Graph, costs: Costs, schedule: Schedule) -> Simulation:
 
 
 def resident_bytes(lifetimes: Iterable[tuple[int, int, int]], steps: int) -> list[int]:
-    """Bytes resident during each step and, as one more number, after the last.
-
-    ``lifetimes``: (first step, last step, bytes) of whatever is allocated, with the ``last`` of ``Allocation``.
-    """
+    """Bytes resident during each step and, as one more number, after the last. ``lifetimes``: (first step, last step,
+    bytes) of whatever is allocated, with the ``last`` of ``Allocation``."""
     changes = [0] * (steps + 2)
     for first, last, size in lifetimes:
         changes[first] += size

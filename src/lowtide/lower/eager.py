@@ -95,12 +95,12 @@ class _Generator:
     def _load_inputs(self) -> None:
         for position, value in enumerate(self.program.inputs):
             if value is not None:
-                self._emit(f"v{value} = inputs[{position}]")
+                self.lines.append(f"v{value} = inputs[{position}]")
                 self.live.add(value)
         for value, tensor in self.program.constants.items():
-            self._emit(f"v{value} = {self._constant(tensor)}")
+            self.lines.append(f"v{value} = {self._constant(tensor)}")
             self.live.add(value)
-        self._emit("inputs.clear()")
+        self.lines.append("inputs.clear()")
 
     def _external_last_reads(self) -> dict[int, list[int]]:
         """Values in storages that the schedule does not free, by the step that reads them last."""
@@ -124,7 +124,7 @@ class _Generator:
         elif isinstance(step, SaveRng):
             op = self.graph.ops[step.op]
             device = self.program.metas[(*op.outputs, *op.inputs)[0]].device
-            self._emit(f"r{op.id} = save_rng({self._constant(generators.default_generator(device))})")
+            self.lines.append(f"r{op.id} = save_rng({self._constant(generators.default_generator(device))})")
         elif isinstance(step, RestoreRng):
             self.replayed.add(step.op)
 
@@ -132,9 +132,9 @@ class _Generator:
         op, call = self.graph.ops[op_id], self.program.calls[op_id]
         if op.target == TANGENT_TARGET:
             value = op.outputs[0]
-            self._emit(f"v{value} = tangents[{self.tangents.index(value)}]")
+            self.lines.append(f"v{value} = tangents[{self.tangents.index(value)}]")
             if value == self.tangents[-1]:
-                self._emit("tangents.clear()")
+                self.lines.append("tangents.clear()")
             self.live.add(value)
             return
         target, kwargs = keeping(call.target), call.kwargs  # a kernel that overwrites an argument has another form
@@ -155,13 +155,13 @@ class _Generator:
         """Bind the outputs that have no variable yet; a recomputed output that is still alive stays what it was."""
         wanted = [v for v in op.outputs if v not in self.live and not self._left(v, op.id)]
         if positions is None or not op.outputs:
-            self._emit(f"{condition}v{wanted[0]} = {expression}" if wanted else f"{condition}{expression}")
+            self.lines.append(f"{condition}v{wanted[0]} = {expression}" if wanted else f"{condition}{expression}")
         else:
-            self._emit(f"{condition}t = {expression}")
+            self.lines.append(f"{condition}t = {expression}")
             for value, position in zip(op.outputs, positions, strict=True):
                 if value in wanted:
-                    self._emit(f"v{value} = t[{position}]")
-            self._emit("del t")
+                    self.lines.append(f"v{value} = t[{position}]")
+            self.lines.append("del t")
         self.live.update(wanted)
 
     def _left(self, value: int, op_id: int) -> bool:
@@ -172,28 +172,28 @@ class _Generator:
     def _drop(self, values: Iterable[int]) -> None:
         names = [f"v{value}" for value in values if value in self.live]
         if names:
-            self._emit(f"del {', '.join(names)}")
+            self.lines.append(f"del {', '.join(names)}")
         self.live.difference_update(values)
 
     def _yield_outputs(self) -> None:
         # Detached: the autograd engine marks what it is given, and a marked tensor would keep the generator alive.
         results = ", ".join(f"v{value}.detach()" for value in self.graph.forward_outputs)
-        self._emit(f"out = [{results}]")
+        self.lines.append(f"out = [{results}]")
         later = self._reads_after()
         held = {self.graph.values[value].storage for value in self.graph.forward_outputs}
         self.handed |= held
         self._drop(v for s in held for v in self.graph.storages[s].values if v not in later)
-        self._emit("yield out")
-        self._emit("del out")
+        self.lines.append("yield out")
+        self.lines.append("del out")
 
     def _yield_gradients(self, group: GradientGroup) -> None:
         values = [self.program.gradients[index][1] for index in group.gradients]
-        self._emit(f"out = [{', '.join(f'v{value}' for value in values)}]")
+        self.lines.append(f"out = [{', '.join(f'v{value}' for value in values)}]")
         for value in values:
             storage = self.graph.values[value].storage
             self.handed.add(storage)
             self._drop(self.graph.storages[storage].values)
-        self._emit("yield out")
+        self.lines.append("yield out")
 
     def _reads_after(self) -> set[int]:
         steps = self.schedule.steps[self.schedule.boundary :]
@@ -217,9 +217,6 @@ class _Generator:
             self._names[key] = f"{stem if stem.isidentifier() else 'c'}_{len(self._names)}"
             self.namespace[self._names[key]] = thing
         return self._names[key]
-
-    def _emit(self, line: str) -> None:
-        self.lines.append(line)
 
     def _compile(self) -> Lowered:
         source = "def step(inputs, tangents, write_back):\n" + "".join(f"    {line}\n" for line in self.lines)

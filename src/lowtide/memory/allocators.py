@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from types import TracebackType
-from typing import Protocol
 
 import torch
 
 from lowtide.memory import cpu_allocator
 
 _CUDA_GRANULARITY_BYTES = 512
-
-
-class Meter(Protocol):
-    """Level and peak of the bytes that an allocator has handed out. ``reset_peak`` lowers the peak to the level, and returns
-    it."""
-
-    @property
-    def level_bytes(self) -> int: ...
-
-    @property
-    def peak_bytes(self) -> int: ...
-
-    def reset_peak(self) -> int: ...
-
-    def raise_peak(self, peak_bytes: int) -> None: ...
 
 
 class CudaMeter:
@@ -62,6 +46,10 @@ class CudaMeter:
         self._raised = max(self._raised, peak_bytes)
 
 
+# Level and peak of the bytes that an allocator has handed out. ``reset_peak`` lowers the peak to the level, and returns it.
+Meter = CudaMeter | cpu_allocator.AllocationCounter
+
+
 @functools.cache
 def _cuda_meter(index: int) -> CudaMeter:
     return CudaMeter(torch.device("cuda", index))
@@ -80,7 +68,7 @@ def allocated_bytes(device: torch.device) -> int | None:
     return None if meter is None else meter.level_bytes
 
 
-class PeakWindow:
+class PeakWindow(contextlib.AbstractContextManager["PeakWindow"]):
     """The peak from now on until ``close``, above the level of now; windows can lie inside each other.
 
     ``peak_bytes`` and ``level_bytes`` are above ``start_bytes`` and have no meaning after ``close``.
@@ -103,12 +91,7 @@ class PeakWindow:
         """A window around this one sees what it would have seen without."""
         self.meter.raise_peak(self._peak_before)
 
-    def __enter__(self) -> PeakWindow:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

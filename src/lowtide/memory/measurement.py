@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from lowtide.errors import PlanError
 from lowtide.ir.serial import read_json
 from lowtide.store import write_atomically
@@ -27,18 +29,11 @@ class Measurement:
     time_ns: int
     device: str
     timeline: tuple[tuple[int, int], ...]
-    final_bytes: int = 0
+    final_bytes: int
 
     def save(self, path: str | Path) -> None:
         """Write ``lowtide-measurement/1`` JSON, for ``lowtide report --measurement``. Raises ``PlanError``."""
-        data = {
-            "format": MEASUREMENT_FORMAT,
-            "peak_bytes": self.peak_bytes,
-            "time_ns": self.time_ns,
-            "device": self.device,
-            "final_bytes": self.final_bytes,
-            "timeline": [list(level) for level in self.timeline],
-        }
+        data = {"format": MEASUREMENT_FORMAT, **msgspec.to_builtins(self)}
         write_atomically(Path(path), json.dumps(data) + "\n")
 
 
@@ -48,8 +43,6 @@ def load_measurement(path: str | Path) -> Measurement:
     if data.get("format") != MEASUREMENT_FORMAT:
         raise PlanError(f"{path} is not a measurement: expected {MEASUREMENT_FORMAT!r}, found {data.get('format')!r}.")
     try:
-        timeline = tuple((int(at), int(level)) for at, level in data["timeline"])
-        peak, time_ns, final = (int(data[key]) for key in ("peak_bytes", "time_ns", "final_bytes"))
-        return Measurement(peak, time_ns, str(data["device"]), timeline, final)
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise PlanError(f"{path} is not a complete measurement: {type(error).__name__} {error}.") from error
+        return msgspec.convert(data, Measurement)
+    except msgspec.ValidationError as error:
+        raise PlanError(f"{path} is not a complete measurement: {error}.") from error

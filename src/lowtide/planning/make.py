@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from lowtide.budget import parse_budget
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Compute, Costs, Graph, keep_all_schedule, simulate
 from lowtide.planning.plan import Plan
-from lowtide.solve import Problem, Solution, format_spec, get_planner, minimum_peak, solve
+from lowtide.solve import Problem, Progress, Solution, format_spec, get_planner, minimum_peak, solve
 from lowtide.units import format_bytes
-
-Progress = Callable[[str, float], None]
 
 
 def make_plan(

@@ -7,7 +7,6 @@ ranks of a training, its graph is left out, and the costs stand by themselves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,20 +16,22 @@ import numpy as np
 from msgspec import Meta
 
 from lowtide.errors import PlanError, ScheduleError
-from lowtide.ir import Costs, Graph, Schedule, check, keep_all_schedule, simulate
+from lowtide.ir import Compute, Costs, Graph, Schedule, check, keep_all_schedule, simulate
 from lowtide.ir.serial import graph_from_json, graph_to_json, read_json, schedule_from_json, schedule_to_json
 from lowtide.memory.measurement import Measurement
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint, make_curve
-from lowtide.report.report import report_of_plan
-from lowtide.report.text import render_plan
-from lowtide.report.writers import check_extension, write_report
+from lowtide.report.modules import rows_of
+from lowtide.report.profile import profile_of_schedule
+from lowtide.report.report import Report
+from lowtide.report.text import summary_text
+from lowtide.report.writers import write_report, writer_of
+from lowtide.solve import Progress
 from lowtide.store import write_atomically
 
 PLAN_FORMAT = "lowtide-plan/1"
 _FACTS = (
     "planner", "seed", "budget_bytes", "peak_bytes", "unconstrained_peak_bytes", "time_ns", "lower_bound_ns", "solve_seconds",
 )  # fmt: skip
-Progress = Callable[[str, float], None]
 Amount = Annotated[int, Meta(ge=0, le=1 << 62)]  # bytes or nanoseconds, as large as a budget may be
 Column = Annotated[list[Annotated[int, Meta(ge=0, le=1 << 50)]], Meta(max_length=1 << 24)]
 
@@ -93,10 +94,8 @@ class Plan:
     def curve(
         self, *, points: int = CURVE_POINTS, planner: str = CURVE_PLANNER, on_progress: Progress | None = None
     ) -> Curve:
-        """Overhead against budget, from the unconstrained peak to the least budget that ``planner`` meets.
-
-        There are ``points`` budgets and this plan's. The default planner takes seconds per point.
-        """
+        """Overhead against budget, from the unconstrained peak to the least budget that ``planner`` meets. There are
+        ``points`` budgets and this plan's. The default planner takes seconds per point."""
         known = CurvePoint(self.budget_bytes, self.peak_bytes, self.time_ns, self.lower_bound_ns)
         return make_curve(
             self.graph,
@@ -121,8 +120,36 @@ class Plan:
 
         ``measurement``: of a step that ran under the plan, from ``lowtide.measure``. The curve is that of ``with_curve``.
         """
-        check_extension(path)
-        write_report(report_of_plan(self, self.known_curve, measurement), path)
+        writer_of(path)  # an unknown extension is an error now
+        write_report(self.as_report(measurement), path)
+
+    def as_report(self, measurement: Measurement | None = None, *, name: str = "") -> Report:
+        """All that ``report`` writes. ``name`` stands in for a graph without one."""
+        graph, costs, decided_by = self.graph, self.costs, f"{self.planner}, seed {self.seed}"
+        run = profile_of_schedule(graph, costs, self.schedule)
+        op = graph.ops[[step.op for step in self.schedule.steps if isinstance(step, Compute)][run.peak_index]]
+        place = f"{op.name} of {op.module}" if op.module else op.name
+        details = {
+            "peak at": ", ".join(filter(None, (place, op.phase.value, op.source))),
+            "planner": f"{decided_by}, {self.solve_seconds:.1f} s",
+            "costs": costs.device or "as given",
+        }
+        return Report(
+            title=graph.name or name or "plan",
+            heading=f"{f'plan of {graph.name}' if graph.name else 'plan'}: {len(graph.ops)} ops",
+            run=run,
+            plain=profile_of_schedule(graph, costs, keep_all_schedule(graph)),
+            base_ns=costs.total_time_ns,
+            budget_bytes=self.budget_bytes,
+            decided_by=decided_by,
+            device=costs.device,
+            unit="module",
+            rows=rows_of(run, zip((op.module for op in graph.ops), costs.time_ns.tolist(), strict=True), "module"),
+            details=details,
+            lower_bound_ns=self.lower_bound_ns,
+            curve=self.known_curve,
+            measured=measurement,
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the plan as ``lowtide-plan/1`` JSON, atomically."""
@@ -130,10 +157,8 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a saved plan; checks and simulates its schedule again.
-
-        Raises ``PlanError`` for a file that is not a plan and ``ScheduleError`` for a schedule that is not valid.
-        """
+        """Read a saved plan; checks and simulates its schedule again. Raises ``PlanError`` for a file that is not a
+        plan and ``ScheduleError`` for a schedule that is not valid."""
         data = read_json(path)
         if data.get("format") != PLAN_FORMAT:
             raise PlanError(
@@ -158,11 +183,9 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Any, graph: Graph | None = None, costs: Costs | None = None) -> Plan:
-        """Inverse of ``to_json``. ``graph`` and ``costs``: of the program at hand, where the plan comes without its own.
-
-        Raises ``PlanError`` for what is no plan, or not of ``graph``, and ``ScheduleError`` for a schedule that is not valid,
-        or that exceeds the budget on ``graph``.
-        """
+        """Inverse of ``to_json``. ``graph`` and ``costs``: of the program at hand, where the plan comes without its
+        own. Raises ``PlanError`` for what is no plan, or not of ``graph``, and ``ScheduleError`` for a schedule that is
+        not valid, or that exceeds the budget on ``graph``."""
         try:
             form = msgspec.convert(data, _Form)
         except ValueError as error:
@@ -195,7 +218,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        return render_plan(self)
+        return summary_text(self.as_report())
 
 
 def _costs(form: _Form, graph: Graph) -> Costs:

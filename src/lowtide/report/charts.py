@@ -58,7 +58,7 @@ def memory_chart(report: Report, size: Size, style: str = "") -> str:
     within, without = _levels(run, end_ns), _levels(plain, end_ns)
     shown = budget <= 1.5 * max(plain.peak_bytes, run.peak_bytes)  # far above everything it would flatten the lines
     top = max(*within, *without, budget if shown else 0, 1)
-    chart = Chart(size, end_ns, top, bottom=58)
+    chart = Chart(size, end_ns, top)
     chart.axes(ticks(end_ns, size.across, TIME_UNITS), ticks(top, size.up, BYTE_UNITS))
     if 0 < run.boundary_ns < run.time_ns:
         x = chart.x(run.boundary_ns)
@@ -97,7 +97,7 @@ def curve_chart(curve: Curve, budget_bytes: int, size: Size) -> str:
     """Overhead in percent against the budget, which shrinks to the right; the bound below; what no schedule reaches, shaded."""
     whole = max(curve.unconstrained_peak_bytes, 1)
     top = max(1, *(100 * curve.overhead(point.time_ns) for point in curve.points))
-    chart = Chart(size, curve.unconstrained_peak_bytes, top, reversed_x=True, right=24)
+    chart = Chart(size, curve.unconstrained_peak_bytes, top, reversed_x=True)
 
     def place(budget: int, time_ns: int) -> tuple[float, float]:
         return chart.x(budget), chart.y(max(100 * curve.overhead(time_ns), 0.0))
@@ -135,7 +135,7 @@ def measured_chart(run: StepProfile, measured: Measurement, size: Size) -> str:
     levels = [level for level, _ in highest(held, max(measured.time_ns, 1))]
     predicted = _levels(run, max(run.time_ns, 1))
     top = max(*predicted, *levels, 1)
-    chart = Chart(size, 100, top, right=24)
+    chart = Chart(size, 100, top)
     across = [(share, f"{share} %") for share in (0, 20, 40, 60, 80, 100)]
     chart.axes(across, ticks(top, size.up, BYTE_UNITS), "share of the step's time")
     chart.staircase(predicted, SLICES, "area", closed=True)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import multiprocessing
+import multiprocessing.connection
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lowtide.errors import LowtideError
-from lowtide.ir import Costs, Graph, keep_all_schedule, simulate
+from lowtide.ir import Costs, Graph, keep_all_schedule, load_instance, simulate
 from lowtide.report.tables import table_lines
 from lowtide.solve import Problem, Progress, solve
 from lowtide.units import format_bytes, overhead_percent
@@ -18,6 +22,8 @@ from lowtide.units import format_bytes, overhead_percent
 _LOG = logging.getLogger(__name__)
 COMPARISON_FORMAT = "lowtide-comparison/1"
 FAILED, OVER_TIME = "failed", "over time"
+_START_SECONDS = 60.0  # for importing, loading and connecting; a planner's time begins after that
+_GRACE_SECONDS = 0.5
 LEGEND = "overhead in % (proven lower bound), seconds of planning; * marks a proven optimum"
 
 
@@ -59,10 +65,6 @@ class Cell:
     cpu_seconds: float | None = None
     message: str = ""
 
-    @property
-    def solved(self) -> bool:
-        return self.time_ns is not None
-
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -100,6 +102,42 @@ def run_cell(graph: Graph, costs: Costs, task: Task, on_progress: Progress | Non
         minimum_bytes=solution.minimum_bytes,
         seconds=round(time.perf_counter() - began, 3),
     )
+
+
+def run_limited(path: str | Path, task: Task, limit_seconds: float) -> Cell:
+    """Answer ``task`` about the instance in ``path`` in a fresh process; ``over time`` where it takes longer.
+
+    The limit covers the planner and the check of its schedule, not the start of the process. ``cpu_seconds`` is set.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(str(path), task, sender))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(_START_SECONDS):
+            return task.cell(FAILED, message="its process did not start")
+        receiver.recv()  # begun
+        if not receiver.poll(limit_seconds + _GRACE_SECONDS):
+            return task.cell(OVER_TIME, seconds=limit_seconds)
+        cell: Cell = receiver.recv()
+        return cell
+    except EOFError:
+        return task.cell(FAILED, message="its process ended without an answer")
+    finally:
+        receiver.close()
+        process.kill()
+        process.join()
+
+
+def _answer(path: str, task: Task, sender: multiprocessing.connection.Connection) -> None:
+    graph, costs = load_instance(path)
+    sender.send("begun")
+    # CPU time is that of this process and of those children that have ended.
+    began, cpu_began = time.perf_counter(), sum(os.times()[:4])
+    cell = run_cell(graph, costs, task)
+    seconds, cpu = time.perf_counter() - began, sum(os.times()[:4]) - cpu_began
+    sender.send(dataclasses.replace(cell, seconds=round(seconds, 3), cpu_seconds=round(cpu, 3)))
 
 
 def comparison_to_json(instances: Iterable[Instance], cells: Iterable[Cell]) -> dict[str, Any]:

@@ -61,15 +61,12 @@ class StepProfile:
         """Bytes that are there during each span."""
         return self._levels()[:-1]
 
-    def alive(self, index: int) -> list[MemoryBlock]:
-        """What is there during a span, the largest first."""
-        there = [block for block in self.blocks if block.first <= index <= block.last and block.bytes]
-        return sorted(there, key=lambda block: -block.bytes)
-
     @property
     def at_peak(self) -> list[MemoryBlock]:
         """What is there during the first span at the peak, the largest first."""
-        return self.alive(self.peak_index)
+        index = self.peak_index
+        there = [block for block in self.blocks if block.first <= index <= block.last and block.bytes]
+        return sorted(there, key=lambda block: -block.bytes)
 
     @property
     def final_bytes(self) -> int:

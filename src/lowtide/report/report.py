@@ -5,40 +5,17 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from lowtide.errors import LowtideError, PlanError
-from lowtide.ir import Compute, Costs, Graph, Schedule, keep_all_schedule
 from lowtide.memory.measurement import Measurement
 from lowtide.report.curve import Curve, CurvePoint
 from lowtide.report.modules import ModuleRow, rows_of
-from lowtide.report.profile import StepProfile, profile_of_schedule
+from lowtide.report.profile import StepProfile
 from lowtide.report.replay import ENDLESS_BYTES, replay
 from lowtide.trace import Constant, ReplayStatus, Trace, simulate
 
 _SHARES = (100, 90, 80, 70, 60, 50, 40, 30, 20)  # of the peak: the budgets of a trace's curve
 _MOST_SLOWDOWN = 3  # beyond it a trace's curve ends
-
-
-class Planned(Protocol):
-    """What is told of a plan, see ``lowtide.Plan``."""
-
-    @property
-    def graph(self) -> Graph: ...
-    @property
-    def costs(self) -> Costs: ...
-    @property
-    def schedule(self) -> Schedule: ...
-    @property
-    def planner(self) -> str: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def solve_seconds(self) -> float: ...
-    @property
-    def budget_bytes(self) -> int: ...
-    @property
-    def lower_bound_ns(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,44 +60,10 @@ class Report:
         return self.lower_bound_ns / self.base_ns - 1
 
 
-def report_of_plan(
-    plan: Planned, curve: Curve | None = None, measured: Measurement | None = None, *, name: str = ""
-) -> Report:
-    """``measured``: a step that ran under the plan. ``name`` stands in for a graph without one."""
-    graph, costs = plan.graph, plan.costs
-    run = profile_of_schedule(graph, costs, plan.schedule)
-    plain = profile_of_schedule(graph, costs, keep_all_schedule(graph))
-    decided_by = f"{plan.planner}, seed {plan.seed}"
-    op = graph.ops[[step.op for step in plan.schedule.steps if isinstance(step, Compute)][run.peak_index]]
-    place = f"{op.name} of {op.module}" if op.module else op.name
-    details = {
-        "peak at": ", ".join(filter(None, (place, op.phase.value, op.source))),
-        "planner": f"{decided_by}, {plan.solve_seconds:.1f} s",
-        "costs": costs.device or "as given",
-    }
-    return Report(
-        title=graph.name or name or "plan",
-        heading=f"{f'plan of {graph.name}' if graph.name else 'plan'}: {len(graph.ops)} ops",
-        run=run,
-        plain=plain,
-        base_ns=costs.total_time_ns,
-        budget_bytes=plan.budget_bytes,
-        decided_by=decided_by,
-        device=costs.device,
-        unit="module",
-        rows=rows_of(run, zip((op.module for op in graph.ops), costs.time_ns.tolist(), strict=True), "module"),
-        details=details,
-        lower_bound_ns=plan.lower_bound_ns,
-        curve=curve,
-        measured=measured,
-    )
-
-
 def report_of_trace(
     trace: Trace,
     budget_bytes: int | None = None,
     heuristic: str = "dtr-eq",
-    policy: str = "eager",
     measured: Measurement | None = None,
     *,
     name: str = "",
@@ -131,11 +74,11 @@ def report_of_trace(
     Raises ``LowtideError`` where the budget is not known, and where the replay runs out of memory.
     """
     trace = without_constants(trace)
-    plain, _ = replay(trace, ENDLESS_BYTES, heuristic, policy)
+    plain, _ = replay(trace, ENDLESS_BYTES, heuristic)
     budget = budget_bytes or trace.budget_bytes
     if budget is None:
         raise PlanError('the recorded run had no budget; give one, such as --budget "50%".')
-    run, result = replay(trace, budget, heuristic, policy)
+    run, result = replay(trace, budget, heuristic)
     if result.status is not ReplayStatus.OK:
         raise LowtideError(
             f"replayed within {budget} bytes, {result.operator} has nothing left to evict; give a larger --budget "
@@ -150,12 +93,12 @@ def report_of_trace(
         plain=plain,
         base_ns=plain.time_ns,
         budget_bytes=budget,
-        decided_by=f"{heuristic}, policy {policy}",
+        decided_by=f"{heuristic}, policy eager",
         device=trace.device,
         unit="operator",
         rows=sorted(rows, key=lambda row: -row.recomputed_ns),
         details={"rematerializations": str(sum(span.again for span in run.spans)), "heuristic": heuristic},
-        curve=_trace_curve(trace, plain, heuristic, policy, CurvePoint(budget, run.peak_bytes, run.time_ns)),
+        curve=_trace_curve(trace, plain, heuristic, CurvePoint(budget, run.peak_bytes, run.time_ns)),
         measured=measured,
     )
 
@@ -166,18 +109,18 @@ def without_constants(trace: Trace) -> Trace:
     return dataclasses.replace(trace, events=events)
 
 
-def _trace_curve(trace: Trace, plain: StepProfile, heuristic: str, policy: str, own: CurvePoint) -> Curve:
+def _trace_curve(trace: Trace, plain: StepProfile, heuristic: str, own: CurvePoint) -> Curve:
     """Replays at several budgets, until one runs out of memory or takes too long."""
     whole = plain.peak_bytes
     points = {own.budget_bytes: own} if own.budget_bytes <= whole else {}
     for share in _SHARES:
         budget = whole * share // 100
-        result = simulate(trace, budget, heuristic, policy=policy, most_slowdown=_MOST_SLOWDOWN)
+        result = simulate(trace, budget, heuristic, most_slowdown=_MOST_SLOWDOWN)
         if result.status is not ReplayStatus.OK:
             break
         points[budget] = CurvePoint(budget, result.peak_bytes, result.time_ns)
     ordered = sorted(points.values(), key=lambda point: -point.budget_bytes) or [own]
-    return Curve(whole, plain.time_ns, 0, f"{heuristic}, {policy}", tuple(ordered))
+    return Curve(whole, plain.time_ns, 0, f"{heuristic}, eager", tuple(ordered))
 
 
 def artefact_name(path: str | Path) -> str:

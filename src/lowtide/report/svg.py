@@ -29,18 +29,9 @@ class Chart:
 
     left, top = 64, 28
 
-    def __init__(
-        self,
-        size: Size,
-        largest_x: float,
-        largest_y: float,
-        *,
-        right: int = 16,
-        bottom: int = 44,
-        reversed_x: bool = False,
-    ) -> None:
+    def __init__(self, size: Size, largest_x: float, largest_y: float, *, reversed_x: bool = False) -> None:
         self.size, self.largest_x, self.largest_y, self.reversed_x = size, largest_x, largest_y * _HEADROOM, reversed_x
-        self.right, self.floor = size.width - right, size.height - bottom
+        self.right, self.floor = size.width - 24, size.height - 58
         self.parts: list[str] = []
 
     def x(self, value: float) -> float:

@@ -1,11 +1,11 @@
-"""A report, and what it says of a plan, as readable text."""
+"""A report as readable text."""
 
 from __future__ import annotations
 
 from lowtide.memory.measurement import Measurement
 from lowtide.report.modules import merge_repeats
 from lowtide.report.profile import StepProfile
-from lowtide.report.report import Planned, Report, report_of_plan
+from lowtide.report.report import Report
 from lowtide.report.tables import fact_lines, table_lines
 from lowtide.units import format_bytes, format_percent, format_source, format_time
 
@@ -14,20 +14,16 @@ _MOST_BLOCKS = 12
 _HEADER = ("module", "saved", "recomputed ops", "recompute time", "time once")
 
 
-def render_plan(plan: Planned) -> str:
-    """Budget, predicted peak, overhead, where the peak is, and what is saved and recomputed per module."""
-    return _summary(report_of_plan(plan))
-
-
 def report_text(report: Report) -> str:
     """The summary, what is there at the peak, the curve, and what was measured."""
-    parts = [_summary(report), _alive(report.run)]
+    parts = [summary_text(report), _alive(report.run)]
     parts += [str(report.curve)] if report.curve is not None else []
     parts += [_measured(report.run, report.measured)] if report.measured is not None else []
     return "\n\n".join(parts) + "\n"
 
 
-def _summary(report: Report) -> str:
+def summary_text(report: Report) -> str:
+    """Budget, peak, overhead; of a plan also where the peak is, and what is saved and recomputed per module."""
     planned, whole = report.unit == "module", max(report.plain.peak_bytes, 1)
     peak, share = format_bytes(report.run.peak_bytes), format_percent(report.run.peak_bytes / whole)
     budget = f"{format_bytes(report.budget_bytes)} ({format_percent(report.budget_bytes / whole)} of unconstrained)"

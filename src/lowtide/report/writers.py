@@ -24,14 +24,14 @@ WRITERS: dict[str, Callable[[Report], str | bytes]] = {
 }
 
 
-def check_extension(path: str | Path) -> None:
-    """Raises ``PlanError`` naming the extensions there are."""
-    if not any(str(path).endswith(extension) for extension in WRITERS):
+def writer_of(path: str | Path) -> Callable[[Report], str | bytes]:
+    """The writer for ``path``. Raises ``PlanError`` naming the extensions there are."""
+    found = next((write for extension, write in WRITERS.items() if str(path).endswith(extension)), None)
+    if found is None:
         raise PlanError(f"no report is written as {path}; its name must end in {', '.join(WRITERS)}.")
+    return found
 
 
 def write_report(report: Report, path: str | Path) -> None:
     """Write ``report`` in the form that the extension of ``path`` names."""
-    check_extension(path)
-    write = next(write for extension, write in WRITERS.items() if str(path).endswith(extension))
-    write_atomically(Path(path), write(report))
+    write_atomically(Path(path), writer_of(path)(report))

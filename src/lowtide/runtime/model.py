@@ -31,8 +31,7 @@ from lowtide.planning import Plan
 from lowtide.program import Program, structure
 from lowtide.program.results import GradientMask
 from lowtide.runtime.checked import is_due, require_same
-from lowtide.runtime.entry import Entry, Sample
-from lowtide.runtime.signature import Arguments, Signature, describe, signature
+from lowtide.runtime.entry import Entry, Names, Sample, Signature, describe, signature
 from lowtide.runtime.step import run
 from lowtide.stage_times import itemised, stage, stage_seconds
 
@@ -87,63 +86,63 @@ class Rematerialized:
         ):
             return self.original_forward(*args, **kwargs)
         if _is_transformed():
-            self._say_transformed()
+            if not self._said_transformed:
+                self._said_transformed = True
+                _LOG.warning(
+                    "%s runs without a plan, outside the budget, under torch.func, forward-mode derivatives or torch.jit.trace",
+                    type(model).__name__,
+                )
             return self.original_forward(*args, **kwargs)
-        inputs, arguments = self.flat_inputs(args, kwargs)
+        inputs, names, tree = self._flat(args, kwargs)
         as_part = any(isinstance(tensor, _TRACED) for tensor in inputs)  # of a larger model that is captured
         if as_part or not any(tensor.requires_grad for tensor in inputs):
             return self.original_forward(*args, **kwargs)
-        entry = self.entry(args, kwargs, inputs, arguments)
+        entry = self._entry(Sample(args, kwargs), inputs, names, tree)
         if entry is None:
             return self.original_forward(*args, **kwargs)
+        contract, draws = entry.captured.contract, entry.conditions[0].draws
         if is_due():
             self._check(entry, Sample(args, kwargs))
-        inputs = entry.captured.contract.flat_inputs(model, inputs) or inputs
-        if entry.conditions[0].draws is not None:
-            entry.conditions[0].draws.take()
-        return self._result(entry, self.run(entry, inputs), inputs, structure.objects(arguments.tree))
+        inputs = contract.flat_inputs(model, inputs) or inputs
+        if draws is not None:
+            draws.take()
+        outputs = self.run(entry, inputs)
+        tensors = [result.form(outputs, inputs) for result in entry.program.results]
+        result, entry.before[:] = contract.fulfil(model, tensors, structure.objects(tree))
+        return result
+
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Plan for calls like this one now."""
+        with torch.enable_grad():
+            self._entry(Sample(args, kwargs), *self._flat(args, kwargs))
 
     def _check(self, entry: Entry, sample: Sample) -> None:
         """Capture the call that ``entry`` is about to run for anew, and compare."""
         planned = entry.captured
-        follow = planned.contract.held_inputs.attributes()
         try:
-            captured = captured_program(
-                self.model, sample.args, sample.kwargs, self.settings, planned.program.mask, follow=follow
-            )
+            captured = self._capture(sample, planned.program.mask, follow=planned.contract.held_inputs.attributes())
         except CaptureError as error:
             raise ExecutionError(
                 f"{type(self.model).__name__} was planned, but cannot be captured now: {error}"
             ) from error
         require_same(captured, planned, {id(tensor) for tensor in held_tensors(self.model)}, self.model)
 
-    def _result(
-        self, entry: Entry, outputs: list[torch.Tensor], inputs: list[torch.Tensor], objects: Sequence[Any]
-    ) -> Any:
-        """The model's result, of the type that eager returns; what eager leaves in attributes is there too. ``objects``: those
-        among the call's arguments, which may be in it."""
-        tensors = [result.form(outputs, inputs) for result in entry.program.results]
-        result, entry.before[:] = entry.captured.contract.fulfil(self.model, tensors, objects)
-        return result
-
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The forward outputs of the planned program."""
         self.latest = entry
         return run(entry.lowered, inputs, lambda mask: self.entry_for(mask, entry).lowered)
 
-    def flat_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Arguments]:
-        """Parameters, buffers and the call's tensors, and what they stand for."""
+    def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Names, Any]:
+        """Parameters, buffers and the call's tensors; the names of the model's, and the structure of the call's arguments."""
         tensors, tree = flat_arguments(args, kwargs)
         state = model_state(self.model)
-        return [*state.tensors, *tensors], Arguments(state.names, tree)
+        return [*state.tensors, *tensors], state.names, tree
 
-    def entry(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: list[torch.Tensor], arguments: Arguments
-    ) -> Entry | None:
+    def _entry(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Entry | None:
         """The planned program for this call, made now if it is new; ``None`` where eager was asked for, or the
         online mode is there."""
         modules = list(self.model.modules())
-        key = signature(modules, inputs, arguments)
+        key = signature(modules, inputs, names, tree)
         memo: dict[int, Any] = {}
         for entry in self.entries.get(key, ()):
             for index, conditions in enumerate(entry.conditions):
@@ -158,7 +157,7 @@ class Rematerialized:
             return None
         self._notice_changes(key, inputs)
         try:
-            return self._make(key, Sample(args, kwargs))
+            return self._make(key, sample)
         except CaptureError as error:
             if self.settings.on_capture_error != "online":
                 raise
@@ -198,7 +197,7 @@ class Rematerialized:
                     del same.conditions[_MOST_CONDITIONS:]
                     return same
             else:
-                captured = captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, old.captured)
+                captured = self._capture(sample, mask, like=old.captured)
             program, plan = self.planned(captured, sample)
             with stage("lowering"):
                 lowered = lower(program, plan.schedule)
@@ -213,14 +212,16 @@ class Rematerialized:
         return entry
 
     def _captured(self, sample: Sample, mask: GradientMask | None) -> Captured:
-        capture = functools.partial(captured_program, self.model, sample.args, sample.kwargs, self.settings, mask)
         try:
-            return capture(follow=frozenset(self._follow))
+            return self._capture(sample, mask, follow=frozenset(self._follow))
         except CaptureError:  # as constants their values are known
             if not self._follow:
                 raise
             self._follow.clear()
-            return capture()
+            return self._capture(sample, mask)
+
+    def _capture(self, sample: Sample, mask: GradientMask | None, **known: Any) -> Captured:
+        return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, **known)
 
     def _notice_changes(self, key: Signature, inputs: list[torch.Tensor]) -> None:
         """Log why no program that is known for these shapes holds; once louder, where that is so again and again."""
@@ -284,14 +285,6 @@ class Rematerialized:
         if not self._warned:
             self._warned = True
             warnings.warn(f"{what}; it runs without a plan, outside the budget.", stacklevel=4)
-
-    def _say_transformed(self) -> None:
-        if not self._said_transformed:
-            self._said_transformed = True
-            _LOG.warning(
-                "%s runs without a plan, outside the budget, under torch.func, forward-mode derivatives or torch.jit.trace",
-                type(self.model).__name__,
-            )
 
     @property
     def __code__(self) -> Any:

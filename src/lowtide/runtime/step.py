@@ -9,7 +9,6 @@ between, as it does in eager.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from torch._C._autograd import CreationMeta, _set_creation_meta
 from torch._C._functorch import is_legacy_batchedtensor
-from torch.autograd.function import once_differentiable
 
 from lowtide.errors import ExecutionError
 from lowtide.lower import GradientGroup, Lowered, Step
@@ -97,7 +95,7 @@ class ModelCall:
         result = tuple(self.gradients.pop(position, None) for position in self.nodes[node])
         if node + 1 == len(self.nodes):
             self.gradients.clear()
-            if not _graph_is_kept():
+            if not torch._C._autograd._get_current_graph_task_keep_graph():  # as by retain_graph=True
                 self.inputs.clear()  # the graph lives as long as the loss; an earlier part's output need not
                 self.kept.clear()
         return result
@@ -153,14 +151,13 @@ def _expected(lowered: Lowered, gradients: Sequence[torch.Tensor | None]) -> boo
     """Whether these gradients are the ones that the program was made for."""
     program = lowered.program
     present = {i for i, gradient in enumerate(gradients) if gradient is not None}
-    if present != set(program.tangents):
-        return False
-    pairs = zip(lowered.tangents, program.tangents, strict=True)
-    return all(_has_layout(gradients[output], program.metas[value].stride) for value, output in pairs)
+    arrived = zip(lowered.tangents, (gradients[i] for i in program.tangents), strict=True)
+    return present == set(program.tangents) and all(
+        gradient is not None and _has_layout(gradient, program.metas[value].stride) for value, gradient in arrived
+    )
 
 
-def _has_layout(gradient: torch.Tensor | None, stride: Sequence[int]) -> bool:
-    assert gradient is not None
+def _has_layout(gradient: torch.Tensor, stride: Sequence[int]) -> bool:
     return layouts.is_equivalent(gradient.shape, gradient.stride(), stride)
 
 
@@ -190,25 +187,18 @@ def _prepared(lowered: Lowered, gradients: Sequence[torch.Tensor | None]) -> lis
     return prepared
 
 
-def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the backward of a node: it cannot be differentiated, and says so where that is asked for."""
-    run = once_differentiable(backward)
-
-    @functools.wraps(backward)
-    def checked(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True
-            raise ExecutionError(
-                "a backward pass through a planned model cannot be differentiated again (create_graph=True: gradient penalties "
-                "and the like). Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
-            )
-        if any(gradient is not None and is_legacy_batchedtensor(gradient) for gradient in gradients):
-            raise ExecutionError(
-                "a backward pass through a planned model takes one gradient at a time (is_grads_batched=True, vectorize=True). "
-                "Loop over them with retain_graph=True, or call lowtide.restore(model) for that part of the work."
-            )
-        return run(ctx, *gradients)
-
-    return checked
+def _check_arriving(gradients: Sequence[torch.Tensor | None]) -> None:
+    """A node's backward cannot be differentiated, nor take several gradients at once: it says so where that is asked for."""
+    if torch.is_grad_enabled():  # create_graph=True
+        raise ExecutionError(
+            "a backward pass through a planned model cannot be differentiated again (create_graph=True: gradient penalties "
+            "and the like). Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
+        )
+    if any(gradient is not None and is_legacy_batchedtensor(gradient) for gradient in gradients):
+        raise ExecutionError(
+            "a backward pass through a planned model takes one gradient at a time (is_grads_batched=True, vectorize=True). "
+            "Loop over them with retain_graph=True, or call lowtide.restore(model) for that part of the work."
+        )
 
 
 class OutputNode(torch.autograd.Function):
@@ -225,8 +215,8 @@ class OutputNode(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @_once
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        _check_arriving(gradients)
         _ = ctx.saved_tensors  # the engine's own error on a second backward pass without retain_graph=True
         ctx.call.receive(gradients)
         return None, None, torch.empty(0)
@@ -245,17 +235,11 @@ class StageNode(torch.autograd.Function):
         return torch.empty(0)
 
     @staticmethod
-    @_once
     def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
+        _check_arriving((token,))
         with without_autocast(ctx.call.device_type):
             gradients = ctx.call.stage(ctx.node)
         return None, None, torch.empty(0) if ctx.chained else None, *gradients
-
-
-def _graph_is_kept() -> bool:
-    """Whether the backward pass that is running may be followed by another one (``retain_graph=True``)."""
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return asked is None or bool(asked())
 
 
 @contextlib.contextmanager

@@ -5,15 +5,7 @@ are planned is the caller's: planners know nothing of each other.
 """
 
 from lowtide.sharing.choice import Assignment, Planning, Share, choose
-from lowtide.sharing.constraints import (
-    SCALAR_BYTES,
-    Constraint,
-    Footprint,
-    Member,
-    footprint,
-    peak_bytes,
-    sequential_constraints,
-)
+from lowtide.sharing.constraints import SCALAR_BYTES, Constraint, Footprint, Member, peak_bytes, sequential_constraints
 
 __all__ = [
     "SCALAR_BYTES",
@@ -24,7 +16,6 @@ __all__ = [
     "Planning",
     "Share",
     "choose",
-    "footprint",
     "peak_bytes",
     "sequential_constraints",
 ]

@@ -45,12 +45,11 @@ def agreed_plan(program: Program, asked: Any, make: Callable[[], Plan]) -> Plan:
     store = torch.distributed.distributed_c10d._get_default_store()
     key = f"lowtide/{program_key(program, asked)}"
     if store.add(f"{key}/asked", 1) != 1:
-        plan = _wait(store, key, program)
-        return make() if plan is None else plan
+        return _made_elsewhere(store, key, program) or make()
     message = b""
     try:
         plan = make()
-        message = encode(plan)
+        message = zlib.compress(msgspec.json.encode(plan.to_json(graph=False)))
     finally:
         store.set(f"{key}/plan", message)  # type: ignore[arg-type]  # bytes are taken too
     return plan
@@ -67,7 +66,8 @@ def program_key(program: Program, asked: Any) -> str:
     return content_key(repr((ops, values, sizes, ends)), where, asked)
 
 
-def _wait(store: Any, key: str, program: Program) -> Plan | None:
+def _made_elsewhere(store: Any, key: str, program: Program) -> Plan | None:
+    """Another process's plan, for the own graph. Raises ``ScheduleError`` where its schedule is not valid for that."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not store.check([f"{key}/plan"]):
         if time.monotonic() > deadline:
@@ -75,14 +75,4 @@ def _wait(store: Any, key: str, program: Program) -> Plan | None:
             return None
         time.sleep(_POLL_SECONDS)
     message = bytes(store.get(f"{key}/plan"))
-    return decode(message, program) if message else None
-
-
-def encode(plan: Plan) -> bytes:
-    """The plan without its graph, compressed."""
-    return zlib.compress(msgspec.json.encode(plan.to_json(graph=False)))
-
-
-def decode(message: bytes, program: Program) -> Plan:
-    """Inverse of ``encode`` for the process's own program. Raises ``ScheduleError`` where the schedule is not valid for it."""
-    return Plan.from_json(msgspec.json.decode(zlib.decompress(message)), program.graph)
+    return Plan.from_json(msgspec.json.decode(zlib.decompress(message)), program.graph) if message else None

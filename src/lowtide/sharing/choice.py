@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.planning import Plan
 from lowtide.sharing.agreement import program_key
-from lowtide.sharing.constraints import Constraint, Footprint, Member, footprint, peak_bytes
+from lowtide.sharing.constraints import Constraint, Footprint, Member, peak_bytes
 
 _BISECTIONS = 5
 _ROUNDS, _LONGER = 2, 1  # of refinement: over all programs, and times as many plans as before it
 _RAISES = 8  # of a budget that is too small, until one is met
-_ALTERNATIVES = (0.25, 0.5, 0.75)  # where saving the least leaves too little to compute all of it again
+_FIRST_TRIED = (0.0, 0.25, 0.5, 0.75)  # saving the least may leave too little to compute all of it again
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +91,8 @@ class _Search:
         rooms: dict[tuple[str, int], int] = {}
         for key, room in zip(keys, self._rooms(limits, budget_bytes), strict=True):
             rooms[key] = min(room, rooms.get(key, room))
-        found = [
-            self._assignment(member, key, rooms[key], budget_bytes)
-            for member, key in zip(self.members, keys, strict=True)
-        ]
+        members = zip(self.members, keys, strict=True)
+        found = [self._assignment(member, key, rooms[key], budget_bytes) for member, key in members]
         peak = peak_bytes(self.constraints, [assignment.footprint for assignment in found])
         if peak > budget_bytes:
             raise _too_little(budget_bytes, peak)
@@ -130,30 +128,25 @@ class _Search:
         """By a plan that takes ``room`` while it runs and saves ``limit``, or more where that cannot be."""
         if room <= member.output_bytes:
             raise _too_little(budget_bytes, budget_bytes + member.output_bytes - room + 1)
-        between = max(room - limit - member.arriving_bytes, 0)
-        try:
-            return self._attempt(member, Share(room, between))
-        except InfeasibleBudgetError as error:
-            missing = error.minimum_bytes - room
-            if not between:
-                raise _too_little(budget_bytes, budget_bytes + missing) from error
-        try:
-            return self._attempt(member, Share(room, max(between - missing, 0)))
-        except InfeasibleBudgetError as error:
-            raise _too_little(budget_bytes, budget_bytes + error.minimum_bytes - room) from error
-
-    def _attempt(self, member: Member, share: Share) -> Assignment:
-        plan = self.planning(member, share)
-        return Assignment(footprint(member, plan.schedule), share, plan)
+        between, again = max(room - limit - member.arriving_bytes, 0), False
+        while True:
+            share = Share(room, between)
+            try:
+                plan = self.planning(member, share)
+                return Assignment(member.footprint(plan.schedule), share, plan)
+            except InfeasibleBudgetError as error:
+                missing = error.minimum_bytes - room
+                if again or not between:
+                    raise _too_little(budget_bytes, budget_bytes + missing) from error
+            between, again = max(between - missing, 0), True
 
     def common_fraction(self, budget_bytes: int) -> list[float]:
         """About the largest that all members can have. Raises ``InfeasibleBudgetError``."""
-        low, high = self._first_that_fits(budget_bytes), 1.0
+        low, high = self._first_that_fits(_FIRST_TRIED, budget_bytes), 1.0
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
             try:
-                self.assignments([middle] * len(self.members), budget_bytes)
-                low = middle
+                low = self._first_that_fits((middle,), budget_bytes)
             except InfeasibleBudgetError:
                 high = middle
         return [low] * len(self.members)
@@ -177,10 +170,10 @@ class _Search:
                     best, time = tried, taken
         return best
 
-    def _first_that_fits(self, budget_bytes: int) -> float:
-        """A fraction with which the budget is met. Raises ``InfeasibleBudgetError``: of the one that needs least."""
+    def _first_that_fits(self, fractions: Sequence[float], budget_bytes: int) -> float:
+        """One of ``fractions`` with which the budget is met. Raises ``InfeasibleBudgetError``: of the one that needs least."""
         errors = []
-        for fraction in (0.0, *_ALTERNATIVES):
+        for fraction in fractions:
             try:
                 self.assignments([fraction] * len(self.members), budget_bytes)
                 return fraction
@@ -192,7 +185,7 @@ class _Search:
         """The first budget from ``budget_bytes`` on that is found to be met."""
         for _ in range(_RAISES):
             try:
-                self._first_that_fits(budget_bytes)
+                self._first_that_fits(_FIRST_TRIED, budget_bytes)
                 break
             except InfeasibleBudgetError as error:
                 budget_bytes = max(error.minimum_bytes, budget_bytes + 1)

@@ -7,6 +7,7 @@ budget.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -37,8 +38,10 @@ class Constraint:
         total = self.base_bytes + sum(footprints[member].saved_bytes for member in self.saved)
         if self.running >= 0:
             own = footprints[self.running]
-            return total + (own.backward_bytes if self.backward else own.forward_bytes)
-        return total + (footprints[self.entering].entering_bytes if self.entering >= 0 else 0)
+            total += own.backward_bytes if self.backward else own.forward_bytes
+        elif self.entering >= 0:
+            total += footprints[self.entering].entering_bytes
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,60 +84,50 @@ class Member:
     costs: Costs
     outputs_held: bool = False
 
+    def footprint(self, schedule: Schedule) -> Footprint:
+        """What the program takes by this schedule."""
+        graph, costs, boundary = self.program.graph, self.costs, schedule.boundary
+        timeline = simulate(graph, costs, schedule).timeline
+        saved = sum(int(costs.storage_bytes[storage]) for storage in live_at_boundary(graph, schedule))
+        unread = self.unread_output_bytes
+        return Footprint(
+            saved,
+            max(saved - unread, 0),
+            int(timeline[:boundary].max(initial=0)),
+            max(int(timeline[boundary:].max(initial=0)) - unread, 0),
+        )
+
     @functools.cached_property
     def keep_all(self) -> Footprint:
         """Without recomputation."""
-        return footprint(self, keep_all_schedule(self.program.graph))
+        return self.footprint(keep_all_schedule(self.program.graph))
 
     @functools.cached_property
     def eager(self) -> Footprint:
         """As PyTorch runs it, which writes over nothing and may keep the numbers that operators are given."""
-        found = footprint(self, keep_all_schedule(self.program.graph.without_overwrites()))
+        found = self.footprint(keep_all_schedule(self.program.graph.without_overwrites()))
         numbers = SCALAR_BYTES * self.program.graph.forward_ops
-        return Footprint(
-            found.saved_bytes + numbers,
-            found.entering_bytes + numbers,
-            found.forward_bytes + numbers,
-            found.backward_bytes + numbers,
-        )
+        return Footprint(*(each + numbers for each in dataclasses.astuple(found)))
 
-    @property
+    @functools.cached_property
     def output_bytes(self) -> int:
         """Bytes of the forward outputs: what stays whatever is recomputed."""
-        return self._bytes_of(self._storages(self.program.graph.forward_outputs))
+        return self._bytes_of(self.program.graph.forward_outputs)
 
-    @property
+    @functools.cached_property
     def arriving_bytes(self) -> int:
         """Bytes of the gradients that come back for the outputs."""
-        ops = self.program.graph.ops
-        arriving = [self.program.graph.values[op.outputs[0]].storage for op in ops if op.target == TANGENT_TARGET]
-        return self._bytes_of(arriving)
+        return self._bytes_of(op.outputs[0] for op in self.program.graph.ops if op.target == TANGENT_TARGET)
 
-    @property
+    @functools.cached_property
     def unread_output_bytes(self) -> int:
         """Bytes of forward outputs that the program does not read: in its backward pass nobody holds them any more."""
         if self.outputs_held:
             return 0
         graph = self.program.graph
-        read = self._storages(value for op in graph.ops for value in op.inputs)
-        return self._bytes_of(self._storages(graph.forward_outputs) - read)
+        read = {graph.values[value].storage for op in graph.ops for value in op.inputs}
+        return self._bytes_of(value for value in graph.forward_outputs if graph.values[value].storage not in read)
 
-    def _storages(self, values: Iterable[int]) -> set[int]:
-        return {self.program.graph.values[value].storage for value in values}
-
-    def _bytes_of(self, storages: Iterable[int]) -> int:
+    def _bytes_of(self, values: Iterable[int]) -> int:
+        storages = {self.program.graph.values[value].storage for value in values}
         return sum(int(self.costs.storage_bytes[storage]) for storage in storages)
-
-
-def footprint(member: Member, schedule: Schedule) -> Footprint:
-    """What ``member`` takes by this schedule."""
-    graph, costs, boundary = member.program.graph, member.costs, schedule.boundary
-    timeline = simulate(graph, costs, schedule).timeline
-    saved = sum(int(costs.storage_bytes[storage]) for storage in live_at_boundary(graph, schedule))
-    unread = member.unread_output_bytes
-    return Footprint(
-        saved,
-        max(saved - unread, 0),
-        int(timeline[:boundary].max(initial=0)),
-        max(int(timeline[boundary:].max(initial=0)) - unread, 0),
-    )

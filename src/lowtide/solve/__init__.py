@@ -27,11 +27,9 @@ __all__ = [
 
 
 def solve(problem: Problem, planner: str | Planner = "auto") -> Solution:
-    """The planner's answer, its schedule checked and simulated again.
-
-    An infeasible budget is an answer, not an error. Raises ``ScheduleError`` where the planner returned an invalid
-    schedule, one over the budget, or wrong figures (a defect of the planner), ``PlanError`` for an unknown planner.
-    """
+    """The planner's answer, its schedule checked and simulated again. An infeasible budget is an answer, not an error.
+    Raises ``ScheduleError`` where the planner returned an invalid schedule, one over the budget, or wrong figures (a
+    defect of the planner), ``PlanError`` for an unknown planner."""
     chosen = get_planner(planner) if isinstance(planner, str) else planner
     solution = chosen.solve(problem)
     if solution.schedule is None:

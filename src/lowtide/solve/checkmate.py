@@ -37,13 +37,23 @@ from dataclasses import dataclass
 from lowtide.ir import Schedule, keep_all_schedule
 from lowtide.solve.bounds import time_bound
 from lowtide.solve.keep_all import KeepAll
-from lowtide.solve.milp.search import NEVER, Limits, Search, programs, run, writes_elsewhere
+from lowtide.solve.milp.linear import SolverOptions
+from lowtide.solve.milp.search import NEVER, Search, writes_elsewhere
 from lowtide.solve.minimum import minimum_peak, working_set_bound
 from lowtide.solve.model.compact import bounding_model
 from lowtide.solve.options import Options, above_zero, one_of, option
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
 from lowtide.solve.registry import get_planner
+
+
+@dataclass(frozen=True, slots=True)
+class LeastPeak:
+    """A schedule, its peak, and a bound below which no schedule peaks."""
+
+    schedule: Schedule
+    peak_bytes: int
+    bound_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,75 +70,62 @@ class Checkmate(Options):
     warm_start: bool = True
 
     def solve(self, problem: Problem) -> Solution:
-        limits = Limits(self.time_limit, self.gap, self.threads, self.form)
-        solve = _least_time if self.objective == "time" else _least_peak
-        return solve(limits, problem, self.warm_start)
+        return self._least_time(problem) if self.objective == "time" else self._least_peak(problem)
 
+    def _search(self, problem: Problem, budget_bytes: int | None, began: float) -> Search:
+        options = SolverOptions(self.time_limit, self.gap, threads=self.threads, seed=problem.seed)
+        return Search(problem, options, self.form, budget_bytes, began)
 
-def _least_time(limits: Limits, problem: Problem, warm_start: bool) -> Solution:
-    """The least time within the budget."""
-    began = time.perf_counter()
-    kept = KeepAll().solve(problem)
-    if kept.status is Status.OPTIMAL:
-        return dataclasses.replace(kept, planner="checkmate")
-    search = Search(problem, limits, problem.budget_bytes, began)
-    known = [keep_all_schedule(problem.graph)]
-    if warm_start:
-        warm = get_planner("auto{effort=1}" if programs(search) else "auto").solve(problem)
-        known += [schedule for schedule in (warm.schedule, warm.lowest_schedule) if schedule is not None]
-    for schedule in known:
-        search.consider(schedule)
-    if working_set_bound(problem.graph, problem.costs) > problem.budget_bytes:
-        search.bound = NEVER
-    run(search)
-    if not search.settled and not writes_elsewhere(problem):  # graphs on which the programs do not come to an end
-        floor = bounding_model(problem.graph, problem.costs, search.model)
-        known_ns = None if search.best is None else int(search.value)
-        search.bound = max(search.bound, time_bound(floor, problem.budget_bytes, effort=2, known_ns=known_ns))
-    candidates = [search.best] if search.best is not None else [*known, _lowest(limits, problem, known, began).schedule]
-    status = Status.OPTIMAL if search.settled else Status.FEASIBLE
-    solution = answer("checkmate", problem, candidates, began, found=status)
-    if solution.status is Status.UNSOLVED and search.impossible:
-        return dataclasses.replace(solution, status=Status.INFEASIBLE)
-    if solution.status is Status.FEASIBLE and search.bound:
-        return dataclasses.replace(solution, lower_bound_ns=search.bound)
-    return solution
+    def _least_time(self, problem: Problem) -> Solution:
+        """The least time within the budget."""
+        began = time.perf_counter()
+        kept = KeepAll().solve(problem)
+        if kept.status is Status.OPTIMAL:
+            return dataclasses.replace(kept, planner="checkmate")
+        search = self._search(problem, problem.budget_bytes, began)
+        known = [keep_all_schedule(problem.graph)]
+        if self.warm_start:
+            warm = get_planner("auto{effort=1}" if search.programs() else "auto").solve(problem)
+            known += [schedule for schedule in (warm.schedule, warm.lowest_schedule) if schedule is not None]
+        if working_set_bound(problem.graph, problem.costs) > problem.budget_bytes:
+            search.bound = NEVER
+        search.run(known)
+        if not search.settled and not writes_elsewhere(problem):  # graphs on which the programs do not come to an end
+            floor = bounding_model(problem.graph, problem.costs, search.model)
+            known_ns = None if search.best is None else int(search.value)
+            search.bound = max(search.bound, time_bound(floor, problem.budget_bytes, effort=2, known_ns=known_ns))
+        candidates = (
+            [search.best] if search.best is not None else [*known, self._lowest(problem, known, began).schedule]
+        )
+        status = Status.OPTIMAL if search.settled else Status.FEASIBLE
+        solution = answer("checkmate", problem, candidates, began, found=status)
+        if solution.status is Status.UNSOLVED and search.impossible:
+            return dataclasses.replace(solution, status=Status.INFEASIBLE)
+        if solution.status is Status.FEASIBLE and search.bound:
+            return dataclasses.replace(solution, lower_bound_ns=search.bound)
+        return solution
 
+    def least_peak(self, problem: Problem) -> LeastPeak:
+        """The lowest peak found within the time limit; the problem's budget plays no part."""
+        began = time.perf_counter()
+        known = [keep_all_schedule(problem.graph)]
+        if self.warm_start:
+            known.append(minimum_peak(problem.graph, problem.costs, problem.seed)[1])
+        return self._lowest(problem, known, began)
 
-@dataclass(frozen=True, slots=True)
-class LeastPeak:
-    """A schedule, its peak, and a bound below which no schedule peaks."""
+    def _lowest(self, problem: Problem, known: list[Schedule], began: float) -> LeastPeak:
+        search = self._search(problem, None, began)
+        search.bound = working_set_bound(problem.graph, problem.costs)
+        search.run(known)
+        assert search.best is not None
+        return LeastPeak(search.best, int(search.value), min(search.bound, int(search.value)))
 
-    schedule: Schedule
-    peak_bytes: int
-    bound_bytes: int
-
-
-def least_peak(limits: Limits, problem: Problem, warm_start: bool) -> LeastPeak:
-    """The lowest peak found within the time limit; the problem's budget plays no part."""
-    began = time.perf_counter()
-    known = [keep_all_schedule(problem.graph)]
-    if warm_start:
-        known.append(minimum_peak(problem.graph, problem.costs, problem.seed)[1])
-    return _lowest(limits, problem, known, began)
-
-
-def _lowest(limits: Limits, problem: Problem, known: list[Schedule], began: float) -> LeastPeak:
-    search = Search(problem, limits, None, began)
-    search.bound = working_set_bound(problem.graph, problem.costs)
-    for schedule in known:
-        search.consider(schedule)
-    run(search)
-    assert search.best is not None
-    return LeastPeak(search.best, int(search.value), min(search.bound, int(search.value)))
-
-
-def _least_peak(limits: Limits, problem: Problem, warm_start: bool) -> Solution:
-    """The lowest peak, as an answer to the problem; ``OPTIMAL`` where no schedule peaks lower."""
-    began = time.perf_counter()
-    least = least_peak(limits, problem, warm_start)
-    found = Status.OPTIMAL if least.bound_bytes == least.peak_bytes else Status.FEASIBLE
-    solution = answer("checkmate", problem, [least.schedule], began, found=found)
-    if solution.status is Status.UNSOLVED and least.bound_bytes > problem.budget_bytes:
-        solution = dataclasses.replace(solution, status=Status.INFEASIBLE)
-    return dataclasses.replace(solution, lower_bound_ns=None)
+    def _least_peak(self, problem: Problem) -> Solution:
+        """The lowest peak, as an answer to the problem; ``OPTIMAL`` where no schedule peaks lower."""
+        began = time.perf_counter()
+        least = self.least_peak(problem)
+        found = Status.OPTIMAL if least.bound_bytes == least.peak_bytes else Status.FEASIBLE
+        solution = answer("checkmate", problem, [least.schedule], began, found=found)
+        if solution.status is Status.UNSOLVED and least.bound_bytes > problem.budget_bytes:
+            solution = dataclasses.replace(solution, status=Status.INFEASIBLE)
+        return dataclasses.replace(solution, lower_bound_ns=None)

@@ -3,8 +3,10 @@ algorithm 2).
 
 Solves Checkmate's program (``lowtide.solve.milp.stages``, reduced form) as a linear one for a part of the budget
 (the paper: 0.9 of it, that is a reserve of 0.1), rounds which storages are kept, completes with the least recomputation
-and rejects what peaks above the budget. A heuristic: no guarantee of cost or feasibility, and no bound, since the
-reduced form is a restriction.
+and rejects what peaks above the budget. What a stage must hand on and what its node reads is taken from what is stored,
+else recomputed, which asks for inputs in turn (the closed form of algorithm 2). Stages are walked backwards; what cannot be
+recomputed is kept from where it was made, so that every rounding gives a valid sequence. A heuristic: no guarantee of cost
+or feasibility, and no bound, since the reduced form is a restriction. Completion is linear in nodes x reads.
 
 Known deviations: the reserve is searched over ``RESERVES`` unless given; beside the paper's S = 1[S* > 0.5] and its
 draws there is a sweep of thresholds; above ``MOST_RECOMPUTES`` variables R[t, i] recomputation is planned only in every
@@ -15,6 +17,7 @@ are always among the candidates.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,9 +26,8 @@ import numpy as np
 
 from lowtide.ir import keep_all_schedule, simulate
 from lowtide.solve.keep_all import KeepAll
-from lowtide.solve.milp.formulation import Formulation
+from lowtide.solve.milp.formulation import ONE, Formulation
 from lowtide.solve.milp.linear import Floats, Outcome, SolverOptions, solve_program
-from lowtide.solve.milp.rounding import completed, roundings
 from lowtide.solve.milp.stages import StageModel
 from lowtide.solve.model.compact import CompactGraph, Indices, encode_keep_all
 from lowtide.solve.model.reach import recompute_columns
@@ -37,6 +39,7 @@ from lowtide.solve.search.portfolio import make_portfolio
 RESERVES = (0.1, 0.05, 0.0, 0.15, 0.2, 0.3, 0.4, 0.5)
 MOST_RECOMPUTES = 8_000
 MOST_NODES = 3_000
+_THRESHOLDS = tuple(step / 20 for step in range(1, 20))
 _ATTEMPTS = 6  # to find a budget that can be met, together within the time limit once more
 
 
@@ -114,3 +117,51 @@ def _gradients_only(formulation: Formulation, model: CompactGraph) -> Floats:
         backward = [c for s, c in stored.items() if c >= 0 and model.storage_node[s] >= model.boundary]
         rounded[backward] = 1.0
     return rounded
+
+
+def roundings(values: Floats, rounding: str, samples: int, seed: int) -> Iterator[Floats]:
+    """The columns S rounded to 0 and 1: at 0.5, at a sweep of thresholds, or drawn with S* as probability."""
+    if rounding == "randomised":
+        draw = np.random.default_rng(seed)
+        for _ in range(samples):
+            yield (draw.random(len(values)) < values).astype(float)
+    else:
+        for threshold in (0.5,) if rounding == "deterministic" else _THRESHOLDS:
+            yield (values > threshold).astype(float)
+
+
+def completed(formulation: Formulation, model: CompactGraph, rounded: Floats) -> Indices:
+    """The encoded sequence with the least recomputation for the storages that ``rounded`` keeps."""
+    reach, kept = formulation.reach, set[int]()
+    parts: list[list[int]] = [[model.nodes]]
+    for index in range(len(formulation.stages) - 1, -1, -1):
+        stage, stored = formulation.stages[index], formulation.stored[index]
+        wanted = (kept - {*reach.owns[stage.target]}) | {*reach.reads[stage.target]}
+        available = {s for s, column in stored.items() if column == ONE or (column >= 0 and rounded[column] > 0.5)}
+        recomputed, kept = _recomputed(formulation, index, wanted, available)
+        if stage.target < model.nodes:
+            parts.append([stage.target])
+        parts.append([~node for node in recomputed])
+    return np.array([code for part in reversed(parts) for code in part], np.int32)
+
+
+def _recomputed(
+    formulation: Formulation, index: int, wanted: set[int], available: set[int]
+) -> tuple[list[int], set[int]]:
+    """Nodes to recompute in the stage, ascending, and the storages that it takes over from the stage before."""
+    reach, stage = formulation.reach, formulation.stages[index]
+    pending = [(-reach.base[storage], storage) for storage in wanted]
+    heapq.heapify(pending)
+    seen, recomputed, kept = set(wanted), set[int](), set[int]()
+    while pending:
+        storage = heapq.heappop(pending)[1]
+        base = reach.base[storage]
+        if storage in available or base not in stage.recompute:
+            kept.add(storage)
+        elif base not in recomputed:
+            recomputed.add(base)
+            for read in reach.reads[base]:
+                if read not in seen:
+                    seen.add(read)
+                    heapq.heappush(pending, (-reach.base[read], read))
+    return sorted(recomputed), kept

@@ -53,10 +53,8 @@ _SIMULATED = 4  # candidates that are simulated: the lowest and the quickest tha
 
 
 def quickest_fitting(planner: str, problem: Problem, sequences: Callable[[Readers], Iterable[Indices]]) -> Solution:
-    """The quickest of the encoded sequences that fits, the program as written included.
-
-    The sequences must not depend on the budget. Where none fits, ``minimum_bytes`` is the lowest peak among them.
-    """
+    """The quickest of the encoded sequences that fits, the program as written included. The sequences must not depend
+    on the budget. Where none fits, ``minimum_bytes`` is the lowest peak among them."""
     began = time.perf_counter()
     kept = KeepAll().solve(problem)
     if kept.status is Status.OPTIMAL:

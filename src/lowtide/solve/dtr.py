@@ -1,7 +1,7 @@
 """``dtr``: the online heuristics of dynamic tensor rematerialization, run ahead of time on a static graph.
 
 Runs the program in order within the budget; where the next operator does not fit, evicts the resident storage with the
-least score (``lowtide.eviction.scores``), again and again, and rebuilds what was evicted when it is read, with
+least score (``lowtide.eviction.heuristics``), again and again, and rebuilds what was evicted when it is read, with
 whatever that needs. What the program has no more use for is released at once, as a framework that counts references does.
 The heuristics know nothing of the future: that is what makes them online. Kirisame et al., ICLR 2021, arXiv 2006.09616,
 section 2.
@@ -71,15 +71,11 @@ class _Run:
             for storage in row:
                 self.left[storage] += 1
         self.pool = Pool(heuristic=options.heuristic, sample=options.sample, skip_small=options.sample, seed=seed)
-        self.entries = self._entries()
-
-    def _entries(self) -> list[Entry]:
-        model, entries = self.model, list[Entry]()
+        self.entries: list[Entry] = []
         for storage, node in enumerate(self.base):
             size, cost_ns = int(model.storage_bytes[storage]), int(model.time_ns[node])
-            entries.append(Entry(size, cost_ns, tuple(entries[parent] for parent in self.reads[node])))
-            entries[-1].pinned = bool(model.held[storage]) or not model.recomputable[node]
-        return entries
+            self.entries.append(Entry(size, cost_ns, tuple(self.entries[parent] for parent in self.reads[node])))
+            self.entries[-1].pinned = bool(model.held[storage]) or not model.recomputable[node]
 
     def finish(self) -> bool:
         """Run all; false where it thrashes."""
@@ -123,10 +119,7 @@ class _Run:
         self.codes.append(~node if again else node)
         pool.tick(int(self.model.time_ns[node]))
         for entry in fresh:
-            if entry.evicted:
-                pool.add(entry)
-            else:
-                pool.enter(entry)
+            pool.enter(entry)
         for storage in self.reads[node]:
             pool.touch(self.entries[storage])
 

@@ -55,10 +55,8 @@ Action = tuple[str, int]
 
 
 def reversal(steps: int, slots: int) -> Iterator[Action]:
-    """What happens in turn: ``("store", state)``, ``("reverse", step)``, ``("discard", state)``.
-
-    State ``i`` is the input of step ``i``; state 0 is there throughout. Steps are reversed from the last to the first.
-    """
+    """What happens in turn: ``("store", state)``, ``("reverse", step)``, ``("discard", state)``. State ``i`` is the
+    input of step ``i``; state 0 is there throughout. Steps are reversed from the last to the first."""
     pending: list[tuple[str, int, int, int]] = [("chain", 0, steps, slots)]
     while pending:
         kind, low, high, left = pending.pop()
@@ -92,31 +90,30 @@ def slot_sequence(readers: Readers, states: list[int], slots: int) -> Indices:
     boundary = readers.model.boundary
     edges = [0, *states, boundary]  # step i has the nodes from edges[i] to edges[i + 1]
     step_of = np.searchsorted(states, np.arange(boundary), side="right").tolist()
-    memory = LiveResults(readers, range(edges[-2], boundary))
-    slot_keeper = _Slots(memory, states, reversal(len(states) + 1, slots))
-    slot_keeper.advance_to(len(states), -1)
-    for node in slot_keeper.stored:
+    memory = _Slots(readers, states, slots)
+    memory.advance_to(len(states), -1)
+    for node in memory.stored:
         memory.there[node] |= SLOT
     for position, nodes in enumerate(readers.direct):
         for node in nodes:
             if not memory.there[node]:
                 step = step_of[node]
-                slot_keeper.advance_to(step, position)
+                memory.advance_to(step, position)
                 targets = wanted(readers, range(edges[step], edges[step + 1]), position)
                 computed = memory.rebuild(targets)
                 memory.want(targets, position)
-                slot_keeper.fill(computed)
+                memory.fill(computed)
         memory.compute(position)
     return np.array(memory.codes, np.int32)
 
 
-class _Slots:
+class _Slots(LiveResults):
     """Follows the reversal: which states are to be in slots now."""
 
-    def __init__(self, memory: LiveResults, states: list[int], actions: Iterator[Action]) -> None:
-        self.memory = memory
+    def __init__(self, readers: Readers, states: list[int], slots: int) -> None:
+        super().__init__(readers, range(states[-1] if states else 0, readers.model.boundary))
         self.states = states
-        self.actions = actions
+        self.actions = reversal(len(states) + 1, slots)
         self.step = len(states) + 1  # the latest step that was reversed
         self.stored: set[int] = set()
 
@@ -126,21 +123,20 @@ class _Slots:
             kind, index = next(self.actions)
             if kind == "reverse":
                 self.step = index
-            elif kind == "store":
-                self.stored.add(self.states[index - 1])
-            else:
-                self._discard(self.states[index - 1], position)
-
-    def _discard(self, node: int, position: int) -> None:
-        self.stored.discard(node)
-        if self.memory.there[node] & SLOT:
-            self.memory.there[node] &= ~SLOT
-            self.memory.want([node], position)
+                continue
+            node = self.states[index - 1]
+            if kind == "store":
+                self.stored.add(node)
+                continue
+            self.stored.discard(node)
+            if self.there[node] & SLOT:
+                self.there[node] &= ~SLOT
+                self.want([node], position)
 
     def fill(self, computed: list[int]) -> None:
         for node in computed:
-            if node in self.stored and not self.memory.there[node] & FIXED:
-                self.memory.there[node] |= SLOT
+            if node in self.stored and not self.there[node] & FIXED:
+                self.there[node] |= SLOT
 
 
 Griewank = checkpointing("Griewank", "griewank", _all_sequences)

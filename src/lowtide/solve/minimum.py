@@ -18,10 +18,8 @@ _BLOCKS_SHARE = 0.25  # of the peak without recomputation: the budget that block
 
 
 def minimum_peak(graph: Graph, costs: Costs, seed: int = 0) -> tuple[int, Schedule]:
-    """The smallest peak reached and a schedule that has it; ``auto`` with the same seed reaches it too.
-
-    Exact for graphs of a few nodes, a search from nested segment checkpointing for others.
-    """
+    """The smallest peak reached and a schedule that has it; ``auto`` with the same seed reaches it too. Exact for
+    graphs of a few nodes, a search from nested segment checkpointing for others."""
     from lowtide.solve.search.portfolio import make_portfolio
 
     portfolio = make_portfolio(graph, costs, seed)
@@ -45,10 +43,8 @@ def starting_points(portfolio: Portfolio) -> list[Candidate]:
 
 def lowest_candidate(portfolio: Portfolio, target_bytes: int, share: float = 1.0) -> Candidate:
     """The smallest peak that runs from the lowest starting points reach, or at most ``target_bytes`` once reached.
-
     ``share`` of the iterations at default effort. Independent of any budget but for the early end, so that what it
-    finds can be found again.
-    """
+    finds can be found again."""
     iterations = int(share * portfolio.iterations)
     plain = starting_points(portfolio)
     top = max(point.peak_bytes for point in plain)

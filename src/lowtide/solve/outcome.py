@@ -14,10 +14,8 @@ from lowtide.solve.problem import Problem, Solution, Status
 def answer(
     planner: str, problem: Problem, candidates: Iterable[Schedule], began: float, *, found: Status = Status.FEASIBLE
 ) -> Solution:
-    """The quickest candidate within the budget (then the lowest, then the earliest), with status ``found``.
-
-    ``began`` is the reading of ``time.perf_counter`` at the start.
-    """
+    """The quickest candidate within the budget (then the lowest, then the earliest), with status ``found``. ``began``
+    is the reading of ``time.perf_counter`` at the start."""
     measured = [(simulate(problem.graph, problem.costs, schedule), schedule) for schedule in candidates]
     lowest, lowest_schedule = min(measured, key=lambda pair: pair[0].peak_bytes)
     unsolved = Solution(planner, Status.UNSOLVED, None, 0, 0, minimum_bytes=lowest.peak_bytes)
@@ -40,11 +38,9 @@ Sequences = Callable[[CompactGraph, int], Iterable[Indices]]
 
 
 def quickest_eviction(planner: str, problem: Problem, sequences: Sequences, again: Sequences) -> Solution:
-    """The quickest of the encoded sequences for the budget that fits, keeping everything included.
-
-    Where none fits, ``minimum_bytes`` is the smallest budget that the sequences of ``again`` meet, found by bisection to 2 %
-    and at most to the byte. An attempt may come to no end at all; then the next budget is larger.
-    """
+    """The quickest of the encoded sequences for the budget that fits, keeping everything included. Where none fits,
+    ``minimum_bytes`` is the smallest budget that the sequences of ``again`` meet, found by bisection to 2 % and at most
+    to the byte. An attempt may come to no end at all; then the next budget is larger."""
     began = time.perf_counter()
     model = compact(problem.graph, problem.costs)
 

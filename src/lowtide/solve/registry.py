@@ -72,9 +72,9 @@ def format_spec(planner: Planner) -> str:
     """The spec that gives this planner back; options at their defaults are left out."""
     name = next((n for n, (_, cls, _) in PLANNERS.items() if cls == type(planner).__name__), type(planner).__name__)
     changed = [
-        f"{field.name.replace('_', '-')}={_text(getattr(planner, field.name))}"
+        f"{field.name.replace('_', '-')}={str(value).lower() if isinstance(value, bool) else value}"
         for field in dataclasses.fields(planner)  # type: ignore[arg-type]
-        if getattr(planner, field.name) != field.default
+        if (value := getattr(planner, field.name)) != field.default
     ]
     return f"{name}{{{','.join(changed)}}}" if changed else name
 
@@ -109,7 +109,3 @@ def _value(spec: str, key: str, text: str, kind: type) -> Any:
         pass
     expected = "true or false" if kind is bool else f"a value of type {kind.__name__}"
     raise PlanError(f"planner spec {spec!r}: {key} needs {expected}, not {text!r}")
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -18,7 +18,7 @@ from functools import partial
 
 from lowtide.solve.blocks.answer import Builder, solve_with_tables
 from lowtide.solve.blocks.compose import BlockChains
-from lowtide.solve.blocks.partition import refined_cuts, several_cuts
+from lowtide.solve.blocks.partition import distinct, refined_cuts, several_cuts
 from lowtide.solve.blocks.table import build_table
 from lowtide.solve.options import Options, between
 from lowtide.solve.problem import Problem, Solution
@@ -40,9 +40,7 @@ class Rockmate(Options):
 
     def builders(self, chains: BlockChains) -> list[Builder]:
         """One per way to cut."""
-        ways: list[list[int]] = []
-        for cuts in several_cuts(chains.model, _BLOCKS):
-            for most_nodes in (self.block_nodes, max(self.block_nodes // 2, 1)):
-                way = refined_cuts(chains.model, cuts, most_nodes)
-                ways += [way] if way not in ways else []
+        sizes = (self.block_nodes, max(self.block_nodes // 2, 1))
+        cuts = several_cuts(chains.model, _BLOCKS)
+        ways = distinct([refined_cuts(chains.model, way, most_nodes) for way in cuts for most_nodes in sizes])
         return [partial(build_table, *chains.with_menus(way, self.options), slots=self.slots) for way in ways]

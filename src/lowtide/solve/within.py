@@ -10,11 +10,9 @@ _SHARE = 0.2  # of the iterations of a search for the lowest peak at default eff
 
 
 def sequence_within(graph: Graph, costs: Costs, budget_bytes: int, seed: int = 0) -> tuple[int, tuple[int, ...]]:
-    """Op ids in the order in which they are computed, and the peak of their schedule.
-
-    The quickest of the greedy sequences that fit; where none does, the lowest that a search meets until it fits, so that a
-    peak above the budget says that none was found, and proves nothing. Deterministic.
-    """
+    """Op ids in the order in which they are computed, and the peak of their schedule. The quickest of the greedy
+    sequences that fit; where none does, the lowest that a search meets until it fits, so that a peak above the budget
+    says that none was found, and proves nothing. Deterministic."""
     from lowtide.solve.search.portfolio import make_portfolio
 
     portfolio = make_portfolio(graph, costs, seed)

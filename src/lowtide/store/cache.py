@@ -42,11 +42,9 @@ class _Envelope(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Entries of one ``format`` in one folder; of more than ``most_entries`` those used least recently go.
-
-    Any number of processes may share the folder: a file is replaced in one step. No method raises for what the disk does or
-    holds: what cannot be read is not there, what cannot be written is not kept, and the log says so.
-    """
+    """Entries of one ``format`` in one folder; of more than ``most_entries`` those used least recently go. Any number
+    of processes may share the folder: a file is replaced in one step. No method raises for what the disk does or holds:
+    what cannot be read is not there, what cannot be written is not kept, and the log says so."""
 
     folder: Path
     format: str
@@ -100,10 +98,8 @@ class Cache:
         encode: Callable[[Entry], Any],
         patience_seconds: float,
     ) -> Entry:
-        """The entry of ``key``; where there is none, that of ``make``, which is kept.
-
-        Of processes that ask at the same time one makes it. The others wait ``patience_seconds`` at most, then make their own.
-        """
+        """The entry of ``key``; where there is none, that of ``make``, which is kept. Of processes that ask at the same
+        time one makes it. The others wait ``patience_seconds`` at most, then make their own."""
         stamp = self.stamp(key)
         found = self.get(key, decode)
         if found is not None:
@@ -118,10 +114,8 @@ class Cache:
 
     @contextlib.contextmanager
     def making(self, key: str, patience_seconds: float) -> Iterator[None]:
-        """Inside, no other process makes the entry of ``key``, for which there is a lock file meanwhile.
-
-        A process that is killed lets go. One that has waited ``patience_seconds``, or cannot lock files here, goes on without.
-        """
+        """Inside, no other process makes the entry of ``key``, for which there is a lock file meanwhile. A process that
+        is killed lets go. One that has waited ``patience_seconds``, or cannot lock files here, goes on without."""
         path = self.folder / f"{key}.lock"
         lock = filelock.FileLock(path)
         try:

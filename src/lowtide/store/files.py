@@ -17,10 +17,8 @@ LEFTOVER_SUFFIXES = (".tmp", ".lock")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader sees the old or the new content, never a part. Raises ``PlanError``.
-
-    Links are followed; what is there and no file, such as a pipe or a device, is written to.
-    """
+    """Write a file so that a reader sees the old or the new content, never a part. Raises ``PlanError``. Links are
+    followed; what is there and no file, such as a pipe or a device, is written to."""
     data = content.encode() if isinstance(content, str) else content
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")

@@ -1,15 +1,11 @@
-"""Recorded programs: the trace model, its file form, the logs published with DTR, a simulator, and plain DAGs from them.
-
-No torch. ``TraceWriter`` writes a trace as a program runs; ``simulate`` replays one within a budget.
-"""
+"""Recorded programs: the trace model, its files, the logs published with DTR, a simulator, and graphs from them. No torch."""
 
 from lowtide.trace.checker import check_trace
 from lowtide.trace.files import TRACE_FORMAT, TraceWriter, read_trace, write_trace
 from lowtide.trace.graph import trace_to_dag, trace_to_graph
-from lowtide.trace.liveness import unconstrained_peak_bytes
 from lowtide.trace.model import Constant, Created, Event, OperatorCall, Pin, Release, Trace
 from lowtide.trace.replay import ReplayStatus, ReplayWatcher
-from lowtide.trace.simulator import POLICIES, ReplayResult, simulate
+from lowtide.trace.simulator import POLICIES, ReplayResult, simulate, unconstrained_peak_bytes
 
 __all__ = [
     "POLICIES",

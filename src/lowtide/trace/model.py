@@ -84,9 +84,7 @@ Event = Constant | OperatorCall | Release | Pin
 @dataclass(frozen=True, slots=True)
 class Trace:
     """``budget_bytes``: what the run was held to, where it was; ``device``: what the times were taken on.
-
-    ``forward_calls``: how many calls make up the forward pass, where that is known.
-    """
+    ``forward_calls``: how many calls make up the forward pass, where that is known."""
 
     events: tuple[Event, ...]
     name: str = ""

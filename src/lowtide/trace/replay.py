@@ -23,6 +23,7 @@ constant, say), it happens in place, and whatever can no longer be rebuilt after
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass, field
 
 from lowtide.eviction import Pool
 from lowtide.trace.model import Constant, Event, OperatorCall, Pin, Release
@@ -59,20 +60,20 @@ class ReplayWatcher:
         """It no longer does."""
 
 
+@dataclass(slots=True)
 class Replay:
     """Runs the events one by one. ``spare_ns``: how much recomputation there may be, ``None`` without a limit."""
 
-    def __init__(
-        self, pool: Pool, budget_bytes: int, policy: str, spare_ns: float | None, watcher: ReplayWatcher
-    ) -> None:
-        self.pool = pool
-        self.budget_bytes = budget_bytes
-        self.policy = policy
-        self.spare_ns = spare_ns
-        self.watcher = watcher
-        self.tensors: dict[int, TracedTensor] = {}
-        self.evictions = self.rematerializations = self.peak_bytes = 0
-        self.turn = 0  # counts down: of equals, the one that became evictable last goes first
+    pool: Pool
+    budget_bytes: int
+    policy: str
+    spare_ns: float | None
+    watcher: ReplayWatcher
+    tensors: dict[int, TracedTensor] = field(default_factory=dict)
+    evictions: int = 0
+    rematerializations: int = 0
+    peak_bytes: int = 0
+    turn: int = 0  # counts down: of equals, the one that became evictable last goes first
 
     def step(self, event: Event) -> None:
         """Raises ``ReplayEndError`` where the replay cannot go on."""
@@ -84,7 +85,8 @@ class Replay:
             case Release():
                 self._release(self.tensors.pop(event.tensor))
             case Pin():
-                self._pin(self.tensors[event.tensor])
+                self._define(self.tensors[event.tensor])
+                self.tensors[event.tensor].storage.pinned = True
 
     def _constant(self, event: Constant) -> None:
         operator = TracedOperator("constant", 0, [])
@@ -194,10 +196,6 @@ class Replay:
             if tensor.held:
                 self._define(tensor)
 
-    def _pin(self, tensor: TracedTensor) -> None:
-        self._define(tensor)
-        tensor.storage.pinned = True
-
     def _define(self, tensor: TracedTensor) -> None:
         if not tensor.defined:
             self._run(tensor.operator, tensor, again=True)
@@ -268,10 +266,7 @@ class Replay:
         """Coming back is no access."""
         accessed_ns = storage.accessed_ns
         self.watcher.came(storage)
-        if storage.evicted:
-            self.pool.add(storage)
-        else:
-            self.pool.enter(storage)
+        self.pool.enter(storage)
         storage.accessed_ns = accessed_ns
         self._evictable(storage)
 

@@ -1,7 +1,4 @@
-"""Replaying a trace within a budget, evicting by a heuristic, as an online run of the program would have to.
-
-The rules are told in ``lowtide.trace.replay``.
-"""
+"""Replaying a trace by the rules of ``lowtide.trace.replay``, as an online run would have to, and its peak without a budget."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import dataclass
 from lowtide.errors import LowtideError
 from lowtide.eviction import Pool
 from lowtide.trace.checker import check_trace
-from lowtide.trace.model import Trace
+from lowtide.trace.model import Constant, OperatorCall, Pin, Release, Trace
 from lowtide.trace.replay import Replay, ReplayEndError, ReplayStatus, ReplayWatcher
 
 POLICIES = ("eager", "ignore", "banish")
@@ -19,9 +16,7 @@ POLICIES = ("eager", "ignore", "banish")
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
     """``base_ns``: every operator once; ``time_ns``: up to where the replay ended. ``operator`` is where it failed.
-
-    ``evictions`` counts those that made room; ``rematerializations`` the operators that ran again.
-    """
+    ``evictions`` counts those that made room; ``rematerializations`` the operators that ran again."""
 
     status: ReplayStatus
     budget_bytes: int
@@ -77,3 +72,38 @@ def simulate(
         replay.rematerializations,
         operator,
     )
+
+
+def unconstrained_peak_bytes(trace: Trace) -> int:
+    """What the trace needs where nothing is evicted: its storages from their first tensor to their last release.
+    Constants included; a write of what a call made needs room for the new version beside the old one."""
+    storage_of: dict[int, int] = {}  # tensor -> the first tensor of its storage
+    sizes: dict[int, int] = {}  # first tensor -> bytes
+    held: dict[int, int] = {}
+    lasting: set[int] = set()
+    live = peak = 0
+    for event in trace.events:
+        match event:
+            case Constant():
+                storage_of[event.tensor], sizes[event.tensor], held[event.tensor] = event.tensor, event.bytes, 1
+                lasting.add(event.tensor)
+                live += event.bytes
+                peak = max(peak, live)
+            case OperatorCall():
+                for created in event.creates:
+                    alias = created.alias_of
+                    first = storage_of[created.tensor] = created.tensor if alias is None else storage_of[alias]
+                    sizes.setdefault(first, created.bytes)
+                    held[first] = held.get(first, 0) + 1
+                    live += created.bytes
+                    if event.once:
+                        lasting.add(first)
+                written = {storage_of[tensor] for tensor in event.writes} - lasting
+                peak = max(peak, live + event.workspace_bytes + sum(sizes[first] for first in written))
+            case Release():
+                first = storage_of[event.tensor]
+                held[first] -= 1
+                live -= 0 if held[first] else sizes[first]
+            case Pin():
+                pass
+    return peak

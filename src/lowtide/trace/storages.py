@@ -13,10 +13,10 @@ class TracedStorage(Entry):
     """``held``: how many of its ``tensors`` the program still has; ``lasting``: it cannot be computed again;
     ``outside``: neither made nor freed by the program."""
 
-    outside: bool = field(default=False, kw_only=True)
-    tensors: list[TracedTensor] = field(default_factory=list, kw_only=True)
-    held: int = field(default=0, kw_only=True)
-    lasting: bool = field(default=False, kw_only=True)
+    outside: bool = False
+    tensors: list[TracedTensor] = field(default_factory=list)
+    held: int = 0
+    lasting: bool = False
 
     def keep(self) -> None:
         """Never evict it."""
@@ -60,10 +60,8 @@ class TracedOperator:
 
 @dataclass(eq=False, repr=False, slots=True)
 class TracedTensor:
-    """``defined``: it can be read. An alias is not, although its storage may be there, until its operator has run again.
-
-    ``number``: what the trace calls it.
-    """
+    """``defined``: it can be read. An alias is not, although its storage may be there, until its operator has run
+    again. ``number``: what the trace calls it."""
 
     operator: TracedOperator
     storage: TracedStorage

@@ -68,11 +68,9 @@ class Chain:
 
 
 def make_chain(model: CompactGraph, cuts: Sequence[int], starts: Sequence[int] | None = None) -> Chain:
-    """The chain of blocks between ``cuts``, which begin with 0 and end with the first backward node.
-
-    ``starts``, where given, are the regions' beginnings instead of those found; any not increasing line of them is
-    sound, as what a region reads of an earlier block crosses to it.
-    """
+    """The chain of blocks between ``cuts``, which begin with 0 and end with the first backward node. ``starts``, where
+    given, are the regions' beginnings instead of those found; any not increasing line of them is sound, as what a
+    region reads of an earlier block crosses to it."""
     counts: Flags = (model.storage_node < model.boundary) & ~model.held & model.recomputable[model.storage_node]
     block_of = np.searchsorted(np.asarray(cuts), model.storage_node, side="right") - 1
     producer = np.where(counts, block_of, -1).astype(np.int32)

@@ -17,10 +17,8 @@ _CHEAP_SHARE = 0.1
 
 
 def articulation_cuts(model: CompactGraph, most_blocks: int) -> list[int]:
-    """Cuts ``0 .. boundary`` behind nodes whose storages alone cross, long-lived cheap storages apart.
-
-    Where that gives more than ``most_blocks`` blocks, the cuts that leave the quickest pair are dropped.
-    """
+    """Cuts ``0 .. boundary`` behind nodes whose storages alone cross, long-lived cheap storages apart. Where that gives
+    more than ``most_blocks`` blocks, the cuts that leave the quickest pair are dropped."""
     last = last_forward_use(model, updates=False)
     forward = (model.storage_node < model.boundary) & ~model.held & model.recomputable[model.storage_node]
     span = last - model.storage_node
@@ -69,18 +67,18 @@ def refined_cuts(model: CompactGraph, cuts: list[int], most_nodes: int) -> list[
 
 
 def several_cuts(model: CompactGraph, most_blocks: int) -> list[list[int]]:
-    """Articulation cuts for ``most_blocks`` blocks and ever half as many down to about six, each way once.
+    """Articulation cuts for ``most_blocks`` blocks and ever half as many down to about six, each way once. Fine blocks
+    cannot leave out what crosses between two of them, coarse blocks have fewer places to store: which does better
+    depends on the program."""
+    counts = [most_blocks]
+    while counts[-1] >= 12:
+        counts.append(counts[-1] // 2)
+    return distinct([articulation_cuts(model, count) for count in counts])
 
-    Fine blocks cannot leave out what crosses between two of them, coarse blocks have fewer places to store: which does
-    better depends on the program.
-    """
-    ways: list[list[int]] = []
-    while most_blocks >= 6 or not ways:
-        cuts = articulation_cuts(model, most_blocks)
-        if cuts not in ways:
-            ways.append(cuts)
-        most_blocks //= 2
-    return ways
+
+def distinct(ways: list[list[int]]) -> list[list[int]]:
+    """Each way to cut once."""
+    return [cuts for index, cuts in enumerate(ways) if cuts not in ways[:index]]
 
 
 def top_cuts(model: CompactGraph, bundles: int, least_nodes: int) -> list[list[int]]:
@@ -88,6 +86,5 @@ def top_cuts(model: CompactGraph, bundles: int, least_nodes: int) -> list[list[i
     ways: list[list[int]] = []
     for count in (bundles, max(bundles // 2, 1)):
         most_nodes = max(2 * model.boundary // count, least_nodes)
-        for cuts in (refined_cuts(model, articulation_cuts(model, count), most_nodes), even_cuts(model, count)):
-            ways += [cuts] if cuts not in ways else []
-    return ways
+        ways += [refined_cuts(model, articulation_cuts(model, count), most_nodes), even_cuts(model, count)]
+    return distinct(ways)

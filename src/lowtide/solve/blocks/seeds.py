@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowtide.solve.blocks.compose import BlockChains
-from lowtide.solve.blocks.partition import articulation_cuts, refined_cuts, several_cuts, top_cuts
+from lowtide.solve.blocks.partition import articulation_cuts, distinct, refined_cuts, several_cuts, top_cuts
 from lowtide.solve.blocks.table import Table, build_table, spread
 from lowtide.solve.model.compact import Indices
 
@@ -53,6 +53,6 @@ def block_tables(chains: BlockChains, room: int) -> Iterator[Table]:
         yield from (build_table(chain, composed, most, _SLOTS) for most in mosts)
     ways = [refined_cuts(model, cuts, _MOST_NODES) for cuts in several_cuts(model, _MOST_BLOCKS)]
     ways.insert(0, refined_cuts(model, articulation_cuts(model, _MOST_BLOCKS), 2 * _MOST_NODES))
-    for cuts in (cuts for index, cuts in enumerate(ways) if cuts not in ways[:index]):
+    for cuts in distinct(ways):
         chain, options = chains.with_menus(cuts, _OPTIONS)
         yield from (build_table(chain, options, most, _SLOTS) for most in mosts)

@@ -121,11 +121,9 @@ def _share_bound(facts: Facts, trials: Trials, work: int, seconds: float, enough
 
 
 def _whole_bound(program: Covering, seconds: float) -> float | None:
-    """The relaxation's bound with whole columns after at most ``seconds``; ``None`` without HiGHS or a bound.
-
-    Its cuts close in tenths of a second what branching alone takes minutes for. A margin well above its tolerances is
-    taken off.
-    """
+    """The relaxation's bound with whole columns after at most ``seconds``; ``None`` without HiGHS or a bound. Its cuts
+    close in tenths of a second what branching alone takes minutes for. A margin well above its tolerances is taken
+    off."""
     zeros, ones = np.zeros(len(program.cost)), np.ones(len(program.cost))
     matrix, most = (program.start, program.index, program.value), np.full(len(program.right), INFINITY)
     whole = LinearProgram(program.cost, zeros, ones, ones.astype(np.bool_), *matrix, program.right, most)

@@ -2,6 +2,10 @@
 
 Instants are tried where most would be live without recomputation, one in each of some equal stretches of the part that
 is over the budget, then around the best of them. A cut more never makes the relaxation weaker.
+
+The multipliers of one relaxation are where that with one more cut starts. Rows and columns are matched by what they stand for.
+A gap that the new cut splits becomes a window of two gaps; the rows that link it to its gaps then take over the time of its
+recomputes, so that the bound is about the same at once.
 """
 
 from __future__ import annotations
@@ -11,9 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.solve.bounds.dual import Dual, improve, make_matrix, solve_dual
-from lowtide.solve.bounds.relaxation import Covering, Facts, Floats, relax
-from lowtide.solve.bounds.transfer import transfer
+from lowtide.solve.bounds.dual import Dual, first_weight, improve, make_matrix, solve_dual
+from lowtide.solve.bounds.relaxation import Covering, Facts, Floats, IndexBlock, relax
 from lowtide.solve.model.compact import Numbers
 
 _WORTH = 2e-5  # a further cut must add this share of the program's time
@@ -39,9 +42,7 @@ class Relaxed:
 
 def choose_cuts(facts: Facts, kept_bytes: Numbers, trials: Trials, enough: float) -> Relaxed | None:
     """The relaxation on the chosen cuts, with its multipliers; ``None`` where no instant is over the budget.
-
-    ``kept_bytes``: bytes resident at each instant without recomputation. Stops early once the bound is ``enough``.
-    """
+    ``kept_bytes``: bytes resident at each instant without recomputation. Stops early once the bound is ``enough``."""
     over = np.nonzero(kept_bytes[:-1] > facts.room_bytes)[0]
     best: Relaxed | None = None
     for _ in range(trials.cuts):
@@ -78,7 +79,7 @@ def _with_cut(facts: Facts, known: Relaxed | None, instant: int, work: int) -> R
         return Relaxed(program, solve_dual(program, _iterations(program, work)))
     program = relax(facts, sorted((*known.program.cuts, instant)))
     cost: Floats = facts.model.time_ns / max(int(facts.model.time_ns.sum()), 1)
-    return _more(Relaxed(program, transfer(known.program, known.dual, program, cost)), work)
+    return _more(Relaxed(program, _transfer(known.program, known.dual, program, cost)), work)
 
 
 def _more(relaxed: Relaxed, work: int) -> Relaxed:
@@ -98,3 +99,36 @@ def _stretches(instants: Numbers, count: int) -> list[Numbers]:
 
 def _highest(stretch: Numbers, kept_bytes: Numbers) -> int:
     return int(stretch[np.argmax(kept_bytes[stretch])])
+
+
+def _transfer(old: Covering, dual: Dual, new: Covering, cost: Floats) -> Dual:
+    """A start for ``new``; ``cost`` is the share of time of each node."""
+    x = _match(old.column_blocks, dual.x, new.column_blocks, len(new.cost))
+    y = _match(old.row_blocks, dual.y, new.row_blocks, len(new.right))
+    old_links = [block for block in old.row_blocks if block.key[0] == "link"]
+    matched = {block.key for block in old_links}
+    gaps = set(zip(old.cuts, (*old.cuts[1:], cost.size), strict=True)) if old.cuts else set()
+    for block in new.row_blocks:
+        kind, begin, end = block.key
+        if kind != "link" or block.key in matched or (begin, end) not in gaps:
+            continue
+        left = cost.copy()
+        for link in old_links:
+            if link.key[1] <= begin and end <= link.key[2]:
+                left[link.members] -= dual.y[link.first : link.first + len(link.members)]
+        y[block.first : block.first + len(block.members)] = np.maximum(left[block.members], 0.0)
+    return Dual(dual.bound, x, y, first_weight(new))
+
+
+def _match(old: tuple[IndexBlock, ...], values: Floats, new: tuple[IndexBlock, ...], size: int) -> Floats:
+    """The values of the members that both have, 0 elsewhere."""
+    known = {block.key: block for block in old}
+    out = np.zeros(size)
+    for block in new:
+        before = known.get(block.key)
+        if before is None or len(before.members) == 0 or len(block.members) == 0:
+            continue
+        at = np.minimum(np.searchsorted(before.members, block.members), len(before.members) - 1)
+        same = before.members[at] == block.members
+        out[block.first : block.first + len(block.members)][same] = values[before.first + at[same]]
+    return out

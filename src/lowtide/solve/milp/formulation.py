@@ -123,8 +123,5 @@ class Formulation:
             runs.extend([[]] * (rounds[node] - len(pending)) + pending)
             pending, seen = [[]], node
         known = zip(self.stages, runs, strict=True)
-        return (
-            runs
-            if all(node in stage.recompute or node == stage.target for stage, run in known for node in run)
-            else None
-        )
+        possible = all(node in stage.recompute or node == stage.target for stage, run in known for node in run)
+        return runs if possible else None

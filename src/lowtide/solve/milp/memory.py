@@ -19,11 +19,9 @@ from lowtide.solve.model.reach import Reach
 
 @dataclass(slots=True, eq=False)
 class StageMemory:
-    """The variables of a staged program and the rows that keep its memory within the budget.
-
-    ``stored[t]`` and ``saved[t]``: the columns S and G of stage ``t`` by storage and by random node.
-    ``budget_bytes`` ``None``: the peak is minimised, and ``peak`` is its column.
-    """
+    """The variables of a staged program and the rows that keep its memory within the budget. ``stored[t]`` and
+    ``saved[t]``: the columns S and G of stage ``t`` by storage and by random node. ``budget_bytes`` ``None``: the peak
+    is minimised, and ``peak`` is its column."""
 
     model: CompactGraph
     budget_bytes: int | None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from lowtide.ir import Schedule, schedule_from_sequence, simulate
-from lowtide.ir.schedule import Compute
+from lowtide.ir import Compute, Schedule, is_view, schedule_from_sequence, simulate
 from lowtide.solve.milp.formulation import Formulation
 from lowtide.solve.milp.linear import Outcome, SolverOptions, SolverResult, solve_program
 from lowtide.solve.milp.stages import StageModel
@@ -26,23 +26,14 @@ NEVER = 2**62  # a bound above every value: nothing fits
 _EQUAL = 1e-6  # relative difference between a time and its bound that counts as none
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Options of ``checkmate`` that concern the solver."""
-
-    time_limit: float
-    gap: float
-    threads: int
-    form: str
-
-
 @dataclass(slots=True)
 class Search:
     """What is known so far. ``budget_bytes`` ``None``: the least peak is looked for, and ``value`` and ``bound`` are
     bytes; otherwise nanoseconds."""
 
     problem: Problem
-    limits: Limits
+    options: SolverOptions
+    form: str
     budget_bytes: int | None
     began: float
     model: CompactGraph = field(init=False)
@@ -58,7 +49,7 @@ class Search:
 
     @property
     def remaining(self) -> float:
-        return self.limits.time_limit - (time.perf_counter() - self.began)
+        return self.options.time_limit - (time.perf_counter() - self.began)
 
     @property
     def impossible(self) -> bool:
@@ -89,8 +80,7 @@ class Search:
 
     def any_order(self, share: float) -> None:
         """The relaxation: a bound for the full problem, and a candidate."""
-        stages = StageModel(self.model, self.budget_bytes, ordered=False)
-        formulation, result = self._run(stages, share)
+        formulation, result = self._run(StageModel(self.model, self.budget_bytes, ordered=False), share)
         if self.exact:
             whole = NEVER if result.outcome is Outcome.INFEASIBLE else formulation.lower_bound(self.model, result.bound)
             self.bound = max(self.bound, whole)
@@ -102,9 +92,7 @@ class Search:
         spare = 0
         for _ in range(_TIGHTENINGS):
             budget = None if self.budget_bytes is None else self.budget_bytes - spare
-            repeated = dict.fromkeys(range(self.model.nodes + 1), rounds)
-            stages = StageModel(self.model, budget, reduced=reduced, rounds=repeated)
-            formulation, result = self._run(stages, share)
+            formulation, result = self._run(StageModel(self.model, budget, reduced=reduced, rounds=rounds), share)
             if not len(result.values):
                 return
             peak = self.consider_nodes(formulation.sequence(result.values))
@@ -141,44 +129,39 @@ class Search:
 
     def _run(self, stages: StageModel, share: float) -> tuple[Formulation, SolverResult]:
         formulation = stages.build()
-        settings = SolverOptions(
-            time_limit=self.remaining * share,
-            gap=self.limits.gap,
-            absolute_gap=formulation.absolute_gap,
-            threads=self.limits.threads,
-            seed=self.problem.seed,
-        )
+        limit = self.remaining * share
+        options = dataclasses.replace(self.options, time_limit=limit, absolute_gap=formulation.absolute_gap)
         start = formulation.start(self.model, self.nodes) if self.best is not None else None
-        return formulation, solve_program(formulation.program, settings, start)
+        return formulation, solve_program(formulation.program, options, start)
 
+    def programs(self) -> list[Callable[[], None]]:
+        """What there is to solve, one after the other; nothing where the graph is too large for any program."""
+        form, full = self.form, recompute_columns(self.model, reduced=False)
+        attempts: list[Callable[[], None]] = []
+        if form == "auto":
+            form = "full" if full <= FULL_UP_TO else "reduced"
+        if form == "full" and full <= MOST_RECOMPUTES:
+            small = full <= ROUNDS_UP_TO
+            attempts = [partial(self.any_order, 0.5), partial(self.ordered, False, 1, 0.5 if small else 1.0)]
+            if small:
+                attempts += [self.full_states]
+                attempts += [partial(self.ordered, False, rounds) for rounds in range(2, MOST_ROUNDS + 1)]
+        elif form == "reduced" and recompute_columns(self.model, reduced=True) <= MOST_RECOMPUTES:
+            attempts = [partial(self.ordered, True, 1, 0.6)]
+            if full <= MOST_RECOMPUTES:
+                attempts += [partial(self.any_order, 1.0)]
+        return attempts
 
-def programs(search: Search) -> list[Callable[[], None]]:
-    """What there is to solve, one after the other; nothing where the graph is too large for any program."""
-    form, full = search.limits.form, recompute_columns(search.model, reduced=False)
-    attempts: list[Callable[[], None]] = []
-    if form == "auto":
-        form = "full" if full <= FULL_UP_TO else "reduced"
-    if form == "full" and full <= MOST_RECOMPUTES:
-        small = full <= ROUNDS_UP_TO
-        attempts = [partial(search.any_order, 0.5), partial(search.ordered, False, 1, 0.5 if small else 1.0)]
-        if small:
-            attempts += [search.full_states]
-            attempts += [partial(search.ordered, False, rounds) for rounds in range(2, MOST_ROUNDS + 1)]
-    elif form == "reduced" and recompute_columns(search.model, reduced=True) <= MOST_RECOMPUTES:
-        attempts = [partial(search.ordered, True, 1, 0.6)]
-        if full <= MOST_RECOMPUTES:
-            attempts += [partial(search.any_order, 1.0)]
-    return attempts
-
-
-def run(search: Search) -> None:
-    """The programs that the form and the size of the graph ask for."""
-    attempts = programs(search)
-    for index, attempt in enumerate(attempts):
-        if search.settled or search.remaining <= 0:
-            return
-        search.problem.progress("checkmate", index / len(attempts))
-        attempt()
+    def run(self, known: list[Schedule]) -> None:
+        """The programs that the form and the size of the graph ask for; ``known``: schedules to begin with."""
+        for schedule in known:
+            self.consider(schedule)
+        attempts = self.programs()
+        for index, attempt in enumerate(attempts):
+            if self.settled or self.remaining <= 0:
+                return
+            self.problem.progress("checkmate", index / len(attempts))
+            attempt()
 
 
 def nodes_of(model: CompactGraph, schedule: Schedule) -> list[int]:
@@ -189,8 +172,6 @@ def nodes_of(model: CompactGraph, schedule: Schedule) -> list[int]:
 
 def writes_elsewhere(problem: Problem) -> bool:
     """Whether an op that is no view puts a value into another op's storage: the model never recomputes those."""
-    from lowtide.ir import is_view
-
     graph = problem.graph
     return any(
         graph.storages[graph.values[value].storage].base != op.id

@@ -22,7 +22,7 @@ leads from i to a node at or after t. In the reduced form stages of the forward 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -34,11 +34,11 @@ from lowtide.solve.model.reach import reach
 
 @dataclass(slots=True, eq=False)
 class StageModel(StageMemory):
-    """Builds a formulation. ``budget_bytes`` ``None``: minimise the peak. ``rounds`` per stage, 1 where left out."""
+    """Builds a formulation. ``budget_bytes`` ``None``: minimise the peak."""
 
     reduced: bool = False
     every: int = 1  # recomputation in every so many stages only
-    rounds: dict[int, int] = field(default_factory=dict)
+    rounds: int = 1  # of each stage
     ordered: bool = True
     integer: bool = True
 
@@ -67,7 +67,7 @@ class StageModel(StageMemory):
             skipped = (target - model.boundary) % self.every or (self.reduced and target < model.boundary)
             allowed = [] if skipped else range(target)
             nodes = [node for node in allowed if until[node] >= target]
-            for remaining in range(self.rounds.get(target, 1), 0, -1):
+            for remaining in range(self.rounds, 0, -1):
                 table = {node: self.rows.add_column(cost[node], 0.0, 1.0, self.integer) for node in nodes}
                 stages.append(FrontierStage(target if remaining == 1 else -1, target, table))
         return stages
