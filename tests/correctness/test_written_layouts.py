@@ -56,8 +56,15 @@ class _Model(nn.Module):
         return (y * y.detach().sin()).sum(), y
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("write", WRITES)
+# Each write in one layout, the layouts in turn; all of them in the wide sweep.
+_CASES = [
+    pytest.param(write, layout, marks=() if (first + second) % len(LAYOUTS) == 0 else pytest.mark.slow)
+    for first, write in enumerate(WRITES)
+    for second, layout in enumerate(LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("write", "layout"), _CASES)
 def test_writes_keep_the_layout(write: str, layout: str) -> None:
     torch.manual_seed(0)
     plain = _Model(WRITES[write], LAYOUTS[layout])

@@ -67,12 +67,12 @@ def test_the_table() -> None:
         get_device("abacus")
 
 
-@pytest.mark.parametrize("name", [device.name for device in DEVICES])
+@pytest.mark.parametrize("name", DEVICES)
 def test_every_row_of_the_table(name: str) -> None:
     device = get_device(name)
     assert get_device(name.upper()) is device
     assert torch.float32 in device.flops and all(rate > 0 for rate in device.flops.values())
     assert device.bandwidth > 0 and device.launch_ns > 0
     assert 0 < device.flops_share <= 1 and 0 < device.bandwidth_share <= 1
-    others = [get_device(other) for other in [device.name for device in DEVICES] if other != name]
+    others = [other for other in DEVICES.values() if other is not device]
     assert not [other.name for other in others if set(other.matches) & set(device.matches)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def _sample(iteration: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (torch.randn(128, 64, generator=torch.Generator().manual_seed(iteration)),), {}
 
 
+@functools.cache
 def _program() -> tuple[Any, Any]:
     model = lowtide.rematerialize(Pointwise(), _sample(0)[0], budget="100%", planner="keep-all")
     (plan,) = lowtide.plans(model)

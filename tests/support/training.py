@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 import lowtide
+from lowtide.budget import parse_budget
 from lowtide.integrations.passes import latest_plans
 from tests.support.records import (
     SEED,
@@ -126,6 +127,11 @@ def prepared(
         refused(budget - max(budget // 50, 1))  # planners name the least that they meet to 2 %
     result = run(model, args, kwargs, budget=budget, **options)
     assert result is model
+    if prepare is None and not options.keys() & {"reserve", "total_budget", "compiler"}:
+        (plan,) = lowtide.plans(model)
+        assert plan.budget_bytes == parse_budget(budget, plan.unconstrained_peak_bytes), (
+            "another budget than was asked for"
+        )
     assert torch.equal(torch.get_rng_state(), generator), "preparation moved the generator"
     after = _fingerprint(model)
     for key, value in before.items():
