@@ -18,7 +18,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 
 from lowtide.capture.contract import Captured, Conditions, Contract
 from lowtide.capture.convert.convert import Converted, convert
-from lowtide.capture.copies import State, copy_without_data, model_state
+from lowtide.capture.copies import State, model_state
 from lowtide.capture.python_state import attribute_effects
 from lowtide.capture.python_state.guards import Guards
 from lowtide.capture.python_state.held_inputs import HeldInputs, inputs_at
@@ -29,7 +29,7 @@ from lowtide.capture.rehearsal import Effects, rehearse
 from lowtide.capture.trace.autocast import is_kept, share_casts
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
 from lowtide.capture.trace.joint import export_joint
-from lowtide.capture.traced_model import TracedModel, announce_origins, period_of_casts
+from lowtide.capture.traced_model import TracedCall, TracedModel, TracedRun, period_of_casts
 from lowtide.errors import CaptureError, LowtideError, NoGradientError, PlanError
 from lowtide.ir import Graph
 from lowtide.ir.graph import TANGENT_TARGET
@@ -78,18 +78,6 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """``model(*args, **kwargs)`` taken apart, and how it is to be traced (see ``capture``)."""
-
-    model: nn.Module
-    state: State
-    tensors: list[torch.Tensor]
-    arguments: Any
-    mask: GradientMask | None
-    watch: Callable[[nn.Module], None] | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Trace:
     """An attempt that found nothing new: the joint graph, and what was noted while it was traced."""
 
@@ -116,7 +104,7 @@ def capture(
     """The training program of ``model(*args, **kwargs)``, and its contract.
 
     ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is
-    guessed, see ``capture.traced_model.guess_mask``. ``watch`` is shown every copy of the model before it is traced;
+    guessed, see ``traced_model.guess_mask``. ``watch`` is shown every copy of the model before it is traced;
     ``rewrite`` may change the joint graph before it is converted.
 
     The call is traced until a trace finds nothing that the next one should know. Raises ``CaptureError`` where the program
@@ -126,7 +114,7 @@ def capture(
         state = model_state(model)
         tensors, arguments = flat_arguments(args, kwargs)
         check(model, (*state.tensors, *tensors))
-        call = _Call(model, state, tensors, arguments, mask, watch)
+        call = TracedCall(model, state, tensors, arguments, mask, watch)
         known = known or Known()
         attempt: _Trace | Known = replace(known, recorder=known.recorder or RandomRecorder())
         while isinstance(attempt, Known):
@@ -134,18 +122,18 @@ def capture(
         return _finished(call, attempt, rewrite)
 
 
-def _attempt(call: _Call, known: Known) -> _Trace | Known:
+def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     """A trace of the call; or what was learned from it, where that makes for another one."""
     assert known.recorder is not None
     model, recorder, effects = call.model, known.recorder, known.effects
     mode = AnsweringFakeMode()
     held, followed = _followed(model, known.follow, (*call.state.tensors, *call.tensors))
     fakes = fakes_of(mode, call.state.tensors, (*call.tensors, *held))
-    traced = _traced_model(call, held, effects, recorder)
+    traced = TracedModel(call, held, effects.tensors if effects else (), recorder)
     try:
         module, metadata = export_joint(traced, fakes)
         refuse_merged(metadata, fakes)
-        if effects is None and traced.changes:
+        if effects is None and traced.run.changes:
             effects = rehearse(model, call.state.tensors, held, call.tensors, call.arguments)
             if effects.tensors or effects.carried:
                 return Known(effects, known.attributes | effects.carried, recorder)
@@ -163,37 +151,10 @@ def _attempt(call: _Call, known: Known) -> _Trace | Known:
     return _Trace(module, metadata, traced, held, followed, effects or Effects(), tuple(mode.questions), recorder.draws)
 
 
-def _traced_model(
-    call: _Call, held: Sequence[torch.Tensor], effects: Effects | None, recorder: RandomRecorder
-) -> TracedModel:
-    real = (*call.state.tensors, *held)
-
-    def make_model(own: Sequence[torch.Tensor]) -> tuple[nn.Module, dict[int, Any]]:
-        clone, copies = copy_without_data(call.model, real, own)
-        announce_origins(clone)
-        if call.watch is not None:
-            call.watch(clone)
-        return clone, copies
-
-    assigned = effects.tensors if effects else ()
-    keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
-    return TracedModel(
-        call.model,
-        make_model,
-        call.state.names,
-        call.arguments,
-        len(call.tensors),
-        call.mask,
-        assigned,
-        recorder,
-        keep_casts,
-    )
-
-
-def _finished(call: _Call, trace: _Trace, rewrite: Callable[[torch.fx.GraphModule], None] | None) -> Captured:
+def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.GraphModule], None] | None) -> Captured:
     """The program of a joint graph, and the contract."""
-    traced, effects, held = trace.traced, trace.effects, trace.held
-    if all(entry is False for entry in traced.used_mask):
+    run, effects, held = trace.traced.run, trace.effects, trace.held
+    if all(entry is False for entry in run.mask):
         raise NoGradientError(
             "no output of the model requires a gradient, so there is nothing to rematerialize: check requires_grad of "
             "the parameters and inputs, and that the model is not under torch.no_grad()."
@@ -202,15 +163,15 @@ def _finished(call: _Call, trace: _Trace, rewrite: Callable[[torch.fx.GraphModul
     share_casts(trace.module, [i for i, tensor in enumerate(inputs) if is_kept(tensor)], period_of_casts)
     if rewrite is not None:
         rewrite(trace.module)
-    settings = tuple(setting for setting in traced.settings if setting.place not in effects.counted)
-    attribute_effects.say_unknown(call.model, [place for place in traced.unknown if place not in effects.counted])
-    guards = _guards(call.model, traced, effects, settings, held)
-    program = _assemble(convert(trace.module), trace.metadata, traced, call.state, type(call.model).__name__)
+    settings = tuple(setting for setting in run.settings if setting.place not in effects.counted)
+    attribute_effects.say_unknown(call.model, [place for place in run.unknown if place not in effects.counted])
+    guards = _guards(call.model, trace, settings)
+    program = _assemble(convert(trace.module), trace.metadata, run, call.state, type(call.model).__name__)
     read = _read_inputs(program, trace.questions)
     count = len(inputs) - len(held)
     followed = HeldInputs(trace.held_inputs.places, frozenset(i for i in range(len(held)) if count + i not in read))
     conditions = Conditions(trace.questions, guards, trace.draws, followed)
-    return Captured(program, Contract(traced.result, conditions, effects, settings, traced.reassigned))
+    return Captured(program, Contract(run.result, conditions, effects, settings, run.buffers))
 
 
 def _followed(
@@ -226,37 +187,26 @@ def _followed(
 
 def _read_inputs(program: Program, questions: Sequence[Any]) -> set[int]:
     """The flat inputs that are of consequence: for operators, results, or answers."""
-    asked = (question.positions() for question in questions)
+    asked = (question.known.positions() for question in questions)
     returned = {result.argument for result in program.results if result.argument is not None}
     return {i for i, value in enumerate(program.inputs) if value is not None} | returned.union(*asked)
 
 
-def _guards(
-    model: nn.Module,
-    traced: TracedModel,
-    effects: Effects,
-    settings: Sequence[attribute_effects.ValueEffect],
-    held: Sequence[torch.Tensor],
-) -> tuple[Guards, ...]:
+def _guards(model: nn.Module, trace: _Trace, settings: Sequence[attribute_effects.ValueEffect]) -> tuple[Guards, ...]:
     """What the model must be like: as it is now or, where the next call has the same program, as this one leaves it."""
+    effects, reads, held = trace.effects, trace.traced.reads, trace.held
     written = [one.place for one in effects.tensors if not one.once and one.place not in effects.carried]
     every = sharing(model, written)
-    guards = Guards.of(model, traced.reads, every, held)
-    left = [(setting.place, setting.value) for setting in settings if setting.place in traced.changes.plain]
+    guards = Guards.of(model, reads, every, held)
+    left = [(setting.place, setting.value) for setting in settings if setting.place in trace.traced.run.changes.plain]
     if not left or not effects.settled:
         return (guards,)
-    return guards, Guards.of(model, traced.reads, every, held, left)
+    return guards, Guards.of(model, reads, every, held, left)
 
 
-def _assemble(
-    converted: Converted,
-    metadata: Any,
-    traced: TracedModel,
-    state: State,
-    name: str,
-) -> Program:
+def _assemble(converted: Converted, metadata: Any, run: TracedRun, state: State, name: str) -> Program:
     builder = converted.builder
-    returned, position, results = _results(converted, metadata, traced)
+    returned, position, results = _results(converted, metadata, run)
     position_of: dict[Any, int] = {d.PlainAOTInput(i): i for i in range(len(converted.inputs))}
     gradients = tuple(
         (position_of[desc.grad_of], value)
@@ -292,7 +242,7 @@ def _assemble(
         tangents=tangents,
         gradients=gradients,
         results=tuple(results),
-        mask=traced.used_mask,
+        mask=run.mask,
         state_names=state.names,
         parameters=state.parameters,
         kept=tuple(converted.kept),
@@ -300,16 +250,13 @@ def _assemble(
     return with_overwrites(program)
 
 
-def _results(
-    converted: Converted, metadata: Any, traced: TracedModel
-) -> tuple[list[int], dict[Any, int], list[Result]]:
+def _results(converted: Converted, metadata: Any, run: TracedRun) -> tuple[list[int], dict[Any, int], list[Result]]:
     """Forward outputs in the order in which the program returns them, at which of them each described one is, and how each
     result comes from them. Those with a gradient are apart from all others."""
     returned: list[int] = []
     positions: dict[Any, int] = {}
-    requires_grad = [*traced.requires_grad, *(False for _ in traced.reassigned)]
     results = []
-    for number, (grad, viewed) in enumerate(zip(requires_grad, traced.viewed, strict=True)):
+    for number, (grad, viewed) in enumerate(zip(run.requires_grad, run.viewed, strict=True)):
         descriptor, info = d.PlainAOTOutput(number), metadata.output_info[number]
         if info.output_type in (OutputType.is_input, OutputType.alias_of_input):
             view = viewed.view if info.output_type is OutputType.alias_of_input else None
@@ -321,5 +268,5 @@ def _results(
             positions[descriptor] = len(returned) - 1
         place = positions.get(descriptor, returned.index(value))
         results.append(Result(grad, place, viewed.argument, view=viewed.view))
-    bases = [None if viewed.result is None else results[viewed.result].returned for viewed in traced.viewed]
+    bases = [None if viewed.result is None else results[viewed.result].returned for viewed in run.viewed]
     return returned, positions, [replace(one, base=base) for one, base in zip(results, bases, strict=True)]

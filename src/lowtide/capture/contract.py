@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,8 @@ from lowtide.program.keys import fingerprint
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conditions:
-    """What a program depends on beside the layouts of its inputs: answers about their values (``capture.fake``), what the model
-    is like, in one of several ways (``capture.guards``), and what Python and NumPy draw (``capture.draws``)."""
+    """What a program depends on beside the layouts of its inputs: the answers to ``questions`` about their values, what the
+    model is like, in one of several ways (``guards``), and what Python and NumPy draw."""
 
     questions: tuple[Any, ...] = ()
     guards: tuple[Guards, ...] = (Guards(),)
@@ -104,8 +105,8 @@ class Contract:
         written = {*(one.place for one in self.effects.tensors), *(setting.place for setting in self.settings)}
         places = written | self.held_inputs.attributes()
         before = [attribute_effects.Before(place, value_at(model, place)) for place in places]
-        attribute_effects.write(model, self.effects.tensors, left)
-        attribute_effects.apply(model, self.settings)
+        attribute_effects.write(model, zip((one.place for one in self.effects.tensors), left, strict=True))
+        attribute_effects.write(model, [(one.place, copy.deepcopy(one.change)) for one in self.settings])
         return result, before
 
     def same_as(self, other: Contract) -> bool:

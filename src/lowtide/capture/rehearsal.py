@@ -1,4 +1,4 @@
-"""Calls in a row of one copy of a model, on fake tensors: what they do to its attributes, see ``capture.attributes``."""
+"""Calls in a row of one copy of a model, on fake tensors: what they do to its attributes, see ``attribute_effects``."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def rehearse(
 
 
 def _effects(calls: Sequence[RehearsedCall]) -> Effects:
-    """What calls in a row do to the attributes. Raises ``CaptureError``, see ``capture.attributes``."""
+    """What calls in a row do to the attributes. Raises ``CaptureError``, see ``python_state.attribute_effects``."""
     first, second = calls[:2]
     every = [place for place in first.changes.tensors if place in second.changes.tensors]
     once = [place for place in first.changes.tensors if place not in every]
@@ -95,7 +95,7 @@ def _effects(calls: Sequence[RehearsedCall]) -> Effects:
         )
     kept = every if counted else [*every, *once]  # a constant beside a counter is made in every call
     tensors = tuple(
-        attribute_effects.TensorEffect(*place, refilled=place in second.emptied, once=place in once) for place in kept
+        attribute_effects.TensorEffect(place, refilled=place in second.emptied, once=place in once) for place in kept
     )
     changing = any(place not in counted for place in second.changes.plain)
     settled = same and not once and not late and not carried and not changing
@@ -154,7 +154,7 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if items is not None and _emptied(found[place], items):
                 self.emptied.add(place)
         places = [
-            attribute_effects.TensorEffect(*place, refilled=place in self.emptied) for place in self.changes.tensors
+            attribute_effects.TensorEffect(place, refilled=place in self.emptied) for place in self.changes.tensors
         ]
         self.moved = set(map(id, tensors_in(attribute_effects.written(model, before, places))))
 

@@ -8,8 +8,8 @@ one input, so that their gradients are summed by the autograd engine itself, in 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.capture.copies import State, copy_without_data
 from lowtide.capture.python_state import attribute_effects, random_numbers
 from lowtide.capture.python_state.buffer_effects import MadeBuffer, declared_buffers, new_buffers, registered
 from lowtide.capture.python_state.caches import clear_caches_of_fakes
@@ -31,7 +32,7 @@ from lowtide.capture.trace.autocast import Period, periods_of_casts
 from lowtide.capture.trace.fake import known_value
 from lowtide.errors import CaptureError
 from lowtide.program import structure
-from lowtide.program.results import GradientMask, Outputs, Viewed, bases, below
+from lowtide.program.results import GradientMask, Viewed, bases, below, outputs_of
 from lowtide.program.source import user_source
 
 NO_SAVED_TENSORS_HOOKS = (
@@ -41,97 +42,138 @@ NO_SAVED_TENSORS_HOOKS = (
 )
 
 
-@dataclass
-class TracedModel:
-    """Callable as ``(*tensors) -> tuple of tensors``; remembers the structure of the last result. The tensors are the model's
-    parameters and buffers, those of the arguments, and those in followed attributes.
+@dataclass(frozen=True, slots=True)
+class TracedCall:
+    """``model(*args, **kwargs)`` taken apart: the model's ``state``, the call's distinct ``tensors``, and the structure of the
+    ``arguments``. ``mask`` says which results a gradient is expected for, by default those of ``guess_mask``; ``watch`` sees
+    every copy of the model before it is traced."""
 
-    Every call runs a model of its own, since a forward pass may leave (fake) tensors in attributes: what it ``changes``. The
-    structure is of a pair: what the model returned, and the attributes that are results too, ``assigned``. ``settings`` are the
-    plain values that it wrote, and ``unknown`` the attributes that got other ones.
+    model: nn.Module
+    state: State
+    tensors: list[torch.Tensor]
+    arguments: Any
+    mask: GradientMask | None = None
+    watch: Callable[[nn.Module], None] | None = None
 
-    ``mask`` says which results a gradient is expected for; the others are detached, so that none is asked for them. What its
-    code reads are the ``reads``, and ``recorder`` follows what it draws. ``keep_casts``: those of autocast.
+
+@dataclass(frozen=True, slots=True)
+class TracedRun:
+    """What one run of a traced model did.
+
+    ``result`` is the structure of a pair: what the model returned, and the attributes that are results too. Of each result:
+    whether it ``requires_grad``, its entry in the ``mask``, and of what it is ``viewed``. ``changes``: of attributes;
+    ``settings``: the plain values among them, and ``unknown`` those that got other ones. ``buffers``: registered or replaced.
     """
 
-    original: nn.Module
-    make_model: Callable[[Sequence[torch.Tensor]], tuple[nn.Module, dict[int, Any]]]
-    names: tuple[tuple[str, ...], ...]
-    arguments: Any
-    argument_tensors: int
-    mask: GradientMask | None
-    assigned: tuple[attribute_effects.TensorEffect, ...] = ()
-    recorder: RandomRecorder = field(default_factory=RandomRecorder)
-    keep_casts: bool = True
-    reads: Reads = field(default_factory=Reads)
-    reached: ExternalEffects | None = None  # of the first call
-    changes: attribute_effects.Changes = field(default_factory=attribute_effects.Changes)
-    settings: tuple[attribute_effects.ValueEffect, ...] = ()
-    unknown: tuple[AttributePath, ...] = ()
-    result: Any = None
-    requires_grad: tuple[bool, ...] = ()
-    used_mask: GradientMask = ()
-    reassigned: dict[str, MadeBuffer] = field(default_factory=dict)
-    viewed: tuple[Viewed, ...] = ()
+    result: Any
+    requires_grad: tuple[bool, ...]
+    mask: GradientMask
+    viewed: tuple[Viewed, ...]
+    changes: attribute_effects.Changes
+    settings: tuple[attribute_effects.ValueEffect, ...]
+    unknown: tuple[AttributePath, ...]
+    buffers: dict[str, MadeBuffer]
+
+
+class TracedModel:
+    """Callable as ``(*tensors) -> tuple of tensors``: the model's parameters and buffers, those of the arguments, and ``held``
+    ones, which are in its attributes. ``assigned``: attributes that are results too; ``recorder`` follows what is drawn.
+
+    Every call runs a model of its own, since a forward pass may leave (fake) tensors in attributes, and notes what that did in
+    ``run``. What its code reads are the ``reads``, of all runs. Results that no gradient is expected for are detached, so that
+    none is asked for them.
+    """
+
+    def __init__(
+        self,
+        call: TracedCall,
+        held: Sequence[torch.Tensor],
+        assigned: Sequence[attribute_effects.TensorEffect],
+        recorder: RandomRecorder,
+    ) -> None:
+        self.call, self.held, self.assigned, self.recorder = call, held, assigned, recorder
+        self.reads = Reads()
+        self._keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
+        self._reached: ExternalEffects | None = None  # of the first run
+        self._run: TracedRun | None = None
+
+    @property
+    def run(self) -> TracedRun:
+        """The last one."""
+        assert self._run is not None
+        return self._run
+
+    def _copy(self, others: Sequence[torch.Tensor]) -> tuple[nn.Module, dict[int, Any]]:
+        clone, copies = copy_without_data(self.call.model, (*self.call.state.tensors, *self.held), others)
+        announce_origins(clone)
+        if self.call.watch is not None:
+            self.call.watch(clone)
+        return clone, copies
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        count = len(self.names)
-        given = tensors[count : count + self.argument_tensors]
-        model, copies = self.make_model([*tensors[:count], *tensors[count + self.argument_tensors :]])
+        names = self.call.state.names
+        state, others = tensors[: len(names)], tensors[len(names) :]
+        given, held = others[: len(self.call.tensors)], others[len(self.call.tensors) :]
+        model, copies = self._copy([*state, *held])
         declared = declared_buffers(model)
         before = attribute_effects.snapshot(model)
-        args, kwargs = structure.unflatten(self.arguments, given)
         hooks = [hooks_of(module) for module in model.modules()]
-        observer = Observer(self.original, model, copies, self.reads)
+        observer = Observer(self.call.model, model, copies, self.reads)
         wanting = [tensor.requires_grad for tensor in tensors]
-        try:
-            # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
-            no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(NO_SAVED_TENSORS_HOOKS)
-            with (
-                self.recorder(),
-                ExternalEffects(
-                    model, (*args, *kwargs.values()), _constant if self.reached is None else None
-                ) as reached,
-                random_numbers.none_by(model),
-                observer.watching(),
-                no_hooks,
-                periods_of_casts(self.keep_casts) as period,
-                _RecordSource(tensors[:count], period),
-                _RefuseWrites(),  # type: ignore[no-untyped-call]
-            ):
-                result = model.forward(*args, **kwargs)
-        finally:
-            clear_caches_of_fakes()
-        extra = new_buffers(model, self.names, tensors[:count])
-        self.reached = self.reached or reached
-        if reached.lost:
-            self.reached.undo()
-            reached.refuse()
+        result = self._forward(model, given, state, observer)
+        extra = new_buffers(model, names, state)
         if [tensor.requires_grad for tensor in tensors] != wanting:
             raise CaptureError(
                 "the forward pass calls requires_grad_() on an argument or a parameter, which planned calls would not do. Call "
                 "it before the forward pass, or run the model under lowtide.online."
             )
-        self.changes = attribute_effects.changes(model, before)
+        changes = attribute_effects.changes(model, before)
         paths = {id(module): path for path, module in model.named_modules()}
         written = sorted((paths[key], name) for key, name in observer.written if key in paths)
-        self.settings, self.unknown = attribute_effects.settings(model, before, self.changes, written)
+        settings, unknown = attribute_effects.settings(model, before, changes, written)
         if hooks != [hooks_of(module) for module in model.modules()]:
-            self.settings = ()  # a flag says that there are hooks now, but in the model itself there are none
+            settings = ()  # a flag says that there are hooks now, but in the model itself there are none
         flat, result = structure.flatten_distinct((result, attribute_effects.written(model, before, self.assigned)))
-        self.result = structure.with_argument_slots(result, structure.objects(self.arguments))
+        result = structure.with_argument_slots(result, structure.objects(self.call.arguments))
         hidden = bases(flat, tensors)
-        guess = guess_mask(flat, self.result) + (False,) * len(hidden)
+        guess = guess_mask(flat, result) + (False,) * len(hidden)
         flat += hidden
-        self.requires_grad = tuple(tensor.requires_grad for tensor in flat)
-        self.used_mask = self.mask if self.mask and _fits(self.mask, flat) else guess
-        known = frozenset(name for names in self.names for name in names)
-        self.reassigned = registered(model, extra, known, declared, len(flat))
-        outputs = Outputs.of(
-            [*flat, *(tensor.detach() for tensor in extra.values())], self.used_mask + (False,) * len(extra), tensors
-        )
-        self.viewed = outputs.viewed
-        return outputs.tensors
+        mask = self.call.mask if self.call.mask and _fits(self.call.mask, flat) else guess
+        known = frozenset(name for everywhere in names for name in everywhere)
+        buffers = registered(model, extra, known, declared, len(flat))
+        without = [tensor.detach() for tensor in extra.values()]
+        outputs, viewed = outputs_of([*flat, *without], mask + (False,) * len(without), tensors)
+        requires_grad = (*(tensor.requires_grad for tensor in flat), *(False for _ in without))
+        self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, buffers)
+        return outputs
+
+    def _forward(
+        self, model: nn.Module, given: Sequence[torch.Tensor], state: Sequence[torch.Tensor], observer: Observer
+    ) -> Any:
+        """What the model returns. What it left outside of itself is refused, or undone."""
+        args, kwargs = structure.unflatten(self.call.arguments, given)
+        constant = _constant if self._reached is None else None
+        try:
+            # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
+            no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(NO_SAVED_TENSORS_HOOKS)
+            with (
+                self.recorder(),
+                ExternalEffects(model, (*args, *kwargs.values()), constant) as reached,
+                random_numbers.none_by(model),
+                observer.watching(),
+                no_hooks,
+                periods_of_casts(self._keep_casts) as period,
+                _RecordSource(state, period),
+                _RefuseWrites(),  # type: ignore[no-untyped-call]
+            ):
+                result = model.forward(*args, **kwargs)
+        finally:
+            clear_caches_of_fakes()
+        self._reached = self._reached or reached
+        if reached.lost:
+            self._reached.undo()
+            reached.refuse()
+        return result
 
 
 def _constant(traced: torch.Tensor) -> torch.Tensor | None:
@@ -161,15 +203,16 @@ def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested) -> Gra
     carried = structure.slots_in_objects(result)
     if chosen:
         known = below([results[index] for index in chosen])
-        chosen += [index for index in inner if index not in carried and _has_leaf(below([results[index]], known))]
+        others = [index for index in inner if index not in carried]
+        chosen += [index for index in others if any(map(_is_leaf, below([results[index]], known)))]
     else:
         chosen = [index for index in inner if index not in carried] or inner or able
     return tuple(index in chosen for index in range(len(results)))
 
 
-def _has_leaf(nodes: Collection[Any]) -> bool:
-    """Whether there is a parameter or an input among them."""
-    return any(not node.next_functions for node in nodes)
+def _is_leaf(node: Any) -> bool:
+    """Whether it is of a parameter or an input."""
+    return not node.next_functions
 
 
 def announce_origins(model: nn.Module) -> None:
@@ -197,7 +240,7 @@ def origin(node: torch.fx.Node) -> tuple[str, str]:
 
 
 def period_of_casts(node: torch.fx.Node) -> str:
-    """Until when a cast was kept, see ``capture.autocast``."""
+    """Until when a cast was kept, see ``trace.autocast``."""
     period: str = node.meta.get("custom", {}).get(_KEY, {}).get("casts", "")
     return period
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lowtide.program.objects import PLAIN, content, fields, is_open
+from lowtide.program.objects import PLAIN, cell_value, content, fields, is_open
 from lowtide.program.structure import Nested, OpenObject, Slot, flatten
 
 _LONG = 256  # bytes, from which on they are told by a digest
@@ -23,7 +23,7 @@ _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 
 def fingerprint(structure: Any) -> Any:
-    """Of a structure (``capture.structure``): equal for trees that differ only in their tensors."""
+    """Of a structure (``program.structure``): equal for trees that differ only in their tensors."""
     return _Visit().key(structure)
 
 
@@ -74,7 +74,7 @@ def _parts(node: Any) -> dict[Any, Any]:
     if isinstance(node, (set, frozenset)):
         return dict.fromkeys(sorted(node, key=repr))
     if isinstance(node, types.FunctionType):
-        cells = {i: cell.cell_contents for i, cell in enumerate(node.__closure__ or ()) if _is_filled(cell)}
+        cells = dict(enumerate(map(cell_value, node.__closure__ or ())))
         held = {"defaults": node.__defaults__, "keywords": node.__kwdefaults__, "closure": cells}
         return {"code": node.__code__, **held} if cells or any(held.values()) else {}
     items = content(node)
@@ -88,13 +88,6 @@ def _is_closed(kind: type) -> bool:
     (loggers, locks), but for plain holders of attributes."""
     root = kind.__module__.partition(".")[0]
     return issubclass(kind, enum.Enum) or (root in sys.stdlib_module_names and kind not in _NAMESPACES)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def _is_hashable(value: Any) -> bool:

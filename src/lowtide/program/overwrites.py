@@ -14,11 +14,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from lowtide.program.layouts import is_dense
 from lowtide.program.program import Program, Ref, TensorMeta
 
 # Their means and sums are one element at the start of a storage of all of them.
@@ -76,12 +78,8 @@ def _wide(program: Program, storage: int) -> bool:
 
 def fills_its_storage(meta: TensorMeta) -> bool:
     """Whether the elements are the storage, each at a place of its own."""
-    elements = 1
-    for size, step in sorted(zip(meta.shape, meta.stride, strict=True), key=lambda pair: pair[1]):
-        if size != 1 and step != elements:
-            return False
-        elements *= size
-    return meta.storage_offset == 0 and elements * meta.dtype.itemsize == meta.storage_bytes
+    whole = meta.storage_offset == 0 and math.prod(meta.shape) * meta.dtype.itemsize == meta.storage_bytes
+    return whole and is_dense(meta.shape, meta.stride)
 
 
 def overwritten_argument(target: Callable[..., Any]) -> int | None:

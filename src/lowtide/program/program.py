@@ -88,16 +88,7 @@ class Program:
         )
 
 
-_COMPARED = (
-    "metas",
-    "inputs",
-    "tangents",
-    "gradients",
-    "results",
-    "mask",
-    "state_names",
-    "kept",
-)
+_COMPARED = ("metas", "inputs", "tangents", "gradients", "results", "mask", "state_names", "kept")
 
 
 def _same_call(one: Call, other: Call) -> bool:

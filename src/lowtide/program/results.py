@@ -98,36 +98,33 @@ class Viewed(NamedTuple):
     view: View | None = None
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """What a traced model returns: ``tensors``, one per result, and of what each of these is a view."""
+def outputs_of(
+    results: Sequence[torch.Tensor], mask: GradientMask, inputs: Sequence[torch.Tensor]
+) -> tuple[tuple[torch.Tensor, ...], tuple[Viewed, ...]]:
+    """What a traced model returns, a tensor per result, and of what each of these is a view.
 
-    tensors: tuple[torch.Tensor, ...]
-    viewed: tuple[Viewed, ...]
-
-    @classmethod
-    def of(cls, results: Sequence[torch.Tensor], mask: GradientMask, inputs: Sequence[torch.Tensor]) -> Outputs:
-        """``results``: with the ``bases`` of others. ``inputs``: all that the model was given. Results that are among them, or
-        view one without a gradient, are outputs that AOTAutograd recognises."""
-        given = {_storage(tensor): number for number, tensor in enumerate(inputs)}
-        sharing = collections.Counter([*given, *map(_storage, results)])
-        numbers = {id(tensor): number for number, tensor in enumerate(results)}
-        returned: list[torch.Tensor] = []
-        viewed: list[Viewed] = []
-        for result, entry in zip(results, mask, strict=True):
-            argument, base = _argument(result, inputs, given), _base(result)
-            source = None if argument is None else inputs[argument]
-            if source is not None and (result is source or not result.requires_grad):
-                returned.append(result if result is source else result.detach())
-            else:
-                returned.append(_apart(result, entry) if sharing[_storage(result)] > 1 else _expecting(result, entry))
-            if source is not None:
-                viewed.append(Viewed(None, argument, None if result is source else View.of(result, source)))
-            elif base is not None and id(base) in numbers:
-                viewed.append(Viewed(numbers[id(base)], None, View.of(result, base)))
-            else:
-                viewed.append(Viewed())
-        return cls(tuple(returned), tuple(viewed))
+    ``results``: with the ``bases`` of others. ``inputs``: all that the model was given. Results that are among them, or view
+    one without a gradient, are outputs that AOTAutograd recognises.
+    """
+    given = {_storage(tensor): number for number, tensor in enumerate(inputs)}
+    sharing = collections.Counter([*given, *map(_storage, results)])
+    numbers = {id(tensor): number for number, tensor in enumerate(results)}
+    returned: list[torch.Tensor] = []
+    viewed: list[Viewed] = []
+    for result, entry in zip(results, mask, strict=True):
+        argument, base = _argument(result, inputs, given), _base(result)
+        source = None if argument is None else inputs[argument]
+        if source is not None and (result is source or not result.requires_grad):
+            returned.append(result if result is source else result.detach())
+        else:
+            returned.append(_apart(result, entry) if sharing[_storage(result)] > 1 else _expecting(result, entry))
+        if source is not None:
+            viewed.append(Viewed(None, argument, None if result is source else View.of(result, source)))
+        elif base is not None and id(base) in numbers:
+            viewed.append(Viewed(numbers[id(base)], None, View.of(result, base)))
+        else:
+            viewed.append(Viewed())
+    return tuple(returned), tuple(viewed)
 
 
 def bases(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,27 +133,22 @@ def state_of(module: torch.nn.Module) -> list[torch.Tensor]:
 
 def slots_in_objects(structure: Any) -> frozenset[int]:
     """Slots inside opaque objects (caches): results that are carried along rather than trained on."""
-    if isinstance(structure, Nested):
-        return (
-            frozenset().union(*(slots_in_objects(leaf) for leaf in structure.leaves))
-            if structure.leaves
-            else frozenset()
-        )
     if isinstance(structure, OpenObject) and not dataclasses.is_dataclass(structure.prototype):
         return frozenset(slots(structure))
-    if isinstance(structure, OpenObject):
-        return frozenset().union(*(slots_in_objects(child) for child in structure.attributes.values()))
-    return frozenset()
+    return frozenset().union(*map(slots_in_objects, _children(structure)))
 
 
 def slots(structure: Any) -> list[int]:
     """The slots in it, in order."""
     if isinstance(structure, Slot):
         return [structure.index]
-    children = structure.leaves if isinstance(structure, Nested) else ()
+    return [slot for child in _children(structure) for slot in slots(child)]
+
+
+def _children(structure: Any) -> Iterable[Any]:
     if isinstance(structure, OpenObject):
-        children = tuple(structure.attributes.values())
-    return [slot for child in children for slot in slots(child)]
+        return structure.attributes.values()
+    return structure.leaves if isinstance(structure, Nested) else ()
 
 
 def _is_pytree_leaf(node: Any) -> bool:
@@ -161,21 +156,11 @@ def _is_pytree_leaf(node: Any) -> bool:
     return bool(is_leaf(node))
 
 
-class _Below:
-    """Everything but the root is a leaf."""
-
-    def __init__(self, root: Any) -> None:
-        self.root = root
-
-    def __call__(self, node: Any) -> bool:
-        return node is not self.root
-
-
 def _one_level(node: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """The children of a container. ``tree_flatten`` leaves a reference cycle behind, which must not hold the tensors."""
-    below = _Below(node)
-    children, spec = pytree.tree_flatten(node, is_leaf=below)
-    below.root = None
+    root = [node]
+    children, spec = pytree.tree_flatten(node, is_leaf=lambda other: other is not root[0])
+    root.clear()
     return children, spec
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from lowtide.ir import Op, Storage, Value
+from lowtide.ir import Op, Phase, Storage, Value
+from lowtide.program.layouts import span_elements
 from lowtide.program.program import Call, TensorMeta
 
 
@@ -44,7 +46,26 @@ class Builder:
         self.metas.append(meta)
         return len(self.values) - 1
 
-    def add_op(self, op: Op, call: Call) -> None:
+    @property
+    def next_op(self) -> int:
+        """The id of the op that is added next; its values are added before it."""
+        return len(self.ops)
+
+    def add_op(
+        self,
+        name: str,
+        phase: Phase,
+        call: Call,
+        inputs: Iterable[int],
+        outputs: Iterable[int],
+        origin: tuple[str, str] = ("", ""),
+        target: str = "",
+        **flags: Any,
+    ) -> None:
+        """``origin``: module path and source; ``target``: the operator's name, by default that of one of our own."""
+        module, source = origin
+        target = target or f"lowtide.{call.target.__name__}"
+        op = Op(self.next_op, name, target, tuple(inputs), tuple(outputs), phase, module=module, source=source, **flags)
         self.ops.append(op)
         self.calls.append(call)
 
@@ -68,6 +89,4 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
 
 def owned(meta: TensorMeta) -> TensorMeta:
     """The same layout at the start of a storage that holds just this tensor."""
-    extent = 1 + sum((size - 1) * abs(stride) for size, stride in zip(meta.shape, meta.stride, strict=True))
-    elements = 0 if 0 in meta.shape else extent
-    return replace(meta, storage_offset=0, storage_bytes=elements * meta.dtype.itemsize)
+    return replace(meta, storage_offset=0, storage_bytes=span_elements(meta.shape, meta.stride) * meta.dtype.itemsize)

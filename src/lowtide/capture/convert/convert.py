@@ -25,8 +25,7 @@ from lowtide.capture.convert.refused import refuse
 from lowtide.capture.trace.fake import UNINITIALISED
 from lowtide.capture.traced_model import origin
 from lowtide.errors import CaptureError
-from lowtide.ir import Op, Phase
-from lowtide.ir.graph import TANGENT_TARGET, UPDATE_TARGET
+from lowtide.ir import Phase
 from lowtide.program import targets
 from lowtide.program.program import Call, Ref
 
@@ -65,7 +64,7 @@ class _Walk:
         self.builder = Builder()
         self.value_of: dict[fx.Node, Any] = {}  # an int, or a dict from position to value for several outputs
         self.constants: dict[int, torch.Tensor] = {}
-        self.inputs: list[int] = []
+        self.inputs: dict[Any, int] = {}  # by descriptor, in order
         self.origin: dict[int, tuple[str, str]] = {}  # autograd sequence number -> module path, source
         self.phase = Phase.FORWARD
         self.kept: dict[int, int] = {}
@@ -101,7 +100,7 @@ class _Walk:
         outputs.update(gradients.owned)
         tangent_outputs = tuple(node.meta["desc"].output for node in tangents)
         return Converted(
-            self.builder, forward_ops, tuple(self.inputs), self.constants, tangent_outputs, outputs, self.kept
+            self.builder, forward_ops, tuple(self.inputs.values()), self.constants, tangent_outputs, outputs, self.kept
         )
 
     def _placeholders(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -113,7 +112,7 @@ class _Walk:
                 tangents.append(node)
             else:
                 self.value_of[node] = self.builder.add_value(node.name, node.meta["val"], None, external=True)
-                self.inputs.append(self.value_of[node])
+                self.inputs[node.meta["desc"]] = self.value_of[node]
         return tangents
 
     def _guard_overwritten(
@@ -127,33 +126,25 @@ class _Walk:
             readers = [user for user in node.users if user in reaching or user in later]
             if any(not _is_training_norm(user) for user in readers):
                 external: int = self.value_of[node]
-                op = self._new_op(f"{node.name}_before", "lowtide.keep_value", (external,), ("", ""), effect=True)
-                copy = self.builder.add_fresh(op.name, op.id, owned(self.builder.metas[external]), node.meta["val"])
-                self.builder.add_op(replace(op, outputs=(copy,)), Call(targets.keep_value, (Ref(external),), {}))
-                self.kept[self.inputs.index(external)] = copy
+                name, meta = f"{node.name}_before", owned(self.builder.metas[external])
+                copy = self.builder.add_fresh(name, self.builder.next_op, meta, node.meta["val"])
+                call = Call(targets.keep_value, (Ref(external),), {})
+                self.builder.add_op(name, self.phase, call, (external,), (copy,), effect=True)
+                self.kept[list(self.inputs).index(node.meta["desc"])] = copy
                 self.value_of[node] = copy
 
     def _updates(self, descriptors: dict[Any, Any]) -> None:
-        inputs: dict[Any, int] = {n.meta["desc"]: value for n, value in zip(self._inputs(), self.inputs, strict=True)}
         for desc, node in descriptors.items():
             if isinstance(desc, d.InputMutationAOTOutput):
-                target, value = inputs[desc.mutated_input], self._value(node)
-                op = self._new_op(f"update_{node.name}", UPDATE_TARGET, (target, value), ("", ""), effect=True)
-                self.builder.add_op(op, Call(targets.update, (Ref(target), Ref(value)), {}, ()))
-
-    def _inputs(self) -> list[fx.Node]:
-        return [
-            n
-            for n in self.module.graph.nodes
-            if n.op == "placeholder" and not isinstance(n.meta["desc"], d.TangentAOTInput)
-        ]
+                target, value = self.inputs[desc.mutated_input], self._value(node)
+                call = Call(targets.update, (Ref(target), Ref(value)), {}, ())
+                self.builder.add_op(f"update_{node.name}", self.phase, call, (target, value), (), effect=True)
 
     def _tangent(self, node: fx.Node) -> None:
-        op = self._new_op(node.name, TANGENT_TARGET, (), ("", ""), effect=True)
-        value = self.builder.add_value(node.name, node.meta["val"], op.id)
+        value = self.builder.add_value(node.name, node.meta["val"], self.builder.next_op)
         self.builder.metas[value] = owned(self.builder.metas[value])
         self.value_of[node] = value
-        self.builder.add_op(replace(op, outputs=(value,)), Call(targets.tangent, (), {}))
+        self.builder.add_op(node.name, self.phase, Call(targets.tangent, (), {}), (), (value,), effect=True)
 
     def _convert(self, node: fx.Node) -> None:
         first: Any = node.args[0] if node.args else None
@@ -165,16 +156,12 @@ class _Walk:
         elif node.target in _ALIASES:
             self.value_of[node] = self.value_of[first]
         elif node.target is _ATEN.as_strided.default and _is_tangent(first):
-            self._tangent_layout(node, first, node.args[2])
+            # It arrives with these strides (an expanded scalar, say): it needs no more memory than that.
+            self.value_of[node] = value = self.value_of[first]
+            strides: Any = node.args[2]
+            self.builder.metas[value] = owned(replace(self.builder.metas[value], stride=tuple(strides)))
         elif str(node.target) not in _DROPPED:
             self._operator(node)
-
-    def _tangent_layout(self, node: fx.Node, tangent: fx.Node, stride: Any) -> None:
-        """The tangent arrives with these strides (an expanded scalar, say): it needs no more memory than that."""
-        value = self.value_of[tangent]
-        meta = self.builder.metas[value]
-        self.builder.metas[value] = owned(replace(meta, stride=tuple(stride)))
-        self.value_of[node] = value
 
     def _constant(self, node: fx.Node) -> None:
         tensor = operator.attrgetter(str(node.target))(self.module)
@@ -194,18 +181,17 @@ class _Walk:
     def _operator(self, node: fx.Node) -> None:
         target, args, kwargs, read = self._call(node)
         tensors = tuple(dict.fromkeys(self._value(n) for n in read))
-        op = self._new_op(node.name, str(node.target), tensors, self._origin(node))
+        op = self.builder.next_op
         result = node.meta.get("val")
         if isinstance(result, torch.Tensor):
-            outputs: tuple[int, ...] = (self.builder.add_value(node.name, result, op.id),)
+            outputs: tuple[int, ...] = (self.builder.add_value(node.name, result, op),)
             self.value_of[node], positions = outputs[0], None
         else:
             found = [(i, v) for i, v in enumerate(result or ()) if isinstance(v, torch.Tensor)]
-            values = {i: self.builder.add_value(f"{node.name}.{i}", v, op.id) for i, v in found}
+            values = {i: self.builder.add_value(f"{node.name}.{i}", v, op) for i, v in found}
             self.value_of[node], outputs, positions = values, tuple(values.values()), tuple(values)
-        flags: dict[str, Any] = _flags(node.target)
-        op = replace(op, outputs=outputs, **flags)
-        self.builder.add_op(op, Call(target, args, kwargs, positions))
+        call, origin, flags = Call(target, args, kwargs, positions), self._origin(node), _flags(node.target)
+        self.builder.add_op(node.name, self.phase, call, tensors, outputs, origin, str(node.target), **flags)
 
     def _call(self, node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[fx.Node]]:
         """What to call, its arguments with references for tensors, and the nodes that it reads."""
@@ -214,22 +200,6 @@ class _Walk:
         reference: Any = lambda n: Ref(self._value(n))  # noqa: E731
         arguments: Any = fx.map_arg((node.args, node.kwargs), reference)
         return _callable(node.target), arguments[0], dict(arguments[1]), node.all_input_nodes
-
-    def _new_op(
-        self, name: str, target: str, inputs: Iterable[int], origin: tuple[str, str], effect: bool = False
-    ) -> Op:
-        module, source = origin
-        return Op(
-            len(self.builder.ops),
-            name,
-            target,
-            tuple(inputs),
-            (),
-            self.phase,
-            effect=effect,
-            module=module,
-            source=source,
-        )
 
     def _origin(self, node: fx.Node) -> tuple[str, str]:
         number = node.meta.get("seq_nr", -1)

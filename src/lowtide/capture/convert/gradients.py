@@ -16,8 +16,8 @@ from torch import fx
 from torch._functorch._aot_autograd import descriptors as d
 
 from lowtide.capture.convert.builder import Builder, owned
-from lowtide.ir import Op, Phase
-from lowtide.program import targets
+from lowtide.ir import Phase
+from lowtide.program import layouts, targets
 from lowtide.program.program import Call, Ref, TensorMeta
 
 
@@ -52,7 +52,7 @@ class Gradients:
     def _own(self, node: fx.Node, descriptor: Any) -> None:
         builder, value = self.builder, self.value_of[node]
         meta, storage = builder.metas[value], builder.values[value].storage
-        parameter = builder.metas[self.value_of_input(descriptor)]
+        parameter = builder.metas[self.value_of[self._inputs[descriptor.grad_of]]]
         base = builder.bases[storage]
         ours = base is not None and builder.ops[base].phase is Phase.BACKWARD and not builder.ops[base].effect
         whole = meta.storage_bytes == owned(meta).storage_bytes
@@ -62,10 +62,6 @@ class Gradients:
         else:
             value = _copy(builder, value, parameter)
         self.owned[descriptor] = value
-
-    def value_of_input(self, descriptor: Any) -> int:
-        node = self._inputs[descriptor.grad_of]
-        return next(v.id for v in self.builder.values if v.producer is None and v.name == node.name)
 
 
 def _storage_key(node: fx.Node) -> int:
@@ -87,42 +83,21 @@ def _last_uses(nodes: Sequence[fx.Node]) -> dict[int, int]:
 
 def _copy(builder: Builder, value: int, parameter: TensorMeta) -> int:
     meta = builder.metas[value]
-    stride = parameter.stride if _dense(parameter) else _contiguous(parameter.shape)
+    stride = _expected_stride(parameter)
     producer = builder.values[value].producer
-    op = Op(
-        len(builder.ops),
-        f"own_{builder.values[value].name}",
-        "lowtide.own_layout",
-        (value,),
-        (),
-        Phase.BACKWARD,
-        module=builder.ops[producer].module if producer is not None else "",
-        source=builder.ops[producer].source if producer is not None else "",
-    )
-    fresh = builder.add_fresh(op.name, op.id, owned(replace(meta, shape=parameter.shape, stride=stride)))
-    builder.add_op(replace(op, outputs=(fresh,)), Call(targets.own_layout, (Ref(value), parameter.shape, stride), {}))
+    name = f"own_{builder.values[value].name}"
+    fresh = builder.add_fresh(name, builder.next_op, owned(replace(meta, shape=parameter.shape, stride=stride)))
+    call = Call(targets.own_layout, (Ref(value), parameter.shape, stride), {})
+    origin = ("", "") if producer is None else (builder.ops[producer].module, builder.ops[producer].source)
+    builder.add_op(name, Phase.BACKWARD, call, (value,), (fresh,), origin)
     return fresh
 
 
 def _obeys_contract(gradient: TensorMeta, parameter: TensorMeta) -> bool:
-    expected = parameter.stride if _dense(parameter) else _contiguous(parameter.shape)
-    pairs = zip(gradient.shape, gradient.stride, expected, strict=True)
-    return gradient.shape == parameter.shape and all(size == 1 or have == want for size, have, want in pairs)
+    same_shape = gradient.shape == parameter.shape
+    return same_shape and layouts.is_equivalent(parameter.shape, gradient.stride, _expected_stride(parameter))
 
 
-def _dense(meta: TensorMeta) -> bool:
-    """Whether the layout is non-overlapping and without holes."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(meta.stride, meta.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    stride, strides = 1, []
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= max(size, 1)
-    return tuple(reversed(strides))
+def _expected_stride(parameter: TensorMeta) -> tuple[int, ...]:
+    dense = layouts.is_dense(parameter.shape, parameter.stride)
+    return parameter.stride if dense else layouts.contiguous_strides(parameter.shape)

@@ -2,9 +2,9 @@
 
 A planned call does not run the model's Python, so it does itself to the attributes what the traced call did; the same holds
 for attributes of objects that modules hold. A program is good for calls on a model that is as it was when it was captured
-(``capture.guards``), so what plain values such a call writes is known. Tensors are another matter, and so is a program that
+(``guards``), so what plain values such a call writes is known. Tensors are another matter, and so is a program that
 changes, by what it writes, what it depends on. So where a forward pass changes attributes it is rehearsed, some times in a
-row, on fake tensors (``capture.rehearsal``):
+row, on fake tensors (``rehearsal``):
 
 =====================================================  ==========================================================
 an attribute                                           is
@@ -28,7 +28,7 @@ import logging
 import operator
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,30 +52,27 @@ from lowtide.program.objects import ABSENT, CONTAINERS, MUTABLE, PLAIN, is_open,
 _LOG = logging.getLogger(__name__)
 
 
+# A verb and its object: to set an attribute to a value; or to refill, extend or update the container that is there.
+Change = tuple[str, Any]
+
+
 class TensorEffect(NamedTuple):
     """An attribute that gets tensors. ``refilled``: a container that is emptied first; ``once``: in the first call alone."""
 
-    path: str
-    name: str
+    place: AttributePath
     refilled: bool = False
     once: bool = False
 
-    @property
-    def place(self) -> AttributePath:
-        return self.path, self.name
-
 
 class ValueEffect(NamedTuple):
-    """An attribute that gets a plain value. ``inside``: into the container that is there."""
+    """An attribute that gets a plain value."""
 
-    path: str
-    name: str
-    value: Any
-    inside: bool
+    place: AttributePath
+    change: Change
 
     @property
-    def place(self) -> AttributePath:
-        return self.path, self.name
+    def value(self) -> Any:
+        return self.change[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +143,7 @@ def settings(
     ]
     values = [(place, found.get(place, ABSENT)) for place in places]
     constants = [
-        ValueEffect(*place, copy.deepcopy(value), before.items_of(place, value) is not None)
+        ValueEffect(place, ("set" if before.items_of(place, value) is None else "refill", copy.deepcopy(value)))
         for place, value in values
         if _is_constant(value)
     ]
@@ -159,8 +156,8 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, (*PLAIN, enum.Enum))
 
 
-def written(model: nn.Module, before: Snapshot, places: Sequence[TensorEffect]) -> list[Any]:
-    """How to bring the attributes from what they were to what they are: a verb and its object, see ``write``."""
+def written(model: nn.Module, before: Snapshot, places: Sequence[TensorEffect]) -> list[Change]:
+    """How to bring the attributes from what they were to what they are."""
     values = [value_at(model, assigned.place) for assigned in places]
     return [
         ("refill", value)
@@ -170,7 +167,7 @@ def written(model: nn.Module, before: Snapshot, places: Sequence[TensorEffect]) 
     ]
 
 
-def _written(value: Any, before: Snapshot, place: AttributePath) -> tuple[str, Any]:
+def _written(value: Any, before: Snapshot, place: AttributePath) -> Change:
     items = before.items_of(place, value)
     if items is None:
         return "set", value
@@ -184,26 +181,17 @@ def _written(value: Any, before: Snapshot, place: AttributePath) -> tuple[str, A
     return ("extend", added) if added and same and not isinstance(value, set) else ("refill", value)
 
 
-def write(model: nn.Module, places: Sequence[TensorEffect], changes: Sequence[tuple[str, Any]]) -> None:
-    """Do to the attributes what the traced forward pass did: set them anew, refill, extend or update what is there."""
-    for assigned, (verb, value) in zip(places, changes, strict=True):
-        found = value_at(model, assigned.place)
+def write(model: nn.Module, changes: Iterable[tuple[AttributePath, Change]]) -> None:
+    """Do to the attributes what the traced forward pass did."""
+    for place, (verb, value) in changes:
+        found = value_at(model, place)
         if verb == "set" or not isinstance(found, MUTABLE):
-            set_at(model, assigned.place, value)
+            if found is not value:
+                set_at(model, place, value)
         elif verb == "refill":
             refill(found, value)
         else:
             getattr(found, verb)(value)
-
-
-def apply(model: nn.Module, wanted: Sequence[ValueEffect]) -> None:
-    """Write plain values."""
-    for setting in wanted:
-        found = value_at(model, setting.place)
-        if setting.inside and isinstance(found, MUTABLE):
-            refill(found, copy.deepcopy(setting.value))
-        elif found is not setting.value:
-            set_at(model, setting.place, copy.deepcopy(setting.value))
 
 
 class Before:
@@ -227,21 +215,19 @@ class Before:
 @contextlib.contextmanager
 def undone(model: nn.Module, before: Sequence[Before]) -> Iterator[None]:
     """Inside, attributes are as they were, where that is known."""
-    now = [(item, value_at(model, item.place)) for item in before if item.known()]
-    now = [(item, found) for item, found in now if found is None or found is not item.object]
-    inside = [(item, found, copy.copy(found)) for item, found in now if found is not None and found is item.container]
-    others = [(item, found) for item, found in now if found is None or found is not item.container]
+    changes = []
+    for item in before:
+        found = value_at(model, item.place)
+        if item.known() and (found is None or found is not item.object):
+            inside = found is not None and found is item.container
+            now = ("refill", copy.copy(found)) if inside else ("set", found)
+            changes.append((item.place, now, (now[0], item.value())))
+    changes.sort(key=lambda change: change[1][0] == "set")  # containers first, where they are
     try:
-        for item, container, _ in inside:
-            refill(container, item.value())
-        for item, _ in others:
-            set_at(model, item.place, item.value())
+        write(model, [(place, then) for place, _, then in changes])
         yield
     finally:
-        for item, found in others:
-            set_at(model, item.place, found)
-        for _, container, items in inside:
-            refill(container, items)
+        write(model, [(place, now) for place, now, _ in reversed(changes)])
 
 
 def say_unknown(model: nn.Module, places: Sequence[AttributePath]) -> None:

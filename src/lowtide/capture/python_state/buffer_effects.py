@@ -63,22 +63,22 @@ def registered(
     model: nn.Module, buffers: Mapping[str, torch.Tensor], known: frozenset[str], declared: frozenset[str], first: int
 ) -> dict[str, MadeBuffer]:
     """How to put ``buffers`` in place, whose results begin at ``first``. ``known``: names that there were before."""
-    return {
-        name: MadeBuffer(first + number, name not in known, name in declared, _is_persistent(model, name))
-        for number, name in enumerate(buffers)
-    }
+    made = {}
+    for number, name in enumerate(buffers):
+        module, leaf = _owner(model, name)
+        persistent = leaf not in module._non_persistent_buffers_set
+        made[name] = MadeBuffer(first + number, name not in known, name in declared, persistent)
+    return made
 
 
 def put(model: nn.Module, places: Mapping[str, MadeBuffer], tensors: Sequence[torch.Tensor]) -> None:
     for name, place in places.items():
         module, leaf = _owner(model, name)
         module._buffers[leaf] = tensors[place.result].detach()
-        if place.made:
-            (
-                module._non_persistent_buffers_set.discard
-                if place.persistent
-                else module._non_persistent_buffers_set.add
-            )(leaf)
+        if place.made and place.persistent:
+            module._non_persistent_buffers_set.discard(leaf)
+        elif place.made:
+            module._non_persistent_buffers_set.add(leaf)
 
 
 @contextlib.contextmanager
@@ -98,11 +98,6 @@ def not_made(model: nn.Module, places: Mapping[str, MadeBuffer]) -> Iterator[Non
         for module, buffers in reversed(held):
             module._buffers.clear()
             module._buffers.update(buffers)
-
-
-def _is_persistent(model: nn.Module, name: str) -> bool:
-    module, leaf = _owner(model, name)
-    return leaf not in module._non_persistent_buffers_set
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -1,10 +1,14 @@
-"""Python code that a model runs: what it can name, and what it names."""
+"""Python code that a model runs, and what it names outside of itself: global variables, those of functions around it, defaults.
+
+No attribute read shows these, so they are told from the code: every variable that it names in any branch; of a class or a
+module there, the attributes that code names anywhere. Libraries that are installed are taken to be constant.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import functools
+import os
 import site
 import sys
 import sysconfig
@@ -13,11 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lowtide.program.objects import cell_value
+
 _TRUSTED = (__name__.partition(".")[0] + ".", "torch.")  # whose code knows what it does
 _LIBRARIES = tuple({*site.getsitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<frozen"})
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _OURS = str(Path(__file__).parents[2])
+_ENVIRONMENT = {"environ", "getenv"}
 
 
 class Names(NamedTuple):
@@ -52,7 +59,12 @@ def named_by(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.MethodType):
         yield from (("", item) for item in (value.__self__, value.__func__))
     elif isinstance(value, types.FunctionType):
-        yield from (("", item) for _, _, item in cells_of(value))
+        held = (
+            *map(cell_value, value.__closure__ or ()),
+            *(value.__defaults__ or ()),
+            *(value.__kwdefaults__ or {}).values(),
+        )
+        yield from (("", item) for item in held)
         names = {name for code in codes(value.__code__) for name in code.co_names}  # read or written, of whatever
         for name in names & value.__globals__.keys():
             found = value.__globals__[name]
@@ -60,18 +72,6 @@ def named_by(value: Any) -> Iterator[tuple[str, Any]]:
             if isinstance(found, types.ModuleType) and not is_trusted(found):
                 own = vars(found)
                 yield from ((f"{found.__name__}.{item}", own[item]) for item in names & own.keys())
-        yield from (("", default) for default in defaults_of(value))
-
-
-def cells_of(function: types.FunctionType) -> Iterator[tuple[str, types.CellType, Any]]:
-    """Variables of functions around it: name, cell and value."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # empty
-            yield name, cell, cell.cell_contents
-
-
-def defaults_of(function: types.FunctionType) -> tuple[Any, ...]:
-    return (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
 
 def parts_of(member: Any) -> tuple[Any, ...]:
@@ -103,3 +103,52 @@ def is_installed(filename: str) -> bool:
 
 def full_name(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+class Named(NamedTuple):
+    """A variable by its ``owner``, a namespace, cell or function that has it under the ``name``; ``text`` for messages."""
+
+    kind: str
+    owner: Any
+    name: str
+    text: str
+
+
+def variables_of(function: types.FunctionType) -> Iterator[Named]:
+    """The variables that a function reads when it runs, and its defaults. Of an installed one, only what it closes over."""
+    where = full_name(function)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if name != "__class__":
+            yield Named("cell", cell, name, f"{name} in {where}")
+    if is_installed(function.__code__.co_filename):
+        return
+    for name in ("__code__", "__defaults__", "__kwdefaults__"):
+        yield Named("function", function, name, f"{where}.{name}")
+    variables = function.__globals__
+    names = names_in(function.__code__)
+    for name in sorted(names.variables & variables.keys()):
+        yield Named("item", variables, name, f"{variables.get('__name__')}.{name}")
+    if names.attributes & _ENVIRONMENT or names.variables & _ENVIRONMENT:
+        yield Named("item", vars(os.environ), "_data", "os.environ")
+
+
+def attributes_named(function: types.FunctionType) -> frozenset[str]:
+    """The attributes, of anything, that the code of a function of the user's names."""
+    return frozenset() if is_installed(function.__code__.co_filename) else names_in(function.__code__).attributes
+
+
+def functions_of(kind: type) -> Iterator[Any]:
+    """What there is to run in a class and its bases, those of libraries excepted."""
+    for base in kind.__mro__:
+        if not is_library(base):
+            for member in [*vars(base).values()]:
+                for part in (*parts_of(member), getattr(member, "func", None)):
+                    if isinstance(part, (types.FunctionType, functools.partial)):
+                        yield part
+
+
+def is_library(value: Any) -> bool:
+    """Whether a module or a class is of an installed library."""
+    name = str(value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", ""))
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return is_standard(name) if file is None else is_installed(file)

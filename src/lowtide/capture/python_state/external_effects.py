@@ -3,7 +3,7 @@ code of its modules, or a forward hook of a submodule, can name, or that are amo
 
 A planned call runs none of that code, so what is kept there would be missing, and what was put there while the model was traced
 are no tensors that the user could use. Only what is constant is no loss: a table that the first call puts into a cache is put
-there while it is traced, with its values. Attributes of the model itself are another matter, see ``capture.attributes``.
+there while it is traced, with its values. Attributes of the model itself are another matter, see ``attribute_effects``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import copy
 import dis
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 from lowtide.capture.python_state.code_names import codes, full_name, is_standard, is_trusted, named_by, parts_of
 from lowtide.errors import CaptureError
 from lowtide.program import structure
-from lowtide.program.objects import PLAIN, is_open, refill
+from lowtide.program.objects import ABSENT, PLAIN, is_open, refill
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH = 5  # of containers, objects and functions in each other
@@ -38,7 +38,6 @@ _CODE = (types.FunctionType, types.MethodType, functools.partial, type)
 ARGUMENT = "an argument"
 Constant = Callable[[torch.Tensor], torch.Tensor | None]
 _STORES_GLOBAL = dis.opmap["STORE_GLOBAL"]
-_ABSENT = object()
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, ...]:
@@ -48,45 +47,39 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 class _Holder(NamedTuple):
-    """A container, or the attributes ``of_object``, and a copy of what it was."""
+    """What a pass may write: a container, the attributes of an object or a class, a variable. ``read`` gives a copy of what it
+    holds, ``then`` is what that was. ``keyed``: its ``name`` goes on with that of what changed."""
 
-    now: Any
-    then: Any
     name: str
-    of_object: bool
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    then: Any
+    keyed: bool = False
+    of_object: bool = False
+    of_hook: bool = False
 
-    def added(self) -> list[Any]:
+    def added(self, now: Any) -> list[Any]:
         """What was not there, or not there under this key."""
-        if isinstance(self.now, dict):
-            return [value for key, value in self.now.items() if self.then.get(key, _ABSENT) is not value]
+        if isinstance(now, dict):
+            return [value for key, value in now.items() if self.then.get(key, ABSENT) is not value]
         known = {*map(id, self.then)}
-        return [item for item in self.now if id(item) not in known]
+        return [item for item in now if id(item) not in known]
 
-    def has_other_values(self) -> bool:
+    def has_other_values(self, now: Any) -> bool:
         """Whether there are more than were there, or, of an object, plain ones instead of others: a new one may be a cached
         property. What was taken out (``batch.pop("labels")``) is of no consequence."""
         if not self.of_object:
-            return bool(self.added()) or len(self.now) > len(self.then)
+            return bool(self.added(now)) or len(now) > len(self.then)
         return any(
-            isinstance(value, PLAIN) and key in self.then and value != self.then[key] for key, value in self.now.items()
+            isinstance(value, PLAIN) and key in self.then and value != self.then[key] for key, value in now.items()
         )
 
-
-class _Change(NamedTuple):
-    """``leave``: other items for some of those ``added``, by their ids; ``restore``: what was there before. ``lost``: also
-    without tensors it is missing where it is not made; ``hook``: it is a hook's."""
-
-    name: str
-    added: list[Any]
-    leave: Callable[[dict[int, Any]], None]
-    restore: Callable[[], None]
-    lost: bool = False
-    hook: bool = False
-
-    @classmethod
-    def of(cls, name: str, put: Callable[[Any], None], now: Any, then: Any) -> _Change:
-        """Of a variable that is ``now``, and was ``then``."""
-        return cls(name, [now], lambda left: put(left[id(now)]), functools.partial(put, then))
+    def changed(self, now: Any) -> str:
+        """The name of what changed."""
+        if not self.keyed:
+            return self.name
+        keys = {**self.then, **now}
+        return f"{self.name}.{next(k for k in keys if self.then.get(k, ABSENT) is not now.get(k, ABSENT))}"
 
 
 class ExternalEffects:
@@ -101,17 +94,15 @@ class ExternalEffects:
     def __init__(self, model: nn.Module, arguments: Iterable[Any], constant: Constant | None = None) -> None:
         self._constant = constant
         self._inside = set(map(id, model.modules()))
-        self._holders: dict[int, _Holder] = {}
-        self._variables: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
-        self._classes: dict[type, dict[str, Any]] = {}
+        self._holders: dict[Any, _Holder] = {}
         self._seen: dict[int, int] = {}
-        self._filled: list[_Change] = []
+        self._filled: list[_Holder] = []
         self.lost: list[str] = []
         for module in [*model.modules()][1:]:
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
                 if not is_trusted(hook):
                     self._collect(hook, _DEPTH + 1, full_name(hook))
-        self._of_hooks = {*self._holders}
+        self._holders = {key: holder._replace(of_hook=not holder.keyed) for key, holder in self._holders.items()}
         for argument in arguments:
             self._collect(argument, _DEPTH + 1, ARGUMENT)
         for module in model.modules():
@@ -125,18 +116,20 @@ class ExternalEffects:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for change in self._changes():
-            left = self._left(change)
-            if left is None or change.hook:
-                change.restore()
-            elif left:
-                change.leave(left)
-                self._filled.append(change)
+        for holder in self._holders.values():
+            now = holder.read()
+            if [*map(id, _items(now))] != [*map(id, _items(holder.then))]:
+                left = self._left(holder, now)
+                if left is None or holder.of_hook:
+                    holder.write(holder.then)
+                elif left:
+                    holder.write(_exchanged(now, left))
+                    self._filled.append(holder)
 
     def undo(self) -> None:
         """Take away what was left, too."""
-        for change in self._filled:
-            change.restore()
+        for holder in self._filled:
+            holder.write(holder.then)
 
     def refuse(self) -> NoReturn:
         """Raises ``CaptureError`` for what is ``lost``."""
@@ -152,38 +145,19 @@ class ExternalEffects:
             "something (a cache that depends on parameters or buffers), call the model once before it is rematerialized."
         )
 
-    def _changes(self) -> Iterator[_Change]:
-        for key, holder in self._holders.items():
-            now, then = holder.now, holder.then
-            if [*map(id, _items(now))] != [*map(id, _items(then))]:
-                leave, restore = functools.partial(_exchange, now), functools.partial(refill, now, then)
-                lost = holder.name == ARGUMENT and holder.has_other_values()
-                yield _Change(holder.name, holder.added(), leave, restore, lost, key in self._of_hooks)
-        for variables, name, then in self._variables.values():
-            now = variables.get(name, _ABSENT)
-            if now is not then:
-                yield _Change.of(
-                    f"{variables.get('__name__')}.{name}", functools.partial(_put, variables, name), now, then
-                )
-        for kind, attributes in self._classes.items():
-            for name, now in [*vars(kind).items()]:
-                then = attributes.get(name, _ABSENT)
-                if now is not then:
-                    yield _Change.of(f"{full_name(kind)}.{name}", functools.partial(_set, kind, name), now, then)
-
-    def _left(self, change: _Change) -> dict[int, Any] | None:
+    def _left(self, holder: _Holder, now: Any) -> dict[int, Any] | None:
         """Instead of what was added with tensors in it, by its id, the same with real ones; ``None`` where it must go."""
         left = {}
-        constant = None if change.name == ARGUMENT else self._constant
-        must_go = change.lost
-        for item in change.added:
+        constant = None if holder.name == ARGUMENT else self._constant
+        must_go = holder.name == ARGUMENT and holder.has_other_values(now)
+        for item in holder.added(now):
             traced, tree = structure.flatten(item)
             real = [constant(tensor) if constant else None for tensor in traced]
             must_go = must_go or any(tensor is None for tensor in real)
             if traced and not must_go:
                 left[id(item)] = structure.unflatten(tree, real)
-        if must_go and change.name not in self.lost:
-            self.lost.append(change.name)
+        if must_go and holder.changed(now) not in self.lost:
+            self.lost.append(holder.changed(now))
         return None if must_go else left
 
     def _collect(self, value: Any, depth: int, name: str) -> None:
@@ -206,7 +180,9 @@ class ExternalEffects:
 
     def _collect_code(self, value: Any, depth: int, name: str) -> None:
         if isinstance(value, type):
-            self._classes.setdefault(value, dict(vars(value)))
+            self._note(
+                id(value), name, lambda: dict(vars(value)), functools.partial(_set_attributes, value), keyed=True
+            )
             for attribute, member in [*vars(value).items()]:
                 for part in parts_of(member):
                     self._collect(part, depth, f"{name}.{attribute}")
@@ -216,16 +192,28 @@ class ExternalEffects:
             for code in codes(value.__code__):
                 if _STORES_GLOBAL in code.co_code[::2]:
                     for variable in code.co_names:
-                        now = value.__globals__.get(variable, _ABSENT)
-                        self._variables.setdefault(
-                            (id(value.__globals__), variable), (value.__globals__, variable, now)
-                        )
+                        self._note_variable(value.__globals__, variable)
         for label, named in named_by(value):
             self._collect(named, depth - 1, label or name)
 
+    def _note_variable(self, variables: dict[str, Any], name: str) -> None:
+        def read() -> dict[str, Any]:
+            return {name: variables[name]} if name in variables else {}
+
+        def write(value: dict[str, Any]) -> None:
+            variables.pop(name, None)
+            variables.update(value)
+
+        self._note((id(variables), name), str(variables.get("__name__")), read, write, keyed=True)
+
+    def _note(self, key: Any, name: str, read: Callable[[], Any], write: Callable[[Any], None], **flags: bool) -> None:
+        if key not in self._holders:
+            self._holders[key] = _Holder(name, read, write, read(), **flags)
+
     def _hold(self, own: Any, depth: int, name: str, of_object: bool = False) -> None:
-        if id(own) not in self._holders:
-            self._holders[id(own)] = _Holder(own, copy.copy(own), name, of_object)
+        self._note(
+            id(own), name, functools.partial(copy.copy, own), functools.partial(refill, own), of_object=of_object
+        )
         if self._seen.get(id(own), 0) < depth:
             self._seen[id(own)] = depth
             for item in _items(own):
@@ -233,21 +221,18 @@ class ExternalEffects:
                     self._collect(item, depth - 1, name)
 
 
-def _exchange(holder: Any, others: dict[int, Any]) -> None:
-    items = [others.get(id(item), item) for item in _items(holder)]
-    refill(holder, dict(zip(holder, items, strict=True)) if isinstance(holder, dict) else items)
+def _exchanged(held: Any, others: dict[int, Any]) -> Any:
+    items = [others.get(id(item), item) for item in _items(held)]
+    return dict(zip(held, items, strict=True)) if isinstance(held, dict) else items
 
 
-def _put(variables: dict[str, Any], name: str, value: Any) -> None:
-    variables.pop(name, None)
-    variables.update({} if value is _ABSENT else {name: value})
-
-
-def _set(kind: type, name: str, value: Any) -> None:
-    if value is _ABSENT:
-        delattr(kind, name)
-    else:
-        setattr(kind, name, value)
+def _set_attributes(kind: type, wanted: dict[str, Any]) -> None:
+    now = dict(vars(kind))
+    for name in {**now, **wanted}:
+        if name not in wanted:
+            delattr(kind, name)
+        elif now.get(name, ABSENT) is not wanted[name]:
+            setattr(kind, name, wanted[name])
 
 
 def _items(holder: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 _CODE = (".py", ".pyc", ".so", ".pyd", ".dll")
 _SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/")
-_watching: dict[int, dict[str, Any]] = {}  # by thread
+_watching = threading.local()
 
 
 @contextlib.contextmanager
@@ -22,16 +22,12 @@ def opened(found: dict[str, Any]) -> Iterator[None]:
     """Inside, files that this thread opens are noted in ``found``, with their states. Code, devices, what is installed, and
     files that compilers leave in temporary folders are not: they are no data of the program's."""
     _install()
-    thread = threading.get_ident()
-    outer = _watching.get(thread)
-    _watching[thread] = found
+    outer = getattr(_watching, "found", None)
+    _watching.found = found
     try:
         yield
     finally:
-        if outer is None:
-            del _watching[thread]
-        else:
-            _watching[thread] = outer
+        _watching.found = outer
 
 
 def state_of(path: str) -> Any:
@@ -49,9 +45,9 @@ def _install() -> None:
 
 
 def _note(event: str, args: tuple[Any, ...]) -> None:
-    if event != "open" or not _watching:
+    if event != "open":
         return
-    found = _watching.get(threading.get_ident())
+    found = getattr(_watching, "found", None)
     if found is None or not isinstance(args[0], (str, bytes, os.PathLike)):
         return
     path = os.path.abspath(os.fsdecode(args[0]))

@@ -2,15 +2,15 @@
 
 ``Guards`` keeps the values that were read (``python_state.observe``) and how the model's modules were put together, and tells
 before each planned call whether all of it is still so: numbers, strings and holders (``program.objects``) are compared by
-what they are or hold, everything else is the very same object. Where nothing has changed, a function made of one line per
-value says so, in some ten nanoseconds each (``python_state.quick``).
+what they are or hold, everything else is the very same object. Where nothing has changed, ``python_state.quick`` says so in
+some ten nanoseconds a value.
 """
 
 from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,12 @@ from lowtide.capture.python_state import files
 from lowtide.capture.python_state.external_effects import hooks_of
 from lowtide.capture.python_state.observe import Content, Read, Reads
 from lowtide.capture.python_state.paths import AttributePath, locate, named, value_at
-from lowtide.capture.python_state.quick import compile_guards
+from lowtide.capture.python_state.quick import Unchanged
 from lowtide.program import structure
 from lowtide.program.keys import tensor_key
 from lowtide.program.objects import ABSENT, PLAIN, content, current, part_name, reachable
 
+_REWIRED = ("is a {}", "is another {}", "has other hooks", "has other submodules")
 _MOST_REMAKES = 8  # of the quick function, where equal values are put anew before each call
 
 
@@ -35,14 +36,14 @@ class Guards:
     """``wiring``: of the modules, in order, see ``_wiring``. ``contents``: of holders that were read, by their ids. ``free``:
     ids of holders that may hold anything; ``layouts``: of tensors, by their ids, whose layout alone matters."""
 
-    wiring: tuple[Any, ...] = ()
+    wiring: Sequence[tuple[Any, ...]] = ()
     reads: tuple[Read, ...] = ()
     contents: Mapping[int, Content] = field(default_factory=dict)
     hidden: tuple[tuple[nn.Module, list[torch.Tensor]], ...] = ()
     files: Mapping[str, Any] = field(default_factory=dict)
     free: frozenset[int] = frozenset()
     layouts: Mapping[int, Any] = field(default_factory=dict)
-    _quick: list[Callable[[], bool]] = field(default_factory=list)
+    _quick: list[Unchanged] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -88,7 +89,7 @@ class Guards:
         if next(self._broken(modules), None) is not None:
             return False
         if len(self._quick) < _MOST_REMAKES:
-            self._quick.append(compile_guards(modules, self.reads, self.free, self.layouts, self.hidden, self.files))
+            self._quick.append(Unchanged(modules, self.reads, self.free, self.layouts, self.hidden, self.files))
         return True
 
     def broken(self, model: nn.Module) -> str:
@@ -156,7 +157,7 @@ class Guards:
 def _keep(value: Any, contents: dict[int, Content]) -> None:
     """Add what holders in ``value`` hold."""
     for holder in _holders(value):
-        contents[id(holder)] = Content(holder, content(holder) or (), "")
+        contents[id(holder)] = Content(holder, content(holder) or ())
 
 
 def _holders(value: Any) -> list[Any]:
@@ -179,40 +180,29 @@ def _owned(model: nn.Module, place: AttributePath) -> tuple[int, str]:
     return id(owner), name
 
 
-def _wiring(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """Of each module its class, its children by name and number, and its hooks. Class and hooks of the model itself are around
-    its planned forward."""
-    numbers = {id(module): number for number, module in enumerate(modules)}
+def _wiring(modules: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
+    """Of each module what ``_REWIRED`` names. Class and hooks of the model itself are around its planned forward."""
     root = modules[0]
-    return tuple(
+    return [
         (
             None if module is root else type(module),
-            tuple((name, numbers.get(id(child))) for name, child in module._modules.items()) if module._modules else (),
-            () if module is root else hooks_of(module),
             module,
+            () if module is root else hooks_of(module),
+            [*module._modules.items()],
         )
         for module in modules
-    )
+    ]
 
 
 def _rewired(wiring: Sequence[Any], modules: Sequence[nn.Module]) -> Iterator[str]:
     """In words, what is put together otherwise."""
-    now = _wiring(modules)
-    if len(now) != len(wiring):
-        yield f"{len(now)} modules instead of {len(wiring)}"
+    if len(modules) != len(wiring):
+        yield f"{len(modules)} modules instead of {len(wiring)}"
         return
-    names = [name for name, _ in modules[0].named_modules()]
-    for name, one, old in zip(names, now, wiring, strict=True):
-        (kind, children, hooks, module), (old_kind, old_children, old_hooks, old_module) = one, old
-        where = name or type(modules[0]).__name__
-        if kind is not old_kind:
-            yield f"{where} is a {kind.__name__}"
-        elif module is not old_module:
-            yield f"{where} is another {type(module).__name__}"
-        elif hooks != old_hooks:
-            yield f"{where} has other hooks"
-        elif children != old_children:
-            yield f"{where} has other submodules"
+    for (name, module), now, old in zip(modules[0].named_modules(), _wiring(modules), wiring, strict=True):
+        difference = next((text for text, one, other in zip(_REWIRED, now, old, strict=True) if one != other), "")
+        if difference:
+            yield f"{name or type(modules[0]).__name__} {difference.format(type(module).__name__)}"
 
 
 def _identical(one: Sequence[Any], other: Sequence[Any]) -> bool:

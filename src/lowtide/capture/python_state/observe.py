@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lowtide.capture.python_state import files, named
+from lowtide.capture.python_state import code_names, files
 from lowtide.capture.python_state.paths import OWN
 from lowtide.program import structure
 from lowtide.program.objects import ABSENT, PLAIN, class_attribute, content, current, fields, own_attributes, part_name
@@ -37,7 +37,7 @@ _OPAQUE = ("torch", "numpy", "logging", "threading", "re", "enum", "abc", "typin
 
 
 class Read(NamedTuple):
-    """A value that was read. ``kind``: where ``owner`` has it under ``name`` (``python_state.guards.current``)."""
+    """A value that was read. ``kind``: where ``owner`` has it under ``name`` (``program.objects.current``)."""
 
     kind: str
     owner: Any
@@ -51,7 +51,6 @@ class Content(NamedTuple):
 
     holder: Any
     items: tuple[Any, ...]
-    text: str
 
 
 @dataclass(eq=False)
@@ -86,7 +85,6 @@ class Observer:
         self._named = (0, 0)  # how many of both were looked at
         self._busy = False
         self._model = (model, clone)
-        self._registered = set(map(id, model.modules()))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -139,7 +137,7 @@ class Observer:
         elif isinstance(seen, type):
             self._look_at_class(seen)
         elif isinstance(seen, types.ModuleType):
-            if not named.is_library(seen):
+            if not code_names.is_library(seen):
                 self._namespaces.setdefault(id(seen), (seen, seen.__name__))
         elif isinstance(seen, nn.Module):
             self._look_at_module(seen, original, text)
@@ -150,7 +148,7 @@ class Observer:
             self._watch(seen, original, text)
 
     def _look_into(self, seen: Any, original: Any, items: tuple[Any, ...], text: str) -> None:
-        self.reads.contents.setdefault(id(original), Content(original, items, text))
+        self.reads.contents.setdefault(id(original), Content(original, items))
         inner = items if seen is original else content(seen) or ()
         matching = len(inner) == len(items) and not isinstance(seen, (set, frozenset))
         for index, item in enumerate(inner):
@@ -161,18 +159,18 @@ class Observer:
         return self._copied.get(id(seen), otherwise)
 
     def _look_at_function(self, function: types.FunctionType) -> None:
-        self._attributes |= named.attributes_named(function)
-        for variable in named.variables_of(function):
+        self._attributes |= code_names.attributes_named(function)
+        for variable in code_names.variables_of(function):
             value = current(variable.kind, variable.owner, variable.name)
             if value is not ABSENT:
                 self.reads.note(*variable[:3], value, variable.text)
                 self._reach(value, value, variable.text)
 
     def _look_at_class(self, kind: type) -> None:
-        for function in named.functions_of(kind):
+        for function in code_names.functions_of(kind):
             self._reach(function, function, "")
         for base in kind.__mro__:
-            if not named.is_library(base):
+            if not code_names.is_library(base):
                 self._namespaces.setdefault(id(base), (base, base.__qualname__))
 
     def _look_at_module(self, seen: nn.Module, original: nn.Module, text: str) -> None:
@@ -275,7 +273,7 @@ class Observer:
         own = own_attributes(original)
         if own is not None and not isinstance(original, nn.Module):
             names = tuple(own)
-            self.reads.contents[id(names)] = Content(names, names, "")
+            self.reads.contents[id(names)] = Content(names, names)
             self.reads.note("names", original, "", names, f"the attributes of {self._texts[id(original)]}")
 
     def _note_one(self, seen: Any, original: Any, name: str) -> None:

@@ -1,4 +1,4 @@
-"""RandomNumbers from the generators of Python and NumPy in a forward pass.
+"""Draws from the generators of Python and NumPy in a forward pass.
 
 No operator stands for such a draw: the program was made with the numbers that came. Most models only compare them with a
 threshold (layer drop). Then the comparisons are what the program depends on: a later call draws the same numbers as eager
@@ -28,43 +28,37 @@ from lowtide.program.objects import CLOSED, reachable
 
 GENERATORS: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)  # those that all share
 _OWN_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
-_SEEDING = (
-    (random, "seed"),
-    (random, "setstate"),
-    (np.random, "seed"),
-    (np.random, "set_state"),
+_SEEDING = ((random, "seed"), (random, "setstate"), (np.random, "seed"), (np.random, "set_state"))
+_TORCH_STATE = (
+    (torch, ("manual_seed", "seed", "set_rng_state")),
+    (torch.random, ("manual_seed", "set_rng_state")),  # fork_rng ends in the latter
+    (torch.cuda, ("manual_seed", "set_rng_state")),
 )
-_TORCH_STATE = tuple(
-    (owner, name)
-    for owner, names in (
-        (torch, ("manual_seed", "seed", "set_rng_state")),
-        (torch.random, ("manual_seed", "set_rng_state")),  # fork_rng ends in the latter
-        (torch.cuda, ("manual_seed", "set_rng_state")),
-    )
-    for name in names
+_SCALARS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (random, ("random", "uniform")),
+    (np.random, ("rand", "random", "random_sample", "uniform")),
 )
 
-State = tuple[Any, dict[str, Any]]  # of Python's generator, and of NumPy's
+State = tuple[Any, ...]  # of Python's generator, and of NumPy's
 
-_SCALARS: tuple[tuple[Any, str], ...] = (
-    (random, "random"),
-    (random, "uniform"),
-    (np.random, "rand"),
-    (np.random, "random"),
-    (np.random, "random_sample"),
-    (np.random, "uniform"),
-)
+
+def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """What gets the state of a generator, and what sets it."""
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    if isinstance(generator, np.random.RandomState):
+        return functools.partial(generator.get_state, legacy=False), generator.set_state
+    bits = generator.bit_generator
+    return (lambda: bits.state), functools.partial(setattr, bits, "state")
 
 
 def state() -> State:
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    return random.getstate(), numpy_state
+    return tuple(_accessors(generator)[0]() for generator in GENERATORS)
 
 
 def set_state(value: State) -> None:
-    random.setstate(value[0])
-    np.random.set_state(value[1])
+    for generator, one in zip(GENERATORS, value, strict=True):
+        _accessors(generator)[1](one)
 
 
 def same_state(one: State, other: State) -> bool:
@@ -94,7 +88,7 @@ class RandomNumber:
     used_otherwise: bool = False
 
     def again(self) -> bool:
-        """RandomNumber; whether the number compares as it did."""
+        """Draw anew; whether the number compares as it did."""
         value = self.function(*self.args, **self.kwargs)
         return all(compare(value, other) == answer for compare, other, answer in self.comparisons)
 
@@ -103,19 +97,22 @@ class RandomNumber:
 def none_by(model: nn.Module) -> Iterator[None]:
     """Raises ``CaptureError`` where the forward pass inside draws from generators that the model holds, or gives PyTorch's
     another state."""
-    before = [(generator, _state_of(generator)) for generator in _generators(model)]
+    before = [(get(), get, set_state) for get, set_state in map(_accessors, _generators(model))]
     with contextlib.ExitStack() as stack:
-        for owner, name in _TORCH_STATE:
-            stack.enter_context(wrapped(owner, name, functools.partial(_refusing, name)))
+        for owner, names in _TORCH_STATE:
+            for name in names:
+                stack.enter_context(wrapped(owner, name, functools.partial(_refusing, name)))
         stack.enter_context(wrapped(np.random, "default_rng", _seeded))
         try:
             yield
-        finally:
-            drawn = [_restored(generator, was) for generator, was in before]
-    if any(drawn):
+        finally:  # a generator may be the user's own, which no copy of the model has
+            drawn = [(was, set_state) for was, get, set_state in before if not same_state(was, get())]
+            for was, set_state in drawn:
+                set_state(was)
+    if drawn:
         raise CaptureError(
             "the forward pass draws from a random generator of its own (random.Random, numpy.random.Generator), which planned "
-            "calls would not. RandomNumber from torch's, or outside the forward pass; or run the model under lowtide.online."
+            "calls would not. Draw from torch's, or outside the forward pass; or run the model under lowtide.online."
         )
 
 
@@ -124,25 +121,6 @@ def _generators(model: nn.Module) -> list[Any]:
     held = [value for module in model.modules() for value in vars(module).values()]
     found = reachable(held, lambda value: not isinstance(value, (*_OWN_GENERATORS, *CLOSED)) or inspect.ismethod(value))
     return [one for one in found if isinstance(one, _OWN_GENERATORS) and all(one is not other for other in GENERATORS)]
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.bit_generator.state
-
-
-def _restored(generator: Any, before: Any) -> bool:
-    """Whether it was drawn from; it may be the user's own, which no copy of the model has."""
-    if pickle.dumps(_state_of(generator)) == pickle.dumps(before):
-        return False
-    if isinstance(generator, random.Random):
-        generator.setstate(before)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(before)
-    else:
-        generator.bit_generator.state = before
-    return True
 
 
 def _refusing(name: str, _: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,7 +138,7 @@ def _seeded(make: Callable[..., Any]) -> Callable[..., Any]:
         if seed is None:
             raise CaptureError(
                 "the forward pass makes a numpy.random.default_rng() without a seed, whose draws planned calls would repeat. "
-                "RandomNumber from torch's generator, or outside the forward pass; or run the model under lowtide.online."
+                "Draw from torch's generator, or outside the forward pass; or run the model under lowtide.online."
             )
         return make(seed)
 
@@ -210,8 +188,9 @@ class RandomRecorder:
             with contextlib.ExitStack() as stack:
                 for module, name in _SEEDING:
                     stack.enter_context(wrapped(module, name, self._seeding))
-                for module, name in _SCALARS if self.comparing else ():
-                    stack.enter_context(wrapped(module, name, self._recording))
+                for module, names in _SCALARS if self.comparing else ():
+                    for name in names:
+                        stack.enter_context(wrapped(module, name, self._recording))
                 yield
             self.end = state()
 
@@ -277,35 +256,16 @@ class _Number:
     def _refused(self, *_: Any) -> Any:
         raise self._misused()
 
-    __float__ = __int__ = __index__ = __hash__ = __floor__ = __ceil__ = __trunc__ = __round__ = _refused
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = (
-        _refused
-    )
-    __neg__ = __pos__ = __abs__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __format__ = _refused
-
-    def __lt__(self, other: Any) -> bool:
-        return self._compared(operator.lt, other)
-
-    def __le__(self, other: Any) -> bool:
-        return self._compared(operator.le, other)
-
-    def __gt__(self, other: Any) -> bool:
-        return self._compared(operator.gt, other)
-
-    def __ge__(self, other: Any) -> bool:
-        return self._compared(operator.ge, other)
-
-    def __eq__(self, other: object) -> bool:
-        return self._compared(operator.eq, other)
-
-    def __ne__(self, other: object) -> bool:
-        return self._compared(operator.ne, other)
+    __getattr__ = __repr__ = _refused
 
     def __bool__(self) -> bool:
         return self._compared(operator.ne, 0)
 
-    def __getattr__(self, name: str) -> Any:
-        raise self._misused()
 
-    def __repr__(self) -> str:
-        raise self._misused()
+for _compare in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne):
+    setattr(_Number, f"__{_compare.__name__}__", functools.partialmethod(_Number._compared, _compare))
+for _name in (
+    *("float", "int", "index", "hash", "floor", "ceil", "trunc", "round", "format", "neg", "pos", "abs"),
+    *(f"{side}{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow") for side in ("", "r")),
+):
+    setattr(_Number, f"__{_name}__", _Number._refused)

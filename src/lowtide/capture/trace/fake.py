@@ -10,8 +10,9 @@ fresh random numbers cannot be answered and raise ``CaptureError``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,26 +41,28 @@ _ABOVE = {_ATEN.gt.Scalar, _ATEN.ge.Scalar}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
+class Provenance:
     """How a known tensor was computed: a leaf (an input by position, or a constant) or an operator on known tensors."""
 
-    function: Callable[..., Any] | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: int | None
-    leaf: int | None
-    constant: torch.Tensor | None
-    depends_on_input: bool
+    function: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    output: int | None = None
+    leaf: int | None = None
+    constant: torch.Tensor | None = None
+    depends_on_input: bool = False
 
     def positions(self) -> set[int]:
         """Of the inputs that it was computed from."""
-        found: dict[int, Known] = {}
+        found: dict[int, Provenance] = {}
         waiting = [self]
         while waiting:
             known = waiting.pop()
             if id(known) not in found:
                 found[id(known)] = known
-                waiting += [leaf for leaf in pytree.tree_leaves((known.args, known.kwargs)) if isinstance(leaf, Known)]
+                waiting += [
+                    leaf for leaf in pytree.tree_leaves((known.args, known.kwargs)) if isinstance(leaf, Provenance)
+                ]
         return {known.leaf for known in found.values() if known.leaf is not None}
 
 
@@ -70,17 +73,13 @@ class Question:
     ``holds(inputs)`` asks again: ``inputs`` are the call's flat tensors, in capture's order.
     """
 
-    known: Known
+    known: Provenance
     ask: str
     answer: Any
     source: str
 
     def holds(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> bool:
         return bool(self.asked(inputs, memo) == self.answer)
-
-    def positions(self) -> set[int]:
-        """Of the inputs that it depends on."""
-        return self.known.positions()
 
     def asked(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> Any:
         """The answer on ``inputs``."""
@@ -92,7 +91,7 @@ def _ask(ask: str, real: Any) -> Any:
     return tuple(real.shape) if ask == "shape" else real.item() if ask == "item" else bool(real)
 
 
-def _evaluate(known: Known, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> Any:
+def _evaluate(known: Provenance, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> Any:
     if known.leaf is not None:
         return inputs[known.leaf]
     if known.constant is not None:
@@ -100,7 +99,7 @@ def _evaluate(known: Known, inputs: Sequence[torch.Tensor], memo: dict[int, Any]
     key = id(known)
     if key not in memo:
         args, kwargs = pytree.tree_map(
-            lambda x: _evaluate(x, inputs, memo) if isinstance(x, Known) else x, (known.args, known.kwargs)
+            lambda x: _evaluate(x, inputs, memo) if isinstance(x, Provenance) else x, (known.args, known.kwargs)
         )
         assert known.function is not None
         result = known.function(*args, **kwargs)
@@ -116,8 +115,8 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__(allow_non_fake_inputs=True)
         self.questions: list[Question] = []
         self._seen: set[Any] = set()
-        self._interned: dict[Any, Known] = {}
-        self._constants: dict[int, tuple[torch.Tensor, Known]] = {}  # by id, which lasts as long as the tensor
+        self._interned: dict[Any, Provenance] = {}
+        self._constants: dict[int, tuple[torch.Tensor, Provenance]] = {}  # by id, which lasts as long as the tensor
 
     def register_input(self, fake: torch.Tensor, real: torch.Tensor, position: int, state: bool) -> None:
         """Let ``fake`` (integers, booleans, or a single number on the CPU that is no ``state`` of the model) answer with the
@@ -125,7 +124,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         number = real.dim() == 0 and real.device.type == "cpu" and not state and not real.requires_grad
         if real.is_complex() or (real.is_floating_point() and not number) or real.device.type == "meta":
             return
-        _attach(fake, real, self._intern(("input", position), Known(None, (), {}, None, position, None, True)))
+        _attach(fake, real, self._intern(("input", position), Provenance(leaf=position, depends_on_input=True)))
 
     def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -174,7 +173,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._remember(subject, "item" if subject is not known else "bool", real)
         return real
 
-    def _concrete_result(self, func: Any, real: Any, known: Known) -> Any:
+    def _concrete_result(self, func: Any, real: Any, known: Provenance) -> Any:
         """The result of an operator whose shape depends on known data: the shape becomes a question."""
         if not isinstance(real, torch.Tensor):
             raise _unanswerable(func)
@@ -194,17 +193,17 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         with self:
             return fakes.ctc_loss(args[0], longest_target)
 
-    def _remember(self, known: Known, ask: str, answer: Any) -> None:
+    def _remember(self, known: Provenance, ask: str, answer: Any) -> None:
         key = (known, ask)
         if key not in self._seen:
             self._seen.add(key)
             self.questions.append(Question(known, ask, answer, user_source()))
 
-    def _known_result(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Known | None]:
+    def _known_result(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Provenance | None]:
         """The real result of ``func`` and its provenance, where every tensor argument is known."""
         folded = _fold_uniform(func, args)
         if folded is not None:
-            return folded, Known(None, (), {}, None, None, folded, False)
+            return folded, Provenance(constant=folded)
         if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in func.tags:
             return None, None
         if func._schema.name.split("::")[1] in UNINITIALISED or func.namespace not in ("aten", "prims"):
@@ -217,8 +216,8 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if not any(isinstance(leaf, torch.Tensor) for leaf in flat) and not _small_factory(args):
             return None, None
         reals, knowns = [real for real, _ in known_pairs], [known for _, known in known_pairs]
-        depends = any(isinstance(known, Known) and known.depends_on_input for known in knowns)
-        keys = [known if isinstance(known, Known) else (type(known), known) for known in knowns]
+        depends = any(isinstance(known, Provenance) and known.depends_on_input for known in knowns)
+        keys = [known if isinstance(known, Provenance) else (type(known), known) for known in knowns]
         if func._schema.is_mutable:
             return self._known_mutation(func, flat)
         # What a model on the meta device computes from constants alone is known too: on the CPU.
@@ -229,7 +228,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if isinstance(real, torch.Tensor) and real.numel() > _MAXIMUM_ELEMENTS:
             return None, None
         known_args, known_kwargs = pytree.tree_unflatten(knowns, spec)
-        fresh = Known(func, known_args, known_kwargs, None, None, None, depends)
+        fresh = Provenance(func, known_args, known_kwargs, depends_on_input=depends)
         return real, self._intern((func, tuple(keys), spec), fresh)
 
     def _known_mutation(self, func: Any, flat: list[Any]) -> tuple[Any, None]:
@@ -239,29 +238,28 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 del leaf._lowtide_known
         return None, None
 
-    def _known_tensor(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Known] | None:
+    def _known_tensor(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Provenance] | None:
         if isinstance(tensor, FakeTensor):
             return getattr(tensor, "_lowtide_known", None)
         if type(tensor) is torch.Tensor and tensor.numel() <= _MAXIMUM_ELEMENTS and tensor.device.type != "meta":
             value = tensor.detach()
-            constant = Known(None, (), {}, None, None, value, True)  # it may be written in place
+            constant = Provenance(constant=value, depends_on_input=True)  # it may be written in place
             return value, self._constants.setdefault(id(tensor), (tensor, constant))[1]
         return None
 
-    def _intern(self, key: Any, known: Known) -> Known:
+    def _intern(self, key: Any, known: Provenance) -> Provenance:
         try:
             return self._interned.setdefault(key, known)
         except TypeError:  # an unhashable argument: not shared
             return known
 
-    def _attach_results(self, func: Any, result: Any, real: Any, known: Known) -> None:
+    def _attach_results(self, func: Any, result: Any, real: Any, known: Provenance) -> None:
         if isinstance(result, FakeTensor) and isinstance(real, torch.Tensor):
             _attach(result, real, known)
         elif isinstance(result, (tuple, list)):
             for index, (fake, value) in enumerate(zip(result, real, strict=False)):
                 if isinstance(fake, FakeTensor) and isinstance(value, torch.Tensor):
-                    fresh = Known(known.function, known.args, known.kwargs, index, None, None, known.depends_on_input)
-                    _attach(fake, value, self._intern((known, index), fresh))
+                    _attach(fake, value, self._intern((known, index), replace(known, output=index)))
 
 
 def fakes_of(
@@ -300,18 +298,13 @@ def is_empty(fake: torch.Tensor) -> bool:
     return getattr(fake, "_lowtide_empty", False)
 
 
-def _attach(fake: torch.Tensor, real: torch.Tensor, known: Known) -> None:
+def _attach(fake: torch.Tensor, real: torch.Tensor, known: Provenance) -> None:
     fake._lowtide_known = (real, known)  # type: ignore[attr-defined]
 
 
 def _small_factory(args: Sequence[Any]) -> bool:
     """A constant made from numbers alone, of reasonable size."""
-    if args and isinstance(args[0], (list, tuple)):
-        elements = 1
-        for size in args[0]:
-            elements *= int(size)
-        return elements <= _MAXIMUM_ELEMENTS
-    return True
+    return not args or not isinstance(args[0], (list, tuple)) or math.prod(args[0]) <= _MAXIMUM_ELEMENTS
 
 
 def _fold_uniform(func: Any, args: Sequence[Any]) -> torch.Tensor | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.capture.trace.fake import is_empty
+from lowtide.program import layouts
 
 _ATEN = torch.ops.aten
 _COPIED_BACK = {
@@ -65,25 +66,14 @@ def keeping_layouts(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_reordered(tensor: Any) -> bool:
     """Whether it fills its memory, in another order than that of its dimensions."""
-    if not isinstance(tensor, FunctionalTensor) or tensor.is_contiguous():
-        return False
-    expected = 1
-    for i in reversed(_order(tensor)):
-        if tensor.shape[i] != 1 and tensor.stride(i) != expected:
-            return False
-        expected *= tensor.shape[i]
-    return True
-
-
-def _order(tensor: Tensor) -> list[int]:
-    """The dimensions as they follow each other in memory, the one of the longest steps first."""
-    return sorted(range(tensor.dim()), key=lambda i: (tensor.stride(i), tensor.shape[i]), reverse=True)
+    reordered = isinstance(tensor, FunctionalTensor) and not tensor.is_contiguous()
+    return reordered and layouts.is_dense(tensor.shape, tensor.stride())
 
 
 def _in_memory_order(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """``func``, which does the same to each element, on its tensors in the order in memory of the one that is written to."""
     written: Tensor = args[0]
-    order = _order(written)
+    order = layouts.memory_order(written.shape, written.stride())
     others = [
         value.expand(written.shape).permute(order) if isinstance(value, Tensor) and value.dim() > 0 else value
         for value in args[1:]

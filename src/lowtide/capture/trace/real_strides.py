@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
 from lowtide.program import generators
+from lowtide.program.layouts import contiguous_strides
 
 _Strides = tuple[tuple[int, ...] | None, ...]
 _KNOWN: dict[Any, _Strides | None] = {}  # by operator and arguments; ``None`` where the operator does not run so
@@ -43,11 +44,14 @@ def real_strides(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
 
 def with_strides(func: Any, result: Any, strides: _Strides, mode: Any) -> Any:
     """What ``func`` returned, with tensors of these strides in place of those that have others."""
-    restrided = _viewed if _views(func) else _restrided
-    made = [
-        tensor if stride is None or tensor.stride() == stride else restrided(tensor, stride, mode)
-        for tensor, stride in zip(_flat(result), strides, strict=True)
-    ]
+    made = list(_flat(result))
+    for number, (tensor, stride) in enumerate(zip(made, strides, strict=True)):
+        if stride is not None and tensor.stride() != stride:
+            with mode:
+                if _views(func):
+                    made[number] = torch.as_strided(tensor, tensor.shape, stride, tensor.storage_offset())
+                else:
+                    made[number] = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
     if isinstance(result, list):
         return made
     return tuple(made) if isinstance(result, tuple) else made[0]
@@ -69,12 +73,7 @@ def _is_pure(func: Any) -> bool:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Laid out in order, dimensions of size 1 included: they decide what counts as channels last."""
-    expected = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if stride != expected:
-            return False
-        expected *= max(int(size), 1)
-    return True
+    return tensor.stride() == contiguous_strides(tensor.shape)
 
 
 def _can_stand_in(tensor: Tensor) -> bool:
@@ -114,16 +113,6 @@ def _stand_in(leaf: Any, device: torch.device) -> Any:
         return leaf
     device = device if device.type == "meta" else leaf.device
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device).zero_()
-
-
-def _restrided(tensor: Tensor, stride: tuple[int, ...], mode: Any) -> Tensor:
-    with mode:
-        return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-
-
-def _viewed(tensor: Tensor, stride: tuple[int, ...], mode: Any) -> Tensor:
-    with mode:
-        return torch.as_strided(tensor, tensor.shape, stride, tensor.storage_offset())
 
 
 def _flat(result: Any) -> Sequence[Any]:
