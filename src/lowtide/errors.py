@@ -7,6 +7,10 @@ class LowtideError(Exception):
     """Base of every error that lowtide raises on purpose."""
 
 
+class NativeCoreError(LowtideError, ImportError):
+    """The compiled extension is missing, or was built for another version of the package."""
+
+
 class CaptureError(LowtideError):
     """The model's program cannot be captured as one graph. ``source`` is the user's ``file:line`` where known."""
 
