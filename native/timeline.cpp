@@ -250,6 +250,7 @@ void Timeline::load(Indices codes) {
 // In how many lives of its storage a view is needed.
 Number Timeline::lives_with(Index view) const {
     const Index storage = graph_.view_storage[view];
+    if (storage < 0) return 0;  // of something outside
     const Index base = graph_.storage_node[storage];
     if (graph_.held[storage]) return view_needed(view, first_slot(base), size()) ? 1 : 0;
     Number lives = 0;
