@@ -1,8 +1,7 @@
 """Time to the first planned step, stage by stage: ``python -m benchmarks.first_step``.
 
 Every model is prepared at 50 % of its peak, in a process of its own, twice: *cold*, with no measured costs and no plans on
-disk, and *cached*, with those that the cold start left. Compiled search kernels are there in both, as after an
-installation's first use; ``--compile`` takes them away from the cold start too. Without lowtide a step takes what
+disk, and *cached*, with those that the cold start left. Without lowtide a step takes what
 stands under *plain*. With Inductor (``--compilers eager,inductor``) a cold start has no compiled kernels on disk either.
 Results take the place of earlier ones of the same model and compiler, as they come; the others stay. The exit code is 1 where
 GPT-2 with 12 layers takes 30 s or more cold, or 5 s or more cached, from the call of ``rematerialize`` to the end of the first
@@ -91,7 +90,6 @@ def _write(path: Path, starts: Sequence[Start], options: argparse.Namespace) -> 
         "torch": torch.__version__,
         "machine": platform.machine(),
         "threads": options.threads,
-        "search kernels": "to compile" if options.compile else "compiled before",
         "load at the end": round(os.getloadavg()[0], 1),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,8 +126,6 @@ def _starts(model: str, compiler: str, options: argparse.Namespace) -> list[Star
             "LOWTIDE_CACHE_DIR": folder,
             "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "inductor"),
         }
-        if options.compile:
-            environment["NUMBA_CACHE_DIR"] = str(Path(folder) / "numba")
         found = []
         for kind in MOST_SECONDS:
             command = [sys.executable, "-m", "benchmarks.first_step", "--worker", model, compiler, kind]
@@ -169,7 +165,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", default="all", help=f'"all" or some of {",".join(MODELS)}')
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="default: all cores")
     parser.add_argument("--compilers", default="eager", help='"eager", "inductor" or "eager,inductor"')
-    parser.add_argument("--compile", action="store_true", help="count the compilation of the search kernels as well")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--worker", nargs=3, metavar=("MODEL", "COMPILER", "KIND"), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

@@ -8,7 +8,6 @@ folder, so that an interrupted run goes on where it was; ``--again`` runs the ch
 ``--add FOLDER`` takes over those of the chosen cells that another run left in its results folder: parts of the table can be run
 apart and at the same time.
 
-``--cold`` measures ``auto`` at 50 % with no compiled kernels at hand and adds that to the notes instead.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,7 @@ from lowtide.store import write_atomically
 HERE = Path(__file__).parent
 PUBLISHED = Path(os.environ.get("LOWTIDE_INSTANCES", HERE.parents[1] / "shared" / "instances"))
 BUDGETS = "70%,50%,30%,20%,10%"
-_PACKAGES = ("numpy", "numba", "highspy", "scipy")
+_PACKAGES = ("numpy", "highspy", "scipy")
 Key = tuple[str, str, str]
 
 
@@ -112,9 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(str(error)) from None
     results = Results(options.results, paths)
     results.notes |= environment(options)
-    if options.cold:
-        _measure_cold(results, paths, options.time_limit)
-        return 0
     asked = list(_tasks(results, paths, planners, options))
     for folder in options.add:
         results.take(folder, asked)
@@ -165,19 +160,6 @@ def _run(results: Results, paths: dict[str, Path], tasks: Sequence[Task], option
             pool.shutdown(cancel_futures=True)
 
 
-def _measure_cold(results: Results, paths: dict[str, Path], limit_seconds: float) -> None:
-    """CPU seconds of ``auto`` where every kernel must be compiled first, one note per graph."""
-    for name, path in paths.items():
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ["NUMBA_CACHE_DIR"] = folder
-            cell = run_limited(path, Task(name, "auto", "50%", results.instances[name].peak_bytes // 2), limit_seconds)
-            del os.environ["NUMBA_CACHE_DIR"]
-        if cell.cpu_seconds is not None:
-            results.notes[f"auto on {name} at 50% with kernels to compile, CPU seconds"] = cell.cpu_seconds
-        print(f"{name}: {cell_text(cell)}, {cell.cpu_seconds} s of CPU", flush=True)
-    results.write()
-
-
 def environment(options: argparse.Namespace) -> dict[str, Any]:
     """Hardware, versions and settings of the latest run."""
     versions = {"python": platform.python_version(), "lowtide": __version__}
@@ -214,7 +196,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--add", type=Path, action="append", default=[], metavar="FOLDER", help="take over another run's cells first"
     )
-    parser.add_argument("--cold", action="store_true", help="measure auto with no compiled kernels instead")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     return parser.parse_args(arguments)
 

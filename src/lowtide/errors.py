@@ -12,6 +12,10 @@ class LowtideError(Exception):
     message: str
 
 
+class NativeCoreError(LowtideError, ImportError):
+    """The compiled extension is missing, or was built for another version of the package."""
+
+
 @dataclass(eq=False, repr=False)
 class CaptureError(LowtideError):
     """The model's program cannot be captured as one graph. ``source`` is the user's ``file:line`` where known."""

@@ -170,7 +170,7 @@ def test_env(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["env"]) == 0
     printed = capsys.readouterr().out
     assert str(tmp_path / "cache") in printed
-    assert all(word in printed for word in ("torch", "numba", "cpu", "highspy (optional)"))
+    assert all(word in printed for word in ("torch", "numpy", "cpu", "highspy (optional)"))
 
 
 def test_as_a_module() -> None:

@@ -98,7 +98,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
 def _judge(sample: Sequence[tuple[Mutant, Region]], folder: Path, workers: int) -> list[Verdict]:
     copies: Queue[_Copy] = Queue()
     for number in range(workers):
-        copies.put(_Copy(folder / str(number), folder / "kernels"))
+        copies.put(_Copy(folder / str(number)))
 
     def judge(pair: tuple[Mutant, Region]) -> Verdict:
         own = copies.get()
@@ -119,10 +119,9 @@ def _judge(sample: Sequence[tuple[Mutant, Region]], folder: Path, workers: int) 
 class _Copy:
     """A copy of the tree in which one file at a time is changed, and the processor time of each test there unchanged."""
 
-    def __init__(self, root: Path, kernels: Path) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.kernels = kernels
-        self.seconds: dict[tuple[str, bool], float] = {}
+        self.seconds: dict[str, float] = {}
         for name in ("src", "tests", "benchmarks", "examples", "docs"):
             shutil.copytree(ROOT / name, root / name, ignore=_LEFT_OUT)
         for name in ("pyproject.toml", "README.md", "Makefile", "CHANGELOG.md", "LICENSE", "constraints.txt"):
@@ -130,29 +129,26 @@ class _Copy:
 
     def judge(self, mutant: Mutant, region: Region) -> Verdict:
         path = self.root / mutant.path.relative_to(ROOT)
-        interpreted = _has_kernels(mutant.path)
-        tests = region.tests if interpreted else region.tests + region.compiled
-        for test in tests:
-            limit = self._limit(test, interpreted)
+        for test in region.tests:
+            limit = self._limit(test)
             try:
                 path.write_text(mutant.source())
-                passes, _ = self._passes(test, limit, interpreted)
+                passes, _ = self._passes(test, limit)
             finally:
-                shutil.copy2(mutant.path, path)  # its time too, by which compiled kernels are known
+                shutil.copy2(mutant.path, path)
             if not passes:
                 return Verdict(mutant, region, test)
         return Verdict(mutant, region, "")
 
-    def _limit(self, test: str, interpreted: bool) -> int:
+    def _limit(self, test: str) -> int:
         """Seconds after which a test counts as failed; a mutant may well never end."""
-        if (test, interpreted) not in self.seconds:
-            passes, self.seconds[test, interpreted] = self._passes(test, 0, interpreted)
+        if test not in self.seconds:
+            passes, self.seconds[test] = self._passes(test, 0)
             if not passes:
-                how = ", its kernels interpreted" if interpreted else ""
-                raise RuntimeError(f"{test} fails without any change{how}")
-        return max(_LEAST_SECONDS, int(4 * self.seconds[test, interpreted]))
+                raise RuntimeError(f"{test} fails without any change")
+        return max(_LEAST_SECONDS, int(4 * self.seconds[test]))
 
-    def _passes(self, test: str, limit: int, interpreted: bool) -> tuple[bool, float]:
+    def _passes(self, test: str, limit: int) -> tuple[bool, float]:
         """Whether it does, and its seconds. ``limit`` 0 is none."""
         environment = {
             **os.environ,
@@ -160,13 +156,8 @@ class _Copy:
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
-            # Compiled kernels are found again by their own files, which no mutant that runs compiled changes.
-            "NUMBA_CACHE_DIR": str(self.kernels),
-            "NUMBA_DISABLE_JIT": "1" if interpreted else "0",
         }
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow", "-o", "timeout=0"]
-        # Compiled kernels wrap around where numpy's numbers in the interpreter warn.
-        options += ["-W", "ignore::RuntimeWarning"] if interpreted else []
         began = _children_seconds()
         try:
             ended = subprocess.run(
@@ -182,10 +173,6 @@ def _children_seconds() -> float:
     """Processor time of ended children, those of other workers included: a limit is a little high at worst."""
     times = os.times()
     return times.children_user + times.children_system
-
-
-def _has_kernels(path: Path) -> bool:
-    return any(line in ("@kernel", "@inner") for line in path.read_text().splitlines())
 
 
 if __name__ == "__main__":

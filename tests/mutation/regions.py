@@ -10,15 +10,11 @@ SOURCE = Path("src/lowtide")
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """``files``: patterns below ``src/lowtide``. ``tests``: run one after the other until one fails.
-
-    ``compiled``: further ones that take too long where kernels run in the interpreter, as mutants of kernels do.
-    """
+    """``files``: patterns below ``src/lowtide``. ``tests``: run one after the other until one fails."""
 
     name: str
     files: tuple[str, ...]
     tests: tuple[str, ...]
-    compiled: tuple[str, ...] = ()
 
     def sources(self, root: Path) -> list[Path]:
         found = {pattern: list((root / SOURCE).glob(pattern)) for pattern in self.files}
@@ -41,24 +37,26 @@ REGIONS = (
     Region(
         "solve",
         ("solve/*.py",),
-        _solve("registry", "within", "greedy", "griewank", "dtr", "rotor", "rockmate", "planners", "checkpoints"),
-        _solve("checkmate", "checkmate_approx", "brute_force"),
+        _solve("registry", "within", "greedy", "griewank", "dtr", "rotor", "rockmate", "planners", "checkpoints")
+        + _solve("checkmate", "checkmate_approx", "brute_force"),
     ),
     Region(
         "solve/model",
         ("solve/model/*.py",),
-        _solve("compact", "structure", "griewank", "memory_paths", "checkpoints", "timeline"),
-        _solve("planners", "brute_force"),
+        _solve(
+            "compact", "structure", "griewank", "memory_paths", "checkpoints", "timeline", "planners", "brute_force"
+        ),
     ),
     Region(
         "solve/search",
         ("solve/search/*.py",),
-        _solve("greedy", "timeline", "recombine", "memory_paths", "compact", "within"),
-        _solve("planners", "bounds", "brute_force"),
+        _solve(
+            "greedy", "timeline", "recombine", "memory_paths", "compact", "within", "planners", "bounds", "brute_force"
+        ),
     ),
-    Region("solve/blocks", ("solve/blocks/*.py",), _solve("rotor", "blocks", "rockmate"), _solve("brute_force")),
-    Region("solve/bounds", ("solve/bounds/*.py",), _solve("bounds"), _solve("planners", "brute_force")),
-    Region("solve/milp", ("solve/milp/*.py",), _solve("checkmate", "checkmate_approx"), _solve("brute_force")),
+    Region("solve/blocks", ("solve/blocks/*.py",), _solve("rotor", "blocks", "rockmate", "brute_force")),
+    Region("solve/bounds", ("solve/bounds/*.py",), _solve("bounds", "planners", "brute_force")),
+    Region("solve/milp", ("solve/milp/*.py",), _solve("checkmate", "checkmate_approx", "brute_force")),
     Region(
         "capture/convert",
         ("capture/convert/*.py", "**/overwrites.py", "**/layouts.py", "**/results.py"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lowtide.native import core
 from lowtide.solve.model.compact import compact, encode_keep_all
-from lowtide.solve.search.greedy_kernel import greedy_sequence
 from tests.solve.sequences import measure
 from tests.solve.small_graphs import small_graph
 from tests.support.overwriting import overwriting
@@ -19,4 +19,4 @@ def test_nothing_is_evicted_at_the_peak_of_keeping_everything() -> None:
     for model in models:
         program = encode_keep_all(model)
         peak = measure(model, program)[1].peak_bytes
-        assert greedy_sequence(model, peak, 2 * len(program)).tolist() == program.tolist()
+        assert core.greedy_sequence(model, peak, 2 * len(program)).tolist() == program.tolist()

@@ -13,7 +13,7 @@ from lowtide.extras import EXTRAS
 from lowtide.report.tables import fact_lines
 from lowtide.version import __version__
 
-_NEEDED = ("torch", "numpy", "numba", "platformdirs", "filelock", "msgspec")
+_NEEDED = ("torch", "numpy", "platformdirs", "filelock", "msgspec")
 
 
 def run(options: argparse.Namespace) -> int:

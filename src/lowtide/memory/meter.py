@@ -87,7 +87,7 @@ def _measure_cpu(fn: Callable[[], Any]) -> Measurement:
     log = np.empty((_LOG_EVENTS, 2), dtype=np.int64)
     uncounted = counter.uncounted_blocks
     with PeakWindow(counter) as window:
-        logging = counter.start_log(log.ctypes.data, _LOG_EVENTS)
+        logging = counter.start_log(log)
         start_ns = time.monotonic_ns()
         try:
             result = fn()

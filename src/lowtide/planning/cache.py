@@ -18,6 +18,7 @@ import msgspec
 
 from lowtide.errors import ScheduleError
 from lowtide.ir import Costs, Graph, format_graph
+from lowtide.native import core
 from lowtide.planning.plan import Plan
 from lowtide.store import Cache, cache_folder, content_key, sources_key
 
@@ -53,7 +54,12 @@ class PlanRequest:
         """Equal for requests that have the same plan, and stable across processes."""
         settings = (self.budget_bytes, self.planner, self.seed, self.versions)
         return content_key(
-            FORMAT, sources_key(*_PLANNERS), settings, format_graph(self.graph.without_places()), self.costs
+            FORMAT,
+            sources_key(*_PLANNERS),
+            core.sources,
+            settings,
+            format_graph(self.graph.without_places()),
+            self.costs,
         )
 
     def decode(self, entry: bytes) -> Plan:

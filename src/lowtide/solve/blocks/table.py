@@ -25,11 +25,11 @@ from typing import NamedTuple
 import numpy as np
 
 from lowtide.errors import PlanError
+from lowtide.native import core
 from lowtide.solve.blocks.chain import Chain
 from lowtide.solve.blocks.kernels import BlockSpan, Measures, measure_option
 from lowtide.solve.blocks.menu import Menu
 from lowtide.solve.model.compact import Indices, Numbers
-from lowtide.solve.model.compiled import kernel
 
 _NEVER = 2**61
 _ENTRIES = 60_000_000
@@ -135,7 +135,7 @@ def build_table(chain: Chain, menus: Sequence[Menu], most_bytes: int, slots: int
             f"round bytes up to fewer slots, for instance 'rotor{{slots=500}}'"
         )
     costs = _table_costs(chain, measures, unit, trim)
-    best, choice = _fill(costs, chain.blocks, size)
+    best, choice = core.fill_table(*costs, size)
     return Table(chain, tuple(menus), costs, best, choice, unit)
 
 
@@ -184,41 +184,3 @@ def _unread(chain: Chain, block: int) -> BlockSpan:
     """The block with nothing that stays for later regions."""
     span = chain.span(block, block + 1)
     return span._replace(late=np.zeros_like(span.late))
-
-
-@kernel
-def _fill(c: TableCosts, blocks: int, size: int) -> tuple[Numbers, Indices]:
-    best = np.full((blocks + 1, blocks + 1, size), _NEVER, np.int64)
-    choice = np.zeros((blocks + 1, blocks + 1, size), np.int32)
-    until = np.zeros(blocks + 1, np.int64)
-    for block in range(blocks):
-        until[block + 1] = until[block] + c.forward_ns[block]
-    for length in range(1, blocks + 1):
-        for low in range(blocks - length + 1):
-            high = low + length
-            first_pass = high == blocks
-            row, how = best[low, high], choice[low, high]
-            for option in range(c.start[low], c.start[low + 1]):
-                time = c.extra_ns[option]
-                time += c.rerun_ns[option] if length == 1 and not first_pass else c.forward_ns[low]
-                least = max(c.option_forward_peak[option] + c.gradients[high], c.option_backward_peak[option])
-                for free in range(least, size):
-                    total = time
-                    if length > 1:
-                        left = free - c.saved[option]
-                        if left < 0:
-                            continue
-                        total += best[low + 1, high, left]
-                    if total < row[free]:
-                        row[free] = total
-                        how[free] = ~(option - c.start[low])
-            for middle in range(low + 1, high):
-                time = until[middle] - until[low]
-                taken = c.crossing[low, middle]
-                inside, after = best[middle, high], best[low, middle]
-                for free in range(max(c.forward_peak[low, middle] + c.gradients[high], taken), size):
-                    total = time + inside[free - taken] + after[free]
-                    if total < row[free]:
-                        row[free] = total
-                        how[free] = middle
-    return best, choice

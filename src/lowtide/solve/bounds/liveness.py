@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lowtide.native import core
 from lowtide.solve.model.compact import CompactGraph, Flags, Numbers
-from lowtide.solve.model.compiled import kernel
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -56,72 +56,6 @@ def liveness(model: CompactGraph, budget_bytes: int) -> Liveness:
     """The closure described in the module's docstring."""
     until = np.zeros(model.nodes + 1, np.int64)
     np.maximum.at(until, model.storage_node, np.where(model.held, -1, last_needs(model)))
-    open_slots = np.zeros((model.nodes, model.nodes + 2), np.uint8)
-    for node in np.flatnonzero(model.recomputable):
-        open_slots[node, node + 1 : until[node] + 1] = 1
-    certain = np.zeros((len(model.storage_node), model.nodes + 2), np.uint8)
     room = budget_bytes - model.fixed_bytes
-    for _ in range(_ROUNDS):
-        if not _close_slots(model, room, until, open_slots, certain):
-            break
-    instant_bytes = _instant_bytes(model, certain)
+    open_slots, certain, instant_bytes = core.close_slots(model, room, until, _ROUNDS)
     return Liveness(open_slots, certain, instant_bytes, bool((instant_bytes <= room).all()))
-
-
-@kernel
-def _close_slots(t: CompactGraph, room: int, until: Numbers, open_slots: Bytes, certain: Bytes) -> bool:
-    """One round: mark what is certain, close the slots in which a recompute does not fit; whether any was closed."""
-    _mark_certain(t, open_slots, certain)
-    slot_bytes = np.zeros(t.nodes + 2, np.int64)
-    for storage in range(len(t.storage_node)):
-        for slot in range(t.storage_node[storage] + 1, t.nodes + 1):
-            if certain[storage, slot] == 1:
-                slot_bytes[slot] += t.storage_bytes[storage]
-    closed = False
-    for node in range(t.nodes):
-        own = t.workspace_bytes[node]
-        for i in range(t.owns_start[node], t.owns_start[node + 1]):
-            own += t.storage_bytes[t.owns[i]]
-        for slot in range(node + 1, until[node] + 1):
-            if open_slots[node, slot] == 0:
-                continue
-            step = own + slot_bytes[slot]
-            for i in range(t.reads_start[node], t.reads_start[node + 1]):
-                if certain[t.reads[i], slot] == 0:
-                    step += t.storage_bytes[t.reads[i]]
-            if step > room:
-                open_slots[node, slot] = 0
-                closed = True
-    return closed
-
-
-@kernel
-def _mark_certain(t: CompactGraph, open_slots: Bytes, certain: Bytes) -> None:
-    """A storage is live from the last slot open to its node until the instant that reads it."""
-    for storage in range(len(t.storage_node)):
-        if t.held[storage]:
-            certain[storage, t.storage_node[storage] + 1 : t.nodes + 1] = 1
-    for instant in range(t.nodes + 1):
-        for i in range(t.reads_start[instant], t.reads_start[instant + 1]):
-            storage = t.reads[i]
-            slot = instant
-            base = t.storage_node[storage]
-            while slot > base and open_slots[base, slot] == 0:
-                certain[storage, slot] = 1
-                slot -= 1
-
-
-@kernel
-def _instant_bytes(t: CompactGraph, certain: Bytes) -> Numbers:
-    """Bytes certainly resident at each instant."""
-    instant_bytes = t.workspace_bytes.copy()
-    for node in range(t.nodes + 1):
-        for i in range(t.owns_start[node], t.owns_start[node + 1]):
-            instant_bytes[node] += t.storage_bytes[t.owns[i]]
-        for i in range(t.reads_start[node], t.reads_start[node + 1]):
-            if certain[t.reads[i], node + 1] == 0 and not t.held[t.reads[i]]:
-                instant_bytes[node] += t.storage_bytes[t.reads[i]]
-        for storage in range(len(t.storage_node)):
-            if t.storage_node[storage] < node and (certain[storage, node + 1] == 1 or t.held[storage]):
-                instant_bytes[node] += t.storage_bytes[storage]
-    return instant_bytes

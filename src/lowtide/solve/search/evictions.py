@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowtide.native import core
 from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.search.threads import in_threads
 
@@ -11,11 +12,9 @@ _STEPS_PER_NODE = 6
 
 def greedy_sequences(model: CompactGraph, budget_bytes: int, limits: int = len(LIMITS)) -> list[Indices]:
     """Encoded sequences, one per limit for which greedy comes to an end."""
-    from lowtide.solve.search.greedy_kernel import greedy_sequence
-
     room = max(budget_bytes - model.fixed_bytes, 0)
 
     def run(limit: float) -> Indices:
-        return greedy_sequence(model, int(room * limit), _STEPS_PER_NODE * (model.nodes + 1))
+        return core.greedy_sequence(model, int(room * limit), _STEPS_PER_NODE * (model.nodes + 1))
 
     return [codes for codes in in_threads(run, LIMITS[: max(limits, 1)]) if len(codes)]

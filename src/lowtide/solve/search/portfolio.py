@@ -2,7 +2,7 @@
 
 Starting points: the program as written, greedy eviction, nested segment checkpointing, the block programs. Runs: hot
 annealing, which forgets where it started; warm annealing, which keeps the outline; lowering the peak. Runs of one round
-go to two threads (kernels hold no lock of the interpreter); their results are taken in order.
+go to the cores there are (kernels hold no lock of the interpreter); their results are taken in order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowtide.solve.model.classes import Classes, group, node_classes
 from lowtide.solve.model.compact import CompactGraph, Indices, bounding_model, compact, decode, encode_keep_all
 from lowtide.solve.model.sweep import sweep
 from lowtide.solve.rockmate import Rockmate
-from lowtide.solve.search.anneal import AnnealSettings, search
+from lowtide.solve.search.anneal import AnnealSettings, anneal
 from lowtide.solve.search.evictions import greedy_sequences
 from lowtide.solve.search.segments import segment_sequences
 from lowtide.solve.search.threads import in_threads
@@ -139,7 +139,7 @@ class Portfolio:
         return start if found is None or found.peak_bytes > start.peak_bytes else found
 
     def _run(self, start: Candidate, settings: AnnealSettings, stream: int) -> Candidate | None:
-        found = search(self.model, self.classes, start.codes, settings, self.seed * _STREAMS + stream)
+        found = anneal(self.model, self.classes, start.codes, settings, self.seed * _STREAMS + stream)
         return self._with_fixed(found) if len(found.codes) else None
 
 

@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from lowtide.solve.model.candidate import Candidate, quickest
 from lowtide.solve.model.compact import Indices
-from lowtide.solve.model.splitmix import States, random_below
+from lowtide.solve.model.splitmix import Random
 
 Places = npt.NDArray[np.intp]
 
 
-def crossed(first: Candidate, second: Candidate, rng: States) -> Indices:
+def crossed(first: Candidate, second: Candidate, rng: Random) -> Indices:
     """The codes of ``first``, but those of ``second`` from one to another of the nodes before which the two differ: a
     quarter to three quarters of these nodes."""
     ours, theirs = _stretches(first.codes), _stretches(second.codes)
@@ -28,8 +28,8 @@ def crossed(first: Candidate, second: Candidate, rng: States) -> Indices:
     count = len(differing)
     if count < 2:
         return first.codes
-    taken = max(count // 4, 1) + random_below(rng, count // 2)
-    begin = random_below(rng, count - taken + 1)
+    taken = max(count // 4, 1) + rng.below(count // 2)
+    begin = rng.below(count - taken + 1)
     low, high = differing[begin], differing[begin + taken - 1]
     head, tail = first.codes[: ours[low]], first.codes[ours[high + 1] :]
     return np.concatenate([head, second.codes[theirs[low] : theirs[high + 1]], tail])
@@ -51,13 +51,13 @@ def _differing(ours: Indices, our_lengths: Places, theirs: Indices, their_length
     return np.flatnonzero(differ)
 
 
-def children(population: Sequence[Candidate], count: int, rng: States) -> list[Indices]:
+def children(population: Sequence[Candidate], count: int, rng: Random) -> list[Indices]:
     """Mixtures of the best, or of any, with any other; the only one itself where there are no two."""
     made = []
     for _ in range(count):
         size = len(population)
-        first = 0 if random_below(rng, 2) == 0 else random_below(rng, size)
-        other = (first + 1 + random_below(rng, max(size - 1, 1))) % size
+        first = 0 if rng.below(2) == 0 else rng.below(size)
+        other = (first + 1 + rng.below(max(size - 1, 1))) % size
         made.append(crossed(population[first], population[other], rng))
     return made
 

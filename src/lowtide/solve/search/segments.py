@@ -15,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
+from lowtide.native import core
 from lowtide.solve.model.compact import CompactGraph, Indices, Numbers
-from lowtide.solve.model.compiled import kernel
 from lowtide.solve.model.structure import even_cuts, last_forward_use
 
 _BLOCKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48)
@@ -57,7 +56,7 @@ def _recompute_at(model: CompactGraph, cuts: list[int]) -> list[int]:
 
 def _advance_from(times: Numbers, slots: int) -> list[int]:
     """Per block the block from which recomputation starts when it is needed; -1: kept from the forward pass."""
-    split = best_splits(times, slots)
+    split = core.best_splits(times, slots)
     starts = [-1] * len(times)
     waiting = [(0, len(times), slots, -1)]
     while waiting:
@@ -70,31 +69,6 @@ def _advance_from(times: Numbers, slots: int) -> list[int]:
         waiting.append((middle, high, left - 1, start))
         waiting.append((low, middle, left, low))
     return starts
-
-
-@kernel
-def best_splits(times: Numbers, slots: int) -> npt.NDArray[np.int32]:
-    """The minimising cut ``c`` of E(l, h, s) for all l, h, s."""
-    blocks = len(times)
-    until = np.zeros(blocks + 1, np.int64)
-    for block in range(blocks):
-        until[block + 1] = until[block] + times[block]
-    extra = np.zeros((blocks + 1, blocks + 1, slots + 1), np.int64)
-    split = np.zeros((blocks + 1, blocks + 1, slots + 1), np.int32)
-    for length in range(2, blocks + 1):
-        for low in range(blocks - length + 1):
-            high = low + length
-            for block in range(low, high - 1):
-                extra[low, high, 0] += until[block + 1] - until[low]
-            for left in range(1, slots + 1):
-                best = -1
-                for middle in range(low + 1, high):
-                    cost = extra[middle, high, left - 1] + until[middle] - until[low] + extra[low, middle, left]
-                    if best < 0 or cost < best:
-                        best = cost
-                        split[low, high, left] = middle
-                extra[low, high, left] = best
-    return split
 
 
 def _sequence(model: CompactGraph, cuts: list[int], stages: list[int], starts: list[int]) -> Indices:

@@ -1,17 +1,24 @@
-"""Two runs at a time: kernels hold no lock of the interpreter. Results come in the order of what was asked."""
+"""As many runs at a time as there are cores: kernels hold no lock of the interpreter. Results come in the order of what was
+asked, so that they do not depend on how many that are."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
-
-_THREADS = 2
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 
 
+def available_cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def in_threads(run: Callable[[Asked], Answer], asked: Iterable[Asked]) -> list[Answer]:
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(available_cores()) as pool:
         return list(pool.map(run, asked))

@@ -1,0 +1,179 @@
+// The Python module `lowtide._native`; its types stand in `src/lowtide/_native.pyi`.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+
+#include "allocator.hpp"
+#include "dual.hpp"
+#include "greedy.hpp"
+#include "liveness.hpp"
+#include "python.hpp"
+#include "table.hpp"
+
+namespace lowtide {
+namespace {
+
+auto as_tuple(Candidate found) {
+    return nb::make_tuple(array_of(std::move(found.codes)), found.recompute_ns, found.peak_bytes);
+}
+
+// A timeline with the moves over it, for tests: `anneal` has its own.
+struct Rehearsal {
+    Rehearsal(const Graph& graph, const Classes& classes, Index length, Index repeats, const Random& random)
+        : classes(classes), random(random), line(graph, length, repeats), moves(line, this->classes, this->random) {}
+    Rehearsal(const Rehearsal&) = delete;
+
+    Classes classes;
+    Random random;
+    Timeline line;
+    Moves moves;
+};
+
+void bind_search(nb::module_& module) {
+    nb::class_<Random>(module, "Random").def(nb::init<std::uint64_t>()).def("below", &Random::below);
+    module.def("sweep", [](const Graph& graph, Indices codes) {
+        return as_tuple(unlocked([&] { return sweep(graph, codes); }));
+    });
+    module.def("greedy_sequence", [](const Graph& graph, Number budget, Number most_steps) {
+        return array_of(unlocked([&] { return greedy_sequence(graph, budget, most_steps); }));
+    });
+    module.def("anneal", [](const Graph& graph, const Classes& classes, Indices first, const AnnealSettings& settings,
+                            const Random& random) {
+        return as_tuple(unlocked([&] { return anneal(graph, classes, first, settings, random); }));
+    });
+    module.def("best_splits", [](Numbers times, Index slots) {
+        const std::size_t side = times.size() + 1, depth = static_cast<std::size_t>(slots) + 1;
+        return array_of(unlocked([&] { return best_splits(times, slots); }), {side, side, depth});
+    });
+    nb::class_<Profile>(module, "Profile")
+        .def(nb::init<Index>())
+        .def("add", &Profile::add)
+        .def("values", [](const Profile& profile) { return array_of(profile.values()); })
+        .def("excess", [](const Profile& profile, Number budget) {
+            const Excess excess = profile.excess(budget);
+            return std::pair(excess.largest, excess.total);
+        })
+        .def_prop_ro("peak", &Profile::peak);
+    nb::class_<Rehearsal>(module, "Timeline")
+        .def(nb::init<const Graph&, const Classes&, Index, Index, const Random&>(), nb::keep_alive<1, 2>(),
+             nb::keep_alive<1, 3>())
+        .def("load", [](Rehearsal& self, Indices codes) { self.line.load(codes); })
+        .def("next_move", [](Rehearsal& self, bool rejected, Number coin) { return self.moves.next(rejected, coin); })
+        .def("codes", [](const Rehearsal& self) { return array_of(self.line.codes()); })
+        .def_prop_ro("recompute_ns", [](const Rehearsal& self) { return self.line.recompute_ns(); })
+        .def_prop_ro("profile", [](const Rehearsal& self) -> const Profile& { return self.line.profile(); });
+}
+
+void bind_blocks(nb::module_& module) {
+    module.def("measure_option", [](const Graph& graph, const BlockSpan& span, Indices codes) {
+        const auto found = unlocked([&] { return measure_option(graph, span, codes); });
+        return nb::make_tuple(found.saved_bytes, found.forward_peak_bytes, found.backward_peak_bytes, found.rerun_ns,
+                              found.extra_ns);
+    });
+    module.def("lazy_codes", [](const Graph& graph, const BlockSpan& span, Flags kept, bool retain) {
+        const Marks marks(kept.begin(), kept.end());
+        return array_of(unlocked([&] { return lazy_codes(graph, span, marks, retain); }));
+    });
+    module.def("shrinking_sets", [](const Graph& graph, const BlockSpan& span, double weight) {
+        const std::vector<Marks> rows = unlocked([&] { return shrinking_sets(graph, span, weight); });
+        std::vector<std::uint8_t> flags;
+        for (const Marks& row : rows) flags.insert(flags.end(), row.begin(), row.end());
+        const nb::object array = nb::cast(array_of(std::move(flags), {rows.size(), rows.front().size()}));
+        return nb::object(array.attr("view")("bool"));
+    });
+    module.def("fill_table", [](Numbers forward_ns, Numbers crossing, Numbers forward_peak, Numbers gradients, Numbers start,
+                                Numbers saved, Numbers option_forward_peak, Numbers option_backward_peak, Numbers rerun_ns,
+                                Numbers extra_ns, Index size) {
+        const TableCosts costs{forward_ns,          crossing,             forward_peak, gradients, start, saved,
+                               option_forward_peak, option_backward_peak, rerun_ns,     extra_ns};
+        Table table = unlocked([&] { return fill_table(costs, size); });
+        const std::size_t side = forward_ns.size() + 1, slots = size;
+        return nb::make_tuple(array_of(std::move(table.best_ns), {side, side, slots}),
+                              array_of(std::move(table.choice), {side, side, slots}));
+    });
+}
+
+void bind_bounds(nb::module_& module) {
+    module.def("close_slots", [](const Graph& graph, Number room, Numbers until, int rounds) {
+        Liveness found = unlocked([&] { return close_slots(graph, room, until, rounds); });
+        const std::size_t nodes = graph.nodes, storages = graph.storages(), slots = nodes + 2;
+        return nb::make_tuple(array_of(std::move(found.open), {nodes, slots}),
+                              array_of(std::move(found.certain), {storages, slots}),
+                              array_of(std::move(found.instant_bytes)));
+    });
+    nb::class_<Matrix>(module, "Matrix").def(nb::init<Indices, Indices, Floats, Index>());
+    module.def("ascend", [](const Matrix& matrix, Floats cost, Floats right, Floats lower, Floats upper, Floats x, Floats y,
+                            double weight, Number iterations) {
+        Dual found = unlocked([&] {
+            return ascend(matrix, {cost, right, lower, upper}, {x.begin(), x.end()}, {y.begin(), y.end()}, weight,
+                          iterations);
+        });
+        return nb::make_tuple(found.bound, array_of(std::move(found.x)), array_of(std::move(found.y)), found.weight);
+    });
+}
+
+// What is asked for room, as a Python function. Blocks may be allocated while the interpreter ends, so it is never freed.
+nb::object& room_maker() {
+    static auto* function = new nb::object();
+    return *function;
+}
+
+bool make_room(Number bytes) {
+    const nb::gil_scoped_acquire locked;
+    const nb::object function = room_maker();
+    if (!function.is_valid() || function.is_none()) return true;
+    try {
+        return nb::cast<bool>(function(bytes));
+    } catch (nb::python_error& error) {
+        error.discard_as_unraisable("lowtide's allocation counter");
+        return false;
+    }
+}
+
+template <class Target>
+Target at_address(std::uintptr_t address) {
+    return reinterpret_cast<Target>(address);
+}
+
+AllocatorAccess access_at(std::pair<std::uintptr_t, std::uintptr_t> functions) {
+    return {at_address<void* (*)()>(functions.first), at_address<void (*)(void*, std::uint8_t)>(functions.second)};
+}
+
+void bind_counter(nb::module_& module) {
+    nb::class_<Counter>(module, "AllocationCounter")
+        .def("__init__", [](Counter* self, int bits) { new (self) Counter(bits, make_room); })
+        .def("enter", [](Counter& self, std::uintptr_t block, Number bytes) {
+            return self.enter(at_address<void*>(block), bytes);
+        })
+        .def("leave", [](Counter& self, std::uintptr_t block) { self.leave(at_address<void*>(block)); })
+        .def_prop_ro("level_bytes", &Counter::level)
+        .def_prop_ro("peak_bytes", &Counter::peak)
+        .def_prop_ro("uncounted_blocks", &Counter::uncounted)
+        .def("reset_peak", &Counter::reset_peak)
+        .def("raise_peak", &Counter::raise_peak)
+        .def("limit", [](Counter& self, std::optional<Number> bytes, nb::object function) {
+            room_maker() = std::move(function);
+            self.set_limit(bytes.value_or(Counter::no_limit));
+        }, nb::arg("limit_bytes").none(), nb::arg("make_room").none() = nb::none())
+        .def_prop_rw("limited_thread", &Counter::limited_thread, &Counter::set_limited_thread)
+        .def("start_log", &Counter::start_log)
+        .def("stop_log", [](Counter& self) { return unlocked([&] { return self.stop_log(); }); });
+    module.def("install_counter", [](std::pair<std::uintptr_t, std::uintptr_t> functions, std::uintptr_t storage,
+                                     std::uintptr_t data) -> Counter& {
+        return install_counter(access_at(functions), at_address<void*>(storage), at_address<void*>(data), make_room);
+    }, nb::rv_policy::reference);
+    module.def("uninstall_counter", [](std::pair<std::uintptr_t, std::uintptr_t> functions) {
+        uninstall_counter(access_at(functions));
+    });
+}
+
+}  // namespace
+}  // namespace lowtide
+
+NB_MODULE(_native, module) {
+    module.attr("built_for") = nanobind::make_tuple(LOWTIDE_VERSION, LOWTIDE_INTERFACE);
+    module.attr("sources") = LOWTIDE_SOURCES;
+    lowtide::bind_search(module);
+    lowtide::bind_blocks(module);
+    lowtide::bind_bounds(module);
+    lowtide::bind_counter(module);
+}

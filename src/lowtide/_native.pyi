@@ -1,0 +1,130 @@
+"""What the extension declares. It is built from ``native/``; change ``NATIVE_INTERFACE`` with this file.
+
+Arrays are read where they lie, so they must be of the types that are named and contiguous; results are new arrays.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtide.solve.blocks.kernels import BlockSpan
+from lowtide.solve.model.classes import Classes
+from lowtide.solve.model.compact import CompactGraph
+from lowtide.solve.search.anneal import AnnealSettings
+
+_Indices = npt.NDArray[np.int32]
+_Numbers = npt.NDArray[np.int64]
+_Floats = npt.NDArray[np.float64]
+_Flags = npt.NDArray[np.bool_]
+_Bytes = npt.NDArray[np.uint8]
+_Candidate = tuple[_Indices, int, int]
+
+built_for: tuple[str, int]
+sources: str
+
+class Random:
+    def __init__(self, state: int) -> None: ...
+    def below(self, bound: int) -> int: ...
+
+def sweep(model: CompactGraph, codes: _Indices) -> _Candidate: ...
+def greedy_sequence(model: CompactGraph, budget: int, most_steps: int) -> _Indices: ...
+def anneal(
+    model: CompactGraph, classes: Classes, first: _Indices, settings: AnnealSettings, random: Random
+) -> _Candidate: ...
+def best_splits(times: _Numbers, slots: int) -> _Indices: ...
+
+class Profile:
+    def __init__(self, slots: int) -> None: ...
+    def add(self, first: int, last: int, amount: int) -> None: ...
+    def values(self) -> _Numbers: ...
+    def excess(self, budget: int) -> tuple[int, int]: ...
+    @property
+    def peak(self) -> int: ...
+
+class Timeline:
+    def __init__(self, model: CompactGraph, classes: Classes, length: int, repeats: int, random: Random) -> None: ...
+    def load(self, codes: _Indices) -> None: ...
+    def next_move(self, rejected: bool, coin: int) -> bool: ...
+    def codes(self) -> _Indices: ...
+    @property
+    def recompute_ns(self) -> int: ...
+    @property
+    def profile(self) -> Profile: ...
+
+def measure_option(model: CompactGraph, span: BlockSpan, codes: _Indices) -> tuple[int, int, int, int, int]: ...
+def lazy_codes(model: CompactGraph, span: BlockSpan, kept: _Flags, retain: bool) -> _Indices: ...
+def shrinking_sets(model: CompactGraph, span: BlockSpan, weight: float) -> _Flags: ...
+def fill_table(
+    forward_ns: _Numbers,
+    crossing: _Numbers,
+    forward_peak: _Numbers,
+    gradients: _Numbers,
+    start: _Numbers,
+    saved: _Numbers,
+    option_forward_peak: _Numbers,
+    option_backward_peak: _Numbers,
+    rerun_ns: _Numbers,
+    extra_ns: _Numbers,
+    size: int,
+) -> tuple[_Numbers, _Indices]: ...
+def close_slots(model: CompactGraph, room: int, until: _Numbers, rounds: int) -> tuple[_Bytes, _Bytes, _Numbers]: ...
+
+class Matrix:
+    def __init__(self, start: _Indices, index: _Indices, value: _Floats, columns: int) -> None: ...
+
+def ascend(
+    matrix: Matrix,
+    cost: _Floats,
+    right: _Floats,
+    lower: _Floats,
+    upper: _Floats,
+    x: _Floats,
+    y: _Floats,
+    weight: float,
+    iterations: int,
+) -> tuple[float, _Floats, _Floats, float]: ...
+
+class AllocationCounter:
+    """Level and peak of the bytes that the CPU allocator has handed out since the counter was installed."""
+
+    def __init__(self, bits: int) -> None:
+        """A counter by itself, with a table of two to the ``bits`` blocks, for tests."""
+
+    def enter(self, block: int, nbytes: int) -> bool: ...
+    def leave(self, block: int) -> None: ...
+    @property
+    def level_bytes(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def uncounted_blocks(self) -> int:
+        """Blocks that found no place in the table; 0 unless hundreds of thousands of tensors are alive."""
+
+    def reset_peak(self) -> int:
+        """The peak falls to the present level, which is returned."""
+
+    def raise_peak(self, peak_bytes: int) -> None: ...
+    def limit(self, limit_bytes: int | None, make_room: Callable[[int], bool] | None = None) -> None:
+        """Hold the level at or below ``limit_bytes`` for the thread in ``limited_thread``; ``None`` lifts the limit.
+
+        Before an allocation of n bytes would exceed it, ``make_room(n)`` is called in the allocating thread; where it
+        returns false, the allocation fails as if the machine had no memory left. It must not raise, and may be called
+        from inside an operator. Other threads are counted but never refused.
+        """
+
+    @property
+    def limited_thread(self) -> int:
+        """``threading.get_ident()`` of the thread that the limit holds for."""
+
+    @limited_thread.setter
+    def limited_thread(self, ident: int) -> None: ...
+    def start_log(self, log: _Numbers) -> bool:
+        """From now on write (monotonic ns, level) per event to the rows of ``log``, which must stay until ``stop_log``; false
+        where a log runs already."""
+
+    def stop_log(self) -> int:
+        """Stop writing; the number of events seen, which may be more than were written."""
+
+def install_counter(functions: tuple[int, int], storage: int, data: int) -> AllocationCounter: ...
+def uninstall_counter(functions: tuple[int, int]) -> None: ...
