@@ -54,7 +54,12 @@ class PlanRequest:
         """Equal for requests that have the same plan, and stable across processes."""
         settings = (self.budget_bytes, self.planner, self.seed, self.versions)
         return content_key(
-            FORMAT, sources_key(*_PLANNERS), core.sources, settings, format_graph(self.graph.without_places()), self.costs
+            FORMAT,
+            sources_key(*_PLANNERS),
+            core.sources,
+            settings,
+            format_graph(self.graph.without_places()),
+            self.costs,
         )
 
     def decode(self, entry: bytes) -> Plan:
