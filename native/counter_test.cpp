@@ -1,8 +1,8 @@
 // The counter under many threads, for the thread sanitizer: blocks that one thread enters and another takes out, a log that is
 // started and stopped meanwhile, a limit that comes and goes. Ends with 1 and says why where numbers do not add up.
 #include <array>
+#include <atomic>
 #include <cstdio>
-#include <latch>
 #include <thread>
 #include <vector>
 

@@ -53,8 +53,19 @@ class Timeline:
     def profile(self) -> Profile: ...
 
 def measure_option(model: CompactGraph, span: BlockSpan, codes: _Indices) -> tuple[int, int, int, int, int]: ...
-def lazy_codes(model: CompactGraph, span: BlockSpan, kept: _Flags, retain: bool) -> _Indices: ...
-def shrinking_sets(model: CompactGraph, span: BlockSpan, weight: float) -> _Flags: ...
+def lazy_codes(model: CompactGraph, span: BlockSpan, kept: _Flags, retain: bool) -> _Indices:
+    """The block's backward nodes, each preceded by recomputes of what it reads and nobody has.
+
+    ``kept`` (by node) tells whose results are there from the forward pass. With ``retain`` everything recomputed stays
+    for later readers, else only what the backward node itself reads does.
+    """
+
+def shrinking_sets(model: CompactGraph, span: BlockSpan, weight: float) -> _Flags:
+    """Rows of kept flags (by node): all, then without the node whose loss costs least time per byte saved, and so on.
+
+    Bytes saved count ``weight`` times the backward peak on top. Quadratic in the block's nodes, times its codes.
+    """
+
 def fill_table(
     forward_ns: _Numbers,
     crossing: _Numbers,

@@ -39,23 +39,10 @@ class Measures(NamedTuple):
     extra_ns: int
 
 
+lazy_codes = core.lazy_codes
+shrinking_sets = core.shrinking_sets
+
+
 def measure_option(model: CompactGraph, span: BlockSpan, codes: Indices) -> Measures:
     """Walks the codes, then the block's forward nodes, backwards."""
     return Measures(*core.measure_option(model, span, codes))
-
-
-def lazy_codes(model: CompactGraph, span: BlockSpan, kept: Flags, retain: bool) -> Indices:
-    """The block's backward nodes, each preceded by recomputes of what it reads and nobody has.
-
-    ``kept`` (by node) tells whose results are there from the forward pass. With ``retain`` everything recomputed stays
-    for later readers, else only what the backward node itself reads does.
-    """
-    return core.lazy_codes(model, span, kept, retain)
-
-
-def shrinking_sets(model: CompactGraph, span: BlockSpan, weight: float) -> Flags:
-    """Rows of kept flags (by node): all, then without the node whose loss costs least time per byte saved, and so on.
-
-    Bytes saved count ``weight`` times the backward peak on top. Quadratic in the block's nodes, times its codes.
-    """
-    return core.shrinking_sets(model, span, weight)
