@@ -16,8 +16,7 @@ from torch import nn
 
 from lowtide.capture.python_state import files
 from lowtide.capture.python_state.external_effects import HOOKS
-from lowtide.capture.python_state.observe import Read
-from lowtide.program import structure
+from lowtide.capture.python_state.observe import Read, put_together
 from lowtide.program.keys import tensor_key
 from lowtide.program.objects import ABSENT, content, current, own_attributes
 
@@ -38,7 +37,7 @@ class Unchanged:
         reads: Iterable[Read],
         free: Collection[int],
         layouts: Mapping[int, Any],
-        hidden: Iterable[tuple[nn.Module, list[torch.Tensor]]],
+        hidden: Iterable[tuple[nn.Module, list[Any]]],
         opened: Mapping[str, Any],
     ) -> None:
         self._layouts = {key: _Layout(layout) for key, layout in layouts.items()}
@@ -50,7 +49,7 @@ class Unchanged:
         self._wire(modules)
         values = [self._read(read, current(*read[:3])) for read in reads]
         self._hold(values, free)
-        self._items += [(structure.state_of, (module,), tensors) for module, tensors in hidden]
+        self._items += [(put_together, (module,), parts) for module, parts in hidden]
         self._columns: list[Any] = [
             (function, *zip(*rows.values(), strict=True)) for function, rows in self._rows.items()
         ]
@@ -91,6 +90,8 @@ class Unchanged:
         own = own_attributes(owner) if kind == "attribute" else owner if kind == "item" else None
         if id(value) in self._layouts:
             self._items.append((_single, (kind, owner, name), [self._layouts[id(value)]]))
+        elif kind in ("answer", "layout", "version"):
+            self._items.append((_single, (kind, owner, name), [value]))
         elif kind == "names":
             self._items.append((current, (kind, owner, name), value))
         elif own is not None:
