@@ -26,9 +26,10 @@ from lowtide.capture.python_state import attribute_effects, random_numbers
 from lowtide.capture.python_state.buffer_effects import MadeBuffer, declared_buffers, new_buffers, registered
 from lowtide.capture.python_state.caches import clear_caches_of_fakes
 from lowtide.capture.python_state.external_effects import ExternalEffects, hooks_of
-from lowtide.capture.python_state.observe import Observer, Reads
+from lowtide.capture.python_state.observe import Observer
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.capture.python_state.random_numbers import RandomRecorder
+from lowtide.capture.python_state.reads import Reads
 from lowtide.capture.trace.autocast import Period, periods_of_casts
 from lowtide.capture.trace.fake import known_value
 from lowtide.errors import CaptureError
@@ -271,7 +272,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _RecordSource(torch.overrides.TorchFunctionMode):
-    """Notes the user's line at every call of a torch function, and the ``period`` of its casts; in ``reads`` the constant tensors
+    """Notes the user's line at every call of a torch function, and the ``period`` of its casts; in ``reads`` constant tensors
     whose values become numbers of Python's. ``state``: what must not be given other data."""
 
     def __init__(self, state: Sequence[torch.Tensor], period: Period, reads: Reads) -> None:

@@ -170,8 +170,8 @@ def current(kind: str, owner: Any, name: str) -> Any:
     """What there is now where ``owner`` has something under ``name``; ``ABSENT`` where nothing is. ``kind``:
 
     ``attribute``: in the dictionary of an object; ``slot``: in a slot of its class; ``class``: in a class or its bases;
-    ``type``: the class of an object; ``method``: in that or its bases; ``names``: the names of all its attributes; ``item``: in
-    a namespace; ``cell``: in a cell of a closure; ``made of``: what a function or a class is made of; ``answer``: what ``owner``
+    ``type``: the class of an object; ``method``: in that or its bases; ``names``: those of all its attributes; ``item``: in a
+    namespace; ``cell``: in a cell of a closure; ``made of``: what a function or a class is made of; ``answer``: what ``owner``
     says when it is called; ``layout``: of a tensor; ``version``: how often it was written in place.
     """
     if kind == "attribute":

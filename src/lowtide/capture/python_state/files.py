@@ -21,7 +21,7 @@ _watching = threading.local()
 @contextlib.contextmanager
 def opened(found: dict[str, Any]) -> Iterator[None]:
     """Inside, files that this thread opens, and folders that it lists, are noted in ``found``, with their states. Libraries,
-    devices, what is installed, and files that compilers leave in temporary folders are not: they are no data of the program's."""
+    devices, what is installed, and files that compilers leave in temporary folders are not: they are no data of its."""
     _install()
     outer = getattr(_watching, "found", None)
     _watching.found = found

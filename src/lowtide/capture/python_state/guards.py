@@ -20,9 +20,9 @@ from torch import nn
 
 from lowtide.capture.python_state import files
 from lowtide.capture.python_state.external_effects import hooks_of
-from lowtide.capture.python_state.observe import Content, Read, Reads, put_together
 from lowtide.capture.python_state.paths import AttributePath, locate, named, value_at
 from lowtide.capture.python_state.quick import Unchanged
+from lowtide.capture.python_state.reads import Content, Read, Reads, put_together
 from lowtide.program import structure
 from lowtide.program.keys import tensor_key
 from lowtide.program.objects import ABSENT, PLAIN, content, current, part_name, reachable

@@ -18,16 +18,16 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.capture.python_state import code_names, files
-from lowtide.capture.python_state.external_effects import hooks_of
+from lowtide.capture.python_state.noting import NotingClasses
 from lowtide.capture.python_state.paths import OWN
+from lowtide.capture.python_state.reads import Content, Reads, put_together
 from lowtide.program.objects import ABSENT, PLAIN, class_attribute, content, current, fields, own_attributes, part_name
 
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
@@ -37,47 +37,6 @@ _ATOMS = frozenset(PLAIN)  # not what is derived from them, which may have attri
 _UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__slotnames__"})  # of what stands in a class
 _HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
 _OPAQUE = ("torch", "numpy", "logging", "threading", "re", "enum", "abc", "typing", "builtins", "lowtide")
-
-
-class Read(NamedTuple):
-    """A value that was read. ``kind``: where ``owner`` has it under ``name`` (``program.objects.current``)."""
-
-    kind: str
-    owner: Any
-    name: str
-    value: Any
-    text: str
-
-
-class Content(NamedTuple):
-    """A holder, and what was in it when it was first reached."""
-
-    holder: Any
-    items: tuple[Any, ...]
-
-
-@dataclass(eq=False)
-class Reads:
-    """All that one or several runs read: single values by kind, owner and name, and holders by their ids."""
-
-    values: dict[tuple[str, int, str], Read] = field(default_factory=dict)
-    contents: dict[int, Content] = field(default_factory=dict)
-    hidden: dict[int, tuple[nn.Module, list[Any]]] = field(default_factory=dict)  # modules that are registered nowhere
-    files: dict[str, Any] = field(default_factory=dict)
-
-    def note(self, kind: str, owner: Any, name: str, value: Any, text: str) -> None:
-        self.values.setdefault((kind, id(owner), name), Read(kind, owner, name, value, text))
-
-
-def put_together(module: nn.Module) -> list[Any]:
-    """What a module is made of: classes, parameters, buffers, hooks and submodules, all the way down."""
-    return [
-        part
-        for one in module.modules()
-        for part in (
-            type(one), *one._parameters.values(), *one._buffers.values(), *one._modules.values(), *hooks_of(one),
-        )
-    ]  # fmt: skip
 
 
 class Observer:
@@ -94,8 +53,7 @@ class Observer:
         self._copied = copies
         self._alive: list[Any] = [clone]  # no id comes again
         self._noted: set[tuple[int, str]] = set()
-        self._classes: dict[type, dict[str, Any]] = {}  # those that note, and what they had instead
-        self._kinds: list[type] = []  # all that noted once
+        self._classes = NotingClasses(self._note_read, self._note_write)
         self._waiting: deque[tuple[Any, Any, str]] = deque()
         self._attributes: set[str] = set()  # that code names, of anything
         self._namespaces: dict[int, tuple[Any, str]] = {}  # classes and modules that code can reach
@@ -109,9 +67,9 @@ class Observer:
     def watching(self) -> Iterator[None]:
         """Around the run, in one thread."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._unpatch)
+            stack.callback(self._classes.remove)
             stack.enter_context(files.opened(self.reads.files))
-            self._patch(nn.Module)
+            self._classes.add(nn.Module)
             self._begin()
             yield
             self._drain()
@@ -120,9 +78,8 @@ class Observer:
     def watching_again(self) -> Iterator[None]:
         """Around a backward pass, which runs code of the user's, too (of an autograd function, or a hook)."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._unpatch)
-            for kind in dict.fromkeys(self._kinds):
-                self._patch(kind)
+            stack.callback(self._classes.remove)
+            self._classes.add_again()
             yield
             self._drain()
 
@@ -169,9 +126,9 @@ class Observer:
 
     def _look(self, seen: Any, original: Any, text: str) -> None:
         if type(original) is weakref.ProxyType:  # of which a copy is no proxy
-            items = content(original) or ()
-            self.reads.contents.setdefault(id(original), Content(original, items))
-            for referent in items:
+            referents = content(original) or ()
+            self.reads.contents.setdefault(id(original), Content(original, referents))
+            for referent in referents:
                 inner = referent if seen is original else seen
                 self._originals.pop(id(inner), None)
                 self._reach(inner, referent, text)
@@ -279,41 +236,13 @@ class Observer:
             self._look_at_class(kind)  # while it is as its author left it
         self._texts[id(original)] = text
         self.reads.note("type", original, "", type(original), f"the class of {text}")
-        if not self._patch(kind) or "__getattribute__" in self._attributes:
+        if not self._classes.add(kind) or "__getattribute__" in self._attributes:
             self._note_whole(seen, original)
 
     @functools.cached_property
     def _texts(self) -> dict[int, str]:
         model, _ = self._model
         return {id(m): name for name, m in model.named_modules() if name} | {id(model): type(model).__name__}
-
-    def _patch(self, kind: type) -> bool:
-        """Have a class note reads and writes; whether all reads of its objects are noted then."""
-        get: Any = kind.__getattribute__
-        if hasattr(get, "_notes_all"):
-            return bool(get._notes_all)
-        # A method in Python may read in a way that nobody sees.
-        all_seen = not any(isinstance(one, types.FunctionType) for one in (get, class_attribute(kind, "__getattr__")))
-        methods = {
-            "__getattribute__": _noting(self._note_read, get, all_seen),
-            "__setattr__": _noting(self._note_write, kind.__setattr__),
-            "__delattr__": _noting(self._note_write, kind.__delattr__),
-        }
-        before = {name: vars(kind).get(name, ABSENT) for name in methods}
-        try:
-            for name, method in methods.items():
-                setattr(kind, name, method)
-        except TypeError:
-            return False
-        self._classes[kind] = before
-        self._kinds.append(kind)
-        return all_seen
-
-    def _unpatch(self) -> None:
-        for kind, methods in reversed(self._classes.items()):
-            for name, method in methods.items():
-                delattr(kind, name) if method is ABSENT else setattr(kind, name, method)
-        self._classes.clear()
 
     def _note_write(self, seen: Any, name: str) -> None:
         self.written.add((id(seen), name))
@@ -371,15 +300,6 @@ class Observer:
             if value is not ABSENT:
                 now = value if kind == "class" else current(kind, seen, name)
                 self._reach(now, self._original_of(now, value), text)
-
-
-def _noting(note: Callable[[Any, str], None], method: Any, notes_all: bool = True) -> Any:
-    def noted(self: Any, name: str, *value: Any) -> Any:
-        note(self, name)
-        return method(self, name, *value)
-
-    noted._notes_all = notes_all  # type: ignore[attr-defined]
-    return noted
 
 
 def _where(owner: Any, name: str) -> list[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from lowtide.capture.python_state import files
 from lowtide.capture.python_state.external_effects import HOOKS
-from lowtide.capture.python_state.observe import Read, put_together
+from lowtide.capture.python_state.reads import Read, put_together
 from lowtide.program.keys import tensor_key
 from lowtide.program.objects import ABSENT, content, current, own_attributes
 
