@@ -224,7 +224,7 @@ READ: dict[str, dict[str, Case]] = {
         "__call__": (_local, lambda s: s(), _of_class("__call__", lambda self: 2.0)),
         "__getitem__": (_local, lambda s: s[0], _of_class("__getitem__", lambda self, index: 2.0)),
         "__len__": (_local, lambda s: len(s), _of_class("__len__", lambda self: 2)),
-        "new __getattr__": (_local, lambda s: getattr(s, "more", 1.0), _of_class("__getattr__", lambda self, name: 3.0)),
+        "new __getattr__": (_local, lambda s: getattr(s, "more", 1.0), _of_class("__getattr__", lambda self, name: 3.0 if name == "more" else object.__getattribute__(self, name))),
         "new __getattribute__": (lambda: type("Local", (), {"number": 1.0})(), lambda s: s.number, _of_class("__getattribute__", lambda self, name: 3.0 if name == "number" else object.__getattribute__(self, name))),
         "ABC.register": (lambda: None, lambda s: 1.0 + isinstance(1, Virtual), lambda s: Virtual.register(int)),
     },

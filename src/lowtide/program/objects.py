@@ -115,10 +115,11 @@ def content(value: Any) -> tuple[Any, ...] | None:
         return read(value)
     if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, type, types.FunctionType, types.ModuleType)):
         return None
-    if isinstance(value, Iterator) and not kind.__flags__ & _HEAP_TYPE:
-        return _state_of_iterator(value)
-    if not kind.__flags__ & _HEAP_TYPE and getattr(kind, "__getstate__", _STATELESS) is not _STATELESS:
-        return (value.__getstate__(),)  # a stream in memory, or an XML element
+    if not kind.__flags__ & _HEAP_TYPE:
+        if getattr(kind, "__getstate__", _STATELESS) is not _STATELESS:
+            return (value.__getstate__(),)  # a stream in memory, or an XML element
+        if isinstance(value, Iterator):
+            return _state_of_iterator(value)
     try:
         return (type(value).__name__, *_bytes(value))
     except (TypeError, ValueError, BufferError):
