@@ -170,7 +170,7 @@ class Observer:
             self.reads.note(*variable[:3], value, variable.text)
             if value is not ABSENT:
                 self._reach(value, value, variable.text)
-        if vars(function):
+        if vars(function) and not code_names.is_installed(function.__code__.co_filename):
             self._texts[id(function)] = code_names.full_name(function)
             self._note_whole(function, function)
 

@@ -101,6 +101,8 @@ class Unchanged:
         own = own_attributes(owner) if kind == "attribute" else owner if kind == "item" else None
         if id(value) in self._layouts:
             self._items.append((_single, (kind, owner, name), [self._layouts[id(value)]]))
+        elif kind == "made of":
+            self._expect(value, getattr, owner, name)
         elif kind in ("answer", "layout", "version"):
             self._items.append((_single, (kind, owner, name), [value]))
         elif kind == "names":
