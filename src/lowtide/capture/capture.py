@@ -6,6 +6,7 @@ nothing of the model's size, and changes nothing of the user's.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -131,7 +132,8 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     fakes = fakes_of(mode, call.state.tensors, (*call.tensors, *held))
     traced = TracedModel(call, held, effects.tensors if effects else (), recorder)
     try:
-        module, metadata = export_joint(traced, fakes)
+        with contextlib.closing(traced):
+            module, metadata = export_joint(traced, fakes)
         refuse_merged(metadata, fakes)
         if effects is None and traced.run.changes:
             effects = rehearse(model, call.state.tensors, held, call.tensors, call.arguments)

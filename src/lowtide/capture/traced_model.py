@@ -7,8 +7,9 @@ one input, so that their gradients are summed by the autograd engine itself, in 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +26,15 @@ from lowtide.capture.python_state import attribute_effects, random_numbers
 from lowtide.capture.python_state.buffer_effects import MadeBuffer, declared_buffers, new_buffers, registered
 from lowtide.capture.python_state.caches import clear_caches_of_fakes
 from lowtide.capture.python_state.external_effects import ExternalEffects, hooks_of
-from lowtide.capture.python_state.observe import Observer, Reads
+from lowtide.capture.python_state.observe import Observer
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.capture.python_state.random_numbers import RandomRecorder
+from lowtide.capture.python_state.reads import Reads
 from lowtide.capture.trace.autocast import Period, periods_of_casts
 from lowtide.capture.trace.fake import known_value
 from lowtide.errors import CaptureError
 from lowtide.program import structure
+from lowtide.program.objects import parts_of
 from lowtide.program.results import GradientMask, Viewed, bases, below, outputs_of
 from lowtide.program.source import user_source
 
@@ -96,6 +99,11 @@ class TracedModel:
         self._keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
         self._reached: ExternalEffects | None = None  # of the first run
         self._run: TracedRun | None = None
+        self._backward = contextlib.ExitStack()
+
+    def close(self) -> None:
+        """What code reads is noted until then, in the backward pass as well."""
+        self._backward.close()
 
     @property
     def run(self) -> TracedRun:
@@ -111,6 +119,7 @@ class TracedModel:
         return clone, copies
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.close()
         names = self.call.state.names
         state, others = tensors[: len(names)], tensors[len(names) :]
         given, held = others[: len(self.call.tensors)], others[len(self.call.tensors) :]
@@ -118,9 +127,10 @@ class TracedModel:
         declared = declared_buffers(model)
         before = attribute_effects.snapshot(model)
         hooks = [hooks_of(module) for module in model.modules()]
-        observer = Observer(self.call.model, model, copies, self.reads)
+        args, kwargs = structure.unflatten(self.call.arguments, given)
+        observer = Observer(self.call.model, model, copies, self.reads, [*parts_of((args, kwargs))])
         wanting = [tensor.requires_grad for tensor in tensors]
-        result = self._forward(model, given, state, observer)
+        result = self._forward(model, args, kwargs, state, observer)
         extra = new_buffers(model, names, state)
         if [tensor.requires_grad for tensor in tensors] != wanting:
             raise CaptureError(
@@ -145,13 +155,18 @@ class TracedModel:
         outputs, viewed = outputs_of([*flat, *without], mask + (False,) * len(without), tensors)
         requires_grad = (*(tensor.requires_grad for tensor in flat), *(False for _ in without))
         self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, buffers)
+        self._backward.enter_context(observer.watching_again())
         return outputs
 
     def _forward(
-        self, model: nn.Module, given: Sequence[torch.Tensor], state: Sequence[torch.Tensor], observer: Observer
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        state: Sequence[torch.Tensor],
+        observer: Observer,
     ) -> Any:
         """What the model returns. What it left outside of itself is refused, or undone."""
-        args, kwargs = structure.unflatten(self.call.arguments, given)
         constant = _constant if self._reached is None else None
         try:
             # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
@@ -163,7 +178,7 @@ class TracedModel:
                 observer.watching(),
                 no_hooks,
                 periods_of_casts(self._keep_casts) as period,
-                _RecordSource(state, period),
+                _RecordSource(state, period, self.reads),
                 _RefuseWrites(),  # type: ignore[no-untyped-call]
             ):
                 result = model.forward(*args, **kwargs)
@@ -257,16 +272,19 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _RecordSource(torch.overrides.TorchFunctionMode):
-    """Notes the user's line at every call of a torch function, and the ``period`` of its casts. ``state``: what must not be
-    given other data."""
+    """Notes the user's line at every call of a torch function, and the ``period`` of its casts; in ``reads`` constant tensors
+    whose values become numbers of Python's. ``state``: what must not be given other data."""
 
-    def __init__(self, state: Sequence[torch.Tensor], period: Period) -> None:
+    def __init__(self, state: Sequence[torch.Tensor], period: Period, reads: Reads) -> None:
         super().__init__()
         self.state = state
         self.period = period
+        self.reads = reads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _note(source=user_source(), casts=self.period(func, args, kwargs))
+        if func is torch.Tensor.tolist and not isinstance(args[0], (FakeTensor, FunctionalTensor)):
+            self.reads.note("version", args[0], "", args[0]._version, "the values of a constant tensor")
         if func == _SET_DATA and any(args[0] is tensor for tensor in self.state):
             raise CaptureError(
                 "the forward pass assigns to .data of a parameter or a buffer, which no program can follow. Write into it "

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import enum
 import functools
+import logging
 import threading
 import types
 import weakref
@@ -33,6 +34,7 @@ CONTAINERS = (list, tuple, deque, set, frozenset, dict)
 MUTABLE = (list, deque, dict, set)
 CLOSED = (nn.Module, torch.Tensor, np.ndarray, types.ModuleType, types.FunctionType, types.MethodType, type)
 _HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
+_STATELESS = getattr(object, "__getstate__", None)
 
 
 def _state_of_iterator(value: Any) -> tuple[Any, ...]:
@@ -43,7 +45,32 @@ def _state_of_iterator(value: Any) -> tuple[Any, ...]:
 
 
 def _bytes(value: Any) -> tuple[Any, ...]:
-    return (bytes(memoryview(value).cast("B")) if not isinstance(value, np.ndarray) else value.tobytes(),)
+    return (bytes(memoryview(value).cast("B")),)
+
+
+def _array(value: np.ndarray) -> tuple[Any, ...]:
+    plain = np.asarray(value)
+    items = plain.ravel().tolist() if value.dtype.hasobject else [plain.tobytes()]
+    return (
+        (value.shape, value.dtype.str, *items, *_namespace(value))
+        if hasattr(value, "__dict__")
+        else (value.shape, value.dtype.str, *items)
+    )
+
+
+def _variable(value: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
+    try:
+        return (value.get(),)
+    except LookupError:
+        return ()
+
+
+def _referent(value: Any) -> tuple[Any, ...]:
+    """Of a proxy, which passes on all that is asked of it."""
+    try:
+        return (value.__init__.__self__,)
+    except ReferenceError:
+        return ()
 
 
 def _namespace(value: Any) -> tuple[Any, ...]:
@@ -51,22 +78,32 @@ def _namespace(value: Any) -> tuple[Any, ...]:
 
 
 _HOLDERS: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]]], ...] = (
-    ((list, tuple, deque, set, frozenset), tuple),
+    (deque, lambda value: (value.maxlen, *value)),
+    ((list, tuple, set, frozenset), tuple),
     (defaultdict, lambda value: (value.default_factory, *value.keys(), *value.values())),
     ((dict, types.MappingProxyType), lambda value: (*value.keys(), *value.values())),
     (functools.partial, lambda value: (value.func, value.args, value.keywords)),
     (types.MethodType, lambda value: (value.__self__, value.__func__)),
     (types.BuiltinMethodType, lambda value: (value.__self__, value.__name__)),
     (weakref.ref, lambda value: (value(),)),
-    (contextvars.ContextVar, lambda value: (value.get(ABSENT),)),
+    (weakref.ProxyType, _referent),
+    (contextvars.ContextVar, _variable),
+    (np.ndarray, _array),
+    (memoryview, lambda value: (value.format, value.shape, value.tobytes())),
+    (type(threading.Lock()), lambda value: (value.locked(),)),
+    (logging.Logger, lambda value: (value.level, value.getEffectiveLevel(), value.disabled, value.manager.disable)),
     ((types.SimpleNamespace, threading.local), _namespace),
     (types.CellType, lambda value: (cell_value(value),)),
 )
 
 
+_WHOLE = ("torch.optim.", "torch.distributions.", "torch.utils.data.", "threading")  # objects read as what they hold
+
+
 @functools.lru_cache(maxsize=1 << 12)
 def _reader(kind: Any) -> Callable[[Any], tuple[Any, ...]] | None:
-    return next((read for kinds, read in _HOLDERS if issubclass(kind, kinds)), None)
+    read = next((read for kinds, read in _HOLDERS if issubclass(kind, kinds)), None)
+    return _namespace if read is None and kind.__dictoffset__ and kind.__module__.startswith(_WHOLE) else read
 
 
 def content(value: Any) -> tuple[Any, ...] | None:
@@ -76,13 +113,13 @@ def content(value: Any) -> tuple[Any, ...] | None:
     read = _reader(kind)
     if read is not None:
         return read(value)
-    if isinstance(value, np.ndarray):
-        items = tuple(value.ravel().tolist()) if value.dtype.hasobject else _bytes(value)
-        return (value.shape, value.dtype.str, *items)
     if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, type, types.FunctionType, types.ModuleType)):
         return None
-    if isinstance(value, Iterator) and not kind.__flags__ & _HEAP_TYPE:
-        return _state_of_iterator(value)
+    if not kind.__flags__ & _HEAP_TYPE:
+        if getattr(kind, "__getstate__", _STATELESS) is not _STATELESS:
+            return (value.__getstate__(),)  # a stream in memory, or an XML element
+        if isinstance(value, Iterator):
+            return _state_of_iterator(value)
     try:
         return (type(value).__name__, *_bytes(value))
     except (TypeError, ValueError, BufferError):
@@ -91,9 +128,9 @@ def content(value: Any) -> tuple[Any, ...] | None:
 
 def part_name(holder: Any, index: int) -> str:
     """How code would name a part of a holder's content."""
-    if isinstance(holder, defaultdict):
+    if isinstance(holder, (defaultdict, deque)):
         if index == 0:
-            return ".default_factory"
+            return ".default_factory" if isinstance(holder, defaultdict) else ".maxlen"
         index -= 1
     if isinstance(holder, (dict, types.MappingProxyType)):
         return f"[{[*holder, *holder][index]!r}]"
@@ -124,12 +161,19 @@ def own_attributes(value: Any) -> dict[str, Any] | None:
     return own if isinstance(own, dict) else None
 
 
+def _names(owner: Any) -> Iterable[str]:
+    if isinstance(owner, type):
+        return (name for name in vars(owner) if name != "__slotnames__")  # which copying puts there
+    return own_attributes(owner) or ()
+
+
 def current(kind: str, owner: Any, name: str) -> Any:
     """What there is now where ``owner`` has something under ``name``; ``ABSENT`` where nothing is. ``kind``:
 
     ``attribute``: in the dictionary of an object; ``slot``: in a slot of its class; ``class``: in a class or its bases;
-    ``type``: the class of an object; ``names``: the names of all its attributes; ``item``: in a namespace; ``cell``: in a cell
-    of a closure; ``function``: what a function is made of.
+    ``type``: the class of an object; ``method``: in that or its bases; ``names``: those of all its attributes; ``item``: in a
+    namespace; ``cell``: in a cell of a closure; ``made of``: what a function or a class is made of; ``answer``: what ``owner``
+    says when it is called; ``layout``: of a tensor; ``version``: how often it was written in place.
     """
     if kind == "attribute":
         own = own_attributes(owner)
@@ -140,12 +184,21 @@ def current(kind: str, owner: Any, name: str) -> Any:
         return class_attribute(owner, name)
     if kind == "type":
         return type(owner)
+    if kind == "method":
+        return class_attribute(type(owner), name)
     if kind == "names":
-        return tuple(own_attributes(owner) or ())
+        return tuple(_names(owner))
     if kind == "cell":
         return cell_value(owner)
-    if kind == "function":
+    if kind == "made of":
         return getattr(owner, name)
+    if kind == "answer":
+        return owner()
+    if kind == "layout":
+        strides = owner.stride() if owner.layout is torch.strided else ()
+        return str((owner.shape, strides, owner.dtype, owner.device, owner.requires_grad))
+    if kind == "version":
+        return owner._version
     try:
         return object.__getattribute__(owner, name)
     except AttributeError:
@@ -164,6 +217,11 @@ def reachable(roots: Iterable[Any], enter: Callable[[Any], bool]) -> Iterator[An
             if enter(value):
                 held = content(value)
                 waiting += fields(value).values() if held is None else held
+
+
+def parts_of(value: Any) -> Iterator[Any]:
+    """What is in nested containers, and no plain value."""
+    return reachable([value], lambda one: isinstance(one, CONTAINERS))
 
 
 def items(container: Any) -> list[Any]:

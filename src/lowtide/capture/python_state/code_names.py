@@ -13,35 +13,60 @@ import site
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from lowtide.program.objects import cell_value
 
 _TRUSTED = (__name__.partition(".")[0] + ".", "torch.")  # whose code knows what it does
 _LIBRARIES = tuple({*site.getsitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<frozen"})
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
-_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+_BY_STRING = {"getattr", "hasattr", "attrgetter", "methodcaller"}  # take names of attributes in strings
+BY_COMPUTED_NAME = {"getattr", "vars", "__dict__"}  # reach any attribute of a module
+_OWN_NAMESPACE = {"globals", "eval", "exec"}  # reach any variable
 _OURS = str(Path(__file__).parents[2])
-_ENVIRONMENT = {"environ", "getenv"}
+# What a process is asked for under these names, where no variable shows the answer.
+_ENVIRONMENT = {"environ", "environb", "getenv", "expandvars", "expanduser"}
+_ASKED: dict[str, Callable[[], Any]] = {
+    "getcwd": os.getcwd,
+    "cwd": os.getcwd,
+    "abspath": os.getcwd,
+    "resolve": os.getcwd,
+    "is_anomaly_enabled": torch.is_anomaly_enabled,
+    "get_float32_matmul_precision": torch.get_float32_matmul_precision,
+}
 
 
 class Names(NamedTuple):
-    """What code reads: global variables, and attributes of anything."""
+    """What code reads: global variables, attributes of anything, and modules that it imports while it runs."""
 
     variables: frozenset[str]
     attributes: frozenset[str]
+    modules: frozenset[str]
+
+    @property
+    def all(self) -> frozenset[str]:
+        return self.variables | self.attributes
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def names_in(code: types.CodeType) -> Names:
     """In the code of a function and of those inside it."""
     instructions = [item for part in codes(code) for item in dis.get_instructions(part)]
-    return Names(
-        frozenset(item.argval for item in instructions if item.opname in _GLOBAL),
-        frozenset(item.argval for item in instructions if item.opname in _ATTRIBUTE),
-    )
+
+    def operands(*opnames: str) -> frozenset[str]:
+        return frozenset(item.argval for item in instructions if item.opname in opnames)
+
+    names = Names(operands(*_GLOBAL), operands(*_ATTRIBUTE), operands("IMPORT_NAME"))
+    if not names.all & _BY_STRING:
+        return names
+    constants = (constant for part in codes(code) for constant in part.co_consts)
+    spelled = frozenset(one for one in constants if isinstance(one, str) and one.isidentifier())
+    return names._replace(attributes=names.attributes | spelled)
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -123,28 +148,33 @@ def variables_of(function: types.FunctionType) -> Iterator[Named]:
     if is_installed(function.__code__.co_filename):
         return
     for name in ("__code__", "__defaults__", "__kwdefaults__"):
-        yield Named("function", function, name, f"{where}.{name}")
+        yield Named("made of", function, name, f"{where}.{name}")
     variables = function.__globals__
     names = names_in(function.__code__)
-    for name in sorted(names.variables & variables.keys()):
+    anything = variables.keys() if names.variables & _OWN_NAMESPACE else ()
+    for name in sorted(names.variables.union(anything)):  # one that is not there yet would hide a built-in
         yield Named("item", variables, name, f"{variables.get('__name__')}.{name}")
-    if names.attributes & _ENVIRONMENT or names.variables & _ENVIRONMENT:
+    for name in sorted(names.modules):
+        yield Named("item", sys.modules, name, f"the module {name}")
+    if names.all & _ENVIRONMENT:
         yield Named("item", vars(os.environ), "_data", "os.environ")
+    if "argv" in names.all:
+        yield Named("item", vars(sys), "argv", "sys.argv")
+    for name in sorted(names.all & _ASKED.keys()):
+        yield Named("answer", _ASKED[name], "", f"the answer of {name}()")
 
 
 def attributes_named(function: types.FunctionType) -> frozenset[str]:
-    """The attributes, of anything, that the code of a function of the user's names."""
-    return frozenset() if is_installed(function.__code__.co_filename) else names_in(function.__code__).attributes
+    """What the code of a function of the user's may name as attributes of anything, and the functions that it looks up."""
+    return frozenset() if is_installed(function.__code__.co_filename) else names_in(function.__code__).all
 
 
 def functions_of(kind: type) -> Iterator[Any]:
-    """What there is to run in a class and its bases, those of libraries excepted."""
-    for base in kind.__mro__:
-        if not is_library(base):
-            for member in [*vars(base).values()]:
-                for part in (*parts_of(member), getattr(member, "func", None)):
-                    if isinstance(part, (types.FunctionType, functools.partial)):
-                        yield part
+    """What there is to run in a class, its bases excepted."""
+    for member in [*vars(kind).values()]:
+        for part in (*parts_of(member), getattr(member, "func", None)):
+            if isinstance(part, (types.FunctionType, functools.partial)):
+                yield part
 
 
 def is_library(value: Any) -> bool:

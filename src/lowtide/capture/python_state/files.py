@@ -12,15 +12,16 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-_CODE = (".py", ".pyc", ".so", ".pyd", ".dll")
+_CODE = (".pyc", ".so", ".pyd", ".dll")
+_READING = ("open", "os.listdir", "os.scandir")  # events
 _SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/")
 _watching = threading.local()
 
 
 @contextlib.contextmanager
 def opened(found: dict[str, Any]) -> Iterator[None]:
-    """Inside, files that this thread opens are noted in ``found``, with their states. Code, devices, what is installed, and
-    files that compilers leave in temporary folders are not: they are no data of the program's."""
+    """Inside, files that this thread opens, and folders that it lists, are noted in ``found``, with their states. Libraries,
+    devices, what is installed, and files that compilers leave in temporary folders are not: they are no data of its."""
     _install()
     outer = getattr(_watching, "found", None)
     _watching.found = found
@@ -45,13 +46,13 @@ def _install() -> None:
 
 
 def _note(event: str, args: tuple[Any, ...]) -> None:
-    if event != "open":
+    if event not in _READING:
         return
     found = getattr(_watching, "found", None)
     if found is None or not isinstance(args[0], (str, bytes, os.PathLike)):
         return
-    path = os.path.abspath(os.fsdecode(args[0]))
-    if not path.endswith(_CODE) and not path.startswith((*_SYSTEM, *_installed())):
+    path = os.fsdecode(args[0])  # as given: another working folder has another file there
+    if not path.endswith(_CODE) and not os.path.abspath(path).startswith((*_SYSTEM, *_installed())):
         found.setdefault(path, state_of(path))
 
 

@@ -20,9 +20,9 @@ from torch import nn
 
 from lowtide.capture.python_state import files
 from lowtide.capture.python_state.external_effects import hooks_of
-from lowtide.capture.python_state.observe import Content, Read, Reads
 from lowtide.capture.python_state.paths import AttributePath, locate, named, value_at
 from lowtide.capture.python_state.quick import Unchanged
+from lowtide.capture.python_state.reads import Content, Read, Reads, put_together
 from lowtide.program import structure
 from lowtide.program.keys import tensor_key
 from lowtide.program.objects import ABSENT, PLAIN, content, current, part_name, reachable
@@ -39,7 +39,7 @@ class Guards:
     wiring: Sequence[tuple[Any, ...]] = ()
     reads: tuple[Read, ...] = ()
     contents: Mapping[int, Content] = field(default_factory=dict)
-    hidden: tuple[tuple[nn.Module, list[torch.Tensor]], ...] = ()
+    hidden: tuple[tuple[nn.Module, list[Any]], ...] = ()
     files: Mapping[str, Any] = field(default_factory=dict)
     free: frozenset[int] = frozenset()
     layouts: Mapping[int, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Guards:
         kept = []
         for read in reads.values.values():
             key = id(read.owner), read.name
-            if key in anything or not guards.same(read.value, current(*read[:3])):
+            if (key in anything and read.kind != "method") or not guards.same(read.value, current(*read[:3])):
                 continue
             kept.append(read._replace(value=instead[key]) if key in instead else read)
         return cls(
@@ -114,9 +114,9 @@ class Guards:
             value = current(*read[:3])
             if not self.same(read.value, value):
                 yield f"{read.text}{self._difference(read.value, value)}", read
-        for module, tensors in self.hidden:
-            if not _identical(tensors, structure.state_of(module)):
-                yield f"{type(module).__name__} has other parameters or buffers", None
+        for module, parts in self.hidden:
+            if not _identical(parts, put_together(module)):
+                yield f"{type(module).__name__} has other parameters, buffers, hooks or submodules", None
         for path, state in self.files.items():
             if files.state_of(path) != state:
                 yield f"the file {path} is another one", None
@@ -139,8 +139,6 @@ class Guards:
         items = content(value)
         if items is None or len(items) != len(known.items):
             return False
-        if isinstance(kept, (set, frozenset)):
-            return set(known.items) == set(items)
         return all(self.same(one, other, met) for one, other in zip(known.items, items, strict=True))
 
     def _difference(self, kept: Any, value: Any) -> str:

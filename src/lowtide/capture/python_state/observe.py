@@ -9,68 +9,43 @@ user's own objects, not of the copies.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import enum
 import functools
 import sys
 import threading
 import types
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.capture.python_state import code_names, files
+from lowtide.capture.python_state.noting import NotingClasses
 from lowtide.capture.python_state.paths import OWN
-from lowtide.program import structure
+from lowtide.capture.python_state.reads import Content, Reads, put_together
 from lowtide.program.objects import ABSENT, PLAIN, class_attribute, content, current, fields, own_attributes, part_name
 
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
 _ASKING = (nn.Module.__module__, "functools")  # who reads them to find one
 _INHERITED = frozenset(vars(nn.Module)) - {"forward"} - _WHOLE
-_ATOMS = (*PLAIN, torch.Tensor, enum.Enum)
+_ATOMS = frozenset(PLAIN)  # not what is derived from them, which may have attributes
+_UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__slotnames__"})  # of what stands in a class
 _HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
 _OPAQUE = ("torch", "numpy", "logging", "threading", "re", "enum", "abc", "typing", "builtins", "lowtide")
-
-
-class Read(NamedTuple):
-    """A value that was read. ``kind``: where ``owner`` has it under ``name`` (``program.objects.current``)."""
-
-    kind: str
-    owner: Any
-    name: str
-    value: Any
-    text: str
-
-
-class Content(NamedTuple):
-    """A holder, and what was in it when it was first reached."""
-
-    holder: Any
-    items: tuple[Any, ...]
-
-
-@dataclass(eq=False)
-class Reads:
-    """All that one or several runs read: single values by kind, owner and name, and holders by their ids."""
-
-    values: dict[tuple[str, int, str], Read] = field(default_factory=dict)
-    contents: dict[int, Content] = field(default_factory=dict)
-    hidden: dict[int, tuple[nn.Module, list[torch.Tensor]]] = field(default_factory=dict)  # not registered anywhere
-    files: dict[str, Any] = field(default_factory=dict)
-
-    def note(self, kind: str, owner: Any, name: str, value: Any, text: str) -> None:
-        self.values.setdefault((kind, id(owner), name), Read(kind, owner, name, value, text))
 
 
 class Observer:
     """Notes what a run of ``clone`` reads, in terms of ``model``, of which it is a copy. ``copies``: what each object in it is
     a copy of, by the id of the copy. ``written``: attributes that the run wrote, by the id of the copy and the name."""
 
-    def __init__(self, model: nn.Module, clone: nn.Module, copies: Mapping[int, Any], reads: Reads) -> None:
+    def __init__(
+        self, model: nn.Module, clone: nn.Module, copies: Mapping[int, Any], reads: Reads, arguments: Sequence[Any] = ()
+    ) -> None:
         self.reads = reads
         self.written: set[tuple[int, str]] = set()
         self._thread = threading.get_ident()
@@ -78,27 +53,43 @@ class Observer:
         self._copied = copies
         self._alive: list[Any] = [clone]  # no id comes again
         self._noted: set[tuple[int, str]] = set()
-        self._classes: dict[type, dict[str, Any]] = {}  # those that note, and what they had instead
+        self._classes = NotingClasses(self._note_read, self._note_write)
         self._waiting: deque[tuple[Any, Any, str]] = deque()
         self._attributes: set[str] = set()  # that code names, of anything
         self._namespaces: dict[int, tuple[Any, str]] = {}  # classes and modules that code can reach
         self._named = (0, 0)  # how many of both were looked at
         self._busy = False
+        self._unregistered: set[int] = set()  # modules that are not of the model
         self._model = (model, clone)
+        self._arguments = arguments
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Around the run, in one thread."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._unpatch)
+            stack.callback(self._classes.remove)
             stack.enter_context(files.opened(self.reads.files))
-            self._patch(nn.Module)
+            self._classes.add(nn.Module)
             self._begin()
+            yield
+            self._drain()
+
+    @contextlib.contextmanager
+    def watching_again(self) -> Iterator[None]:
+        """Around a backward pass, which runs code of the user's, too (of an autograd function, or a hook)."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._classes.remove)
+            self._classes.add_again()
             yield
             self._drain()
 
     def _begin(self) -> None:
         model, clone = self._model
+        self.reads.note("method", model, "forward", class_attribute(type(model), "forward"), "its class's forward")
+        for argument in self._arguments:  # what they hold is a part of the signature
+            whole = isinstance(argument, (types.FunctionType, types.MethodType, nn.Module))
+            part = argument if whole else type(argument)
+            self._reach(part, part, "an argument")
         names = dict(model.named_modules())
         for (name, original), seen in zip(names.items(), clone.modules(), strict=True):
             self._originals[id(seen)] = original
@@ -115,7 +106,9 @@ class Observer:
     # What is reached
 
     def _reach(self, seen: Any, original: Any, text: str) -> None:
-        if not isinstance(seen, _ATOMS) and id(seen) not in self._originals:
+        if isinstance(original, torch.Tensor):
+            self.reads.note("layout", original, "", current("layout", original, ""), f"the layout of {text}")
+        elif type(seen) not in _ATOMS and id(seen) not in self._originals:
             self._originals[id(seen)] = original
             self._alive.append(seen)
             self._waiting.append((seen, original, text))
@@ -132,15 +125,27 @@ class Observer:
             self._busy = busy
 
     def _look(self, seen: Any, original: Any, text: str) -> None:
-        if isinstance(seen, types.FunctionType):
+        if type(original) is weakref.ProxyType:  # of which a copy is no proxy
+            referents = content(original) or ()
+            self.reads.contents.setdefault(id(original), Content(original, referents))
+            for referent in referents:
+                inner = referent if seen is original else seen
+                self._originals.pop(id(inner), None)
+                self._reach(inner, referent, text)
+        elif isinstance(seen, types.FunctionType):
             self._look_at_function(seen)
         elif isinstance(seen, type):
             self._look_at_class(seen)
         elif isinstance(seen, types.ModuleType):
             if not code_names.is_library(seen):
                 self._namespaces.setdefault(id(seen), (seen, seen.__name__))
+                self._reach(vars(seen).get("__getattr__"), None, "")
         elif isinstance(seen, nn.Module):
             self._look_at_module(seen, original, text)
+        elif isinstance(seen, enum.Enum):
+            self._reach(type(seen), type(seen), "")
+            self._texts[id(original)] = text
+            self._note_whole(seen, original)
         else:
             items = content(original)
             if items is not None:
@@ -162,22 +167,41 @@ class Observer:
         self._attributes |= code_names.attributes_named(function)
         for variable in code_names.variables_of(function):
             value = current(variable.kind, variable.owner, variable.name)
+            self.reads.note(*variable[:3], value, variable.text)
             if value is not ABSENT:
-                self.reads.note(*variable[:3], value, variable.text)
                 self._reach(value, value, variable.text)
+        if vars(function) and not code_names.is_installed(function.__code__.co_filename):
+            self._texts[id(function)] = code_names.full_name(function)
+            self._note_whole(function, function)
 
     def _look_at_class(self, kind: type) -> None:
-        for function in code_names.functions_of(kind):
-            self._reach(function, function, "")
+        """Methods that Python looks up in a class are read where nobody sees it: all that stands there is noted."""
         for base in kind.__mro__:
             if not code_names.is_library(base):
-                self._namespaces.setdefault(id(base), (base, base.__qualname__))
+                self._look_at_namespace(base)
+                self._reach(type(base), type(base), "")
+                for function in code_names.functions_of(base):
+                    self._reach(function, function, "")
+
+    def _look_at_namespace(self, kind: type) -> None:
+        if id(kind) in self._namespaces:
+            return
+        self._namespaces[id(kind)] = (kind, kind.__qualname__)
+        for name in vars(kind).keys() - _UNREAD:
+            self.reads.note("class", kind, name, vars(kind)[name], f"{kind.__qualname__}.{name}")
+        self._note_names(kind, current("names", kind, ""))
+        self.reads.note("made of", kind, "__mro__", kind.__mro__, f"the bases of {kind.__qualname__}")
+        if isinstance(kind, abc.ABCMeta):
+            self.reads.note(
+                "answer", abc.get_cache_token, "", abc.get_cache_token(), "what is registered as a subclass"
+            )
 
     def _look_at_module(self, seen: nn.Module, original: nn.Module, text: str) -> None:
         """One that is not registered in the model."""
-        self.reads.hidden.setdefault(id(original), (original, structure.state_of(original)))
+        self.reads.hidden.setdefault(id(original), (original, put_together(original)))
         self._reach(type(seen), type(seen), "")
         for (name, inner), own in zip(seen.named_modules(), original.modules(), strict=False):
+            self._unregistered.add(id(own))
             if id(inner) not in self._originals:
                 self._originals[id(inner)] = own
                 self._alive.append(inner)
@@ -191,11 +215,13 @@ class Observer:
         self._named = known
         for owner, text in [*self._namespaces.values()]:
             own = vars(owner)
+            if isinstance(owner, types.ModuleType):  # of a class, all is noted already
+                anything = self._attributes & code_names.BY_COMPUTED_NAME
+                for name in sorted(own if anything else self._attributes & own.keys()):
+                    self.reads.note("item", own, name, own[name], f"{text}.{name}")
             for name in sorted(self._attributes & own.keys()):
                 if (id(owner), name) not in self._noted:
                     self._noted.add((id(owner), name))
-                    kind = "class" if isinstance(owner, type) else "item"
-                    self.reads.note(kind, owner if kind == "class" else own, name, own[name], f"{text}.{name}")
                     self._reach(own[name], own[name], f"{text}.{name}")
 
     # What is read of objects
@@ -205,42 +231,18 @@ class Observer:
         kind = type(seen)
         if kind.__module__.partition(".")[0] in _OPAQUE or not kind.__flags__ & _HEAP_TYPE:
             return
-        self._reach(kind, kind, "")
+        if id(kind) not in self._originals:
+            self._originals[id(kind)] = kind
+            self._look_at_class(kind)  # while it is as its author left it
         self._texts[id(original)] = text
         self.reads.note("type", original, "", type(original), f"the class of {text}")
-        if not self._patch(kind):
+        if not self._classes.add(kind) or "__getattribute__" in self._attributes:
             self._note_whole(seen, original)
 
     @functools.cached_property
     def _texts(self) -> dict[int, str]:
         model, _ = self._model
         return {id(m): name for name, m in model.named_modules() if name} | {id(model): type(model).__name__}
-
-    def _patch(self, kind: type) -> bool:
-        """Have a class note reads and writes; whether all reads of its objects are noted then."""
-        get: Any = kind.__getattribute__
-        if hasattr(get, "_notes_all"):
-            return bool(get._notes_all)
-        all_seen = not isinstance(get, types.FunctionType)  # a method in Python may read in a way that nobody sees
-        methods = {
-            "__getattribute__": _noting(self._note_read, get, all_seen),
-            "__setattr__": _noting(self._note_write, kind.__setattr__),
-            "__delattr__": _noting(self._note_write, kind.__delattr__),
-        }
-        before = {name: vars(kind).get(name, ABSENT) for name in methods}
-        try:
-            for name, method in methods.items():
-                setattr(kind, name, method)
-        except TypeError:
-            return False
-        self._classes[kind] = before
-        return all_seen
-
-    def _unpatch(self) -> None:
-        for kind, methods in reversed(self._classes.items()):
-            for name, method in methods.items():
-                delattr(kind, name) if method is ABSENT else setattr(kind, name, method)
-        self._classes.clear()
 
     def _note_write(self, seen: Any, name: str) -> None:
         self.written.add((id(seen), name))
@@ -259,22 +261,36 @@ class Observer:
         try:
             if name in _WHOLE:
                 self._note_whole(seen, original)
-            elif not isinstance(seen, nn.Module) or _matters(original, name):
+            elif self._matters(original, name):
                 self._note_one(seen, original, name)
         finally:
             self._busy = False
         self._drain()
 
+    def _matters(self, owner: Any, name: str) -> bool:
+        """Of modules, parameters and buffers are arguments of the program, and submodules are guarded by themselves."""
+        if not isinstance(owner, nn.Module):
+            return True
+        own = vars(owner)
+        if name == "training" and id(owner) in self._unregistered:
+            return True
+        registered = any(name in own[registry] for registry in ("_parameters", "_buffers", "_modules"))
+        return not registered and name not in OWN and name not in _WHOLE and (name in own or name not in _INHERITED)
+
     def _note_whole(self, seen: Any, original: Any) -> None:
         """All attributes of an object are read."""
         for name in fields(original):
-            if not isinstance(original, nn.Module) or _matters(original, name):
+            if self._matters(original, name):
                 self._note_one(seen, original, name)
         own = own_attributes(original)
         if own is not None and not isinstance(original, nn.Module):
-            names = tuple(own)
-            self.reads.contents[id(names)] = Content(names, names)
-            self.reads.note("names", original, "", names, f"the attributes of {self._texts[id(original)]}")
+            self._note_names(original, own)
+
+    def _note_names(self, owner: Any, found: Iterable[str]) -> None:
+        names = tuple(found)
+        self.reads.contents[id(names)] = Content(names, names)
+        text = owner.__qualname__ if isinstance(owner, type) else self._texts[id(owner)]
+        self.reads.note("names", owner, "", names, f"the attributes of {text}")
 
     def _note_one(self, seen: Any, original: Any, name: str) -> None:
         text = f"{self._texts.get(id(original), type(original).__name__)}.{name}"
@@ -284,15 +300,6 @@ class Observer:
             if value is not ABSENT:
                 now = value if kind == "class" else current(kind, seen, name)
                 self._reach(now, self._original_of(now, value), text)
-
-
-def _noting(note: Callable[[Any, str], None], method: Any, notes_all: bool = True) -> Any:
-    def noted(self: Any, name: str, *value: Any) -> Any:
-        note(self, name)
-        return method(self, name, *value)
-
-    noted._notes_all = notes_all  # type: ignore[attr-defined]
-    return noted
 
 
 def _where(owner: Any, name: str) -> list[tuple[str, Any]]:
@@ -309,10 +316,3 @@ def _where(owner: Any, name: str) -> list[tuple[str, Any]]:
     here: list[tuple[str, Any]] = [("attribute", owner)]
     decided = isinstance(of_class, property) or (name not in own)
     return [*here, ("class", kind)] if decided else here
-
-
-def _matters(module: nn.Module, name: str) -> bool:
-    """Parameters and buffers are arguments of the program, and submodules are guarded by themselves."""
-    own = vars(module)
-    registered = any(name in own[registry] for registry in ("_parameters", "_buffers", "_modules"))
-    return not registered and name not in OWN and name not in _WHOLE and (name in own or name not in _INHERITED)

@@ -6,6 +6,7 @@ Where an equal value has taken another one's place the answer is no, and the gua
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,8 +17,7 @@ from torch import nn
 
 from lowtide.capture.python_state import files
 from lowtide.capture.python_state.external_effects import HOOKS
-from lowtide.capture.python_state.observe import Read
-from lowtide.program import structure
+from lowtide.capture.python_state.reads import Read, put_together
 from lowtide.program.keys import tensor_key
 from lowtide.program.objects import ABSENT, content, current, own_attributes
 
@@ -38,19 +38,21 @@ class Unchanged:
         reads: Iterable[Read],
         free: Collection[int],
         layouts: Mapping[int, Any],
-        hidden: Iterable[tuple[nn.Module, list[torch.Tensor]]],
+        hidden: Iterable[tuple[nn.Module, list[Any]]],
         opened: Mapping[str, Any],
     ) -> None:
         self._layouts = {key: _Layout(layout) for key, layout in layouts.items()}
         self._rows: dict[
             Callable[..., Any], dict[Any, tuple[Any, ...]]
         ] = {}  # by function: what it gives, and for what
+        self._absent: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}  # names that are not there
         self._items: list[tuple[Callable[..., Any], tuple[Any, ...], Sequence[Any]]] = []
         self._files = dict(opened)
         self._wire(modules)
         values = [self._read(read, current(*read[:3])) for read in reads]
         self._hold(values, free)
-        self._items += [(structure.state_of, (module,), tensors) for module, tensors in hidden]
+        self._items += [(put_together, (module,), parts) for module, parts in hidden]
+        self._nowhere = [*zip(*self._absent.values(), strict=True)] or [(), ()]
         self._columns: list[Any] = [
             (function, *zip(*rows.values(), strict=True)) for function, rows in self._rows.items()
         ]
@@ -63,6 +65,7 @@ class Unchanged:
                     for function, found, *arguments in self._columns
                 )
                 and not any(self._empty)
+                and not any(map(operator.contains, *self._nowhere))
                 and all(_same_items(function(*arguments), items) for function, arguments, items in self._items)
                 and all(files.state_of(path) == state for path, state in self._files.items())
             )
@@ -71,6 +74,13 @@ class Unchanged:
 
     def _expect(self, found: Any, function: Callable[..., Any], *arguments: Any) -> None:
         self._rows.setdefault(function, {})[tuple(map(id, arguments))] = (found, *arguments)
+
+    def _stands(self, found: Any, own: Mapping[str, Any], name: str) -> None:
+        """That ``own`` has this under the name, or nothing."""
+        if found is ABSENT:
+            self._absent[id(own), name] = (own, name)
+        else:
+            self._expect(found, operator.getitem, own, name)
 
     def _wire(self, modules: Sequence[nn.Module]) -> None:
         """Classes, children in their order, and hooks; the model's own are around its planned forward."""
@@ -84,23 +94,27 @@ class Unchanged:
             self._expect(type(module), type, module)
         for module in modules:
             if module._modules:  # which a list of modules makes anew where one is taken out
-                self._expect(module._modules, dict.get, vars(module), "_modules", ABSENT)
+                self._expect(module._modules, operator.getitem, vars(module), "_modules")
 
     def _read(self, read: Read, value: Any) -> Any:
         kind, owner, name = read[:3]
         own = own_attributes(owner) if kind == "attribute" else owner if kind == "item" else None
         if id(value) in self._layouts:
             self._items.append((_single, (kind, owner, name), [self._layouts[id(value)]]))
+        elif kind == "made of":
+            self._expect(value, getattr, owner, name)
+        elif kind in ("answer", "layout", "version"):
+            self._items.append((_single, (kind, owner, name), [value]))
         elif kind == "names":
             self._items.append((current, (kind, owner, name), value))
         elif own is not None:
             if not isinstance(owner, (nn.Module, dict)):
                 self._expect(own, own_attributes, owner)
-            self._expect(value, dict.get, own, name, ABSENT)
+            self._stands(value, own, name)
         elif kind == "class":
             for base in owner.__mro__:
                 found = vars(base).get(name, ABSENT)
-                self._expect(found, types.MappingProxyType.get, _namespace(base), name, ABSENT)
+                self._stands(found, _namespace(base), name)
                 if found is not ABSENT:
                     break
         else:
@@ -127,8 +141,8 @@ def _namespace(kind: type) -> Any:
     return vars(kind)
 
 
-def _values(*registries: Mapping[str, Any]) -> list[Any]:
-    return [value for registry in registries for value in registry.values()]
+def _values(*registries: dict[str, Any]) -> list[Any]:
+    return [*itertools.chain.from_iterable(map(dict.values, registries))]
 
 
 def _single(kind: str, owner: Any, name: str) -> list[Any]:

@@ -1,0 +1,109 @@
+"""A planned model is changed between two steps: the next one is as in eager, or refused, in any case not stale."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import lowtide
+
+
+class Thing:
+    """An object of the user's."""
+
+    number: float = 1.0
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+class Reader(nn.Module):
+    """Scales by a number that is read from a state."""
+
+    def __init__(self, state: Any, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.state = state
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(self.linear(x)) * float(self.read(self.state))).sum()
+
+
+class Computes(nn.Module):
+    """Does ``compute(self, y, x, ...)`` to what its layer makes; ``prepare(self)`` gives it what that needs."""
+
+    def __init__(
+        self, compute: Callable[..., torch.Tensor], prepare: Callable[[Any], Any] = lambda module: None
+    ) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.compute = compute
+        prepare(self)
+
+    def forward(self, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        return self.compute(self, torch.tanh(self.linear(x)), x, *others).sum()
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+def step(model: nn.Module, args: Sequence[Any], plain: bool) -> list[torch.Tensor]:
+    """A step of the model, or of the same model without its plan."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    planned = model.__dict__.pop("forward") if plain else None
+    if plain and planned.had_instance_forward:
+        model.__dict__["forward"] = planned.original_forward
+    try:
+        loss = model(*args)
+    finally:
+        if plain:
+            model.__dict__["forward"] = planned
+    loss.backward()
+    return [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def follows(
+    model: nn.Module,
+    change: Callable[[Any], Any],
+    args: Sequence[Any] | None = None,
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> None:
+    """Plan, step, change, and step again: as in eager. ``change`` may return other arguments; ``around`` the later steps."""
+    args = (rows(),) if args is None else args
+    lowtide.rematerialize(model, tuple(args), budget="100%", planner="keep-all")
+    before = step(model, args, plain=False)
+    assert same(before, step(model, args, plain=True)), "wrong before anything has changed"
+    changed = change(model)
+    args = changed if isinstance(changed, tuple) else args
+    with around():
+        expected = step(model, args, plain=True)
+        assert not same(before, expected), "the change changes nothing: the case is vacuous"
+        assert same(step(model, args, plain=False), expected), "a stale plan ran"
+        with lowtide.checked(every=1):
+            assert same(step(model, args, plain=False), expected)
+
+
+def steps(make: Callable[[], nn.Module], planned: bool, count: int = 4) -> list[list[torch.Tensor]]:
+    """Some steps in a row of a model that is made anew, without clearing gradients in between."""
+    torch.manual_seed(0)
+    model = make()
+    if planned:
+        lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all")
+    found = []
+    for _ in range(count):
+        torch.manual_seed(1)
+        loss = model(rows())
+        loss.backward()
+        found.append([loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    return found
