@@ -21,7 +21,8 @@ _DEPTH = 3  # from the cache through its entry to a tensor, or to a container of
 
 def clear_caches_of_fakes() -> None:
     """Clear every ``functools.lru_cache`` in the process that holds a fake tensor."""
-    for found in gc.get_referrers(_CACHE):  # an instance refers to its type, which is quicker to ask for than all objects
+    # An instance refers to its type; looking at all objects would take several times as long.
+    for found in gc.get_referrers(_CACHE):
         if type(found) is _CACHE and found.cache_info().currsize and _holds_fake(found, _DEPTH):
             found.cache_clear()
 
