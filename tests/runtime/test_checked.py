@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,19 +15,17 @@ from torch import nn
 import lowtide
 
 
-class _Native:
-    """Its number is where only native code looks: in the memory of a tensor that NumPy reads."""
+class _Switch:
+    """Reads whether a file is there, which no guard sees."""
 
-    def __init__(self) -> None:
-        self._memory = torch.ones(1)
-        array = self._memory.numpy()
-        self._read = array.item  # a builtin method: nothing shows whose
+    def __init__(self, folder: Path) -> None:
+        self._path = str(folder / "on")
 
     def read(self) -> float:
-        return float(self._read())
+        return 3.0 if os.path.exists(self._path) else 1.0
 
-    def __deepcopy__(self, memo: Any) -> _Native:
-        return self  # a handle, as extensions have
+    def turn_on(self) -> None:
+        Path(self._path).touch()
 
 
 class _Timed(nn.Module):
@@ -42,13 +42,13 @@ def _planned(model: nn.Module) -> nn.Module:
     return lowtide.rematerialize(model, (torch.randn(3, 4),), budget="100%", planner="keep-all")
 
 
-def test_a_stale_plan_is_found() -> None:
-    native = _Native()
-    model = _planned(_Timed(native))
+def test_a_stale_plan_is_found(tmp_path: Path) -> None:
+    switch = _Switch(tmp_path)
+    model = _planned(_Timed(switch))
     x = torch.randn(3, 4)
     with lowtide.checked(every=1):
         model(x).backward()
-    native._memory.mul_(3)
+    switch.turn_on()
     model(x)  # nobody notices
     with (
         pytest.raises(lowtide.ExecutionError, match=r"_Timed is about to run a stale plan: operator \d+, aten.mul"),
@@ -57,10 +57,10 @@ def test_a_stale_plan_is_found() -> None:
         model(x)
 
 
-def test_every_nth_call_is_checked() -> None:
-    native = _Native()
-    model = _planned(_Timed(native))
-    native._memory.mul_(3)
+def test_every_nth_call_is_checked(tmp_path: Path) -> None:
+    switch = _Switch(tmp_path)
+    model = _planned(_Timed(switch))
+    switch.turn_on()
     x = torch.randn(3, 4)
     with lowtide.checked(every=3):
         model(x), model(x)
@@ -74,10 +74,10 @@ def test_every_nth_call_is_checked() -> None:
     model(x)
 
 
-def test_other_threads_are_left_alone() -> None:
-    native = _Native()
-    model = _planned(_Timed(native))
-    native._memory.mul_(3)
+def test_other_threads_are_left_alone(tmp_path: Path) -> None:
+    switch = _Switch(tmp_path)
+    model = _planned(_Timed(switch))
+    switch.turn_on()
     found: list[torch.Tensor] = []
     with lowtide.checked(every=1):
         thread = threading.Thread(target=lambda: found.append(model(torch.randn(3, 4))))
