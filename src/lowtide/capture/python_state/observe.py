@@ -108,7 +108,7 @@ class Observer:
     def _reach(self, seen: Any, original: Any, text: str) -> None:
         if isinstance(original, torch.Tensor):
             self.reads.note("layout", original, "", current("layout", original, ""), f"the layout of {text}")
-        elif type(seen) not in _ATOMS and id(seen) not in self._originals:
+        elif seen is not ABSENT and type(seen) not in _ATOMS and id(seen) not in self._originals:
             self._originals[id(seen)] = original
             self._alive.append(seen)
             self._waiting.append((seen, original, text))
