@@ -6,8 +6,7 @@ import argparse
 
 
 def add_budget_option(parser: argparse._ActionsContainer) -> None:
-    text = 'bytes, "8GiB", "700 MB", or "40%%" of the unconstrained peak'
-    parser.add_argument("--budget", help=text)
+    parser.add_argument("--budget", help='bytes, "8GiB", "700 MB", or "40%%" of the unconstrained peak')
 
 
 def add_planner_options(parser: argparse.ArgumentParser) -> None:

@@ -123,10 +123,9 @@ def find_callable(target: str) -> Callable[[], Any]:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        found: Any = pkgutil.resolve_name(f"{module_name}:{path}")
+        found: Callable[[], Any] = pkgutil.resolve_name(f"{module_name}:{path}")
     except (ImportError, AttributeError, ValueError) as error:
         raise PlanError(f"cannot load {target}: {error}; {_EXAMPLE}.") from error
     if not callable(found):
         raise PlanError(f"{target} is a {type(found).__name__}, not a callable; {_EXAMPLE}.")
-    result: Callable[[], Any] = found
-    return result
+    return found

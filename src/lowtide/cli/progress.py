@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 from lowtide.extras import require
-
-Progress = Callable[[str, float], None]
+from lowtide.solve import Progress
 
 
 @contextlib.contextmanager
