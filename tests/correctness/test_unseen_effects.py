@@ -169,6 +169,18 @@ class _GlobalMean(_Linear):
         return (self.linear(x) - _MEAN).square().mean()
 
 
+class _Reads(_Linear):
+    def __init__(self, read: Callable[[torch.Tensor, Any], Any]) -> None:
+        super().__init__()
+        self.read = read
+        self.table = torch.full((4,), 3.0)
+        self.register_buffer("numbers", torch.tensor([3, 1]))
+        self.linear.weight.scale = 2.0  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.read(x, self)).square().mean()
+
+
 class _Lazy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -215,6 +227,10 @@ def _rows() -> torch.Tensor:
         (_FreshGenerator, lambda: (_rows(),), "default_rng.. without a seed"),
         (_GlobalMean, lambda: (_rows(),), "register_buffer"),
         (_Lazy, lambda: (_rows(),), "call the model once"),
+        (lambda: _Reads(lambda x, m: torch.initial_seed() % 7), lambda: (_rows(),), "calls torch.initial_seed"),
+        (lambda: _Reads(lambda x, m: torch.get_rng_state()[0]), lambda: (_rows(),), "calls torch.get_rng_state"),
+        (lambda: _Reads(lambda x, m: 1 + (m.linear.weight.grad is None)), lambda: (_rows(),), r"reads \.grad of"),
+        (lambda: _Reads(lambda x, m: float(x.numpy()[0, 0])), lambda: (_rows(),), "an array of NumPy's"),
     ],
 )
 def test_refused(make: Callable[[], nn.Module], sample: Callable[[], tuple[Any, ...]], said: str) -> None:
@@ -452,3 +468,44 @@ def test_numbers_among_the_arguments_that_are_read() -> None:
             model(x, torch.tensor(scale)).backward()
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), planned.parameters(), strict=True))
     assert len(lowtide.plans(planned)) == 2
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x, m: float(m.table.numpy()[0]),
+        lambda x, m: float(np.asarray(m.table)[1]),
+        lambda x, m: int(m.numbers.numpy()[0]),
+        lambda x, m: len(str(m.numbers)),
+        lambda x, m: len(f"{m.numbers}") + len(f"{m.numbers[0]}"),
+        lambda x, m: len(repr(m.table)),
+        lambda x, m: m.linear.weight.scale,
+        lambda x, m: 1 + len(m.linear._forward_hooks),
+        lambda x, m: 1 + torch.is_anomaly_enabled(),
+    ],
+)
+def test_what_python_reads_of_tensors_and_modules(read: Callable[[torch.Tensor, Any], Any]) -> None:
+    """As in eager, and not as of the tensors and modules that are traced."""
+    plain, planned = (make(lambda: _Reads(read)) for _ in range(2))
+    x = _rows()
+    lowtide.rematerialize(planned, (x,), budget="100%", planner="keep-all")
+    for model in (plain, planned):
+        model(x).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), planned.parameters(), strict=True))
+
+
+class _Conjugates(_Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        z = torch.fft.fft(x)
+        return z.conj(), z, self.linear(x)
+
+
+def test_a_lazy_conjugate_beside_its_base() -> None:
+    """A write into the one is seen in the other, though neither has a gradient."""
+    model, x = make(_Conjugates), _rows()
+    lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all")
+    conjugate, base, result = model(x)
+    assert torch.equal(conjugate, torch.fft.fft(x).conj()) and conjugate.is_conj() and not base.requires_grad
+    base.mul_(2)
+    assert torch.equal(conjugate, 2 * torch.fft.fft(x).conj())
+    result.sum().backward()

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import torch.nn.utils.parametrize as P
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fuzz.changed import Computes, Thing, follows, rows
 
@@ -296,3 +297,65 @@ def test_what_a_function_among_the_arguments_holds(made: Callable[[list[float]],
 
 def _first(held: list[float], y: torch.Tensor) -> torch.Tensor:
     return y * held[0]
+
+
+class Doubles(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is torch.tanh else result
+
+
+class DoublesOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is torch.ops.aten.tanh.default else result
+
+
+def _hook(kind: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    @contextlib.contextmanager
+    def hooked() -> Iterator[None]:
+        register = getattr(nn.modules.module, kind)
+        handle = register(lambda m, a, *o: None if not isinstance(m, nn.Linear) else o[0] * 2 if o else (a[0] * 2,))
+        yield
+        handle.remove()
+
+    return hooked
+
+
+@contextlib.contextmanager
+def _backward_hook() -> Iterator[None]:
+    register = nn.modules.module.register_module_full_backward_hook
+    handle = register(lambda m, gradients, *o: (gradients[0] * 2,) if isinstance(m, nn.Tanh) else None)
+    yield
+    handle.remove()
+
+
+def _packing() -> contextlib.AbstractContextManager[Any]:
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t if isinstance(t, nn.Parameter) else t * 2, lambda t: t)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize(
+    "around",
+    [
+        _hook("register_module_forward_hook"),
+        _hook("register_module_forward_pre_hook"),
+        _backward_hook,
+        Doubles,
+        DoublesOperators,
+        _packing,
+        lambda: torch.autograd.detect_anomaly(),
+    ],
+)
+def test_what_is_around(around: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    """Of these some run without a plan, and others have one of their own."""
+
+    def compute(module: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return module.part(y) * (1 + torch.is_anomaly_enabled())
+
+    follows(Computes(compute, lambda m: setattr(m, "part", nn.Tanh())), _nothing, around=around)
+
+
+def test_an_attribute_of_a_parameter() -> None:
+    model = Computes(lambda s, y, x: y * getattr(s.linear.weight, "number", 1.0))
+    follows(model, lambda m: setattr(m.linear.weight, "number", 2.0))

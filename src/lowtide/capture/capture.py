@@ -20,11 +20,12 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from lowtide.capture.contract import Captured, Conditions, Contract
 from lowtide.capture.convert.convert import Converted, convert
 from lowtide.capture.copies import State, model_state
-from lowtide.capture.python_state import attribute_effects
+from lowtide.capture.python_state import attribute_effects, counters
 from lowtide.capture.python_state.guards import Guards
 from lowtide.capture.python_state.held_inputs import HeldInputs, inputs_at
 from lowtide.capture.python_state.paths import AttributePath, sharing
 from lowtide.capture.python_state.random_numbers import RandomNumbers, RandomRecorder
+from lowtide.capture.python_state.reads import Read
 from lowtide.capture.refusals import capture_error, check, refuse_merged, written_attributes
 from lowtide.capture.rehearsal import Effects, rehearse
 from lowtide.capture.trace.autocast import is_kept, share_casts
@@ -131,15 +132,19 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     held, followed = _followed(model, known.follow, (*call.state.tensors, *call.tensors))
     fakes = fakes_of(mode, call.state.tensors, (*call.tensors, *held))
     traced = TracedModel(call, held, effects.tensors if effects else (), recorder)
+    outside: list[Read] = []
     try:
         with contextlib.closing(traced):
             module, metadata = export_joint(traced, fakes)
         refuse_merged(metadata, fakes)
-        if effects is None and traced.run.changes:
-            effects = rehearse(model, call.state.tensors, held, call.tensors, call.arguments)
+        outside = counters.changed(traced.latest_reads)
+        if effects is None and (traced.run.changes or outside):
+            names = [read.text for read in outside]
+            effects = rehearse(model, call.state.tensors, held, call.tensors, call.arguments, names)
             if effects.tensors or effects.carried:
                 return Known(effects, known.attributes | effects.carried, recorder)
     except Exception as error:
+        outside = counters.changed(traced.latest_reads)
         if recorder.used_otherwise(failed=True):
             return replace(known, effects=effects)
         written = written_attributes(model, error) - known.attributes
@@ -148,6 +153,9 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
         if isinstance(error, LowtideError):
             raise
         raise capture_error(error) from error
+    finally:
+        counters.put_back(outside, traced.reads)
+    traced.reads.forget(outside)
     if recorder.used_otherwise(failed=False):
         return replace(known, effects=effects)
     return _Trace(module, metadata, traced, held, followed, effects or Effects(), tuple(mode.questions), recorder.draws)

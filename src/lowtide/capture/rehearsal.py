@@ -10,20 +10,23 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.capture.copies import copy_without_data
 from lowtide.capture.python_state import attribute_effects
 from lowtide.capture.python_state.caches import clear_caches_of_fakes
 from lowtide.capture.python_state.external_effects import ExternalEffects
-from lowtide.capture.python_state.paths import AttributePath, attributes_of, tensors_in, texts
+from lowtide.capture.python_state.paths import AttributePath, attributes_of, named, tensors_in, texts
 from lowtide.capture.python_state.random_numbers import untouched
-from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
+from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of, known_value
 from lowtide.capture.trace.joint import as_traced
 from lowtide.errors import CaptureError
 from lowtide.program import structure
-from lowtide.program.keys import layout
+from lowtide.program.keys import fingerprint, layout
 
+_FEW = 16  # elements of constants that are compared by their values
 _LOG = logging.getLogger(__name__)
 
 
@@ -44,23 +47,33 @@ def rehearse(
     followed: Sequence[torch.Tensor],
     tensors: Sequence[torch.Tensor],
     arguments: Any,
+    outside: Sequence[str] = (),
 ) -> Effects:
-    """What a call does to the attributes; calls of one copy of the model find out."""
+    """What a call does to the attributes; calls of one copy of the model find out. ``outside``: names of what each call changes
+    outside of the model. Raises ``CaptureError`` where calls do not settle, see ``python_state.attribute_effects``."""
     mode = AnsweringFakeMode()
     count = len(state) + len(followed)
     fakes = fakes_of(mode, state, (*followed, *tensors))
     clone, _ = copy_without_data(model, (*state, *followed), fakes[:count])
     calls: list[RehearsedCall] = []
-    while len(calls) < 2 or (len(calls) == 2 and _common(calls)):  # a third tells what goes on from what settles later
+    while len(calls) < 2 or (
+        len(calls) == 2 and (outside or _common(calls))
+    ):  # a third tells what goes on from what settles later
         with mode:  # of their own in each call
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in fakes[count:]]
         call, before = RehearsedCall(fakes[:count], inputs), attribute_effects.snapshot(clone)
         args, kwargs = structure.unflatten(arguments, inputs)
         with as_traced(), untouched(), ExternalEffects(clone, (*args, *kwargs.values())), mode, call:
-            clone.forward(*args, **kwargs)
+            result = clone.forward(*args, **kwargs)
         clear_caches_of_fakes()
-        call.ended(clone, before)
+        call.ended(clone, before, result)
         calls.append(call)
+    if outside and calls[1].operators != calls[2].operators:
+        raise CaptureError(
+            f"the program depends on what its own forward pass changes outside of the model ({named(outside)}), so it is "
+            "another one from call to call. Change that outside of the forward pass and pass it as a tensor, keep it in a "
+            "buffer (self.register_buffer(...), self.steps.add_(1)), or run the model under lowtide.online."
+        )
     return _effects(calls)
 
 
@@ -142,8 +155,9 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kept += [leaves, result]  # no id comes again
         return result
 
-    def ended(self, model: nn.Module, before: attribute_effects.Snapshot) -> None:
-        """The call is over: note what it left in ``model``."""
+    def ended(self, model: nn.Module, before: attribute_effects.Snapshot, result: Any) -> None:
+        """The call is over: note what it returned, and what it left in ``model``."""
+        self.operators.append(fingerprint(structure.flatten(result)[1]))
         self.changes = attribute_effects.changes(model, before)
         found = dict(attributes_of(model))
         for place in self.changes.tensors:
@@ -170,4 +184,9 @@ def _emptied(container: Any, before: Any) -> bool:
 
 
 def _text(leaf: Any) -> str:
-    return f"{leaf.dtype}{tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    real = known_value(leaf, constant=True) if isinstance(leaf, FakeTensor) else leaf
+    with no_dispatch():
+        values = real.tolist() if real is not None and real.numel() <= _FEW else ""
+    return f"{leaf.dtype}{tuple(leaf.shape)}{values}"

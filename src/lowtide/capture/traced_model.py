@@ -8,8 +8,7 @@ one input, so that their gradients are summed by the autograd engine itself, in 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lowtide.capture.copies import State, copy_without_data
 from lowtide.capture.python_state import attribute_effects, random_numbers
@@ -31,7 +30,8 @@ from lowtide.capture.python_state.paths import AttributePath
 from lowtide.capture.python_state.random_numbers import RandomRecorder
 from lowtide.capture.python_state.reads import Reads
 from lowtide.capture.trace.autocast import Period, periods_of_casts
-from lowtide.capture.trace.fake import known_value
+from lowtide.capture.trace.fake import copy_attributes, known_value, read_values
+from lowtide.capture.trace.patches import replaced, wrapped
 from lowtide.errors import CaptureError
 from lowtide.program import structure
 from lowtide.program.objects import parts_of
@@ -83,8 +83,8 @@ class TracedModel:
     ones, which are in its attributes. ``assigned``: attributes that are results too; ``recorder`` follows what is drawn.
 
     Every call runs a model of its own, since a forward pass may leave (fake) tensors in attributes, and notes what that did in
-    ``run``. What its code reads are the ``reads``, of all runs. Results that no gradient is expected for are detached, so that
-    none is asked for them.
+    ``run``. What its code reads are the ``reads``, of all runs, and ``latest_reads``, of the last one. Results that no gradient
+    is expected for are detached, so that none is asked for them.
     """
 
     def __init__(
@@ -95,8 +95,9 @@ class TracedModel:
         recorder: RandomRecorder,
     ) -> None:
         self.call, self.held, self.assigned, self.recorder = call, held, assigned, recorder
-        self.reads = Reads()
+        self.reads, self.latest_reads = Reads(), Reads()
         self._keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
+        self._anomaly = torch.is_anomaly_enabled()  # and that on
         self._reached: ExternalEffects | None = None  # of the first run
         self._run: TracedRun | None = None
         self._backward = contextlib.ExitStack()
@@ -104,6 +105,7 @@ class TracedModel:
     def close(self) -> None:
         """What code reads is noted until then, in the backward pass as well."""
         self._backward.close()
+        self.reads.add(self.latest_reads)
 
     @property
     def run(self) -> TracedRun:
@@ -113,7 +115,6 @@ class TracedModel:
 
     def _copy(self, others: Sequence[torch.Tensor]) -> tuple[nn.Module, dict[int, Any]]:
         clone, copies = copy_without_data(self.call.model, (*self.call.state.tensors, *self.held), others)
-        announce_origins(clone)
         if self.call.watch is not None:
             self.call.watch(clone)
         return clone, copies
@@ -123,12 +124,15 @@ class TracedModel:
         names = self.call.state.names
         state, others = tensors[: len(names)], tensors[len(names) :]
         given, held = others[: len(self.call.tensors)], others[len(self.call.tensors) :]
+        for traced, real in zip(tensors, (*self.call.state.tensors, *self.call.tensors, *self.held), strict=True):
+            copy_attributes(real, traced)
         model, copies = self._copy([*state, *held])
         declared = declared_buffers(model)
         before = attribute_effects.snapshot(model)
         hooks = [hooks_of(module) for module in model.modules()]
+        self.latest_reads = Reads()
         args, kwargs = structure.unflatten(self.call.arguments, given)
-        observer = Observer(self.call.model, model, copies, self.reads, [*parts_of((args, kwargs))])
+        observer = Observer(self.call.model, model, copies, self.latest_reads, [*parts_of((args, kwargs))])
         wanting = [tensor.requires_grad for tensor in tensors]
         result = self._forward(model, args, kwargs, state, observer)
         extra = new_buffers(model, names, state)
@@ -176,13 +180,17 @@ class TracedModel:
                 ExternalEffects(model, (*args, *kwargs.values()), constant) as reached,
                 random_numbers.none_by(model),
                 observer.watching(),
+                origins_announced(model),
+                replaced(FunctionalTensor, "__repr__", torch.Tensor.__repr__),
+                replaced(torch, "is_anomaly_enabled", lambda: self._anomaly),
                 no_hooks,
                 periods_of_casts(self._keep_casts) as period,
-                _RecordSource(state, period, self.reads),
+                _RecordSource(state, period, self.latest_reads),
                 _RefuseWrites(),  # type: ignore[no-untyped-call]
             ):
                 result = model.forward(*args, **kwargs)
         finally:
+            self.reads.add(self.latest_reads)
             clear_caches_of_fakes()
         self._reached = self._reached or reached
         if reached.lost:
@@ -230,22 +238,26 @@ def _is_leaf(node: Any) -> bool:
     return not node.next_functions
 
 
-def announce_origins(model: nn.Module) -> None:
-    """Make every module of a (copied) tree note its path for the tracer while it runs, see ``origin``."""
-    path: list[str] = []
+@contextlib.contextmanager
+def origins_announced(model: nn.Module) -> Iterator[None]:
+    """Inside, every module of a tree notes its path for the tracer while it runs, see ``origin``."""
+    names = {id(module): name for name, module in model.named_modules()}
+    path = [""]
 
-    def enter(name: str, module: nn.Module, args: Any) -> None:
-        path.append(name)
-        _note(module=name)
+    def noting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path.append(names.get(id(module), path[-1]))
+            _note(module=path[-1])
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                path.pop()
+                _note(module=path[-1])
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if path:
-            path.pop()
-        _note(module=path[-1] if path else "")
+        return run
 
-    for name, module in model.named_modules():
-        module.register_forward_pre_hook(functools.partial(enter, name), prepend=True)
-        module.register_forward_hook(leave, always_call=True)
+    with wrapped(nn.Module, "__call__", noting):
+        yield
 
 
 def origin(node: torch.fx.Node) -> tuple[str, str]:
@@ -269,6 +281,10 @@ def _note(**changes: str) -> None:
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
+_TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
+_VALUES = (torch.Tensor.tolist, *_ARRAYS, *_TEXTS)
 
 
 class _RecordSource(torch.overrides.TorchFunctionMode):
@@ -283,13 +299,30 @@ class _RecordSource(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _note(source=user_source(), casts=self.period(func, args, kwargs))
-        if func is torch.Tensor.tolist and not isinstance(args[0], (FakeTensor, FunctionalTensor)):
+        if func in _VALUES and not isinstance(args[0], (FakeTensor, FunctionalTensor)):
             self.reads.note("version", args[0], "", args[0]._version, "the values of a constant tensor")
         if func == _SET_DATA and any(args[0] is tensor for tensor in self.state):
             raise CaptureError(
                 "the forward pass assigns to .data of a parameter or a buffer, which no program can follow. Write into it "
                 "(tensor.data.copy_(...), tensor.mul_(...) under torch.no_grad()), or assign outside the forward pass."
             )
+        if func == _GET_GRADIENT and any(args[0] is tensor for tensor in self.state):
+            raise CaptureError(
+                "the forward pass reads .grad of a parameter or a buffer, which no program can follow. Read it outside of the "
+                "forward pass and pass what it decides, or run the model under lowtide.online."
+            )
+        if func in _ARRAYS or func in _TEXTS:
+            real = read_values(args[0])
+            if real is not None:
+                with _disable_current_modes():
+                    return func(real if real.requires_grad else real.clone(), *args[1:], **(kwargs or {}))
+            if func in _TEXTS and not isinstance(args[0], FakeTensor):
+                return f"tensor(..., size={tuple(args[0].shape)}, dtype={args[0].dtype})"
+            if func in _ARRAYS:
+                raise CaptureError(
+                    f"the forward pass makes an array of NumPy's of a tensor ({user_source()}), whose values no plan knows. "
+                    "Compute with torch, or run the model under lowtide.online."
+                )
         return func(*args, **(kwargs or {}))
 
 

@@ -77,6 +77,11 @@ def _namespace(value: Any) -> tuple[Any, ...]:
     return (*vars(value).keys(), *vars(value).values())
 
 
+def _state_of_generator(value: Any) -> tuple[Any, ...]:
+    frame = value.gi_frame
+    return () if frame is None else (frame.f_lasti, *frame.f_locals.values())
+
+
 _HOLDERS: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]]], ...] = (
     (deque, lambda value: (value.maxlen, *value)),
     ((list, tuple, set, frozenset), tuple),
@@ -94,6 +99,7 @@ _HOLDERS: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]]], ...] = (
     (logging.Logger, lambda value: (value.level, value.getEffectiveLevel(), value.disabled, value.manager.disable)),
     ((types.SimpleNamespace, threading.local), _namespace),
     (types.CellType, lambda value: (cell_value(value),)),
+    (types.GeneratorType, _state_of_generator),
 )
 
 

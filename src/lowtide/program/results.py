@@ -143,9 +143,13 @@ def _argument(result: torch.Tensor, inputs: Sequence[torch.Tensor], given: Mappi
 
 
 def _base(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What it is a view of, where a gradient passes from the one to the other as through a view."""
+    """What it is a view of, where a gradient passes from the one to the other as through a view, or its numbers are read
+    otherwise: all other views without a gradient are views in the program."""
     base = tensor._base
-    if base is None or not (tensor.requires_grad and base.requires_grad) or _is_of_function(tensor, base):
+    if base is None:
+        return None
+    lazy = tensor.is_conj() != base.is_conj() or tensor.is_neg() != base.is_neg()
+    if not (lazy or (tensor.requires_grad and base.requires_grad)) or _is_of_function(tensor, base):
         return None
     return base
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as _hooked
 
 from lowtide.capture import Captured
 from lowtide.capture.capture import flat_arguments
@@ -23,6 +24,7 @@ from lowtide.program.results import GradientMask
 
 Signature = tuple[Any, ...]
 Names = tuple[tuple[str, ...], ...]
+_GLOBAL_HOOKS = (_hooked._global_forward_pre_hooks, _hooked._global_forward_hooks)  # by numbers that are given out once
 
 
 def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], names: Names, tree: Any) -> Signature:
@@ -40,6 +42,9 @@ def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], name
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
+        torch.is_anomaly_enabled(),
+        tuple(map(_attributes, inputs)),
+        tuple(map(tuple, _GLOBAL_HOOKS)),
         # Which kernels operators may choose when they are traced.
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),
@@ -49,6 +54,12 @@ def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], name
         torch._C._get_cudnn_enabled(),
         torch._C._get_mkldnn_enabled(),
     )
+
+
+def _attributes(tensor: torch.Tensor) -> Any:
+    """What Python code put on a tensor."""
+    own = vars(tensor)
+    return fingerprint(dict(own)) if own else None
 
 
 def describe(inputs: Sequence[torch.Tensor], states: int) -> str:

@@ -47,7 +47,7 @@ from lowtide.capture.python_state.paths import (
 )
 from lowtide.errors import CaptureError
 from lowtide.program import structure
-from lowtide.program.objects import ABSENT, CONTAINERS, MUTABLE, PLAIN, is_open, items, refill
+from lowtide.program.objects import ABSENT, CONTAINERS, MUTABLE, PLAIN, content, is_open, items, refill
 
 _LOG = logging.getLogger(__name__)
 
@@ -255,4 +255,5 @@ def _identity(value: Any, kept: list[Any]) -> Any:
     kept.append(value)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return id(value), hashlib.sha256(value.tobytes()).digest()
-    return id(value)
+    held = None if is_open(value) else content(value)  # of iterators, bytes, streams, what is bound to a function
+    return id(value) if held is None else (id(value), tuple(_identity(item, kept) for item in held))

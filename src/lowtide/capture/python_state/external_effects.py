@@ -56,7 +56,6 @@ class _Holder(NamedTuple):
     then: Any
     keyed: bool = False
     of_object: bool = False
-    of_hook: bool = False
 
     def added(self, now: Any) -> list[Any]:
         """What was not there, or not there under this key."""
@@ -102,7 +101,6 @@ class ExternalEffects:
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
                 if not is_trusted(hook):
                     self._collect(hook, _DEPTH + 1, full_name(hook))
-        self._holders = {key: holder._replace(of_hook=not holder.keyed) for key, holder in self._holders.items()}
         for argument in arguments:
             self._collect(argument, _DEPTH + 1, ARGUMENT)
         for module in model.modules():
@@ -120,7 +118,7 @@ class ExternalEffects:
             now = holder.read()
             if [*map(id, _items(now))] != [*map(id, _items(holder.then))]:
                 left = self._left(holder, now)
-                if left is None or holder.of_hook:
+                if left is None:
                     holder.write(holder.then)
                 elif left:
                     holder.write(_exchanged(now, left))

@@ -297,8 +297,8 @@ class Observer:
         for kind, owner in _where(original, name):
             value = current(kind, owner, name)
             self.reads.note(kind, owner, name, value, f"{owner.__name__}.{name}" if kind == "class" else text)
-            if value is not ABSENT:
-                now = value if kind == "class" else current(kind, seen, name)
+            now = value if kind == "class" else current(kind, seen, name)
+            if value is not ABSENT and now is not ABSENT:
                 self._reach(now, self._original_of(now, value), text)
 
 

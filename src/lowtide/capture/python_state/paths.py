@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -15,6 +17,10 @@ from lowtide.program import structure
 from lowtide.program.objects import ABSENT, CONTAINERS, PLAIN, fields, is_open
 
 OWN = frozenset(vars(nn.Module()))  # what every module has
+_OF_HIDDEN = {"training", "_modules"}  # what is looked at of modules that are not registered
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_HOLDING = (*CONTAINERS, functools.partial, types.MethodType, types.BuiltinMethodType)
+_PARTS = ("func", "args", "keywords", "__self__")  # of those that are no containers
 _SHOWN = 3
 
 _WITHIN = "\0"  # between an attribute, and what of the object or container in it
@@ -32,19 +38,25 @@ def of_modules(model: nn.Module) -> Iterator[tuple[AttributePath, Any]]:
 
 def attributes_of(model: nn.Module) -> Iterator[tuple[AttributePath, Any]]:
     """Those of modules, and of the objects that they hold; every object once."""
-    seen: dict[int, Any] = {}
+    seen: dict[int, Any] = {id(module): module for module in model.modules()}
     waiting = deque((place, value, True) for place, value in of_modules(model))
+    waiting += [
+        ((path, name), vars(module)[name], False) for path, module in [*model.named_modules()][1:] for name in _HOOKS
+    ]
     while waiting:
         place, value, is_attribute = waiting.popleft()
         if is_attribute:
             yield place, value
-        held = isinstance(value, CONTAINERS)
-        if isinstance(value, PLAIN) or id(value) in seen or not (held or is_open(value)):
+        held, hidden = isinstance(value, _HOLDING), isinstance(value, nn.Module)
+        if isinstance(value, PLAIN) or id(value) in seen or not (held or hidden or is_open(value)):
             continue
         seen[id(value)] = value
         for name, item in _parts(value).items():
-            if not held or not isinstance(item, PLAIN):
-                waiting.append(((place[0], f"{place[1]}{_WITHIN}{name}"), item, not held))
+            if hidden and (is_bookkeeping(name) or name in OWN - _OF_HIDDEN):
+                continue
+            of_object = not held and not (hidden and name == "_modules")
+            if of_object or not isinstance(item, PLAIN):
+                waiting.append(((place[0], f"{place[1]}{_WITHIN}{name}"), item, of_object))
 
 
 def enclosing(place: AttributePath) -> Iterator[AttributePath]:
@@ -74,9 +86,12 @@ def _parts(owner: Any) -> dict[str, Any]:
     if isinstance(owner, nn.Module):
         return vars(owner)
     if isinstance(owner, dict):
-        return {repr(key): item for key, item in owner.items()}
+        keys = {f"key {number}": key for number, key in enumerate(owner) if not isinstance(key, PLAIN)}
+        return {repr(key): item for key, item in owner.items()} | keys
     if isinstance(owner, CONTAINERS):
         return {str(number): item for number, item in enumerate(owner)}
+    if isinstance(owner, _HOLDING):
+        return {name: getattr(owner, name) for name in _PARTS if hasattr(owner, name)}
     return fields(owner)
 
 

@@ -14,6 +14,7 @@ import inspect
 import operator
 import pickle
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,9 +31,9 @@ GENERATORS: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)  # those th
 _OWN_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _SEEDING = ((random, "seed"), (random, "setstate"), (np.random, "seed"), (np.random, "set_state"))
 _TORCH_STATE = (
-    (torch, ("manual_seed", "seed", "set_rng_state")),
-    (torch.random, ("manual_seed", "set_rng_state")),  # fork_rng ends in the latter
-    (torch.cuda, ("manual_seed", "set_rng_state")),
+    (torch, ("manual_seed", "seed", "set_rng_state", "initial_seed")),
+    (torch.random, ("manual_seed", "set_rng_state", "initial_seed")),  # fork_rng ends in the second
+    (torch.cuda, ("manual_seed", "set_rng_state", "initial_seed")),
 )
 _SCALARS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (random, ("random", "uniform")),
@@ -103,12 +104,17 @@ def none_by(model: nn.Module) -> Iterator[None]:
             for name in names:
                 stack.enter_context(wrapped(owner, name, functools.partial(_refusing, name)))
         stack.enter_context(wrapped(np.random, "default_rng", _seeded))
+        asked: list[str] = []
+        for owner, _ in _TORCH_STATE:
+            stack.enter_context(wrapped(owner, "get_rng_state", functools.partial(_noted, asked)))
         try:
             yield
         finally:  # a generator may be the user's own, which no copy of the model has
             drawn = [(was, set_state) for was, get, set_state in before if not same_state(was, get())]
             for was, set_state in drawn:
                 set_state(was)
+    if asked:
+        _refusing("get_rng_state", torch.get_rng_state)()
     if drawn:
         raise CaptureError(
             "the forward pass draws from a random generator of its own (random.Random, numpy.random.Generator), which planned "
@@ -121,6 +127,15 @@ def _generators(model: nn.Module) -> list[Any]:
     held = [value for module in model.modules() for value in vars(module).values()]
     found = reachable(held, lambda value: not isinstance(value, (*_OWN_GENERATORS, *CLOSED)) or inspect.ismethod(value))
     return [one for one in found if isinstance(one, _OWN_GENERATORS) and all(one is not other for other in GENERATORS)]
+
+
+def _noted(asked: list[str], function: Callable[..., Any]) -> Callable[..., Any]:
+    def note(*args: Any, **kwargs: Any) -> Any:
+        if not str(sys._getframe(2).f_globals.get("__name__")).startswith("torch."):  # a checkpoint asks, to draw again
+            asked.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return note
 
 
 def _refusing(name: str, _: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,6 +36,15 @@ class Reads:
     contents: dict[int, Content] = field(default_factory=dict)
     hidden: dict[int, tuple[nn.Module, list[Any]]] = field(default_factory=dict)  # modules that are registered nowhere
     files: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, later: Reads) -> None:
+        """Those of a later run, where nothing is known from earlier ones."""
+        for mine, others in zip(vars(self).values(), vars(later).values(), strict=True):
+            mine.update({key: value for key, value in others.items() if key not in mine})
+
+    def forget(self, some: Iterable[Read]) -> None:
+        for read in some:
+            self.values.pop((read.kind, id(read.owner), read.name), None)
 
     def note(self, kind: str, owner: Any, name: str, value: Any, text: str) -> None:
         self.values.setdefault((kind, id(owner), name), Read(kind, owner, name, value, text))

@@ -27,6 +27,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._mode_utils import no_dispatch
 
 from lowtide.capture.trace import fake_kernels as fakes
+from lowtide.capture.trace.layer_drop import fold_uniform
 from lowtide.capture.trace.real_strides import real_strides, with_strides
 from lowtide.errors import CaptureError
 from lowtide.program.source import user_source
@@ -36,8 +37,6 @@ _MAXIMUM_ELEMENTS = 1 << 24
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 _QUESTIONS = {_ATEN._local_scalar_dense.default, _ATEN.equal.default}
 # Comparisons of a number drawn uniformly from [0, 1) with a threshold outside of it have only one answer.
-_BELOW = {_ATEN.lt.Scalar, _ATEN.le.Scalar}
-_ABOVE = {_ATEN.gt.Scalar, _ATEN.ge.Scalar}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +87,10 @@ class Question:
 
 
 def _ask(ask: str, real: Any) -> Any:
-    return tuple(real.shape) if ask == "shape" else real.item() if ask == "item" else bool(real)
+    asked: dict[str, Callable[[Any], Any]] = {
+        "shape": lambda tensor: tuple(tensor.shape), "item": torch.Tensor.item, "values": torch.Tensor.tolist, "bool": bool
+    }  # fmt: skip
+    return asked[ask](real)
 
 
 def _evaluate(known: Provenance, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> Any:
@@ -201,7 +203,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _known_result(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Provenance | None]:
         """The real result of ``func`` and its provenance, where every tensor argument is known."""
-        folded = _fold_uniform(func, args)
+        folded = fold_uniform(func, args)
         if folded is not None:
             return folded, Provenance(constant=folded)
         if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in func.tags:
@@ -275,6 +277,7 @@ def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int, state: b
     if tensor.grad_fn is not None and tensor.requires_grad:
         fake.requires_grad_()
     mode.register_input(fake, tensor, position, state)
+    copy_attributes(tensor, fake)
     return fake
 
 
@@ -293,6 +296,24 @@ def known_value(traced: torch.Tensor, constant: bool = False) -> torch.Tensor | 
     return None if constant and known is not None and known.positions() else real
 
 
+def read_values(traced: torch.Tensor) -> torch.Tensor | None:
+    """The real tensor, as Python code reads all of its values: a question. ``None`` where they are not known."""
+    if not isinstance(traced, (FakeTensor, FunctionalTensor)):
+        return traced
+    fake: Any = traced.from_functional() if isinstance(traced, FunctionalTensor) else traced
+    real, known = getattr(fake, "_lowtide_known", (None, None))
+    if real is not None and known is not None and known.depends_on_input:
+        with no_dispatch():
+            fake.fake_mode._remember(known, "values", real.tolist())
+    return real
+
+
+def copy_attributes(real: torch.Tensor, traced: torch.Tensor) -> None:
+    """Give a traced tensor what Python code put on the real one."""
+    if not isinstance(real, FakeTensor):
+        vars(traced).update({name: value for name, value in vars(real).items() if name not in vars(traced)})
+
+
 def is_empty(fake: torch.Tensor) -> bool:
     """Whether nothing was written into its memory since it was made."""
     return getattr(fake, "_lowtide_empty", False)
@@ -305,23 +326,6 @@ def _attach(fake: torch.Tensor, real: torch.Tensor, known: Provenance) -> None:
 def _small_factory(args: Sequence[Any]) -> bool:
     """A constant made from numbers alone, of reasonable size."""
     return not args or not isinstance(args[0], (list, tuple)) or math.prod(args[0]) <= _MAXIMUM_ELEMENTS
-
-
-def _fold_uniform(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
-    """``rand() < p`` for p <= 0 and ``rand() > p`` for p >= 1 are False, and so on: layer drop with probability 0."""
-    if func not in _BELOW and func not in _ABOVE:
-        return None
-    if not getattr(args[0], "_lowtide_uniform", False) or not isinstance(args[1], (int, float)):
-        return None
-    below = func in _BELOW
-    strict = func in (_ATEN.lt.Scalar, _ATEN.gt.Scalar)
-    if args[1] < 0 or (args[1] == 0 and func is _ATEN.lt.Scalar):
-        return torch.full(args[0].shape, not below)
-    if args[1] >= 1:
-        return torch.full(args[0].shape, below)
-    if args[1] == 0 and not strict and not below:
-        return torch.full(args[0].shape, True)
-    return None
 
 
 def _unanswerable(func: Any) -> CaptureError:

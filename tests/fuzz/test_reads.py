@@ -1,18 +1,18 @@
 # ruff: noqa: E501
-"""Changes between two steps after which a stale plan runs, by what misses them. Each is expected to fail until that is mended."""
+"""Changes between two steps of whatever Python code can read, in out-of-the-way places too.
+
+Those that are not noticed (``UNSEEN``) are named in ``docs/architecture.md``; each is expected to fail until it is.
+"""
 
 from __future__ import annotations
 
 import abc
 import collections
-import contextlib
 import contextvars
 import decimal
 import enum
-import functools
 import importlib
 import io
-import itertools
 import logging
 import os
 import sys
@@ -129,12 +129,6 @@ class Turned(torch.autograd.Function):
         return -gradient * ctx.owner.number, None
 
 
-class Doubles(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        return result * 2 if function is torch.tanh else result
-
-
 class Calls(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -200,7 +194,7 @@ def _subclass() -> Any:
 
 Case = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]
 READ: dict[str, dict[str, Case]] = {
-    "observe._read_named notes attributes that a class or module has itself, and by names in the code alone": {
+    "attributes of classes and modules": {
         "inherited, then overridden in a global class": (lambda: None, lambda s: Derived.number, lambda s: setattr(Derived, "number", 2.0)),
         "inherited, then overridden, in a class method": (lambda: type("Local", (Derived,), {})(), lambda s: s.of_class(), _of_class("number", 2.0)),
         "hasattr of a global class": (lambda: None, lambda s: 1.0 + hasattr(Derived, "more"), lambda s: setattr(Derived, "more", 2.0)),
@@ -211,7 +205,7 @@ READ: dict[str, dict[str, Case]] = {
         "__getattr__ of a module": (lambda: None, lambda s: _LAZY.number, lambda s: _SCALES.update({Member.ONE: 2.0})),
         "bases of a class": (lambda: type("Local", (type("One", (Thing,), {"more": 1.0}),), {})(), lambda s: s.more, lambda s: setattr(type(s), "__bases__", (type("Two", (Thing,), {"more": 2.0}),))),
     },
-    "named.variables_of knows LOAD_GLOBAL alone": {
+    "variables and modules by other ways than their name": {
         "globals()": (lambda: None, lambda s: globals()["_NUMBER"], lambda s: globals().update(_NUMBER=2.0)),
         "from a module, in the function": (lambda: setattr(_MODULE, "number", 1.0), imported, lambda s: setattr(_MODULE, "number", 2.0)),
         "importlib": (lambda: setattr(_MODULE, "number", 1.0), lambda s: importlib.import_module("a_module_of_constants").number, lambda s: setattr(_MODULE, "number", 2.0)),
@@ -220,7 +214,7 @@ READ: dict[str, dict[str, Case]] = {
         "os.environb": (lambda: None, lambda s: float(os.environb.get(b"LOWTIDE_TEST_NUMBER", b"1")), lambda s: os.environ.update(LOWTIDE_TEST_NUMBER="2")),
         "os.path.expandvars": (lambda: os.environ.update(LOWTIDE_TEST_NUMBER="1"), lambda s: float(os.path.expandvars("$LOWTIDE_TEST_NUMBER")), lambda s: os.environ.update(LOWTIDE_TEST_NUMBER="2")),
     },
-    "Python finds special methods past __getattribute__, so their class attributes are not noted": {
+    "special methods": {
         "__call__": (_local, lambda s: s(), _of_class("__call__", lambda self: 2.0)),
         "__getitem__": (_local, lambda s: s[0], _of_class("__getitem__", lambda self, index: 2.0)),
         "__len__": (_local, lambda s: len(s), _of_class("__len__", lambda self: 2)),
@@ -228,17 +222,17 @@ READ: dict[str, dict[str, Case]] = {
         "new __getattribute__": (lambda: type("Local", (), {"number": 1.0})(), lambda s: s.number, _of_class("__getattribute__", lambda self, name: 3.0 if name == "number" else object.__getattribute__(self, name))),
         "ABC.register": (lambda: None, lambda s: 1.0 + isinstance(1, Virtual), lambda s: Virtual.register(int)),
     },
-    "observe._look_at_function notes no attributes of functions": {
+    "attributes of functions": {
         "attribute of a function": (lambda: setattr(counted, "number", 1.0), lambda s: counted.number, lambda s: setattr(counted, "number", 2.0)),
         "attribute of a function, in it": (lambda: setattr(counted, "number", 1.0), lambda s: counted(), lambda s: setattr(counted, "number", 2.0)),
         "attribute of a function in a list": (lambda: [counted, setattr(counted, "number", 1.0)], lambda s: s[0].number, lambda s: setattr(counted, "number", 2.0)),
     },
-    "observe._ATOMS holds subclasses of plain types, and members of enumerations": {
+    "plain types with attributes, and members of enumerations": {
         "attribute of a text of its own class": (_subclass, lambda s: s.number, lambda s: setattr(s, "number", 2.0)),
         "attribute of an enumeration's member": (lambda: setattr(Member.ONE, "number", 1.0), lambda s: Member.ONE.number, lambda s: setattr(Member.ONE, "number", 2.0)),
         "property of an enumeration's member": (lambda: Member.ONE, lambda s: s.scale, lambda s: _SCALES.update({Member.ONE: 2.0})),
     },
-    "observe._OPAQUE leaves out objects of these libraries": {
+    "objects of libraries": {
         "rate of an optimizer that is held": (lambda: torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), lambda s: s.param_groups[0]["lr"], lambda s: s.param_groups[0].update(lr=2.0)),
         "rate of a global optimizer": (lambda: None, lambda s: _OPTIMIZER.param_groups[0]["lr"], lambda s: _OPTIMIZER.param_groups[0].update(lr=2.0)),
         "scheduler": (lambda: torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), float), lambda s: s.last_epoch + 1.0, lambda s: setattr(s, "last_epoch", 3)),
@@ -246,7 +240,7 @@ READ: dict[str, dict[str, Case]] = {
         "event": (lambda: None, lambda s: 1.0 + _EVENT.is_set(), lambda s: _EVENT.set()),
         "level of a logger": (lambda: _LOGGER.setLevel(10), lambda s: _LOGGER.level, lambda s: _LOGGER.setLevel(30)),
     },
-    "Guards.same compares sets by equality, and content forgets parts of holders": {
+    "containers": {
         "equal object in a set": (lambda: Thing(items={Same(1.0)}), lambda s: next(iter(s.items)).weight, lambda s: setattr(s, "items", {Same(2.0)})),
         "order of a set": (lambda: Thing(items={0, 8}), lambda s: next(iter(s.items)) + 1, lambda s: setattr(s, "items", {8, 0})),
         "a bool for a number in a set": (lambda: Thing(items={1}), lambda s: 1.0 + isinstance(next(iter(s.items)), bool), lambda s: setattr(s, "items", {True})),
@@ -256,7 +250,7 @@ READ: dict[str, dict[str, Case]] = {
         "dictionary's iterator": (lambda: iter({1.0: 2, 3.0: 4}), lambda s: s.__reduce__()[1][0][0], lambda s: next(s)),
         "dictionary in a context variable": (lambda: None, lambda s: _HELD.get()["number"], lambda s: _HELD.get().update(number=2.0)),
     },
-    "observe._watch passes over objects of C, and content what no memoryview can be cast of": {
+    "objects of C": {
         "BytesIO": (lambda: io.BytesIO(b"\1"), lambda s: s.getvalue()[0], lambda s: s.getbuffer().__setitem__(0, 5)),
         "global BytesIO": (lambda: None, lambda s: _BUFFER.getvalue()[0], lambda s: _BUFFER.getbuffer().__setitem__(0, 5)),
         "StringIO": (lambda: io.StringIO("1"), lambda s: float(s.getvalue()), lambda s: s.write("2")),
@@ -265,7 +259,7 @@ READ: dict[str, dict[str, Case]] = {
         "memoryview with steps": (lambda: None, lambda s: _STRIDED[1], lambda s: _STRIDED.__setitem__(1, 5)),
         "precision of decimals": (lambda: None, lambda s: decimal.Decimal(1) / 3, lambda s: setattr(decimal.getcontext(), "prec", 3)),
     },
-    "reads past type(object).__getattribute__ are not noted": {
+    "reads past an object's class": {
         "object.__getattribute__": (lambda: Thing(number=1.0), lambda s: object.__getattribute__(s, "number"), lambda s: setattr(s, "number", 2.0)),
         "configuration that reads itself so": (lambda: Locked(part=Locked(number=1.0)), lambda s: s.part.number, lambda s: s.part._fields.update(number=2.0)),
         "private attribute of pydantic's": (Extra, lambda s: s._private, lambda s: setattr(s, "_private", 2.0)),
@@ -290,42 +284,30 @@ def _with(**attributes: Callable[[], Any]) -> Callable[[Any], None]:
     return prepare
 
 
-def _hook(kind: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    @contextlib.contextmanager
-    def hooked() -> Iterator[None]:
-        register = getattr(nn.modules.module, kind)
-        handle = register(lambda m, a, *o: None if not isinstance(m, nn.Linear) else o[0] * 2 if o else (a[0] * 2,))
-        yield
-        handle.remove()
-
-    return hooked
-
-
 _ONES, _INTS = _with(table=lambda: torch.ones(4)), _with(table=lambda: torch.tensor([1, 3]))
 _NUMBERED = _with(number=lambda: 1.0)
 MADE: dict[str, dict[str, Any]] = {
-    "Observer.watching() ends before the backward pass is traced": {
+    "the backward pass": {
         "attribute that a backward pass reads": (lambda s, y, x: Turned.apply(y, s), _NUMBERED, lambda m: setattr(m, "number", 2.0)),
         "attribute that a gradient's hook reads": (lambda s, y, x: (y.register_hook(lambda g: g * s.number), y)[1], _NUMBERED, lambda m: setattr(m, "number", 2.0)),
     },
-    "paths.OWN hides flags, hooks and parts of modules that are not registered": {
+    "modules that are not registered": {
         "evaluation mode": (_held, _with(held=lambda: [nn.Dropout(0.5)]), lambda m: m.held[0].eval()),
         "evaluation mode of a global module": (lambda s, y, x: _DROPOUT(y), None, lambda m: _DROPOUT.eval()),
         "hook": (_held, _with(held=lambda: [Calls()]), lambda m: m.held[0].register_forward_hook(lambda m, a, o: o * 2)),
         "part": (_held, _with(held=lambda: [nn.Sequential(nn.Tanh())]), lambda m: m.held[0].__setitem__(0, nn.ReLU())),
         "part more": (_held, _with(held=lambda: [nn.Sequential(nn.Tanh())]), lambda m: m.held[0].append(nn.ReLU())),
     },
-    "guards._wiring leaves out the model's own class, and special methods of the others": {
+    "classes of modules": {
         "class of the model": (_same, None, lambda m: setattr(m, "__class__", type("Other", (Computes,), {"forward": lambda self, x: self.linear(x).sum() * 3}))),
         "__call__ of a part's class": (lambda s, y, x: s.part(y), _with(part=lambda: type("Local", (Calls,), {})()), lambda m: setattr(type(m.part), "__call__", lambda self, x: x * 2)),
     },
-    "nothing looks at attributes of tensors, which their fakes do not have": {
-        "attribute of a parameter": (lambda s, y, x: y * getattr(s.linear.weight, "number", 1.0), None, lambda m: setattr(m.linear.weight, "number", 2.0)),
+    "attributes of tensors": {
         "attribute of a plain tensor": (lambda s, y, x: y * getattr(s.table, "number", 1.0), _ONES, lambda m: setattr(m.table, "number", 2.0)),
         "requires_grad of a plain tensor": (lambda s, y, x: y * (1 + s.table.requires_grad), _ONES, lambda m: m.table.requires_grad_()),
         "offset of a buffer": (lambda s, y, x: y * (1 + s.table.storage_offset()), lambda m: m.register_buffer("table", torch.ones(4)), lambda m: setattr(m, "table", torch.ones(5)[1:])),
     },
-    "real tensors (plain attributes, globals) are read at once: no question is noted, no guard has their layout": {
+    "constant tensors": {
         "tolist": (lambda s, y, x: y[: s.table.tolist()[0]], _INTS, lambda m: m.table.fill_(2)),
         "tolist of a global tensor": (lambda s, y, x: y[: _INTEGERS.tolist()[0]], None, lambda m: _INTEGERS.fill_(2)),
         "text": (lambda s, y, x: y * len(str(s.table)), _ONES, lambda m: m.table.fill_(30000)),
@@ -339,10 +321,28 @@ MADE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+UNSEEN = frozenset(
+    {
+        "importlib",
+        "sys.modules",
+        "one list under two names",
+        "dictionary's iterator",
+        "precision of decimals",
+        "private attribute of pydantic's",
+        "attribute of a plain tensor",
+        "offset of a buffer",
+        "data of another shape, of a parameter that is not registered",
+        "exists",
+        "size",
+    }
+)
+
+
 def _cases(groups: dict[str, dict[str, Any]]) -> list[Any]:
+    unseen = pytest.mark.xfail(reason="no guard sees it", strict=True)
     return [
-        pytest.param(case, id=name, marks=pytest.mark.xfail(reason=why, strict=True))
-        for why, cases in groups.items()
+        pytest.param(case, id=name, marks=[unseen] if name in UNSEEN else [])
+        for cases in groups.values()
         for name, case in cases.items()
     ]
 
@@ -378,25 +378,8 @@ def test_what_modules_are_made_of(case: Any) -> None:
     follows(Computes(compute, prepare or (lambda module: None)), lambda model: (change(model), None)[1])
 
 
-AROUND: dict[str, dict[str, Any]] = {
-    "runtime.signature knows nothing of PyTorch's global hooks, modes and settings": {
-        "global hook": (_same, _hook("register_module_forward_hook")),
-        "global hook before": (_same, _hook("register_module_forward_pre_hook")),
-        "function mode": (_same, Doubles),
-        "anomaly mode": (lambda s, y, x: y * (1 + torch.is_anomaly_enabled()), lambda: torch.autograd.detect_anomaly()),
-    }
-}
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("case", _cases(AROUND))
-def test_what_is_around(case: Any) -> None:
-    compute, around = case
-    follows(Computes(compute), lambda model: None, around=around)
-
-
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "arguments are not observed: keys.fingerprint sees what they hold alone": {
+    "arguments": {
         "class attribute": (lambda s, y, x, o: y * o.scale, Given, lambda: setattr(Given, "scale", 2.0)),
         "global in a property": (lambda s, y, x, o: y * o.number, Given, lambda: globals().update(_NUMBER=2.0)),
         "global in a function": (lambda s, y, x, o: o(y), lambda: scored, lambda: globals().update(_NUMBER=2.0)),
@@ -413,7 +396,7 @@ def test_what_arguments_are(case: Any) -> None:
 
 
 PLACES: dict[str, dict[str, Any]] = {
-    "files._note follows opened files alone, by a path that the working directory made": {
+    "files": {
         "exists": (lambda path: 1.0 + path.exists(), lambda path: path.write_text("1.0")),
         "entries": (lambda path: 1.0 + len(os.listdir(path.parent)), lambda path: path.write_text("1.0")),
         "size": (
@@ -430,84 +413,3 @@ def test_where_files_are(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     read, change = case
     monkeypatch.chdir("/")
     follows(Reader(tmp_path / "number.txt", read), lambda model: (change(model.state), None)[1])
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.xfail(reason="a fake parameter has no gradient: .grad is None in every trace, and no guard", strict=True)
-def test_gradients_that_are_there() -> None:
-    from tests.fuzz.changed import same, steps
-
-    def make() -> nn.Module:
-        return Computes(lambda s, y, x: y * (1.0 if s.linear.weight.grad is None else 2.0))
-
-    assert all(map(same, steps(make, planned=True), steps(make, planned=False)))
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.number = 0
-
-    def __call__(self) -> int:
-        self.number += 1
-        return self.number
-
-    def counted(self) -> int:
-        return self()
-
-
-def _nonlocal() -> Any:
-    number = 0
-
-    def count() -> int:
-        nonlocal number
-        number += 1
-        return number
-
-    return count
-
-
-def _bytes() -> Any:
-    made = bytearray(1)
-
-    def count(found: bytearray = made) -> int:
-        found[0] += 1
-        return found[0]
-
-    return functools.partial(lambda found: (found.__setitem__(0, found[0] + 1), found[0])[1], made)
-
-
-COUNTS: dict[str, dict[str, Any]] = {
-    "Guards.of drops reads that the forward pass changes outside of the model, and nothing refuses them": {
-        "variable of a closure": _nonlocal,
-        "default": lambda: (lambda held: lambda: held())(Counter()),
-    },
-    "paths.attributes_of does not look into iterators, bound methods, partial functions and keys": {
-        "iterator": lambda: functools.partial(next, itertools.count(1)),
-        "bound method": lambda: Counter().counted,
-        "partial function": _bytes,
-    },
-}
-
-
-@pytest.mark.parametrize("make", _cases(COUNTS))
-def test_what_forward_counts(make: Callable[[], Any]) -> None:
-    """Refused, or as in eager."""
-    import lowtide
-    from tests.fuzz.changed import same, steps
-
-    def module() -> nn.Module:
-        return Computes(lambda s, y, x: y * s.count(), lambda s: setattr(s, "count", make()))
-
-    with contextlib.suppress(lowtide.CaptureError):
-        assert all(map(same, steps(module, planned=True), steps(module, planned=False)))
-
-
-@pytest.mark.xfail(
-    reason="results without a gradient that are lazily conjugated come back in memory of their own", strict=True
-)
-def test_a_lazy_conjugate_without_a_gradient() -> None:
-    """Seed 710145 of the random modules."""
-    from tests.fuzz.losses import Outcome, compare
-    from tests.fuzz.modules import describe
-
-    assert compare(describe(710145)).outcome is Outcome.EQUAL

@@ -1,0 +1,99 @@
+"""What every forward pass changes outside of the model and reads there: a counter in a global variable or a closure, say.
+
+A planned call does not run the code that counts, so no operator may depend on it (``rehearsal``); and a capture is no call, so
+it leaves what is counted as it was. What only a first call changes is a cache, and stays filled.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import contextvars
+import operator
+import threading
+import types
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from lowtide.capture.python_state.guards import Guards
+from lowtide.capture.python_state.reads import Content, Read, Reads
+from lowtide.program.objects import ABSENT, MUTABLE, content, current, own_attributes, reachable, refill
+
+
+def changed(reads: Reads) -> list[Read]:
+    """Of what one run read, what it left otherwise."""
+    before = Guards(contents=reads.contents)
+    return [read for read in reads.values.values() if not before.same(read.value, current(*read[:3]))]
+
+
+def put_back(counters: Iterable[Read], reads: Reads) -> None:
+    """Make them what they were when they were first read; ``reads`` has what was in holders then."""
+    for counter in counters:
+        read = reads.values.get((counter.kind, id(counter.owner), counter.name), counter)
+        known = reads.contents.get(id(read.value))
+        value = _rewound(known) if known is not None and isinstance(read.value, Iterator) else read.value
+        if current(*read[:3]) is not value:
+            _assign(*read[:3], value)
+        for holder in reachable([value], lambda one: content(one) is not None):
+            known = reads.contents.get(id(holder))
+            if known is not None and not _identical(content(holder) or (), known.items):
+                _fill(*known)
+
+
+def _identical(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+def _rewound(known: Content) -> Any:
+    """An iterator where this one was."""
+    try:
+        make, arguments, *state = known.items
+        iterator = make(*arguments)
+        for one in state:
+            iterator.__setstate__(one)
+    except (AttributeError, TypeError, ValueError):  # one that cannot be made again, a generator say
+        return known.holder
+    return iterator
+
+
+def _assign(kind: str, owner: Any, name: str, value: Any) -> None:
+    variables = own_attributes(owner) if kind == "attribute" else owner if kind == "item" else None
+    if variables is not None and value is not ABSENT:
+        variables[name] = value
+    elif variables is not None:
+        variables.pop(name, None)
+    elif kind == "cell":
+        owner.cell_contents = value
+    elif kind == "class" and name in vars(owner):
+        setattr(owner, name, value) if value is not ABSENT else delattr(owner, name)
+    elif kind == "slot":
+        object.__setattr__(owner, name, value)
+    elif kind == "names":
+        for added in {*current(kind, owner, name)} - {*value}:
+            delattr(owner, added)
+
+
+def _fill(holder: Any, items: Sequence[Any]) -> None:
+    if isinstance(holder, (*MUTABLE, defaultdict)):
+        items = items[
+            len(content(type(holder)()) or ()) :
+        ]  # behind what is not in it, the longest length of a deque say
+    half = len(items) // 2
+    if isinstance(holder, dict):
+        refill(holder, dict(zip(items[:half], items[half:], strict=True)))
+    elif isinstance(holder, MUTABLE):
+        refill(holder, items)
+    elif isinstance(holder, (types.SimpleNamespace, threading.local)):
+        refill(vars(holder), dict(zip(items[:half], items[half:], strict=True)))
+    elif isinstance(holder, contextvars.ContextVar) and items:
+        holder.set(items[0])
+    elif isinstance(holder, types.CellType):
+        holder.cell_contents = items[0]
+    elif isinstance(holder, (bytearray, array.array, np.ndarray)):
+        with contextlib.suppress(
+            StopIteration, TypeError, ValueError
+        ):  # it has another length now, or cannot be written
+            memoryview(cast(Any, holder)).cast("B")[:] = next(item for item in items if isinstance(item, bytes))
