@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from lowtide.solve.bounds import proven_infeasible, time_bound
 from lowtide.solve.keep_all import KeepAll
 from lowtide.solve.minimum import lowest_candidate, smallest_exactly, starting_points, working_set_bound
-from lowtide.solve.model.candidate import Candidate, quickest
-from lowtide.solve.model.splitmix import make_state
+from lowtide.solve.model.sweep import Candidate, quickest
 from lowtide.solve.options import Options, between
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
+from lowtide.solve.search.anneal import make_state
 from lowtide.solve.search.exact import affordable, shortest
 from lowtide.solve.search.portfolio import AnnealRun, Portfolio, make_portfolio
 from lowtide.solve.search.recombine import children, survivors

@@ -48,15 +48,6 @@ from lowtide.solve.registry import get_planner
 
 
 @dataclass(frozen=True, slots=True)
-class LeastPeak:
-    """A schedule, its peak, and a bound below which no schedule peaks."""
-
-    schedule: Schedule
-    peak_bytes: int
-    bound_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Checkmate(Options):
     """``time_limit`` in seconds for all programs together; ``gap``: relative, of the recompute time, at which a program
     is left; ``objective=peak``: the lowest peak instead of the least time (``OPTIMAL`` then means that no schedule
@@ -94,9 +85,8 @@ class Checkmate(Options):
             floor = bounding_model(problem.graph, problem.costs, search.model)
             known_ns = None if search.best is None else int(search.value)
             search.bound = max(search.bound, time_bound(floor, problem.budget_bytes, effort=2, known_ns=known_ns))
-        candidates = (
-            [search.best] if search.best is not None else [*known, self._lowest(problem, known, began).schedule]
-        )
+        best = search.best
+        candidates = [best] if best is not None else [*known, self._lowest(problem, known, began).found]
         status = Status.OPTIMAL if search.settled else Status.FEASIBLE
         solution = answer("checkmate", problem, candidates, began, found=status)
         if solution.status is Status.UNSOLVED and search.impossible:
@@ -105,27 +95,27 @@ class Checkmate(Options):
             return dataclasses.replace(solution, lower_bound_ns=search.bound)
         return solution
 
-    def least_peak(self, problem: Problem) -> LeastPeak:
-        """The lowest peak found within the time limit; the problem's budget plays no part."""
+    def least_peak(self, problem: Problem) -> Search:
+        """A search that ended, with the lowest peak found within the time limit; the problem's budget plays no part."""
         began = time.perf_counter()
         known = [keep_all_schedule(problem.graph)]
         if self.warm_start:
             known.append(minimum_peak(problem.graph, problem.costs, problem.seed)[1])
         return self._lowest(problem, known, began)
 
-    def _lowest(self, problem: Problem, known: list[Schedule], began: float) -> LeastPeak:
+    def _lowest(self, problem: Problem, known: list[Schedule], began: float) -> Search:
         search = self._search(problem, None, began)
         search.bound = working_set_bound(problem.graph, problem.costs)
         search.run(known)
-        assert search.best is not None
-        return LeastPeak(search.best, int(search.value), min(search.bound, int(search.value)))
+        search.bound = min(search.bound, int(search.value))
+        return search
 
     def _least_peak(self, problem: Problem) -> Solution:
         """The lowest peak, as an answer to the problem; ``OPTIMAL`` where no schedule peaks lower."""
         began = time.perf_counter()
         least = self.least_peak(problem)
-        found = Status.OPTIMAL if least.bound_bytes == least.peak_bytes else Status.FEASIBLE
-        solution = answer("checkmate", problem, [least.schedule], began, found=found)
-        if solution.status is Status.UNSOLVED and least.bound_bytes > problem.budget_bytes:
+        found = Status.OPTIMAL if least.bound == least.value else Status.FEASIBLE
+        solution = answer("checkmate", problem, [least.found], began, found=found)
+        if solution.status is Status.UNSOLVED and least.bound > problem.budget_bytes:
             solution = dataclasses.replace(solution, status=Status.INFEASIBLE)
         return dataclasses.replace(solution, lower_bound_ns=None)

@@ -76,7 +76,7 @@ class CheckmateApprox(Options):
             return
         every = 1 + recompute_columns(model, reduced=True) // MOST_RECOMPUTES
         formulation = StageModel(model, problem.budget_bytes, reduced=True, every=every).build()
-        yield completed(formulation, model, _gradients_only(formulation, model))
+        yield completed(formulation, _gradients_only(formulation))
         infeasible = 1.0
         for reserve in (self.reserve,) if self.reserve else RESERVES:
             remaining = self.time_limit - (time.perf_counter() - began)
@@ -90,7 +90,7 @@ class CheckmateApprox(Options):
                 infeasible = reserve
             if len(result.values):
                 for rounded in roundings(result.values, self.rounding, self.samples, problem.seed):
-                    yield completed(formulation, model, rounded)
+                    yield completed(formulation, rounded)
 
     def _reachable(self, problem: Problem, solution: Solution, began: float) -> Solution:
         """With a peak for ``minimum_bytes`` that the planner reaches when it is asked for just that, going up from what
@@ -110,9 +110,9 @@ class CheckmateApprox(Options):
         return dataclasses.replace(solution, minimum_bytes=lowest, lowest_schedule=schedule, solve_seconds=elapsed)
 
 
-def _gradients_only(formulation: Formulation, model: CompactGraph) -> Floats:
+def _gradients_only(formulation: Formulation) -> Floats:
     """The columns S when nothing of the forward pass is kept."""
-    rounded = np.zeros(len(formulation.program.cost))
+    model, rounded = formulation.model, np.zeros(len(formulation.program.cost))
     for stored in formulation.stored:
         backward = [c for s, c in stored.items() if c >= 0 and model.storage_node[s] >= model.boundary]
         rounded[backward] = 1.0
@@ -130,9 +130,9 @@ def roundings(values: Floats, rounding: str, samples: int, seed: int) -> Iterato
             yield (values > threshold).astype(float)
 
 
-def completed(formulation: Formulation, model: CompactGraph, rounded: Floats) -> Indices:
+def completed(formulation: Formulation, rounded: Floats) -> Indices:
     """The encoded sequence with the least recomputation for the storages that ``rounded`` keeps."""
-    reach, kept = formulation.reach, set[int]()
+    model, reach, kept = formulation.model, formulation.reach, set[int]()
     parts: list[list[int]] = [[model.nodes]]
     for index in range(len(formulation.stages) - 1, -1, -1):
         stage, stored = formulation.stages[index], formulation.stored[index]

@@ -40,10 +40,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from lowtide.solve.keep_all import KeepAll
-from lowtide.solve.model.candidate import lowest, quickest
 from lowtide.solve.model.checkpoints import Readers, kept_sequence, make_readers, nothing_kept_sequence
 from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.structure import articulation_points
+from lowtide.solve.model.sweep import lowest, quickest
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Planner, Problem, Solution, Status
 from lowtide.solve.search.portfolio import make_portfolio

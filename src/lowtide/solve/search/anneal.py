@@ -16,11 +16,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from lowtide.native import core
-from lowtide.solve.model.candidate import Candidate
 from lowtide.solve.model.classes import Classes
 from lowtide.solve.model.compact import CompactGraph, Indices
-from lowtide.solve.model.splitmix import make_state
+from lowtide.solve.model.sweep import Candidate
+
+
+def make_state(seed: int) -> core.Random:
+    """A generator of random numbers (splitmix64: Steele, Lea and Flood, OOPSLA 2014), well mixed for neighbouring seeds."""
+    return core.Random(int(np.random.default_rng(seed).integers(0, 2**63, 1, np.uint64)[0]))
 
 
 class AnnealSettings(NamedTuple):

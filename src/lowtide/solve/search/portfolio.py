@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lowtide.ir import Costs, Graph, Schedule, schedule_from_sequence
-from lowtide.solve.blocks.answer import table_sequences
+from lowtide.solve.block_programs import Rockmate
 from lowtide.solve.blocks.compose import BlockChains
-from lowtide.solve.blocks.seeds import block_sequences
-from lowtide.solve.model.candidate import Candidate
+from lowtide.solve.blocks.sequences import block_sequences, table_sequences
+from lowtide.solve.greedy import greedy_sequences
 from lowtide.solve.model.classes import Classes, group, node_classes
 from lowtide.solve.model.compact import CompactGraph, Indices, bounding_model, compact, decode, encode_keep_all
-from lowtide.solve.model.sweep import sweep
-from lowtide.solve.rockmate import Rockmate
+from lowtide.solve.model.sweep import Candidate, sweep
 from lowtide.solve.search.anneal import AnnealSettings, anneal
-from lowtide.solve.search.evictions import greedy_sequences
 from lowtide.solve.search.segments import segment_sequences
 from lowtide.solve.search.threads import in_threads
 
