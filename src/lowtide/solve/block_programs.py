@@ -8,7 +8,6 @@ O(L^3 M + L^2 K M) time.
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +19,10 @@ from lowtide.solve.blocks.menu import everything
 from lowtide.solve.blocks.partition import distinct, refined_cuts, several_cuts, top_cuts
 from lowtide.solve.blocks.sequences import Builder, table_sequences
 from lowtide.solve.blocks.table import Table, build_table
-from lowtide.solve.keep_all import KeepAll
 from lowtide.solve.model.compact import compact, decode, encode_keep_all
 from lowtide.solve.model.sweep import lowest, quickest, sweep
 from lowtide.solve.options import Options, between
-from lowtide.solve.outcome import answer
+from lowtide.solve.outcome import answer, keeping_all
 from lowtide.solve.problem import Problem, Solution
 
 _BLOCKS = 60  # of rockmate
@@ -42,17 +40,16 @@ class BlockProgram(Options):
 
     def solve(self, problem: Problem) -> Solution:
         """The quickest schedule that fits; else unsolved with the lowest peak of all sequences."""
-        began = time.perf_counter()
         model = compact(problem.graph, problem.costs)
         chains = BlockChains(model)
         if not chains.has_blocks:
-            return KeepAll().solve(problem)
+            return keeping_all("keep-all", problem)
         kept = sweep(model, encode_keep_all(model))
         found = [kept, *(sweep(model, codes) for codes in table_sequences(self.builders(chains), kept.peak_bytes))]
         room = problem.budget_bytes - problem.graph.fixed_bytes
         chosen = [*quickest((one for one in found if one.peak_bytes <= room), _SIMULATED), lowest(found)]
         schedules = [schedule_from_sequence(problem.graph, decode(model, one.codes)) for one in chosen]
-        return answer(self.name, problem, schedules, began)
+        return answer(self.name, problem, schedules)
 
 
 @dataclass(frozen=True, slots=True)

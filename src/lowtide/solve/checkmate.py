@@ -36,13 +36,12 @@ from dataclasses import dataclass
 
 from lowtide.ir import Schedule, keep_all_schedule
 from lowtide.solve.bounds import time_bound
-from lowtide.solve.keep_all import KeepAll
 from lowtide.solve.milp.linear import SolverOptions
 from lowtide.solve.milp.search import NEVER, Search, writes_elsewhere
 from lowtide.solve.minimum import minimum_peak, working_set_bound
 from lowtide.solve.model.compact import bounding_model
 from lowtide.solve.options import Options, above_zero, one_of, option
-from lowtide.solve.outcome import answer
+from lowtide.solve.outcome import answer, keeping_all
 from lowtide.solve.problem import Problem, Solution, Status
 from lowtide.solve.registry import get_planner
 
@@ -70,9 +69,9 @@ class Checkmate(Options):
     def _least_time(self, problem: Problem) -> Solution:
         """The least time within the budget."""
         began = time.perf_counter()
-        kept = KeepAll().solve(problem)
+        kept = keeping_all("checkmate", problem)
         if kept.status is Status.OPTIMAL:
-            return dataclasses.replace(kept, planner="checkmate")
+            return kept
         search = self._search(problem, problem.budget_bytes, began)
         known = [keep_all_schedule(problem.graph)]
         if self.warm_start:
@@ -88,7 +87,7 @@ class Checkmate(Options):
         best = search.best
         candidates = [best] if best is not None else [*known, self._lowest(problem, known, began).found]
         status = Status.OPTIMAL if search.settled else Status.FEASIBLE
-        solution = answer("checkmate", problem, candidates, began, found=status)
+        solution = answer("checkmate", problem, candidates, found=status)
         if solution.status is Status.UNSOLVED and search.impossible:
             return dataclasses.replace(solution, status=Status.INFEASIBLE)
         if solution.status is Status.FEASIBLE and search.bound:
@@ -112,10 +111,9 @@ class Checkmate(Options):
 
     def _least_peak(self, problem: Problem) -> Solution:
         """The lowest peak, as an answer to the problem; ``OPTIMAL`` where no schedule peaks lower."""
-        began = time.perf_counter()
         least = self.least_peak(problem)
         found = Status.OPTIMAL if least.bound == least.value else Status.FEASIBLE
-        solution = answer("checkmate", problem, [least.found], began, found=found)
+        solution = answer("checkmate", problem, [least.found], found=found)
         if solution.status is Status.UNSOLVED and least.bound > problem.budget_bytes:
             solution = dataclasses.replace(solution, status=Status.INFEASIBLE)
         return dataclasses.replace(solution, lower_bound_ns=None)

@@ -19,9 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from lowtide.native import core
-from lowtide.solve.model.classes import Classes
-from lowtide.solve.model.compact import CompactGraph, Indices
-from lowtide.solve.model.sweep import Candidate
 
 
 def make_state(seed: int) -> core.Random:
@@ -42,11 +39,3 @@ class AnnealSettings(NamedTuple):
     target_bytes: int = 0
     target_ns: int = -1
     rate: float = 1.05
-
-
-def anneal(model: CompactGraph, classes: Classes, first: Indices, settings: AnnealSettings, seed: int) -> Candidate:
-    """The quickest sequence within the budget that was met (the lowest, with ``lower``), from ``first`` on.
-
-    Its ``codes`` are empty where no sequence within the (last) budget was met.
-    """
-    return Candidate(*core.anneal(model, classes, first, settings, make_state(seed)))
