@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.solve.blocks.kernels import BlockSpan
+from lowtide.solve.blocks.chain import BlockSpan
 from lowtide.solve.model.classes import Classes
 from lowtide.solve.model.compact import CompactGraph
 from lowtide.solve.search.anneal import AnnealSettings

@@ -6,9 +6,8 @@ import random
 
 import numpy as np
 
-from lowtide.solve.model.candidate import Candidate
 from lowtide.solve.model.compact import CompactGraph, Indices, encode_keep_all
-from lowtide.solve.model.sweep import sweep
+from lowtide.solve.model.sweep import Candidate, sweep
 
 
 def measure(model: CompactGraph, codes: Indices) -> tuple[Indices, Candidate]:

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from lowtide.ir import Costs, Graph, Op, Phase, Storage, Value, keep_all_schedule, simulate
-from lowtide.solve.blocks.chain import make_chain
-from lowtide.solve.blocks.kernels import measure_option
+from lowtide.solve.blocks.chain import make_chain, measure_option
 from lowtide.solve.blocks.menu import equal_blocks, menus
 from lowtide.solve.blocks.partition import articulation_cuts, even_cuts, refined_cuts, top_cuts
-from lowtide.solve.blocks.seeds import block_sequences
+from lowtide.solve.blocks.sequences import block_sequences
 from lowtide.solve.model.compact import compact
 from lowtide.solve.search.portfolio import make_portfolio
 from tests.support.random_graphs import random_graph

@@ -61,7 +61,7 @@ def test_any_rounding_gives_a_sequence_that_recomputes_what_it_drops() -> None:
         formulation = StageModel(compact(graph, costs), 100, reduced=bool(seed % 2)).build()
         for chance in (0.0, 0.5, 1.0):
             rounded = (draw.random(len(formulation.program.cost)) < chance).astype(float)
-            (found,) = portfolio.measure([completed(formulation, portfolio.model, rounded)])
+            (found,) = portfolio.measure([completed(formulation, rounded)])
             result = simulate(graph, costs, portfolio.schedule(found))
             assert result.peak_bytes <= found.peak_bytes
             if chance == 1.0:

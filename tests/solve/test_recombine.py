@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from lowtide.ir import check
-from lowtide.solve.model.candidate import Candidate
 from lowtide.solve.model.compact import Indices
-from lowtide.solve.model.splitmix import make_state
+from lowtide.solve.model.sweep import Candidate
+from lowtide.solve.search.anneal import make_state
 from lowtide.solve.search.portfolio import make_portfolio
 from lowtide.solve.search.recombine import children, crossed, survivors
 from tests.solve.sequences import with_recomputes

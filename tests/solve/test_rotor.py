@@ -7,10 +7,10 @@ import pytest
 from lowtide.errors import PlanError
 from lowtide.ir import keep_all_schedule, simulate
 from lowtide.solve import Problem, Status, get_planner, solve
+from lowtide.solve.block_programs import Rotor
 from lowtide.solve.blocks.chain import make_chain
 from lowtide.solve.model.compact import compact
 from lowtide.solve.model.sweep import sweep
-from lowtide.solve.rotor import Rotor
 from tests.solve.block_chains import best_persistent_ns, draw_chain
 
 

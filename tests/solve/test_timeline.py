@@ -10,8 +10,8 @@ import pytest
 from lowtide.ir import Costs, Graph
 from lowtide.native import core
 from lowtide.solve.model.compact import encode_keep_all
-from lowtide.solve.model.splitmix import make_state
 from lowtide.solve.model.sweep import sweep
+from lowtide.solve.search.anneal import make_state
 from lowtide.solve.search.portfolio import Portfolio, make_portfolio
 from tests.solve.small_graphs import chain, small_graph
 from tests.support.overwriting import overwriting

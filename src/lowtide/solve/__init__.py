@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 from lowtide.errors import ScheduleError
 from lowtide.ir import check, simulate
 from lowtide.solve.minimum import minimum_peak, peak_lower_bound, working_set_bound
@@ -31,7 +34,9 @@ def solve(problem: Problem, planner: str | Planner = "auto") -> Solution:
     Raises ``ScheduleError`` where the planner returned an invalid schedule, one over the budget, or wrong figures (a
     defect of the planner), ``PlanError`` for an unknown planner."""
     chosen = get_planner(planner) if isinstance(planner, str) else planner
+    began = time.perf_counter()
     solution = chosen.solve(problem)
+    solution = replace(solution, solve_seconds=time.perf_counter() - began)
     if solution.schedule is None:
         return solution
     check(problem.graph, solution.schedule)

@@ -21,17 +21,15 @@ that peak as ``minimum_bytes``, which the same seed then reaches.
 from __future__ import annotations
 
 import dataclasses
-import time
 from dataclasses import dataclass
 
 from lowtide.solve.bounds import proven_infeasible, time_bound
-from lowtide.solve.keep_all import KeepAll
 from lowtide.solve.minimum import lowest_candidate, smallest_exactly, starting_points, working_set_bound
-from lowtide.solve.model.candidate import Candidate, quickest
-from lowtide.solve.model.splitmix import make_state
+from lowtide.solve.model.sweep import Candidate, quickest
 from lowtide.solve.options import Options, between
-from lowtide.solve.outcome import answer
+from lowtide.solve.outcome import answer, keeping_all
 from lowtide.solve.problem import Problem, Solution, Status
+from lowtide.solve.search.anneal import make_state
 from lowtide.solve.search.exact import affordable, shortest
 from lowtide.solve.search.portfolio import AnnealRun, Portfolio, make_portfolio
 from lowtide.solve.search.recombine import children, survivors
@@ -58,16 +56,15 @@ class Auto(Options):
     exact: bool = True
 
     def solve(self, problem: Problem) -> Solution:
-        began = time.perf_counter()
-        kept = KeepAll().solve(problem)
+        kept = keeping_all("auto", problem)
         if kept.status is Status.OPTIMAL:
-            return dataclasses.replace(kept, planner="auto")
+            return kept
         portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
-        solution = _solve_exactly(problem, portfolio, began) if self.exact else None
-        return solution or _search(problem, portfolio, self.effort, began)
+        solution = _solve_exactly(problem, portfolio) if self.exact else None
+        return solution or _search(problem, portfolio, self.effort)
 
 
-def _solve_exactly(problem: Problem, portfolio: Portfolio, began: float) -> Solution | None:
+def _solve_exactly(problem: Problem, portfolio: Portfolio) -> Solution | None:
     """``None`` where the graph is too large, or the model's bytes are only a bound and nothing was found in it."""
     model = portfolio.model
     optimum = shortest(model, problem.budget_bytes) if affordable(model) else None
@@ -76,16 +73,16 @@ def _solve_exactly(problem: Problem, portfolio: Portfolio, began: float) -> Solu
     exact = portfolio.floor.bounding
     if optimum.feasible:
         found = Status.OPTIMAL if exact else Status.FEASIBLE
-        return answer("auto", problem, [portfolio.schedule_of(optimum.nodes)], began, found=found)
+        return answer("auto", problem, [portfolio.schedule_of(optimum.nodes)], found=found)
     lowest = smallest_exactly(portfolio)
     if lowest is None:
         return None
-    solution = answer("auto", problem, [lowest], began)
+    solution = answer("auto", problem, [lowest])
     proven = exact and solution.status is Status.UNSOLVED
     return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
 
 
-def _search(problem: Problem, portfolio: Portfolio, effort: int, began: float) -> Solution:
+def _search(problem: Problem, portfolio: Portfolio, effort: int) -> Solution:
     budget, nodes = problem.budget_bytes, portfolio.model.nodes
     problem.progress("starting points", 0.0)
     points = [*starting_points(portfolio), *portfolio.greedy(budget), *portfolio.blocks(budget)]
@@ -96,7 +93,7 @@ def _search(problem: Problem, portfolio: Portfolio, effort: int, began: float) -
         problem.progress("lowering the peak", 0.05)
         fitting = [lowest_candidate(portfolio, budget, _LOWER_EFFORT[effort])]
         if fitting[0].peak_bytes > budget:
-            solution = answer("auto", problem, [portfolio.schedule(fitting[0])], began)
+            solution = answer("auto", problem, [portfolio.schedule(fitting[0])])
             over = working_set_bound(problem.graph, problem.costs) > budget
             proven = not solution.status.solved and (over or proven_infeasible(portfolio.floor, budget))
             return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
@@ -106,7 +103,7 @@ def _search(problem: Problem, portfolio: Portfolio, effort: int, began: float) -
     bound_ns = time_bound(portfolio.floor, budget, effort=bound_effort, known_ns=known_ns)
     found = _anneal(problem, portfolio, fitting, int(_EFFORT[effort] * portfolio.iterations), bound_ns)
     problem.progress("done", 1.0)
-    solution = answer("auto", problem, [portfolio.schedule(point) for point in quickest(found, 6)], began)
+    solution = answer("auto", problem, [portfolio.schedule(point) for point in quickest(found, 6)])
     status = Status.OPTIMAL if solution.time_ns <= bound_ns else solution.status
     return dataclasses.replace(solution, status=status, lower_bound_ns=min(bound_ns, solution.time_ns))
 

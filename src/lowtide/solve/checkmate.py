@@ -36,24 +36,14 @@ from dataclasses import dataclass
 
 from lowtide.ir import Schedule, keep_all_schedule
 from lowtide.solve.bounds import time_bound
-from lowtide.solve.keep_all import KeepAll
 from lowtide.solve.milp.linear import SolverOptions
 from lowtide.solve.milp.search import NEVER, Search, writes_elsewhere
 from lowtide.solve.minimum import minimum_peak, working_set_bound
 from lowtide.solve.model.compact import bounding_model
 from lowtide.solve.options import Options, above_zero, one_of, option
-from lowtide.solve.outcome import answer
+from lowtide.solve.outcome import answer, keeping_all
 from lowtide.solve.problem import Problem, Solution, Status
 from lowtide.solve.registry import get_planner
-
-
-@dataclass(frozen=True, slots=True)
-class LeastPeak:
-    """A schedule, its peak, and a bound below which no schedule peaks."""
-
-    schedule: Schedule
-    peak_bytes: int
-    bound_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +69,9 @@ class Checkmate(Options):
     def _least_time(self, problem: Problem) -> Solution:
         """The least time within the budget."""
         began = time.perf_counter()
-        kept = KeepAll().solve(problem)
+        kept = keeping_all("checkmate", problem)
         if kept.status is Status.OPTIMAL:
-            return dataclasses.replace(kept, planner="checkmate")
+            return kept
         search = self._search(problem, problem.budget_bytes, began)
         known = [keep_all_schedule(problem.graph)]
         if self.warm_start:
@@ -94,38 +84,36 @@ class Checkmate(Options):
             floor = bounding_model(problem.graph, problem.costs, search.model)
             known_ns = None if search.best is None else int(search.value)
             search.bound = max(search.bound, time_bound(floor, problem.budget_bytes, effort=2, known_ns=known_ns))
-        candidates = (
-            [search.best] if search.best is not None else [*known, self._lowest(problem, known, began).schedule]
-        )
+        best = search.best
+        candidates = [best] if best is not None else [*known, self._lowest(problem, known, began).found]
         status = Status.OPTIMAL if search.settled else Status.FEASIBLE
-        solution = answer("checkmate", problem, candidates, began, found=status)
+        solution = answer("checkmate", problem, candidates, found=status)
         if solution.status is Status.UNSOLVED and search.impossible:
             return dataclasses.replace(solution, status=Status.INFEASIBLE)
         if solution.status is Status.FEASIBLE and search.bound:
             return dataclasses.replace(solution, lower_bound_ns=search.bound)
         return solution
 
-    def least_peak(self, problem: Problem) -> LeastPeak:
-        """The lowest peak found within the time limit; the problem's budget plays no part."""
+    def least_peak(self, problem: Problem) -> Search:
+        """A search that ended, with the lowest peak found within the time limit; the problem's budget plays no part."""
         began = time.perf_counter()
         known = [keep_all_schedule(problem.graph)]
         if self.warm_start:
             known.append(minimum_peak(problem.graph, problem.costs, problem.seed)[1])
         return self._lowest(problem, known, began)
 
-    def _lowest(self, problem: Problem, known: list[Schedule], began: float) -> LeastPeak:
+    def _lowest(self, problem: Problem, known: list[Schedule], began: float) -> Search:
         search = self._search(problem, None, began)
         search.bound = working_set_bound(problem.graph, problem.costs)
         search.run(known)
-        assert search.best is not None
-        return LeastPeak(search.best, int(search.value), min(search.bound, int(search.value)))
+        search.bound = min(search.bound, int(search.value))
+        return search
 
     def _least_peak(self, problem: Problem) -> Solution:
         """The lowest peak, as an answer to the problem; ``OPTIMAL`` where no schedule peaks lower."""
-        began = time.perf_counter()
         least = self.least_peak(problem)
-        found = Status.OPTIMAL if least.bound_bytes == least.peak_bytes else Status.FEASIBLE
-        solution = answer("checkmate", problem, [least.schedule], began, found=found)
-        if solution.status is Status.UNSOLVED and least.bound_bytes > problem.budget_bytes:
+        found = Status.OPTIMAL if least.bound == least.value else Status.FEASIBLE
+        solution = answer("checkmate", problem, [least.found], found=found)
+        if solution.status is Status.UNSOLVED and least.bound > problem.budget_bytes:
             solution = dataclasses.replace(solution, status=Status.INFEASIBLE)
         return dataclasses.replace(solution, lower_bound_ns=None)

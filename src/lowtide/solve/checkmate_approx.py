@@ -25,14 +25,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowtide.ir import keep_all_schedule, simulate
-from lowtide.solve.keep_all import KeepAll
 from lowtide.solve.milp.formulation import ONE, Formulation
 from lowtide.solve.milp.linear import Floats, Outcome, SolverOptions, solve_program
 from lowtide.solve.milp.stages import StageModel
 from lowtide.solve.model.compact import CompactGraph, Indices, encode_keep_all
 from lowtide.solve.model.reach import recompute_columns
 from lowtide.solve.options import Options, above_zero, one_of, option
-from lowtide.solve.outcome import answer
+from lowtide.solve.outcome import answer, keeping_all
 from lowtide.solve.problem import Problem, Solution, Status
 from lowtide.solve.search.portfolio import make_portfolio
 
@@ -54,29 +53,29 @@ class CheckmateApprox(Options):
     time_limit: float = above_zero(60.0)
 
     def solve(self, problem: Problem) -> Solution:
-        began = time.perf_counter()
-        kept = KeepAll().solve(problem)
+        kept = keeping_all("checkmate-approx", problem)
         if kept.status is Status.OPTIMAL:
-            return dataclasses.replace(kept, planner="checkmate-approx")
-        solution = self._attempt(problem, began)
-        return solution if solution.status.solved else self._reachable(problem, solution, began)
+            return kept
+        solution = self._attempt(problem)
+        return solution if solution.status.solved else self._reachable(problem, solution)
 
-    def _attempt(self, problem: Problem, began: float) -> Solution:
+    def _attempt(self, problem: Problem) -> Solution:
         """The quickest candidate of all reserves within the budget, or the lowest."""
         portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
-        candidates = portfolio.measure(self._sequences(portfolio.model, problem, began))
+        candidates = portfolio.measure(self._sequences(portfolio.model, problem))
         budget = problem.budget_bytes
         best = min(candidates, key=lambda c: (max(c.peak_bytes - budget, 0), c.recompute_ns, c.peak_bytes))
-        return answer("checkmate-approx", problem, [portfolio.schedule(best)], began)
+        return answer("checkmate-approx", problem, [portfolio.schedule(best)])
 
-    def _sequences(self, model: CompactGraph, problem: Problem, began: float) -> Iterator[Indices]:
+    def _sequences(self, model: CompactGraph, problem: Problem) -> Iterator[Indices]:
         """Encoded sequences, those that do not depend on the budget first."""
+        began = time.perf_counter()
         yield encode_keep_all(model)
         if model.nodes > MOST_NODES:
             return
         every = 1 + recompute_columns(model, reduced=True) // MOST_RECOMPUTES
         formulation = StageModel(model, problem.budget_bytes, reduced=True, every=every).build()
-        yield completed(formulation, model, _gradients_only(formulation, model))
+        yield completed(formulation, _gradients_only(formulation))
         infeasible = 1.0
         for reserve in (self.reserve,) if self.reserve else RESERVES:
             remaining = self.time_limit - (time.perf_counter() - began)
@@ -90,15 +89,15 @@ class CheckmateApprox(Options):
                 infeasible = reserve
             if len(result.values):
                 for rounded in roundings(result.values, self.rounding, self.samples, problem.seed):
-                    yield completed(formulation, model, rounded)
+                    yield completed(formulation, rounded)
 
-    def _reachable(self, problem: Problem, solution: Solution, began: float) -> Solution:
+    def _reachable(self, problem: Problem, solution: Solution) -> Solution:
         """With a peak for ``minimum_bytes`` that the planner reaches when it is asked for just that, going up from what
         it found; at last the program as written."""
         brief = dataclasses.replace(self, time_limit=self.time_limit / _ATTEMPTS)  # with more time it reaches no less
         lowest = solution.minimum_bytes or 0
         for _ in range(_ATTEMPTS):
-            again = brief._attempt(dataclasses.replace(problem, budget_bytes=lowest), time.perf_counter())
+            again = brief._attempt(dataclasses.replace(problem, budget_bytes=lowest))
             if again.status.solved:
                 schedule = again.schedule
                 break
@@ -106,13 +105,12 @@ class CheckmateApprox(Options):
         else:
             schedule = keep_all_schedule(problem.graph)
             lowest = simulate(problem.graph, problem.costs, schedule).peak_bytes
-        elapsed = time.perf_counter() - began
-        return dataclasses.replace(solution, minimum_bytes=lowest, lowest_schedule=schedule, solve_seconds=elapsed)
+        return dataclasses.replace(solution, minimum_bytes=lowest, lowest_schedule=schedule)
 
 
-def _gradients_only(formulation: Formulation, model: CompactGraph) -> Floats:
+def _gradients_only(formulation: Formulation) -> Floats:
     """The columns S when nothing of the forward pass is kept."""
-    rounded = np.zeros(len(formulation.program.cost))
+    model, rounded = formulation.model, np.zeros(len(formulation.program.cost))
     for stored in formulation.stored:
         backward = [c for s, c in stored.items() if c >= 0 and model.storage_node[s] >= model.boundary]
         rounded[backward] = 1.0
@@ -130,9 +128,9 @@ def roundings(values: Floats, rounding: str, samples: int, seed: int) -> Iterato
             yield (values > threshold).astype(float)
 
 
-def completed(formulation: Formulation, model: CompactGraph, rounded: Floats) -> Indices:
+def completed(formulation: Formulation, rounded: Floats) -> Indices:
     """The encoded sequence with the least recomputation for the storages that ``rounded`` keeps."""
-    reach, kept = formulation.reach, set[int]()
+    model, reach, kept = formulation.model, formulation.reach, set[int]()
     parts: list[list[int]] = [[model.nodes]]
     for index in range(len(formulation.stages) - 1, -1, -1):
         stage, stored = formulation.stages[index], formulation.stored[index]

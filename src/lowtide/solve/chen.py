@@ -34,17 +34,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from lowtide.solve.keep_all import KeepAll
-from lowtide.solve.model.candidate import lowest, quickest
 from lowtide.solve.model.checkpoints import Readers, kept_sequence, make_readers, nothing_kept_sequence
 from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.structure import articulation_points
-from lowtide.solve.outcome import answer
+from lowtide.solve.model.sweep import lowest, quickest
+from lowtide.solve.outcome import answer, keeping_all
 from lowtide.solve.problem import Planner, Problem, Solution, Status
 from lowtide.solve.search.portfolio import make_portfolio
 
@@ -55,16 +53,15 @@ _SIMULATED = 4  # candidates that are simulated: the lowest and the quickest tha
 def quickest_fitting(planner: str, problem: Problem, sequences: Callable[[Readers], Iterable[Indices]]) -> Solution:
     """The quickest of the encoded sequences that fits, the program as written included. The sequences must not depend
     on the budget. Where none fits, ``minimum_bytes`` is the lowest peak among them."""
-    began = time.perf_counter()
-    kept = KeepAll().solve(problem)
+    kept = keeping_all(planner, problem)
     if kept.status is Status.OPTIMAL:
-        return dataclasses.replace(kept, planner=planner)
+        return kept
     portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
     measured = [portfolio.keep_all(), *portfolio.measure(sequences(make_readers(portfolio.model)))]
     least = lowest(measured)
     fitting = quickest((one for one in measured if one.peak_bytes <= problem.budget_bytes), _SIMULATED - 1)
     chosen = [least, *(one for one in fitting if one is not least)]
-    return answer(planner, problem, [portfolio.schedule(candidate) for candidate in chosen], began)
+    return answer(planner, problem, [portfolio.schedule(candidate) for candidate in chosen])
 
 
 def every_root(model: CompactGraph, candidates: Sequence[int]) -> list[list[int]]:
@@ -119,38 +116,30 @@ def checkpointing(class_name: str, planner: str, sequences: Callable[[Readers], 
     return dataclasses.make_dataclass(class_name, [], namespace=namespace, frozen=True)
 
 
-def _keeping(sets: Callable[[CompactGraph], Iterable[Sequence[int]]]) -> Callable[[Readers], Iterator[Indices]]:
-    """The sequences in which the checkpoints of each set are kept, each once."""
+def _keeping(
+    class_name: str, planner: str, sets: Callable[[CompactGraph, Sequence[int]], Iterable[Sequence[int]]]
+) -> type[Planner]:
+    """The planner that keeps the checkpoints of each set, each once; ``sets`` is given the articulation points too."""
 
     def sequences(readers: Readers) -> Iterator[Indices]:
-        for checkpoints in dict.fromkeys(tuple(chosen) for chosen in sets(readers.model)):
+        model = readers.model
+        for checkpoints in dict.fromkeys(tuple(chosen) for chosen in sets(model, articulation_points(model))):
             yield kept_sequence(readers, checkpoints)
 
-    return sequences
+    return checkpointing(class_name, planner, sequences)
 
 
-Rule = Callable[[CompactGraph, Sequence[int]], list[list[int]]]
+def _nodes(model: CompactGraph) -> range:
+    return range(model.boundary)
 
 
-def _on_nodes(rule: Rule) -> Callable[[Readers], Iterator[Indices]]:
-    return _keeping(lambda model: rule(model, range(model.boundary)))
-
-
-def _on_points(rule: Rule) -> Callable[[Readers], Iterator[Indices]]:
-    return _keeping(lambda model: rule(model, articulation_points(model)))
-
-
-def _moved(rule: Rule) -> Callable[[Readers], Iterator[Indices]]:
-    return _keeping(lambda model: moved_back(rule(model, range(model.boundary)), articulation_points(model)))
-
-
-ChenSqrt = checkpointing("ChenSqrt", "chen-sqrt", _moved(every_root))
-ChenGreedy = checkpointing("ChenGreedy", "chen-greedy", _moved(greedy_sets))
-ApSqrt = checkpointing("ApSqrt", "ap-sqrt", _on_points(every_root))
-ApGreedy = checkpointing("ApGreedy", "ap-greedy", _on_points(greedy_sets))
-LinearizedSqrt = checkpointing("LinearizedSqrt", "linearized-sqrt", _on_nodes(every_root))
-LinearizedGreedy = checkpointing("LinearizedGreedy", "linearized-greedy", _on_nodes(greedy_sets))
-CheckpointAllAp = checkpointing(
-    "CheckpointAllAp", "checkpoint-all-ap", _on_points(lambda model, points: [list(points)])
+ChenSqrt = _keeping("ChenSqrt", "chen-sqrt", lambda model, points: moved_back(every_root(model, _nodes(model)), points))
+ChenGreedy = _keeping(
+    "ChenGreedy", "chen-greedy", lambda model, points: moved_back(greedy_sets(model, _nodes(model)), points)
 )
+ApSqrt = _keeping("ApSqrt", "ap-sqrt", every_root)
+ApGreedy = _keeping("ApGreedy", "ap-greedy", greedy_sets)
+LinearizedSqrt = _keeping("LinearizedSqrt", "linearized-sqrt", lambda model, _: every_root(model, _nodes(model)))
+LinearizedGreedy = _keeping("LinearizedGreedy", "linearized-greedy", lambda model, _: greedy_sets(model, _nodes(model)))
+CheckpointAllAp = _keeping("CheckpointAllAp", "checkpoint-all-ap", lambda _, points: [points])
 CheckpointLast = checkpointing("CheckpointLast", "checkpoint-last", lambda readers: [nothing_kept_sequence(readers)])

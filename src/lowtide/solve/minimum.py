@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lowtide.ir import Costs, Graph, Schedule, keep_all_schedule, needed_ops, simulate
-from lowtide.solve.model.candidate import Candidate, lowest
+from lowtide.solve.model.sweep import Candidate, lowest
 from lowtide.solve.search.threads import in_threads
 
 if TYPE_CHECKING:

@@ -35,8 +35,13 @@ class Options:
 
     __slots__ = ()
 
+    @property
+    def name(self) -> str:
+        """The planner's."""
+        return re.sub("(?<!^)(?=[A-Z])", "-", type(self).__name__).lower()
+
     def __post_init__(self) -> None:
-        planner = re.sub("(?<!^)(?=[A-Z])", "-", type(self).__name__).lower()
+        planner = self.name
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             name, value = field.name.replace("_", "-"), getattr(self, field.name)
             if field.metadata and not field.metadata["holds"](value):

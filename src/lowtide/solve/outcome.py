@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -12,16 +11,15 @@ from lowtide.solve.problem import Problem, Solution, Status
 
 
 def answer(
-    planner: str, problem: Problem, candidates: Iterable[Schedule], began: float, *, found: Status = Status.FEASIBLE
+    planner: str, problem: Problem, candidates: Iterable[Schedule], *, found: Status = Status.FEASIBLE
 ) -> Solution:
-    """The quickest candidate within the budget (then the lowest, then the earliest), with status ``found``. ``began``
-    is the reading of ``time.perf_counter`` at the start."""
+    """The quickest candidate within the budget (then the lowest, then the earliest), with status ``found``."""
     measured = [(simulate(problem.graph, problem.costs, schedule), schedule) for schedule in candidates]
     lowest, lowest_schedule = min(measured, key=lambda pair: pair[0].peak_bytes)
     unsolved = Solution(planner, Status.UNSOLVED, None, 0, 0, minimum_bytes=lowest.peak_bytes)
     fitting = [(result, schedule) for result, schedule in measured if result.peak_bytes <= problem.budget_bytes]
     if not fitting:
-        return replace(unsolved, lowest_schedule=lowest_schedule, solve_seconds=time.perf_counter() - began)
+        return replace(unsolved, lowest_schedule=lowest_schedule)
     result, schedule = min(fitting, key=lambda pair: (pair[0].time_ns, pair[0].peak_bytes))
     return replace(
         unsolved,
@@ -30,8 +28,12 @@ def answer(
         peak_bytes=result.peak_bytes,
         time_ns=result.time_ns,
         lower_bound_ns=result.time_ns if found is Status.OPTIMAL else None,
-        solve_seconds=time.perf_counter() - began,
     )
+
+
+def keeping_all(planner: str, problem: Problem) -> Solution:
+    """The answer of the program as written, which is optimal where it fits."""
+    return answer(planner, problem, [keep_all_schedule(problem.graph)], found=Status.OPTIMAL)
 
 
 Sequences = Callable[[CompactGraph, int], Iterable[Indices]]
@@ -41,13 +43,12 @@ def quickest_eviction(planner: str, problem: Problem, sequences: Sequences, agai
     """The quickest of the encoded sequences for the budget that fits, keeping everything included. Where none fits,
     ``minimum_bytes`` is the smallest budget that the sequences of ``again`` meet, found by bisection to 2 % and at most
     to the byte. An attempt may come to no end at all; then the next budget is larger."""
-    began = time.perf_counter()
     model = compact(problem.graph, problem.costs)
 
     def attempt(budget_bytes: int, sequences: Sequences) -> Solution:
         evicting = (schedule_from_sequence(problem.graph, decode(model, c)) for c in sequences(model, budget_bytes))
         asked = replace(problem, budget_bytes=budget_bytes)
-        return answer(planner, asked, [keep_all_schedule(problem.graph), *evicting], began)
+        return answer(planner, asked, [keep_all_schedule(problem.graph), *evicting])
 
     solution = attempt(problem.budget_bytes, sequences)
     if solution.status.solved:

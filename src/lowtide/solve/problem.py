@@ -62,6 +62,7 @@ class Solution:
     ``peak_bytes`` and ``time_ns`` are those of ``schedule``, both 0 without one. ``lower_bound_ns`` is a proven bound
     on the time of every order-preserving schedule within the budget. ``minimum_bytes`` is the smallest peak of any
     schedule that this planner knows, always present when not solved; ``lowest_schedule`` is then the lowest it found.
+    ``solve_seconds`` is measured by ``lowtide.solve.solve``.
     """
 
     planner: str

@@ -40,9 +40,9 @@ PLANNERS: dict[str, tuple[str, str, str]] = {
     "keep-all": ("keep_all", "KeepAll", "recomputes nothing, frees at the last use"),
     "linearized-greedy": ("chen", "LinearizedGreedy", "checkpoints at any node, segment bytes swept"),
     "linearized-sqrt": ("chen", "LinearizedSqrt", "checkpoints at every root-th forward node"),
-    "h-rockmate": ("h_rockmate", "HRockmate", "recursive partition, options composed upwards"),
-    "rockmate": ("rockmate", "Rockmate", "a menu of options per block, dynamic program over the chain"),
-    "rotor": ("rotor", "Rotor", "dynamic program over a chain of blocks, each saved whole or not at all"),
+    "h-rockmate": ("block_programs", "HRockmate", "recursive partition, options composed upwards"),
+    "rockmate": ("block_programs", "Rockmate", "a menu of options per block, dynamic program over the chain"),
+    "rotor": ("block_programs", "Rotor", "dynamic program over a chain of blocks, each saved whole or not at all"),
 }
 
 

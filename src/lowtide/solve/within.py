@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowtide.ir import Compute, Costs, Graph, simulate
 from lowtide.solve.minimum import lowest_candidate
-from lowtide.solve.model.candidate import quickest
+from lowtide.solve.model.sweep import quickest
 
 _SHARE = 0.2  # of the iterations of a search for the lowest peak at default effort
 

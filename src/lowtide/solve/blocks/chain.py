@@ -14,18 +14,53 @@ member of many ``C_j``. Since whoever stores ``C_a`` has them already, keeping `
 Bytes that do not depend on the choices: gradients and other backward storages (``before`` and ``during`` each backward
 node), storages that a later region reads once more, and ``constant_bytes``: results handed to the caller and those of
 nodes that run once only.
+
+An option of a block is a list of codes: its backward nodes in order with recomputes ``~x`` of its forward nodes between
+them. What the option saves from the forward pass follows: whatever the codes read before they recompute it. Its measures
+count the storages of the block's own forward nodes; what else is there is in ``before`` and ``during``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.solve.blocks.kernels import BlockSpan
+from lowtide.native import core
 from lowtide.solve.model.compact import CompactGraph, Flags, Indices, Numbers
 from lowtide.solve.model.structure import last_forward_use
+
+
+class BlockSpan(NamedTuple):
+    """A block: its forward nodes ``low .. high - 1``, its backward nodes ``first .. last - 1``, and what its options need."""
+
+    low: int
+    high: int
+    first: int
+    last: int
+    counted: Flags  # storage
+    leaves: Flags  # storage: read by a later block's forward or backward nodes
+    late: Flags  # storage: read by a backward node after ``last``
+    before: Numbers  # node -> bytes of other storages right before it, in the backward pass
+    during: Numbers  # node -> the same while it runs, its results and workspace included
+
+
+class Measures(NamedTuple):
+    """``saved_bytes`` includes what leaves the block; ``rerun_ns`` is the part of the forward that the option needs
+    when nothing is to leave, ``extra_ns`` the recomputes among its codes."""
+
+    saved_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    rerun_ns: int
+    extra_ns: int
+
+
+def measure_option(model: CompactGraph, span: BlockSpan, codes: Indices) -> Measures:
+    """Walks the codes, then the block's forward nodes, backwards."""
+    return Measures(*core.measure_option(model, span, codes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

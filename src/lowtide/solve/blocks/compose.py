@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lowtide.solve.blocks.chain import Chain, make_chain
-from lowtide.solve.blocks.kernels import BlockSpan, measure_option
+from lowtide.solve.blocks.chain import BlockSpan, Chain, make_chain, measure_option
 from lowtide.solve.blocks.menu import Menu, Signature, everything, leaf_menu, menus, moved, signature, thinned
 from lowtide.solve.blocks.partition import refined_cuts
 from lowtide.solve.model.compact import CompactGraph, Indices

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lowtide.solve.blocks.chain import Chain
-from lowtide.solve.blocks.kernels import BlockSpan, Measures, lazy_codes, measure_option, shrinking_sets
+from lowtide.native import core
+from lowtide.solve.blocks.chain import BlockSpan, Chain, Measures, measure_option
 from lowtide.solve.model.compact import Indices
 
 Menu = tuple[Indices, ...]
@@ -92,8 +92,8 @@ def leaf_menu(chain: Chain, alike: Sequence[BlockSpan], count: int) -> Menu:
         model = model._replace(time_ns=time)
     options = [np.arange(span.first, span.last, dtype=np.int32)]
     for weight in (0.0, 1.0):
-        for kept in shrinking_sets(model, span, weight):
-            options += [lazy_codes(model, span, kept, retain) for retain in (True, False)]
+        for kept in core.shrinking_sets(model, span, weight):
+            options += [core.lazy_codes(model, span, kept, retain) for retain in (True, False)]
     measured = [(measure_option(model, span, codes), codes) for codes in options]
     return thinned(measured, count)
 

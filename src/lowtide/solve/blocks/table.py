@@ -26,8 +26,7 @@ import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.native import core
-from lowtide.solve.blocks.chain import Chain
-from lowtide.solve.blocks.kernels import BlockSpan, Measures, measure_option
+from lowtide.solve.blocks.chain import BlockSpan, Chain, Measures, measure_option
 from lowtide.solve.blocks.menu import Menu
 from lowtide.solve.model.compact import Indices, Numbers
 

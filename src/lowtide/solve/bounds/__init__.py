@@ -22,8 +22,8 @@ from lowtide.errors import PlanError
 from lowtide.extras import MissingExtraError
 from lowtide.solve.bounds.branch import branch
 from lowtide.solve.bounds.cuts import Trials, choose_cuts
-from lowtide.solve.bounds.liveness import liveness
-from lowtide.solve.bounds.relaxation import Covering, Facts, gather
+from lowtide.solve.bounds.liveness import Liveness, liveness
+from lowtide.solve.bounds.relaxation import Covering
 from lowtide.solve.milp.linear import INFINITY, LinearProgram, SolverOptions, solve_program
 from lowtide.solve.model.compact import CompactGraph, Numbers
 
@@ -62,7 +62,7 @@ def time_bound(model: CompactGraph, budget_bytes: int, *, effort: int = 3, known
     if scale == 0:
         return base
     enough = math.inf if known_ns is None else (known_ns - base) / scale
-    share = _share_bound(gather(model, live, budget_bytes), *_EFFORTS[effort], enough)
+    share = _share_bound(live, *_EFFORTS[effort], enough)
     unit = int(np.gcd.reduce(np.concatenate((model.time_ns, model.view_time_ns))))
     return base + unit * max(math.ceil(share * scale / unit - _ROUNDING), 0)  # times are multiples of the unit
 
@@ -108,7 +108,7 @@ def _kept_bytes(model: CompactGraph) -> Numbers:
     return np.asarray(np.cumsum(change)[:-1] + model.workspace_bytes, np.int64)
 
 
-def _share_bound(facts: Facts, trials: Trials, work: int, seconds: float, enough: float) -> float:
+def _share_bound(facts: Liveness, trials: Trials, work: int, seconds: float, enough: float) -> float:
     """A bound on the recompute time as a share of the time of all nodes."""
     relaxed = choose_cuts(facts, _kept_bytes(facts.model), trials, enough)
     if relaxed is None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.solve.bounds.dual import Dual, improve, make_matrix
+from lowtide.solve.bounds.dual import Dual, improve
 from lowtide.solve.bounds.relaxation import Covering, Floats
 
 _CHILD_ITERATIONS = 320
@@ -30,7 +30,6 @@ class _Leaf(NamedTuple):
 
 def branch(program: Covering, root: Dual, splits: int, enough: float) -> float:
     """The bound after at most ``splits`` splits, or once it reaches ``enough``; not below that of ``root``."""
-    matrix = make_matrix(program)
     columns = len(program.cost)
     leaves = [_Leaf(root.bound, 0, np.zeros(columns), np.ones(columns), root)]
     ticket = 0
@@ -44,7 +43,7 @@ def branch(program: Covering, root: Dual, splits: int, enough: float) -> float:
             ticket += 1
             lower, upper = leaf.lower.copy(), leaf.upper.copy()
             lower[column] = upper[column] = value
-            dual = improve(program, matrix, lower, upper, leaf.dual, _CHILD_ITERATIONS)
+            dual = improve(program, leaf.dual, _CHILD_ITERATIONS, lower, upper)
             heapq.heappush(leaves, _Leaf(max(dual.bound, leaf.bound), ticket, lower, upper, dual))
     return leaves[0].bound
 

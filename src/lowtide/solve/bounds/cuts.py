@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.solve.bounds.dual import Dual, first_weight, improve, make_matrix, solve_dual
-from lowtide.solve.bounds.relaxation import Covering, Facts, Floats, IndexBlock, relax
+from lowtide.solve.bounds.dual import Dual, improve, no_dual
+from lowtide.solve.bounds.liveness import Liveness
+from lowtide.solve.bounds.relaxation import Covering, Floats, IndexBlock, relax
 from lowtide.solve.model.compact import Numbers
 
 _WORTH = 2e-5  # a further cut must add this share of the program's time
@@ -40,7 +41,7 @@ class Relaxed:
     dual: Dual
 
 
-def choose_cuts(facts: Facts, kept_bytes: Numbers, trials: Trials, enough: float) -> Relaxed | None:
+def choose_cuts(facts: Liveness, kept_bytes: Numbers, trials: Trials, enough: float) -> Relaxed | None:
     """The relaxation on the chosen cuts, with its multipliers; ``None`` where no instant is over the budget.
     ``kept_bytes``: bytes resident at each instant without recomputation. Stops early once the bound is ``enough``."""
     over = np.nonzero(kept_bytes[:-1] > facts.room_bytes)[0]
@@ -63,7 +64,7 @@ def choose_cuts(facts: Facts, kept_bytes: Numbers, trials: Trials, enough: float
 
 
 def _best_trial(
-    facts: Facts, known: Relaxed | None, instants: Sequence[int], trials: Trials
+    facts: Liveness, known: Relaxed | None, instants: Sequence[int], trials: Trials
 ) -> tuple[int, Relaxed] | None:
     """The instant that proves most when added to the known cuts."""
     cuts = () if known is None else known.program.cuts
@@ -73,24 +74,17 @@ def _best_trial(
     return max(found, key=lambda entry: entry[1].dual.bound, default=None)
 
 
-def _with_cut(facts: Facts, known: Relaxed | None, instant: int, work: int) -> Relaxed:
+def _with_cut(facts: Liveness, known: Relaxed | None, instant: int, work: int) -> Relaxed:
+    program = relax(facts, sorted((*(known.program.cuts if known else ()), instant)))
     if known is None:
-        program = relax(facts, [instant])
-        return Relaxed(program, solve_dual(program, _iterations(program, work)))
-    program = relax(facts, sorted((*known.program.cuts, instant)))
+        return _more(Relaxed(program, no_dual(program)), work)
     cost: Floats = facts.model.time_ns / max(int(facts.model.time_ns.sum()), 1)
     return _more(Relaxed(program, _transfer(known.program, known.dual, program, cost)), work)
 
 
 def _more(relaxed: Relaxed, work: int) -> Relaxed:
-    program, zeros = relaxed.program, np.zeros(len(relaxed.program.cost))
-    iterations = _iterations(program, work)
-    dual = improve(program, make_matrix(program), zeros, zeros + 1.0, relaxed.dual, iterations)
-    return Relaxed(program, dual)
-
-
-def _iterations(program: Covering, work: int) -> int:
-    return min(max(work // max(len(program.index), 1), _LEAST), _MOST)
+    iterations = min(max(work // max(len(relaxed.program.index), 1), _LEAST), _MOST)
+    return Relaxed(relaxed.program, improve(relaxed.program, relaxed.dual, iterations))
 
 
 def _stretches(instants: Numbers, count: int) -> list[Numbers]:
@@ -117,7 +111,7 @@ def _transfer(old: Covering, dual: Dual, new: Covering, cost: Floats) -> Dual:
             if link.key[1] <= begin and end <= link.key[2]:
                 left[link.members] -= dual.y[link.first : link.first + len(link.members)]
         y[block.first : block.first + len(block.members)] = np.maximum(left[block.members], 0.0)
-    return Dual(dual.bound, x, y, first_weight(new))
+    return Dual(dual.bound, x, y)
 
 
 def _match(old: tuple[IndexBlock, ...], values: Floats, new: tuple[IndexBlock, ...], size: int) -> Floats:

@@ -16,37 +16,27 @@ import numpy as np
 from lowtide.native import core
 from lowtide.solve.bounds.relaxation import Covering, Floats
 
-Matrix = core.Matrix
-
 
 class Dual(NamedTuple):
-    """``bound`` is safe; ``x`` is a nearly optimal solution that goes with it; ``weight`` the last primal weight."""
+    """``bound`` is safe; ``x`` is a nearly optimal solution that goes with it."""
 
     bound: float
     x: Floats
     y: Floats
-    weight: float
 
 
-def make_matrix(program: Covering) -> Matrix:
-    """The program's A by rows and by columns."""
-    return Matrix(program.start, program.index, program.value, len(program.cost))
+def no_dual(program: Covering) -> Dual:
+    """Zero, which proves nothing: a start for ``improve``."""
+    return Dual(0.0, np.zeros(len(program.cost)), np.zeros(len(program.right)))
 
 
-def solve_dual(program: Covering, iterations: int) -> Dual:
-    """From zero, all columns between 0 and 1."""
-    zeros, ones = np.zeros(len(program.cost)), np.ones(len(program.cost))
-    begin = Dual(0.0, zeros, np.zeros(len(program.right)), first_weight(program))
-    return improve(program, make_matrix(program), zeros, ones, begin, iterations)
-
-
-def first_weight(program: Covering) -> float:
-    """Length of the costs against that of the right sides, a start for the primal weight."""
-    length = float(np.linalg.norm(program.right))
-    return max(float(np.linalg.norm(program.cost)) / length if length > 0 else 1.0, 1e-9)
-
-
-def improve(program: Covering, matrix: Matrix, lower: Floats, upper: Floats, begin: Dual, iterations: int) -> Dual:
-    """``iterations`` more from ``begin``, with these bounds of the columns; the best y seen."""
-    x, weight = np.minimum(np.maximum(begin.x, lower), upper), first_weight(program)
-    return Dual(*core.ascend(matrix, program.cost, program.right, lower, upper, x, begin.y, weight, iterations))
+def improve(
+    program: Covering, begin: Dual, iterations: int, lower: Floats | None = None, upper: Floats | None = None
+) -> Dual:
+    """``iterations`` more from ``begin``, columns between these bounds (0 and 1 unless given); the best y seen."""
+    lower = np.zeros(len(program.cost)) if lower is None else lower
+    upper = np.ones(len(program.cost)) if upper is None else upper
+    length = float(np.linalg.norm(program.right))  # costs against right sides: a start for the primal weight
+    weight = max(float(np.linalg.norm(program.cost)) / length if length > 0 else 1.0, 1e-9)
+    x, sides = np.minimum(np.maximum(begin.x, lower), upper), (program.cost, program.right)
+    return Dual(*core.ascend(program.matrix, *sides, lower, upper, x, begin.y, weight, iterations)[:3])

@@ -27,20 +27,22 @@ class Liveness:
     """``open_slots[i, t]``: node i may be recomputed in slot t. ``instant_bytes[t]``: bytes certainly resident while
     node t is first computed, without ``fixed_bytes``. ``feasible`` is false where that proves that nothing fits."""
 
+    model: CompactGraph
+    room_bytes: int  # the budget without ``fixed_bytes``
+    last_need: Numbers  # storage -> the last instant that reads it or reads what could be rebuilt from it
     open_slots: Bytes  # node x slot
     certain_slots: Bytes  # storage x slot: live throughout the slot
     instant_bytes: Numbers
     feasible: bool
 
-    def certain_at(self, model: CompactGraph, instant: int) -> Flags:
+    def certain_at(self, instant: int) -> Flags:
         """Storages computed before ``instant`` that are certainly live then."""
-        after = self.certain_slots[:, instant + 1] == 1
+        model, after = self.model, self.certain_slots[:, instant + 1] == 1
         after[model.reads_of(instant)] = True
         return np.asarray((after | model.held) & (model.storage_node < instant), np.bool_)
 
 
-def last_needs(model: CompactGraph) -> Numbers:
-    """Per storage, the last instant that reads it or reads what could be rebuilt from it."""
+def _last_needs(model: CompactGraph) -> Numbers:
     need = model.storage_node.astype(np.int64)
     for node in range(model.nodes, -1, -1):
         own = model.owns_of(node)
@@ -54,8 +56,9 @@ def last_needs(model: CompactGraph) -> Numbers:
 
 def liveness(model: CompactGraph, budget_bytes: int) -> Liveness:
     """The closure described in the module's docstring."""
-    until = np.zeros(model.nodes + 1, np.int64)
-    np.maximum.at(until, model.storage_node, np.where(model.held, -1, last_needs(model)))
+    until, last_need = np.zeros(model.nodes + 1, np.int64), _last_needs(model)
+    np.maximum.at(until, model.storage_node, np.where(model.held, -1, last_need))
     room = budget_bytes - model.fixed_bytes
     open_slots, certain, instant_bytes = core.close_slots(model, room, until, _ROUNDS)
-    return Liveness(open_slots, certain, instant_bytes, bool((instant_bytes <= room).all()))
+    feasible = bool((instant_bytes <= room).all())
+    return Liveness(model, room, last_need, open_slots, certain, instant_bytes, feasible)

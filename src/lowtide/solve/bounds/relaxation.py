@@ -24,8 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.solve.bounds.liveness import Liveness, last_needs
-from lowtide.solve.model.compact import CompactGraph, Flags, Indices, Numbers
+from lowtide.native import core
+from lowtide.solve.bounds.liveness import Liveness
+from lowtide.solve.model.compact import Flags, Indices, Numbers
 
 Floats = npt.NDArray[np.float64]
 Key = tuple[str, int, int]
@@ -55,32 +56,18 @@ class Covering:
     index: Indices
     value: Floats
     right: Floats
+    matrix: core.Matrix  # A by rows and by columns
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Facts:
-    """What every relaxation of one model under one budget shares."""
-
-    model: CompactGraph
-    liveness: Liveness
-    room_bytes: int
-    last_need: Numbers  # storage -> instant
-
-
-def gather(model: CompactGraph, live: Liveness, budget_bytes: int) -> Facts:
-    """Of a liveness closed under the same budget."""
-    return Facts(model, live, budget_bytes - model.fixed_bytes, last_needs(model))
-
-
-def relax(facts: Facts, cuts: Sequence[int]) -> Covering:
+def relax(live: Liveness, cuts: Sequence[int]) -> Covering:
     """The relaxation for ascending ``cuts``."""
-    return _Builder(facts, cuts).build()
+    return _Builder(live, cuts).build()
 
 
 class _Builder:
     """Columns and rows under construction; tables hold column numbers, -1 where there is none."""
 
-    def __init__(self, facts: Facts, cuts: Sequence[int]) -> None:
+    def __init__(self, facts: Liveness, cuts: Sequence[int]) -> None:
         self.facts = facts
         self.model = facts.model
         self.cuts = [*cuts, facts.model.nodes + 1]
@@ -112,20 +99,22 @@ class _Builder:
         order = np.argsort(rows, kind="stable")
         start = np.zeros(self.rows + 1, np.int32)
         np.cumsum(np.bincount(rows, minlength=self.rows), out=start[1:])
+        cost, index, value = np.concatenate(self.costs), columns[order].astype(np.int32), values[order]
         return Covering(
             cuts=tuple(self.cuts[:-1]),
             row_blocks=tuple(self.row_blocks),
             column_blocks=tuple(self.column_blocks),
-            cost=np.concatenate(self.costs),
+            cost=cost,
             weight=np.concatenate(self.weights),
             start=start,
-            index=columns[order].astype(np.int32),
-            value=values[order],
+            index=index,
+            value=value,
             right=np.concatenate(self.rights),
+            matrix=core.Matrix(start, index, value, len(cost)),
         )
 
     def _live_columns(self, cut: int) -> None:
-        certain = self.facts.liveness.certain_at(self.model, cut)
+        certain = self.facts.certain_at(cut)
         free = (self.base < cut) & ~certain & (self.facts.last_need >= cut)
         weights = self.model.storage_bytes[free] / max(self.facts.room_bytes, 1)
         self.certain.append(certain)
@@ -135,7 +124,7 @@ class _Builder:
         """Nodes that have an open slot in the window; a recompute costs its time once per gap."""
         begin, last = self.cuts[first], self.cuts[end]
         possible = np.zeros(self.model.nodes + 1, np.bool_)
-        possible[:begin] = self.facts.liveness.open_slots[:begin, begin + 1 : last + 1].any(axis=1)
+        possible[:begin] = self.facts.open_slots[:begin, begin + 1 : last + 1].any(axis=1)
         cost = self.model.time_ns[possible] / max(int(self.model.time_ns.sum()), 1)
         cost = cost if end == first + 1 else np.zeros(len(cost))
         self.again[first, end] = self._add_columns(("again", begin, last), possible, cost, np.zeros(len(cost)))
@@ -150,16 +139,16 @@ class _Builder:
         return table
 
     def _window_rows(self, first: int, end: int) -> None:
-        facts, begin, last = self.facts, self.cuts[first], self.cuts[end]
+        model, begin, last = self.model, self.cuts[first], self.cuts[end]
         live, again = self.live[first], self.again[first, end]
         if end > first + 1:
             nodes = np.nonzero(again >= 0)[0]
             parts = [self.again[gap, gap + 1][nodes] for gap in range(first, end)]
             self._add_rows([*((part, 1.0) for part in parts), (again[nodes], -1.0)], 0.0, ("link", begin, last), nodes)
-        inside = (facts.model.read_node > begin) & (facts.model.read_node < last)
+        inside = (model.read_node > begin) & (model.read_node < last)
         open_before = (self.base < begin) & ~self.certain[first]
         needed = np.zeros(len(self.base), np.bool_)
-        needed[facts.model.reads[inside]] = True
+        needed[model.reads[inside]] = True
         if end < self.count:
             needed |= self.certain[end]
             kept = np.nonzero(open_before & ~needed & (self.live[end] >= 0))[0]
@@ -168,14 +157,14 @@ class _Builder:
         demanded = np.nonzero(open_before & needed)[0]
         terms = [(live[demanded], 1.0), (again[self.base[demanded]], 1.0)]
         self._add_rows(terms, 1.0, ("need", begin, last), demanded)
-        built = np.nonzero((again[facts.model.read_node] >= 0) & open_before[facts.model.reads])[0]
-        node, storage = facts.model.read_node[built], facts.model.reads[built]
+        built = np.nonzero((again[model.read_node] >= 0) & open_before[model.reads])[0]
+        node, storage = model.read_node[built], model.reads[built]
         terms = [(live[storage], 1.0), (again[self.base[storage]], 1.0), (again[node], -1.0)]
         self._add_rows(terms, 0.0, ("build", begin, last), built)
 
     def _memory_row(self, cut: int) -> None:
         columns = self.live[cut][self.live[cut] >= 0]
-        taken = int(self.facts.liveness.instant_bytes[self.cuts[cut]])
+        taken = int(self.facts.instant_bytes[self.cuts[cut]])
         rows = np.full(len(columns), self.rows, np.int64)
         self.entries.append((rows, columns, -self.weights[cut]))
         self.rights.append(np.array([taken / max(self.facts.room_bytes, 1) - 1.0]))

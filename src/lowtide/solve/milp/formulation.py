@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from lowtide.solve.milp.linear import INFINITY, Floats, LinearProgram
+from lowtide.solve.milp.linear import INFINITY, Floats, LinearProgram, ProgramBuilder
 from lowtide.solve.model.compact import CompactGraph
 from lowtide.solve.model.reach import Reach
 
@@ -50,31 +50,38 @@ class FrontierStage:
     recompute: dict[int, int]  # node -> column, ascending
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Formulation:
-    """A program and how to read its solutions. The objective is the recompute time, or the peak, in units of the scale."""
+    """A program in stages and how to read its solutions. ``budget_bytes`` ``None``: the peak is minimised, in units of
+    the scale, and ``peak`` is its column; otherwise the recompute time. ``stored[t]`` and ``saved[t]``: the columns S and
+    G (or ZERO, ONE) of stage ``t`` by storage and by random node."""
 
-    program: LinearProgram
-    stages: list[FrontierStage]
-    stored: list[dict[int, int]]  # stage -> storage -> column (or ZERO, ONE) at its beginning
-    reach: Reach
-    scale: Scale
-    for_time: bool
-    ordered: bool
+    model: CompactGraph
+    budget_bytes: int | None
+    ordered: bool = field(default=True, kw_only=True)
+    rows: ProgramBuilder = field(default_factory=ProgramBuilder, kw_only=True)
+    reach: Reach = field(init=False)
+    scale: Scale = field(init=False)
+    stages: list[FrontierStage] = field(init=False)
+    stored: list[dict[int, int]] = field(init=False)
+    saved: list[dict[int, int]] = field(init=False)
+    peak: int = field(init=False)
+    program: LinearProgram = field(init=False)
 
     @property
     def absolute_gap(self) -> float:
         """The objective takes whole numbers only where its unit is the greatest common divisor."""
         return 0.99 if self.scale.whole else 1e-6
 
-    def lower_bound(self, model: CompactGraph, bound: float) -> int:
+    def lower_bound(self, bound: float) -> int:
         """Nanoseconds (bytes where the peak is minimised) that follow from a bound on the objective."""
         if bound == -INFINITY:
             return 0
         safe = max(bound - 1e-2 - 1e-7 * abs(bound), 0.0)  # the solver's tolerances
         if self.scale.whole:
             safe = math.ceil(safe)
-        return (model.least_ns if self.for_time else model.fixed_bytes) + int(safe * self.scale.unit)
+        base = self.model.fixed_bytes if self.budget_bytes is None else self.model.least_ns
+        return base + int(safe * self.scale.unit)
 
     def sequence(self, values: Floats) -> list[int]:
         """Nodes in the order in which they are computed."""
@@ -85,9 +92,9 @@ class Formulation:
                 nodes.append(stage.target)
         return nodes[:-1]
 
-    def start(self, model: CompactGraph, nodes: list[int]) -> Floats | None:
+    def start(self, nodes: list[int]) -> Floats | None:
         """The solution that a sequence of nodes is, as far as it is integer (the rest NaN); ``None``: it is none."""
-        runs = self._runs(model, nodes)
+        runs = self._runs(nodes)
         if runs is None:
             return None
         values = np.full(len(self.program.cost), np.nan)
@@ -104,14 +111,14 @@ class Formulation:
                     values[column] = np.nanmax([values[column], float(storage in live)])
         return values
 
-    def _runs(self, model: CompactGraph, nodes: list[int]) -> list[list[int]] | None:
+    def _runs(self, nodes: list[int]) -> list[list[int]] | None:
         """The nodes of each stage in their order, which is ascending in each round of ordered stages; the last rounds of a
         stage are filled first."""
         runs: list[list[int]] = []
         pending: list[list[int]] = [[]]
         seen = -1
         rounds = Counter(stage.limit for stage in self.stages)
-        for node in [*nodes, model.nodes]:
+        for node in [*nodes, self.model.nodes]:
             if node <= seen:
                 if self.ordered and pending[-1] and pending[-1][-1] >= node:
                     pending.append([])

@@ -9,29 +9,15 @@ what passes through the whole stage. Both count the stage's own node, which runs
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from lowtide.solve.milp.formulation import ONE, ZERO, FrontierStage, Scale
-from lowtide.solve.milp.linear import INFINITY, ProgramBuilder
-from lowtide.solve.model.compact import CompactGraph
-from lowtide.solve.model.reach import Reach
+from lowtide.solve.milp.formulation import ONE, ZERO, Formulation, FrontierStage
+from lowtide.solve.milp.linear import INFINITY
 
 
 @dataclass(slots=True, eq=False)
-class StageMemory:
-    """The variables of a staged program and the rows that keep its memory within the budget. ``stored[t]`` and
-    ``saved[t]``: the columns S and G of stage ``t`` by storage and by random node. ``budget_bytes`` ``None``: the peak
-    is minimised, and ``peak`` is its column."""
-
-    model: CompactGraph
-    budget_bytes: int | None
-    rows: ProgramBuilder = field(default_factory=ProgramBuilder, kw_only=True)
-    reach: Reach = field(init=False)
-    scale: Scale = field(init=False)
-    stages: list[FrontierStage] = field(init=False)
-    stored: list[dict[int, int]] = field(init=False)
-    saved: list[dict[int, int]] = field(init=False)
-    peak: int = field(init=False)
+class StageMemory(Formulation):
+    """The rows that keep a staged program's memory within the budget."""
 
     def at_most(self, column: int, others: list[int]) -> None:
         """``column <= sum of others``, constants understood."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lowtide.ir import Compute, Schedule, is_view, schedule_from_sequence, simulate
-from lowtide.solve.milp.formulation import Formulation
 from lowtide.solve.milp.linear import Outcome, SolverOptions, SolverResult, solve_program
 from lowtide.solve.milp.stages import StageModel
 from lowtide.solve.model.compact import CompactGraph, compact
@@ -52,6 +51,12 @@ class Search:
         return self.options.time_limit - (time.perf_counter() - self.began)
 
     @property
+    def found(self) -> Schedule:
+        """The best, where it is known that there is one."""
+        assert self.best is not None
+        return self.best
+
+    @property
     def impossible(self) -> bool:
         """Proven that nothing fits."""
         return self.bound == NEVER
@@ -80,9 +85,10 @@ class Search:
 
     def any_order(self, share: float) -> None:
         """The relaxation: a bound for the full problem, and a candidate."""
-        formulation, result = self._run(StageModel(self.model, self.budget_bytes, ordered=False), share)
+        formulation = StageModel(self.model, self.budget_bytes, ordered=False)
+        result = self._run(formulation, share)
         if self.exact:
-            whole = NEVER if result.outcome is Outcome.INFEASIBLE else formulation.lower_bound(self.model, result.bound)
+            whole = NEVER if result.outcome is Outcome.INFEASIBLE else formulation.lower_bound(result.bound)
             self.bound = max(self.bound, whole)
         if len(result.values):
             self.consider_nodes(formulation.sequence(result.values))
@@ -92,7 +98,8 @@ class Search:
         spare = 0
         for _ in range(_TIGHTENINGS):
             budget = None if self.budget_bytes is None else self.budget_bytes - spare
-            formulation, result = self._run(StageModel(self.model, budget, reduced=reduced, rounds=rounds), share)
+            formulation = StageModel(self.model, budget, reduced=reduced, rounds=rounds)
+            result = self._run(formulation, share)
             if not len(result.values):
                 return
             peak = self.consider_nodes(formulation.sequence(result.values))
@@ -127,12 +134,12 @@ class Search:
             else:
                 self.bound = budget + 1
 
-    def _run(self, stages: StageModel, share: float) -> tuple[Formulation, SolverResult]:
-        formulation = stages.build()
+    def _run(self, formulation: StageModel, share: float) -> SolverResult:
+        formulation.build()
         limit = self.remaining * share
         options = dataclasses.replace(self.options, time_limit=limit, absolute_gap=formulation.absolute_gap)
-        start = formulation.start(self.model, self.nodes) if self.best is not None else None
-        return formulation, solve_program(formulation.program, options, start)
+        start = formulation.start(self.nodes) if self.best is not None else None
+        return solve_program(formulation.program, options, start)
 
     def programs(self) -> list[Callable[[], None]]:
         """What there is to solve, one after the other; nothing where the graph is too large for any program."""

@@ -23,10 +23,11 @@ leads from i to a node at or after t. In the reduced form stages of the forward 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
-from lowtide.solve.milp.formulation import ONE, ZERO, Formulation, FrontierStage, make_scale
+from lowtide.solve.milp.formulation import ONE, ZERO, FrontierStage, make_scale
 from lowtide.solve.milp.linear import INFINITY
 from lowtide.solve.milp.memory import StageMemory
 from lowtide.solve.model.reach import reach
@@ -39,10 +40,9 @@ class StageModel(StageMemory):
     reduced: bool = False
     every: int = 1  # recomputation in every so many stages only
     rounds: int = 1  # of each stage
-    ordered: bool = True
     integer: bool = True
 
-    def build(self) -> Formulation:
+    def build(self) -> Self:
         model = self.model
         self.reach = reach(model)
         self.scale = make_scale(model, self.budget_bytes)
@@ -55,8 +55,8 @@ class StageModel(StageMemory):
             self._kept(index)
             (self.ordered_memory if self.ordered else self.any_order_memory)(index)
         self._views()
-        for_time = self.budget_bytes is not None
-        return Formulation(self.rows.build(), self.stages, self.stored, self.reach, self.scale, for_time, self.ordered)
+        self.program = self.rows.build()
+        return self
 
     def _stages(self) -> list[FrontierStage]:
         model, until = self.model, self.reach.node_until

@@ -21,8 +21,8 @@ class Classes(NamedTuple):
     members: Indices
 
 
-def node_classes(model: CompactGraph, rounds: int = 3) -> Indices:
-    """Class number of every node (the end included), dense, in order of appearance."""
+def node_classes(model: CompactGraph, rounds: int = 3) -> Classes:
+    """The classes of all nodes (the end included), numbered in order of appearance; their nodes ascend."""
     sources = [model.storage_node[model.reads_of(node)].tolist() for node in range(model.nodes + 1)]
     readers: list[list[int]] = [[] for _ in sources]
     for node, bases in enumerate(sources):
@@ -40,11 +40,7 @@ def node_classes(model: CompactGraph, rounds: int = 3) -> Indices:
                 for node in range(model.nodes + 1)
             ]
         )
-    return np.array(colours, np.int32)
-
-
-def group(number: Indices) -> Classes:
-    """The nodes of each class, ascending."""
+    number = np.array(colours, np.int32)
     start = np.concatenate([[0], np.cumsum(np.bincount(number))]).astype(np.int32)
     return Classes(number, start, np.argsort(number, kind="stable").astype(np.int32))
 

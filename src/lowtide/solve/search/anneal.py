@@ -16,11 +16,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from lowtide.native import core
-from lowtide.solve.model.candidate import Candidate
-from lowtide.solve.model.classes import Classes
-from lowtide.solve.model.compact import CompactGraph, Indices
-from lowtide.solve.model.splitmix import make_state
+
+
+def make_state(seed: int) -> core.Random:
+    """A generator of random numbers (splitmix64: Steele, Lea and Flood, OOPSLA 2014), well mixed for neighbouring seeds."""
+    return core.Random(int(np.random.default_rng(seed).integers(0, 2**63, 1, np.uint64)[0]))
 
 
 class AnnealSettings(NamedTuple):
@@ -36,11 +39,3 @@ class AnnealSettings(NamedTuple):
     target_bytes: int = 0
     target_ns: int = -1
     rate: float = 1.05
-
-
-def anneal(model: CompactGraph, classes: Classes, first: Indices, settings: AnnealSettings, seed: int) -> Candidate:
-    """The quickest sequence within the budget that was met (the lowest, with ``lower``), from ``first`` on.
-
-    Its ``codes`` are empty where no sequence within the (last) budget was met.
-    """
-    return Candidate(*core.anneal(model, classes, first, settings, make_state(seed)))

@@ -13,16 +13,47 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import SupportsInt
 
 from lowtide.solve.model.compact import CompactGraph
 from lowtide.solve.model.ragged import rows
-from lowtide.solve.search.memory_states import MemorySpace, MemoryState, members
 
 MAX_NODES = 9
 MAX_STORAGES = 12
 MAX_STATES = 30_000
+
+MemoryState = tuple[int, int, int, int]
+"""The next first compute; live storages, formed views and saved generator states as bit sets."""
+
+
+def bits(numbers: Iterable[SupportsInt]) -> int:
+    """The set of small numbers as the bits of an integer."""
+    total = 0
+    for number in numbers:
+        total |= 1 << int(number)
+    return total
+
+
+def members(total: int) -> Iterator[int]:
+    """The numbers of a bit set, ascending."""
+    while total:
+        low = total & -total
+        yield low.bit_length() - 1
+        total ^= low
+
+
+class MemorySpace:
+    """A compact graph's tables as bit sets."""
+
+    def __init__(self, model: CompactGraph) -> None:
+        self.model = model
+        self.reads = [bits(row) for row in rows(model.reads_start, model.reads)]
+        self.owns = [bits(row) for row in rows(model.owns_start, model.owns)]
+        self.needs = [bits(row) for row in rows(model.needs_start, model.needs)]
+        self.views = [bits(row) for row in rows(model.views_start, model.views)]
+        self.held = bits(storage for storage, held in enumerate(model.held) if held)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from lowtide.solve.model.compact import CompactGraph
 from lowtide.solve.model.reach import reach
-from lowtide.solve.search.memory_states import MemorySpace, MemoryState, bits, members
+from lowtide.solve.search.exact import MemorySpace, MemoryState, bits, members
 
 
 @dataclass(frozen=True, slots=True)

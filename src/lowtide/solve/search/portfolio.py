@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lowtide.ir import Costs, Graph, Schedule, schedule_from_sequence
-from lowtide.solve.blocks.answer import table_sequences
+from lowtide.native import core
+from lowtide.solve.block_programs import Rockmate
 from lowtide.solve.blocks.compose import BlockChains
-from lowtide.solve.blocks.seeds import block_sequences
-from lowtide.solve.model.candidate import Candidate
-from lowtide.solve.model.classes import Classes, group, node_classes
+from lowtide.solve.blocks.sequences import block_sequences, table_sequences
+from lowtide.solve.model.classes import Classes, node_classes
 from lowtide.solve.model.compact import CompactGraph, Indices, bounding_model, compact, decode, encode_keep_all
-from lowtide.solve.model.sweep import sweep
-from lowtide.solve.rockmate import Rockmate
-from lowtide.solve.search.anneal import AnnealSettings, anneal
+from lowtide.solve.model.sweep import Candidate, sweep
+from lowtide.solve.search.anneal import AnnealSettings, make_state
 from lowtide.solve.search.evictions import greedy_sequences
 from lowtide.solve.search.segments import segment_sequences
 from lowtide.solve.search.threads import in_threads
@@ -96,30 +95,25 @@ class Portfolio:
         return self.model.least_ns + candidate.recompute_ns
 
     def round(self, runs: Iterable[AnnealRun], budget_bytes: int, iterations: int, bound_ns: int) -> list[Candidate]:
-        """The results of several annealing runs, in their order; those that met nothing left out.
+        """The quickest within the budget that each of several runs meets, in their order; those that met none left out.
 
         A run ends when it meets ``bound_ns``, which no schedule undercuts.
         """
 
+        room = max(budget_bytes - self.model.fixed_bytes, 1)
+
         def anneal(run: AnnealRun) -> Candidate | None:
-            return self.anneal(run.start, budget_bytes, iterations, run.stream, run.hot, bound_ns)
+            settings = AnnealSettings(
+                budget_bytes=room,
+                iterations=iterations,
+                hot=run.hot * self.mean_ns,
+                cold=_COLD * self.mean_ns,
+                pressure=float(self.model.time_ns.sum() + 1) / room,
+                target_ns=bound_ns - self.model.least_ns,
+            )
+            return self._run(run.start, settings, run.stream)
 
         return [candidate for candidate in in_threads(anneal, runs) if candidate is not None]
-
-    def anneal(
-        self, start: Candidate, budget_bytes: int, iterations: int, stream: int, hot: float, bound_ns: int = 0
-    ) -> Candidate | None:
-        """The quickest within the budget that a run meets; temperature in mean node times. ``None``: none met."""
-        room = max(budget_bytes - self.model.fixed_bytes, 1)
-        settings = AnnealSettings(
-            budget_bytes=room,
-            iterations=iterations,
-            hot=hot * self.mean_ns,
-            cold=_COLD * self.mean_ns,
-            pressure=float(self.model.time_ns.sum() + 1) / room,
-            target_ns=bound_ns - self.model.least_ns,
-        )
-        return self._run(start, settings, stream)
 
     def lower(self, start: Candidate, target_bytes: int, iterations: int, stream: int) -> Candidate:
         """The lowest peak that a run meets, which ends early at ``target_bytes``."""
@@ -139,11 +133,13 @@ class Portfolio:
         return start if found is None or found.peak_bytes > start.peak_bytes else found
 
     def _run(self, start: Candidate, settings: AnnealSettings, stream: int) -> Candidate | None:
-        found = anneal(self.model, self.classes, start.codes, settings, self.seed * _STREAMS + stream)
+        """The quickest that was met (the lowest, with ``lower``); ``None`` where none was within the (last) budget."""
+        random = make_state(self.seed * _STREAMS + stream)
+        found = Candidate(*core.anneal(self.model, self.classes, start.codes, settings, random))
         return self._with_fixed(found) if len(found.codes) else None
 
 
 def make_portfolio(graph: Graph, costs: Costs, seed: int) -> Portfolio:
     model = compact(graph, costs)
     floor = bounding_model(graph, costs, model)
-    return Portfolio(graph, model, floor, group(node_classes(model)), BlockChains(model), seed)
+    return Portfolio(graph, model, floor, node_classes(model), BlockChains(model), seed)

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.solve.model.candidate import Candidate, quickest
+from lowtide.native import core
 from lowtide.solve.model.compact import Indices
-from lowtide.solve.model.splitmix import Random
+from lowtide.solve.model.sweep import Candidate, quickest
 
 Places = npt.NDArray[np.intp]
 
 
-def crossed(first: Candidate, second: Candidate, rng: Random) -> Indices:
+def crossed(first: Candidate, second: Candidate, rng: core.Random) -> Indices:
     """The codes of ``first``, but those of ``second`` from one to another of the nodes before which the two differ: a
     quarter to three quarters of these nodes."""
     ours, theirs = _stretches(first.codes), _stretches(second.codes)
@@ -51,7 +51,7 @@ def _differing(ours: Indices, our_lengths: Places, theirs: Indices, their_length
     return np.flatnonzero(differ)
 
 
-def children(population: Sequence[Candidate], count: int, rng: Random) -> list[Indices]:
+def children(population: Sequence[Candidate], count: int, rng: core.Random) -> list[Indices]:
     """Mixtures of the best, or of any, with any other; the only one itself where there are no two."""
     made = []
     for _ in range(count):

@@ -1,0 +1,132 @@
+"""``rotor``, ``rockmate`` and ``h-rockmate``: a dynamic program over a chain of blocks with options each.
+
+The forward pass is cut into blocks (``lowtide.solve.blocks.partition``), every block gets options, and a table
+(``lowtide.solve.blocks.table``, with the recurrence) chooses among them. All are heuristics: feasible or unsolved. Several
+nominal budgets are tried (``lowtide.solve.blocks.sequences``). For L blocks, K options, M slots a table takes
+O(L^3 M + L^2 K M) time.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import partial
+
+from lowtide.ir import schedule_from_sequence
+from lowtide.solve.blocks.chain import Chain, make_chain
+from lowtide.solve.blocks.compose import BlockChains
+from lowtide.solve.blocks.menu import everything
+from lowtide.solve.blocks.partition import distinct, refined_cuts, several_cuts, top_cuts
+from lowtide.solve.blocks.sequences import Builder, table_sequences
+from lowtide.solve.blocks.table import Table, build_table
+from lowtide.solve.model.compact import compact, decode, encode_keep_all
+from lowtide.solve.model.sweep import lowest, quickest, sweep
+from lowtide.solve.options import Options, between
+from lowtide.solve.outcome import answer, keeping_all
+from lowtide.solve.problem import Problem, Solution
+
+_BLOCKS = 60  # of rockmate
+_SIMULATED = 6
+
+
+class BlockProgram(Options):
+    """What the three planners share: only their tables differ."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def builders(self, chains: BlockChains) -> list[Builder]:
+        """The tables, one builder per way to cut."""
+
+    def solve(self, problem: Problem) -> Solution:
+        """The quickest schedule that fits; else unsolved with the lowest peak of all sequences."""
+        model = compact(problem.graph, problem.costs)
+        chains = BlockChains(model)
+        if not chains.has_blocks:
+            return keeping_all("keep-all", problem)
+        kept = sweep(model, encode_keep_all(model))
+        found = [kept, *(sweep(model, codes) for codes in table_sequences(self.builders(chains), kept.peak_bytes))]
+        room = problem.budget_bytes - problem.graph.fixed_bytes
+        chosen = [*quickest((one for one in found if one.peak_bytes <= room), _SIMULATED), lowest(found)]
+        schedules = [schedule_from_sequence(problem.graph, decode(model, one.codes)) for one in chosen]
+        return answer(self.name, problem, schedules)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotor(BlockProgram):
+    """Blocks between articulation points modulo cheap long-lived storages; a block either saves everything or the chain
+    stores a block's input and runs on. On a chain with exact bytes the table's time is the least of any
+    memory-persistent schedule (one in which what is stored stays until its backward use) that treats blocks so.
+
+    Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova 2019, arXiv 1911.13214 (its optimal persistent schedules).
+    Deviations: what crosses a cut may be several storages; gradients that stay (those of weights) are counted when they
+    are there; ``trim`` gives the last forward of a nested segment a variant without its output, which nobody needs again.
+
+    ``slots``: memory is counted in so many parts of the budget, rounded up; 0 counts bytes. ``trim``: see above.
+    ``blocks``: at most so many, the quickest neighbours merged; half, a quarter and so on of them are tried too.
+    """
+
+    slots: int = between(500, 0, 5000)
+    trim: bool = True
+    blocks: int = between(80, 1, 200)
+
+    def builders(self, chains: BlockChains) -> list[Builder]:
+        return [partial(self.table, make_chain(chains.model, cuts)) for cuts in several_cuts(chains.model, self.blocks)]
+
+    def table(self, chain: Chain, most_bytes: int) -> Table:
+        """One table for every budget up to ``most_bytes`` (``fixed_bytes`` apart)."""
+        menus = [(everything(chain, block, block + 1),) for block in range(chain.blocks)]
+        return build_table(chain, menus, most_bytes, self.slots, trim=self.trim)
+
+
+@dataclass(frozen=True, slots=True)
+class Rockmate(BlockProgram):
+    """Blocks as for ``rotor``; every distinct block gets a menu of (saved bytes, peaks, time) options, from everything
+    saved to nothing (``lowtide.solve.blocks.menu``), which takes O(n^3) for n nodes.
+
+    Source: Zhao, Le Hellard, Eyraud-Dubois, Gusak, Beaumont 2023 (ICML), arXiv 2307.01236. Deviations: options come from
+    a greedy line of ever smaller saved sets, not from a mixed-integer program under a grid of budgets; the chain is cut
+    several times, from about sixty blocks to about six, as too coarse a menu makes feasible budgets look infeasible.
+
+    ``options``: per block, about. ``slots``: as for ``rotor``. ``block_nodes``: above so many forward nodes a block
+    is cut again before its menu is made; half as many are tried too.
+    """
+
+    options: int = between(16, 2, 200)
+    slots: int = between(500, 0, 5000)
+    block_nodes: int = between(120, 4, 200)
+
+    def builders(self, chains: BlockChains) -> list[Builder]:
+        sizes = (self.block_nodes, max(self.block_nodes // 2, 1))
+        cuts = several_cuts(chains.model, _BLOCKS)
+        ways = distinct([refined_cuts(chains.model, way, most_nodes) for way in cuts for most_nodes in sizes])
+        return [partial(build_table, *chains.with_menus(way, self.options), slots=self.slots) for way in ways]
+
+
+@dataclass(frozen=True, slots=True)
+class HRockmate(BlockProgram):
+    """Any graph partitioned recursively, options composed upwards, a dynamic program at the top.
+
+    The forward pass is cut into parts of a few nodes where fewest bytes cross, whatever crosses (long skips, U-Nets and
+    encoder-decoders included), which are bundled; each bundle's menu is made from its halves', equal parts once
+    (``lowtide.solve.blocks.compose``), and the table chooses among the bundles' options.
+
+    Source: Gusak, Zhao, Le Hellard, Li, Eyraud-Dubois, Beaumont, H-Rockmate (HAL 04403844) and HiRemate (ICML 2025).
+    Deviations: parts are intervals of the program order, halves are joined by enumeration instead of a mixed-integer
+    program per subgraph, and the top level is a dynamic program over intervals. For n nodes in parts of p nodes the menus
+    take about O(n p^2 + n K^2 log n) steps of a sweep.
+
+    ``options``: per part, about. ``part_nodes``: forward nodes of the smallest parts, at most. ``top``: bundles at
+    the top level, about. ``slots``: as for ``rotor``.
+    """
+
+    options: int = between(16, 2, 100)
+    part_nodes: int = between(12, 1, 100)
+    top: int = between(24, 1, 100)
+    slots: int = between(500, 0, 5000)
+
+    def builders(self, chains: BlockChains) -> list[Builder]:
+        """Menus composed once per way to bundle, tables of the chain of bundles as they are asked for."""
+        ways = top_cuts(chains.model, self.top, self.part_nodes)
+        composed = (chains.composed(tops, self.part_nodes, self.options) for tops in ways)
+        return [partial(build_table, *chain_and_menus, slots=self.slots) for chain_and_menus in composed]
