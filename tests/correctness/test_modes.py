@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -190,7 +191,7 @@ def test_arguments_that_are_leaves_and_others_under_autocast() -> None:
 
 def test_another_thread_ends_its_autocast_meanwhile() -> None:
     """Its casts are forgotten, as they have to be."""
-    seen = []
+    seen: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a list would be put back: a capture is no call
 
     class Waiting(nn.Module):
         def __init__(self) -> None:
@@ -204,11 +205,12 @@ def test_another_thread_ends_its_autocast_meanwhile() -> None:
             return self.layer(x).square().mean()
 
     lowtide.rematerialize(Waiting(), (torch.randn(2, 8),), budget="100%", planner="keep-all")
-    assert seen
-    assert all(seen)
+    answers = [seen.get() for _ in range(seen.qsize())]
+    assert answers
+    assert all(answers)
 
 
-def _updated_between(seen: list[bool]) -> None:
+def _updated_between(seen: queue.SimpleQueue[bool]) -> None:
     weight, x = torch.ones(8, 8, requires_grad=True), torch.ones(2, 8)
     results = []
     for _ in range(2):
@@ -216,7 +218,7 @@ def _updated_between(seen: list[bool]) -> None:
             results.append((x @ weight).detach())
         with torch.no_grad():
             weight.add_(1)
-    seen.append(not torch.equal(*results))
+    seen.put(not torch.equal(*results))
 
 
 class _Shared(nn.Module):

@@ -85,7 +85,7 @@ class Observer:
 
     def _begin(self) -> None:
         model, clone = self._model
-        self.reads.note("method", model, "forward", class_attribute(type(model), "forward"), "its class's forward")
+        self.reads.note("method", model, "forward", current("method", model, "forward"), "its class's forward")
         for argument in self._arguments:  # what they hold is a part of the signature
             whole = isinstance(argument, (types.FunctionType, types.MethodType, nn.Module))
             part = argument if whole else type(argument)
