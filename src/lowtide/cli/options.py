@@ -6,7 +6,8 @@ import argparse
 
 
 def add_budget_option(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--budget", help='bytes, "8GiB", "700 MB", or "40%%" of the unconstrained peak')
+    text = 'bytes, "8GiB", "700 MB", or "40%%" of the unconstrained peak'
+    parser.add_argument("--budget", help=text)
 
 
 def add_planner_options(parser: argparse.ArgumentParser) -> None:

@@ -123,9 +123,10 @@ def find_callable(target: str) -> Callable[[], Any]:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        found: Callable[[], Any] = pkgutil.resolve_name(f"{module_name}:{path}")
+        found: Any = pkgutil.resolve_name(f"{module_name}:{path}")
     except (ImportError, AttributeError, ValueError) as error:
         raise PlanError(f"cannot load {target}: {error}; {_EXAMPLE}.") from error
     if not callable(found):
         raise PlanError(f"{target} is a {type(found).__name__}, not a callable; {_EXAMPLE}.")
-    return found
+    result: Callable[[], Any] = found
+    return result

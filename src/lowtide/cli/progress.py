@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 from lowtide.extras import require
-from lowtide.solve import Progress
+
+Progress = Callable[[str, float], None]
 
 
 @contextlib.contextmanager

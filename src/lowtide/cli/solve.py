@@ -16,7 +16,7 @@ from typing import Any
 
 from lowtide.budget import parse_budget
 from lowtide.cli.options import add_budget_option, add_planner_options
-from lowtide.cli.progress import progress_bar
+from lowtide.cli.progress import Progress, progress_bar
 from lowtide.ir import (
     Compute,
     Costs,
@@ -31,7 +31,7 @@ from lowtide.ir import (
 from lowtide.planning import infeasible
 from lowtide.report.curve import lowest_schedule
 from lowtide.report.tables import fact_lines
-from lowtide.solve import Problem, Progress, peak_lower_bound, solve
+from lowtide.solve import Problem, peak_lower_bound, solve
 from lowtide.store import write_atomically
 from lowtide.units import format_bytes, format_percent, format_time, overhead_percent
 

@@ -15,9 +15,10 @@ from lowtide.dynamic.statistics import OnlineStatistics
 from lowtide.errors import ExecutionError, PlanError
 from lowtide.eviction import HEURISTICS
 from lowtide.solve import check_seed
-from lowtide.trace import POLICIES
 
 __all__ = ["OnlineStatistics", "is_inside", "online"]
+
+POLICIES = ("eager", "ignore", "banish")
 
 _LOCK = threading.RLock()
 _run: OnlineRun | None = None  # of the contexts that are active
@@ -86,9 +87,10 @@ class online:
                 "such as '2GiB', or measure the run first: lowtide.measure(train_step).peak_bytes."
             )
         budget_bytes = parse_budget(budget, 0)
-        for kind, name, known in (("heuristic", heuristic, tuple(HEURISTICS)), ("policy", policy, POLICIES)):
-            if name not in known:
-                raise PlanError(f"no {kind} is named {name!r}; known: {', '.join(known)}.")
+        if heuristic not in tuple(HEURISTICS):
+            raise PlanError(f"no heuristic is named {heuristic!r}; known: {', '.join(HEURISTICS)}.")
+        if policy not in POLICIES:
+            raise PlanError(f"no policy is named {policy!r}; known: {', '.join(POLICIES)}.")
         if not is_amount(warn_above):
             raise PlanError(f"warn_above is {warn_above!r}, but is a multiple of the program's own time, such as 2.0.")
         check_seed(seed)

@@ -11,7 +11,6 @@ pinned.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -115,10 +114,14 @@ class Engine:
         if operator.geometry_only:
             if kwargs.get("device") is None:
                 kwargs = {**kwargs, "device": args[0].device}
-            return OperatorCall(operator, list(map(blank, args)), kwargs), reads
+            return OperatorCall(operator, [blank(v) if isinstance(v, Tensor) else v for v in args], kwargs), reads
+
+        def recorded(value: Any) -> Any:
+            return self._view(value, reads)
+
         given = [None if place in unread else value for place, value in enumerate(args)] if unread else args
-        views = mapped(functools.partial(self._view, reads=reads), (given, kwargs))
-        return OperatorCall(operator, *views), reads
+        views = [recorded(value) if isinstance(value, Tensor) else mapped(recorded, value) for value in given]
+        return OperatorCall(operator, views, {name: mapped(recorded, value) for name, value in kwargs.items()}), reads
 
     def _view(self, tensor: Any, reads: dict[Node, None]) -> Any:
         """What stands in the place of a tensor; anything else is itself."""
@@ -263,7 +266,8 @@ class Engine:
         With ``SHARE`` they may change unseen, until what is returned is called: what was computed from them stays.
         """
         node = self.memory.node_of(tensor)
-        self.rebuilder.complete([node])
+        if node.evicted:
+            self.rebuilder.rebuild([node])
         if access is Access.READ:
             return None
         node.pinned = True

@@ -154,7 +154,7 @@ def _geometry(value: Any) -> Hashable:
 def _result_bytes(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> int:
     """The storages that the operator will return, from a run on tensors without memory; 0 where that cannot be."""
     try:
-        blank_args, blank_kwargs = mapped(blank, (args, kwargs))
+        blank_args, blank_kwargs = mapped(_blank, args), {name: mapped(_blank, item) for name, item in kwargs.items()}
         if kwargs.get("device") is not None:
             blank_kwargs["device"] = "meta"
         result = operator.run(*blank_args, **blank_kwargs)
@@ -163,3 +163,9 @@ def _result_bytes(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any
     given = {storage_of(tensor)._cdata for tensor in tensors_of([blank_args, *blank_kwargs.values()])}
     made = {storage_of(tensor)._cdata: storage_of(tensor).nbytes() for tensor in tensors_of(result)}
     return sum(round_up(nbytes, device) for address, nbytes in made.items() if address not in given)
+
+
+def _blank(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return blank(value)
+    return None if isinstance(value, torch.Generator) else value

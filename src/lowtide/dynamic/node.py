@@ -187,19 +187,15 @@ PREFERENCES = (
 )
 
 
-def blank(value: Any) -> Any:
-    """A tensor without memory of the same shape, strides and type in place of a tensor, nothing in that of a generator."""
-    if isinstance(value, Tensor):
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
-    return None if isinstance(value, torch.Generator) else value
+def blank(tensor: Tensor) -> Tensor:
+    """A tensor without memory of the same shape, strides and type."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with lists in place of lists and tuples, and ``function`` of everything else that is in them or in a dict."""
+    """``value`` with lists in place of lists and tuples, and ``function`` of everything else."""
     if isinstance(value, (list, tuple)):
         return [mapped(function, item) for item in value]
-    if isinstance(value, dict):
-        return {name: mapped(function, item) for name, item in value.items()}
     return function(value)
 
 

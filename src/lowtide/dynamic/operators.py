@@ -19,7 +19,11 @@ _GEOMETRY_ONLY = {
     "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full",
 }  # fmt: skip
 # Running mean and variance are updated in training though the schema does not say so: (positions, position of the flag).
-_UPDATES_STATISTICS = dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), ((3, 4), 5))
+_UPDATES_STATISTICS = {
+    "native_batch_norm": ((3, 4), 5),
+    "cudnn_batch_norm": ((3, 4), 5),
+    "miopen_batch_norm": ((3, 4), 5),
+}
 # Operators that are functions of their arguments and of the generator's state.
 _FUNCTIONS = {"aten", "prims", "torchvision"}
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -35,15 +39,19 @@ class Operator:
     contents. ``statistics``: positions written in training and left out when it runs again, and the position of the flag.
     """
 
-    passes = composite = random = geometry_only = nondeterministic_on_cuda = False
-    once = True
-    writes: tuple[Position, ...] = ()
-    statistics: tuple[tuple[int, ...], int] | None = None
+    __slots__ = (
+        "composite", "detaches", "geometry_only", "name", "nondeterministic_on_cuda", "once", "passes", "random", "run",
+        "statistics", "writes",
+    )  # fmt: skip
 
     def __init__(self, overload: Any) -> None:
         self.run = overload
         self.detaches = overload is torch.ops.aten.detach.default
         self.name = str(overload)
+        self.passes = self.composite = self.random = self.geometry_only = self.nondeterministic_on_cuda = False
+        self.once = True
+        self.writes: tuple[Position, ...] = ()
+        self.statistics: tuple[tuple[int, ...], int] | None = None
         if isinstance(overload, OpOverload):
             self._read_schema(overload)
 
@@ -66,9 +74,6 @@ class Operator:
         self.geometry_only = name in _GEOMETRY_ONLY
         self.once = overload.namespace not in _FUNCTIONS
         self.statistics = _UPDATES_STATISTICS.get(name)
-
-
-operator_of = functools.cache(Operator)
 
 
 def values_at(positions: tuple[Position, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

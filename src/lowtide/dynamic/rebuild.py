@@ -45,12 +45,15 @@ class Rebuilder:
         self.scratch_bytes: dict[Hashable, int] = {}  # what kinds of calls were found to take beyond their results
 
     def complete(self, needs: Iterable[Node]) -> None:
-        """Have all of them there at once: those that were evicted are computed again and, before them, what that reads.
+        """Have all of them there at once; they are locked."""
+        if missing := [node for node in needs if node.evicted]:
+            self.rebuild(missing)
+
+    def rebuild(self, targets: list[Node]) -> None:
+        """Compute evicted nodes again and, before them, whatever that reads and is gone, in room that is planned for.
 
         The scratch of operators is not known beforehand: where it was too much, the plan is made again with what was learnt.
         """
-        if not (targets := [node for node in needs if node.evicted]):
-            return
         began = statistics.now_ns()
         try:
             for _ in range(_ATTEMPTS):
@@ -162,7 +165,8 @@ class Rebuilder:
                 raise ExecutionError("an argument of a call that is made again is gone")
             return value.of(storage)
 
-        args, kwargs = mapped(filled, (call.args, call.kwargs))
+        args = mapped(filled, call.args)
+        kwargs = {name: mapped(filled, value) for name, value in call.kwargs.items()}
         with torch.set_grad_enabled(call.grad), generators.replayed(call.generator):
             result, cost_ns = self.executor.run(call.operator, args, kwargs)
         self.memory.pool.tick(cost_ns)

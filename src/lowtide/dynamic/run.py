@@ -22,7 +22,7 @@ from lowtide.dynamic.engine import Engine, current_origin
 from lowtide.dynamic.executor import executor_for
 from lowtide.dynamic.memory import Memory, Refusal
 from lowtide.dynamic.node import Origin
-from lowtide.dynamic.operators import Operator, operator_of
+from lowtide.dynamic.operators import Operator
 from lowtide.dynamic.patches import Access, Patches, uncompiled
 from lowtide.dynamic.rebuild import RebuildError
 from lowtide.dynamic.recording import Recorder
@@ -65,6 +65,7 @@ class OnlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, run: OnlineRun) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.run = run
+        self.known: dict[Any, Operator] = {}
 
     def __enter__(self) -> OnlineMode:
         self.run.thread.modes += 1
@@ -79,7 +80,9 @@ class OnlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(kind.__torch_dispatch__ is not _PLAIN for kind in types):
             return NotImplemented  # a tensor subclass: what it is made of comes by
-        operator = operator_of(func)
+        operator = self.known.get(func)
+        if operator is None:
+            operator = self.known[func] = Operator(func)
         if operator.passes:
             if operator.detaches:
                 self.run.detached(args[0])
