@@ -50,7 +50,8 @@ class _OtherNoise(nn.Module):
 
 
 def test_other_random_operators() -> None:
-    compare_training(lambda: WithLoss(_OtherNoise()), rows())
+    # Room to read the generator's state is planned for at every random operator, and not taken by each.
+    compare_training(lambda: WithLoss(_OtherNoise()), rows(), unmet_bytes=2 * 5056)
 
 
 @pytest.mark.parametrize(
