@@ -50,7 +50,8 @@ class _OtherNoise(nn.Module):
 
 
 def test_other_random_operators() -> None:
-    # Room to read the generator's state is planned for at every random operator, and not taken by each.
+    # Not exact under every plan: up to 8,576 bytes are predicted that are not taken. The cause is not known yet; 5,056 are what
+    # reading a generator's state takes.
     compare_training(lambda: WithLoss(_OtherNoise()), rows(), unmet_bytes=2 * 5056)
 
 
