@@ -15,7 +15,7 @@ import torch
 
 from lowtide.cost import CostCache, measure_costs, measured, timing
 from lowtide.cost.signature import signature
-from lowtide.memory.meter import allocation_peak
+from lowtide.memory.meter import allocation_peak, measure
 from tests.cost.programs import program_of
 
 aten = torch.ops.aten
@@ -100,6 +100,26 @@ def test_numbers_that_no_kernel_treats_apart_share_a_measurement(exponents: tupl
     assert len({signature(program, op.id) for op in program.graph.ops}) == distinct
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("y", aten.bernoulli.default, ("x",)),
+        ("y", aten.binary_cross_entropy.default, ("x", "x")),
+        ("y", aten.cholesky.default, ("x",)),
+        ("y", aten.multinomial.default, ("x", 2)),
+        ("y", aten.normal.Tensor_Tensor, ("x", "x")),
+        ("y", aten.normal.float_Tensor, (0.0, "x")),
+        ("y", aten.poisson.default, ("x",)),
+    ],
+    ids=lambda call: call[1].name(),
+)
+def test_arguments_of_a_small_domain_are_made_within_it(call: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Else the operator's cost would be estimated, its workspace too high."""
+    costs = _costs(call, x=torch.empty(20, 20))
+    assert "estimated" not in caplog.text
+    assert costs.time_ns[0] > 0
+
+
 def test_a_number_that_sizes_the_result_has_a_measurement_of_its_own() -> None:
     program = program_of(
         ("a", aten.arange.start_step, (0, 10, 0.3), {"device": "cpu"}),
@@ -175,7 +195,7 @@ def test_no_operator_leaves_its_tensors_to_the_next() -> None:
     program = program_of(
         *((f"y{n}", aten.tanh.default, (f"x{n}",)) for n in rows), **{f"x{n}": torch.empty(n, 100) for n in rows}
     )
-    peak, _ = allocation_peak(lambda: measure_costs(program, cache=CostCache(None)))
+    peak = measure(lambda: measure_costs(program, cache=CostCache(None))).peak_bytes
     largest = rows[-1] * 100 * 4
     assert 2 * largest <= peak < 2 * largest + 16 * 1024
 

@@ -67,14 +67,13 @@ def compare_training(
     check_peak: bool = True,
     prepare: Callable[..., nn.Module] | None = None,
     unmet_bytes: int = 0,
-    kept_bytes: int = 0,
     **options: Any,
 ) -> list[Outcome]:
     """Compare eager with a rematerialized model at each of ``budgets``, all of which must be met; see ``MINIMUM``.
 
     ``make_inputs(iteration)`` returns ``(args, kwargs)``; the first one is the sample that the plan is made for. A custom
     ``step`` runs forward and backward itself; its peak is compared only where ``check_peak`` holds: it is the predicted one,
-    or up to ``unmet_bytes`` less, or ``kept_bytes`` more, which a capture in every call leaves. ``options`` go to
+    or up to ``unmet_bytes`` less. ``options`` go to
     ``lowtide.rematerialize``, or to ``prepare`` where another preparation is to be compared.
     """
     step_function = step or training_step(loss)
@@ -88,7 +87,7 @@ def compare_training(
         assert_same_records(records, expected, tolerance=tolerance, layouts=layouts)
         measured = 0
         if check_peak and prepare is None:
-            measured = assert_within_plan(model, make_inputs(0), loss, step_function, unmet_bytes, kept_bytes)
+            measured = assert_within_plan(model, make_inputs(0), loss, step_function, unmet_bytes)
         outcomes.append(Outcome(model, records, measured))
     return outcomes
 
@@ -159,9 +158,7 @@ def _fingerprint(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def assert_within_plan(
-    model: nn.Module, inputs: Inputs, loss: Loss, step: Step, unmet_bytes: int = 0, kept_bytes: int = 0
-) -> int:
+def assert_within_plan(model: nn.Module, inputs: Inputs, loss: Loss, step: Step, unmet_bytes: int = 0) -> int:
     """Measure one more iteration: its peak must lie within the plan's budget and be the predicted one, to the byte.
 
     ``unmet_bytes``: that much less is allowed where the plan leaves room for what need not come.
@@ -172,7 +169,7 @@ def assert_within_plan(
     model.zero_grad(set_to_none=True)
     measured = lowtide.measure(step, model, args, kwargs).peak_bytes
     (plan,) = latest_plans(model)  # planners that end by the clock may plan each signature in another way
-    allowance = _caller_bytes(model, inputs, loss) + kept_bytes
+    allowance = _caller_bytes(model, inputs, loss)
     predicted = plan.peak_bytes
     assert predicted <= plan.budget_bytes
     assert measured <= plan.budget_bytes + allowance, (

@@ -155,6 +155,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
         raise capture_error(error) from error
     finally:
         counters.put_back(outside, traced.reads)
+        mode.forget_values()
     traced.reads.forget(outside)
     if recorder.used_otherwise(failed=False):
         return replace(known, effects=effects)

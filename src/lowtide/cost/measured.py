@@ -38,13 +38,20 @@ _SCATTERED = 0.25  # spread over time, from which an operator is timed again
 _AGAIN = 3  # times at most
 # Kernels that return the state for their backward only where gradients are recorded.
 _NEEDS_GRAD_MODE = ("aten.mkldnn_rnn_layer.default",)
-# Arguments, by position, that must be other than synthetic tensors are: pivots and bags count from one, rates are positive.
+# Arguments, by position, that must be other than synthetic tensors are: pivots and bags count from one, rates and deviations are
+# positive, probabilities lie between 0 and 1, what is factored is positive definite.
 _VALID: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {
     "aten.linalg_lu_solve.default": (1, lambda pivots: pivots.fill_(1)),
     "aten.lu_unpack.default": (1, lambda pivots: pivots.fill_(1)),
     "aten._embedding_bag_backward.default": (4, lambda sizes: sizes.fill_(1)),
     "aten.multinomial.default": (0, lambda weights: weights.abs_()),
     "aten.poisson.default": (0, lambda rates: rates.abs_()),
+    "aten.bernoulli.default": (0, lambda probabilities: probabilities.sigmoid_()),
+    "aten.binary_cross_entropy.default": (0, lambda probabilities: probabilities.sigmoid_()),
+    "aten.normal.Tensor_Tensor": (1, lambda deviations: deviations.abs_()),
+    "aten.normal.float_Tensor": (1, lambda deviations: deviations.abs_()),
+    "aten.cholesky.default": (0, lambda matrices: matrices.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)),
+    "aten.multilabel_margin_loss_backward.default": (4, lambda is_target: is_target.zero_()),
 }
 _ARGUMENT = -1  # output group of what lives in an argument's storage
 

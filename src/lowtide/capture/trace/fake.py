@@ -11,6 +11,7 @@ fresh random numbers cannot be answered and raise ``CaptureError``.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -119,6 +120,14 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._seen: set[Any] = set()
         self._interned: dict[Any, Provenance] = {}
         self._constants: dict[int, tuple[torch.Tensor, Provenance]] = {}  # by id, which lasts as long as the tensor
+        self._answering: list[weakref.ref[torch.Tensor]] = []
+
+    def forget_values(self) -> None:
+        """Free the known values: fake tensors of a finished trace wait in reference cycles for Python's collector."""
+        for ref in self._answering:
+            fake = ref()
+            if fake is not None and hasattr(fake, "_lowtide_known"):
+                del fake._lowtide_known
 
     def register_input(self, fake: torch.Tensor, real: torch.Tensor, position: int, state: bool) -> None:
         """Let ``fake`` (integers, booleans, or a single number on the CPU that is no ``state`` of the model) answer with the
@@ -126,7 +135,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         number = real.dim() == 0 and real.device.type == "cpu" and not state and not real.requires_grad
         if real.is_complex() or (real.is_floating_point() and not number) or real.device.type == "meta":
             return
-        _attach(fake, real, self._intern(("input", position), Provenance(leaf=position, depends_on_input=True)))
+        self._attach(fake, real, self._intern(("input", position), Provenance(leaf=position, depends_on_input=True)))
 
     def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -257,11 +266,15 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _attach_results(self, func: Any, result: Any, real: Any, known: Provenance) -> None:
         if isinstance(result, FakeTensor) and isinstance(real, torch.Tensor):
-            _attach(result, real, known)
+            self._attach(result, real, known)
         elif isinstance(result, (tuple, list)):
             for index, (fake, value) in enumerate(zip(result, real, strict=False)):
                 if isinstance(fake, FakeTensor) and isinstance(value, torch.Tensor):
-                    _attach(fake, value, self._intern((known, index), replace(known, output=index)))
+                    self._attach(fake, value, self._intern((known, index), replace(known, output=index)))
+
+    def _attach(self, fake: torch.Tensor, real: torch.Tensor, known: Provenance) -> None:
+        fake._lowtide_known = (real, known)  # type: ignore[attr-defined]
+        self._answering.append(weakref.ref(fake))
 
 
 def fakes_of(
@@ -317,10 +330,6 @@ def copy_attributes(real: torch.Tensor, traced: torch.Tensor) -> None:
 def is_empty(fake: torch.Tensor) -> bool:
     """Whether nothing was written into its memory since it was made."""
     return getattr(fake, "_lowtide_empty", False)
-
-
-def _attach(fake: torch.Tensor, real: torch.Tensor, known: Provenance) -> None:
-    fake._lowtide_known = (real, known)  # type: ignore[attr-defined]
 
 
 def _small_factory(args: Sequence[Any]) -> bool:
