@@ -1,4 +1,5 @@
-"""Settings that must stand before torch is imported, what the mark ``gpu`` means, and a heap that is quick to walk."""
+"""Settings that must stand before torch is imported, what the mark ``gpu`` means, a heap that is quick to walk, costs that are
+quick to measure."""
 
 from __future__ import annotations
 
@@ -35,3 +36,16 @@ def _quick_collections() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _warm_caches() -> Iterator[None]:
+    """Operators are timed without sweeping the processor's caches between repetitions, which would take a fifth of the suite:
+    no test depends on how long operators take, and bytes are the same."""
+    import numpy as np
+
+    from lowtide.cost import timing
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "_sweep_buffer", lambda: np.zeros(1, dtype=np.int64))
+        yield

@@ -38,8 +38,8 @@ _SCATTERED = 0.25  # spread over time, from which an operator is timed again
 _AGAIN = 3  # times at most
 # Kernels that return the state for their backward only where gradients are recorded.
 _NEEDS_GRAD_MODE = ("aten.mkldnn_rnn_layer.default",)
-# Arguments, by position, that must be other than synthetic tensors are: pivots and bags count from one, rates and deviations are
-# positive, probabilities lie between 0 and 1, what is factored is positive definite.
+# Arguments, by position, that must be other than synthetic tensors are: pivots and bags count from one, rates and deviations
+# are positive, probabilities lie between 0 and 1, what is factored is positive definite.
 _VALID: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {
     "aten.linalg_lu_solve.default": (1, lambda pivots: pivots.fill_(1)),
     "aten.lu_unpack.default": (1, lambda pivots: pivots.fill_(1)),
