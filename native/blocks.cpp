@@ -243,6 +243,18 @@ Measures measure_option(const Graph& graph, const BlockSpan& span, Indices codes
     return Measuring(graph, span).run(codes);
 }
 
+std::vector<Index> undominated(Numbers figures, Index columns) {
+    std::vector<Index> kept;
+    const auto row = [&](Index index) { return figures.subspan(static_cast<std::size_t>(index) * columns, columns); };
+    const auto covers = [&](Index one, Index other) {
+        return std::ranges::equal(row(one), row(other), std::ranges::less_equal());
+    };
+    for (Index index = 0; index < static_cast<Index>(figures.size() / columns); ++index) {
+        if (std::ranges::none_of(kept, [&](Index one) { return covers(one, index); })) kept.push_back(index);
+    }
+    return kept;
+}
+
 std::vector<Index> lazy_codes(const Graph& graph, const BlockSpan& span, const Marks& kept, bool retain) {
     return Lazy(graph, span, kept, retain).run();
 }

@@ -35,6 +35,9 @@ using Marks = std::vector<std::uint8_t>;
 // Walks the codes, then the block's forward nodes, backwards.
 Measures measure_option(const Graph& graph, const BlockSpan& span, Indices codes);
 
+// Of rows of `columns` figures, sorted, those that no row before them equals or undercuts in every column.
+std::vector<Index> undominated(Numbers figures, Index columns);
+
 // The block's backward nodes, each preceded by recomputes of what it reads and nobody has. `kept` (by node) tells whose
 // results are there from the forward pass. With `retain` everything recomputed stays for later readers, else only what the
 // backward node itself reads does.

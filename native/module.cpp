@@ -1,6 +1,7 @@
 // The Python module `lowtide._native`; its types stand in `src/lowtide/_native.pyi`.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
 
 #include "allocator.hpp"
 #include "dual.hpp"
@@ -64,10 +65,19 @@ void bind_search(nb::module_& module) {
 }
 
 void bind_blocks(nb::module_& module) {
-    module.def("measure_option", [](const Graph& graph, const BlockSpan& span, Indices codes) {
-        const auto found = unlocked([&] { return measure_option(graph, span, codes); });
-        return nb::make_tuple(found.saved_bytes, found.forward_peak_bytes, found.backward_peak_bytes, found.rerun_ns,
-                              found.extra_ns);
+    module.def("measure_options", [](const Graph& graph, const BlockSpan& span, const std::vector<Indices>& options) {
+        std::vector<Number> rows;
+        unlocked([&] {
+            for (Indices codes : options) {
+                const Measures found = measure_option(graph, span, codes);
+                rows.insert(rows.end(), {found.saved_bytes, found.forward_peak_bytes, found.backward_peak_bytes, found.rerun_ns,
+                                         found.extra_ns});
+            }
+        });
+        return array_of(std::move(rows), {options.size(), 5});
+    });
+    module.def("undominated", [](Numbers figures, Index columns) {
+        return array_of(unlocked([&] { return undominated(figures, columns); }));
     });
     module.def("lazy_codes", [](const Graph& graph, const BlockSpan& span, Flags kept, bool retain) {
         const Marks marks(kept.begin(), kept.end());

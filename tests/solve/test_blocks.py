@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lowtide.ir import Costs, Graph, Op, Phase, Storage, Value, keep_all_schedule, simulate
-from lowtide.solve.blocks.chain import make_chain, measure_option
+from lowtide.solve.blocks.chain import make_chain, measure_options
 from lowtide.solve.blocks.menu import equal_blocks, menus
 from lowtide.solve.blocks.partition import articulation_cuts, even_cuts, refined_cuts, top_cuts
 from lowtide.solve.blocks.sequences import block_sequences
@@ -66,7 +66,7 @@ def test_equal_blocks_are_found_and_solved_once() -> None:
     assert max(len(group) for group in groups) >= 9
     found = menus(chain, 8)
     alike = max(groups, key=len)
-    saved = [[measure_option(model, chain.span(i, i + 1), codes).saved_bytes for codes in found[i]] for i in alike]
+    saved = [[one.saved_bytes for one in measure_options(model, chain.span(i, i + 1), found[i])] for i in alike]
     assert all(row == saved[0] for row in saved)
 
 

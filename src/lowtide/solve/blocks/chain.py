@@ -58,9 +58,9 @@ class Measures(NamedTuple):
     extra_ns: int
 
 
-def measure_option(model: CompactGraph, span: BlockSpan, codes: Indices) -> Measures:
-    """Walks the codes, then the block's forward nodes, backwards."""
-    return Measures(*core.measure_option(model, span, codes))
+def measure_options(model: CompactGraph, span: BlockSpan, options: Sequence[Indices]) -> list[Measures]:
+    """Walks the codes of each option, then the block's forward nodes, backwards."""
+    return [Measures(*row) for row in core.measure_options(model, span, options).tolist()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

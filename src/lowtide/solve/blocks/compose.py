@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lowtide.solve.blocks.chain import BlockSpan, Chain, make_chain, measure_option
+from lowtide.solve.blocks.chain import BlockSpan, Chain, make_chain, measure_options
 from lowtide.solve.blocks.menu import Menu, Signature, everything, leaf_menu, menus, moved, signature, thinned
 from lowtide.solve.blocks.partition import refined_cuts
 from lowtide.solve.model.compact import CompactGraph, Indices
@@ -65,7 +65,7 @@ class Composer:
         for first in self.menu(middle, high):
             for second in self.menu(low, middle):
                 options += [np.concatenate([begin, first, between, second]) for begin, between in ways]
-        return thinned([(measure_option(chain.model, span, codes), codes) for codes in options], self.count)
+        return thinned(measure_options(chain.model, span, options), options, self.count)
 
     def _rerun(self, low: int, high: int) -> Indices:
         nodes = np.arange(self.chain.cuts[low], self.chain.cuts[high], dtype=np.int32)

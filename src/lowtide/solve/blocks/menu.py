@@ -11,14 +11,13 @@ proportions matter, and sums stay exact.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import numpy as np
 
 from lowtide.native import core
-from lowtide.solve.blocks.chain import BlockSpan, Chain, Measures, measure_option
-from lowtide.solve.model.compact import Indices
+from lowtide.solve.blocks.chain import BlockSpan, Chain, Measures, measure_options
+from lowtide.solve.model.compact import Indices, Numbers
 
 Menu = tuple[Indices, ...]
 """Options of a block, each a list of codes."""
@@ -94,29 +93,24 @@ def leaf_menu(chain: Chain, alike: Sequence[BlockSpan], count: int) -> Menu:
     for weight in (0.0, 1.0):
         for kept in core.shrinking_sets(model, span, weight):
             options += [core.lazy_codes(model, span, kept, retain) for retain in (True, False)]
-    measured = [(measure_option(model, span, codes), codes) for codes in options]
-    return thinned(measured, count)
+    return thinned(measure_options(model, span, options), options, count)
 
 
-def thinned(options: Sequence[tuple[Measures, Indices]], count: int) -> Menu:
+def thinned(measures: Sequence[Measures], options: Sequence[Indices], count: int) -> Menu:
     """The Pareto-best options, about ``count`` of them, evenly spread over saved bytes, quickest and smallest kept."""
-    best: list[tuple[Measures, Indices]] = []
-    for found, codes in sorted(options, key=lambda option: _key(option[0])):
-        if not any(_covers(other, found) for other, _ in best):
-            best.append((found, codes))
-    if len(best) <= count:
-        return tuple(codes for _, codes in best)
-    saved, peaks = np.array([(found.saved_bytes, found.backward_peak_bytes) for found, _ in best], float).T
+    saved, forward_peak, backward_peak, _, extra_ns = np.array(measures, np.int64).T
+    order = np.lexsort((backward_peak, saved, extra_ns))
+    figures = np.stack([extra_ns, saved, backward_peak, forward_peak], axis=1)[order]
+    best = core.undominated(figures.reshape(-1), figures.shape[1])
+    kept = range(len(best)) if len(best) <= count else _spread(figures[best], count)
+    return tuple(options[order[best[index]]] for index in kept)
+
+
+def _spread(figures: Numbers, count: int) -> list[int]:
+    """Rows of ``thinned``'s figures: the first, the smallest, and the quickest within sizes evenly spread."""
+    saved, peaks = figures[:, 1], figures[:, 2]
     kept = {0, int(np.argmin(saved)), int(np.argmin(peaks))}
     for sizes, goals in ((saved, count - len(kept)), (peaks, count // 3)):
         for goal in np.linspace(sizes.min(), sizes.max(), max(goals, 0)):
-            kept.add(int(min(np.flatnonzero(sizes <= goal), key=lambda index: _key(best[index][0]))))
-    return tuple(best[index][1] for index in sorted(kept))
-
-
-def _key(found: Measures) -> tuple[int, int, int]:
-    return found.extra_ns, found.saved_bytes, found.backward_peak_bytes
-
-
-def _covers(one: Measures, other: Measures) -> bool:
-    return one.forward_peak_bytes <= other.forward_peak_bytes and all(map(operator.le, _key(one), _key(other)))
+            kept.add(int(np.flatnonzero(sizes <= goal)[0]))
+    return sorted(kept)

@@ -26,7 +26,7 @@ import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.native import core
-from lowtide.solve.blocks.chain import BlockSpan, Chain, Measures, measure_option
+from lowtide.solve.blocks.chain import BlockSpan, Chain, Measures, measure_options
 from lowtide.solve.blocks.menu import Menu
 from lowtide.solve.model.compact import Indices, Numbers
 
@@ -122,9 +122,7 @@ def build_table(chain: Chain, menus: Sequence[Menu], most_bytes: int, slots: int
     Raises ``PlanError`` where the exact table would be too large.
     """
     room = max(most_bytes - chain.constant_bytes, 1)
-    measures = [
-        [measure_option(chain.model, chain.span(i, i + 1), codes) for codes in menu] for i, menu in enumerate(menus)
-    ]
+    measures = [measure_options(chain.model, chain.span(i, i + 1), menu) for i, menu in enumerate(menus)]
     unit = max(-(-room // slots), 1) if slots else _exact_unit(chain, measures)
     size = room // unit + 1
     entries = (chain.blocks + 1) ** 2 * size
@@ -152,7 +150,7 @@ def _table_costs(chain: Chain, measures: list[list[Measures]], unit: int, trim: 
     crossing = chain.crossing_bytes()
     peaks = np.zeros((blocks + 1, blocks + 1), np.int64)
     nothing = np.zeros(0, np.int32)
-    alone = [int(measure_option(chain.model, _unread(chain, i), nothing).forward_peak_bytes) for i in range(blocks)]
+    alone = [measure_options(chain.model, _unread(chain, i), [nothing])[0].forward_peak_bytes for i in range(blocks)]
     for low in range(blocks):
         for high in range(low + 1, blocks + 1):
             peaks[low, high] = max(peaks[low, high - 1], crossing[low, high - 1] + alone[high - 1])
