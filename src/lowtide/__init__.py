@@ -23,7 +23,7 @@ from lowtide.errors import (
 from lowtide.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from lowtide.api import plan, plans, rematerialize, restore
+    from lowtide.api import plan, plans, rematerialize, restore, wait
     from lowtide.batches import MaxBatch, max_batch
     from lowtide.dynamic.context import online
     from lowtide.memory.measurement import Measurement
@@ -37,6 +37,7 @@ _LAZY = {
     "restore": "lowtide.api",
     "plans": "lowtide.api",
     "plan": "lowtide.api",
+    "wait": "lowtide.api",
     "max_batch": "lowtide.batches",
     "MaxBatch": "lowtide.batches",
     "online": "lowtide.dynamic.context",
@@ -68,6 +69,7 @@ __all__ = [
     "plans",
     "rematerialize",
     "restore",
+    "wait",
 ]
 
 

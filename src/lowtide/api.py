@@ -16,6 +16,9 @@ from lowtide.errors import PlanError
 from lowtide.pipeline import Settings
 from lowtide.planning import Plan
 from lowtide.runtime.model import Rematerialized
+from lowtide.sharing.agreement import several_processes
+from lowtide.solve import get_planner
+from lowtide.solve.auto import Auto
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -33,6 +36,7 @@ def rematerialize(
     on_new_signature: str = "plan",
     on_capture_error: str = "error",
     seed: int = 0,
+    planning: str | None = None,
 ) -> Model:
     """Make ``model`` train inside a memory budget, in place; returns the same object.
 
@@ -62,6 +66,11 @@ def rematerialize(
         until ``lowtide.restore(model)``: ``"online"`` (said once in the log).
     seed:
         Of the planner: the same program, costs and seed give the same plan.
+    planning:
+        ``"background"``: training starts under the first plan that holds the budget, which is found at once, and the search
+        goes on in a process of its own; better plans are put in force between two calls, with the same results to the bit.
+        ``"wait"``: the search ends before training starts. The default is the background, but with planners other than
+        ``auto`` or ``auto{effort=1}``, with ``compiler="inductor"``, and among the processes of a distributed training.
 
     Raises
     ------
@@ -73,12 +82,22 @@ def rematerialize(
         If an argument makes no sense, or the model is rematerialized already.
     """
     _require_plannable(model)
-    settings = Settings(budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
+    planning = planning or _usual_planning(planner, compiler)
+    settings = Settings(
+        budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed, planning
+    )
     runtime = Rematerialized(model, settings)
     if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
         runtime.prepare(args, kwargs or {})
     model.forward = runtime
     return model
+
+
+def _usual_planning(planner: str, compiler: str) -> str:
+    """In the background, where a search may go on and results do not depend on what it finds."""
+    chosen = get_planner(planner)
+    searches = isinstance(chosen, Auto) and chosen.effort > 1
+    return "background" if searches and compiler == "eager" and not several_processes() else "wait"
 
 
 def _require_plannable(model: nn.Module) -> None:
@@ -111,7 +130,7 @@ def restore(model: Model) -> Model:
             "the planned forward has been wrapped since (by accelerate's mixed precision, say); take the wrapper off first, "
             "for instance with accelerator.unwrap_model(model, keep_fp32_wrapper=False)."
         )
-    runtime.leave_online()
+    runtime.end()
     del model.__dict__["forward"]
     if runtime.had_instance_forward:
         model.forward = runtime.original_forward
@@ -124,6 +143,16 @@ def plans(model: nn.Module) -> list[Plan]:
     if runtime is None:
         raise PlanError("the model is not rematerialized.")
     return [entry.plan for entries in runtime.entries.values() for entry in entries]
+
+
+def wait(model: nn.Module, seconds: float | None = None) -> bool:
+    """Wait until the searches for better plans for ``model`` have ended, at most so many ``seconds``; whether they have.
+
+    What they found is in force afterwards, see ``plans`` and ``Plan.history``."""
+    runtime = runtime_of(model)
+    if runtime is None:
+        raise PlanError("the model is not rematerialized.")
+    return runtime.improving.wait(seconds)
 
 
 def plan(

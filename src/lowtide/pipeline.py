@@ -21,7 +21,7 @@ from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.memory.allocators import device_memory
-from lowtide.planning import Plan, make_plan
+from lowtide.planning import Plan
 from lowtide.planning.cache import PlanCache, PlanRequest, enabled
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
@@ -34,6 +34,8 @@ from lowtide.version import __version__
 Progress = Callable[[str, float], None]
 _LOG = logging.getLogger(__name__)
 _QUICK_SEARCH = "auto{effort=1}"
+_FEW_OPS = 100  # up to which the whole search takes about a second
+FIRST_PLANNER = "auto{effort=0}"  # for a start, where the search goes on in the background
 _COSTLY = 0.15  # overhead of a plan of kernels, from which operators one by one are planned as well
 _RNG_STATE_BYTES = 5056  # what torch allocates for a moment to read a CPU generator's state
 
@@ -50,6 +52,7 @@ class Settings:
     on_new_signature: str = "plan"
     on_capture_error: str = "error"
     seed: int = 0
+    planning: str = "wait"
     between_bytes: int = 0  # what the rest of a larger model takes between this part's two passes, within the budget
 
     def __post_init__(self) -> None:
@@ -67,6 +70,13 @@ class Settings:
             raise PlanError(
                 'on_capture_error="online" needs budget= in bytes, such as "8GiB": what cannot be captured has no peak known '
                 "beforehand that a percentage could be of."
+            )
+        if self.planning not in ("wait", "background"):
+            raise PlanError(f'planning={self.planning!r} is unknown; use "wait" or "background".')
+        if self.planning == "background" and self.compiler != "eager":
+            raise PlanError(
+                f'planning="background" needs compiler="eager": with {self.compiler!r} results depend on which kernels a plan '
+                'is made of, so they would change while training runs. Use planning="wait".'
             )
         parse_budget(self.given, 1 << 40)  # a malformed budget is an error now, not at the first call
         if self.reserve != 0:
@@ -211,17 +221,38 @@ def make_program_plan(
         known = program_costs(program, on_progress) if costs is None else costs
         known = _with_room_between(program, known, settings.between_bytes)
         budget, aside = _budget(program, settings, known, resident, granted_bytes)
-        how: dict[str, Any] = {"planner": settings.planner, "seed": settings.seed}
-        versions = (__version__, str(torch.__version__))
-        request = PlanRequest(program.graph, known, budget, **how, versions=versions)
-        search = functools.partial(make_plan, program.graph, known, budget=budget, **how, on_progress=on_progress)
+        request = plan_request(program, known, budget, settings)
         try:
             with stage("search"):
+                plan = _first_plan(request) if settings.planning == "background" else None
+                if plan is not None:
+                    return plan
+                search = functools.partial(request.make, on_progress)
                 return PlanCache().get_or_make(request, search) if enabled() else search()
         except InfeasibleBudgetError as error:
             raise with_aside(error, aside) from None
 
     return agreed_plan(program, (settings, granted_bytes, resident), make) if several_processes() else make()
+
+
+def plan_request(program: Program, costs: Costs, budget_bytes: int, settings: Settings) -> PlanRequest:
+    """What ``settings`` ask of a planner for ``program``."""
+    versions = (__version__, str(torch.__version__))
+    return PlanRequest(program.graph, costs, budget_bytes, settings.planner, settings.seed, versions)
+
+
+def _first_plan(request: PlanRequest) -> Plan | None:
+    """What was found for ``request`` before, or else a plan at once that the search goes on from; ``None`` where that meets no
+    budget, so that the search must, or where the search takes no longer than a process takes to start."""
+    if len(request.graph.ops) <= _FEW_OPS:
+        return None
+    known = PlanCache().get(request) if enabled() else None
+    if known is not None:
+        return known
+    try:
+        return dataclasses.replace(request, planner=FIRST_PLANNER).make().begun()
+    except InfeasibleBudgetError:
+        return None
 
 
 def _budget(program: Program, settings: Settings, costs: Costs, resident: int, granted_bytes: int) -> tuple[int, int]:

@@ -19,7 +19,9 @@ import msgspec
 from lowtide.errors import ScheduleError
 from lowtide.ir import Costs, Graph, format_graph
 from lowtide.native import core
+from lowtide.planning.make import Better, make_plan
 from lowtide.planning.plan import Plan
+from lowtide.solve import Progress
 from lowtide.store import Cache, cache_folder, content_key, sources_key
 
 FORMAT = "lowtide-cached-plan/2"
@@ -60,6 +62,18 @@ class PlanRequest:
             settings,
             format_graph(self.graph.without_places()),
             self.costs,
+        )
+
+    def make(self, on_progress: Progress | None = None, on_better: Better | None = None) -> Plan:
+        """The planner's answer. Raises ``InfeasibleBudgetError``."""
+        return make_plan(
+            self.graph,
+            self.costs,
+            budget=self.budget_bytes,
+            planner=self.planner,
+            seed=self.seed,
+            on_progress=on_progress,
+            on_better=on_better,
         )
 
     def decode(self, entry: bytes) -> Plan:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lowtide.budget import parse_budget
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Compute, Costs, Graph, keep_all_schedule, simulate
 from lowtide.planning.plan import Plan
 from lowtide.solve import Problem, Progress, Solution, format_spec, get_planner, minimum_peak, solve
 from lowtide.units import format_bytes
+
+Better = Callable[[int, Callable[[], Plan | None]], None]
+"""Called with the time of a plan on the way, in ns, and with what makes it; that is ``None`` where it is over the budget."""
 
 
 def make_plan(
@@ -18,27 +23,42 @@ def make_plan(
     planner: str = "auto",
     seed: int = 0,
     on_progress: Progress | None = None,
+    on_better: Better | None = None,
 ) -> Plan:
-    """Plan ``graph`` within ``budget``. Raises ``InfeasibleBudgetError`` where the planner finds no schedule."""
+    """Plan ``graph`` within ``budget``. Raises ``InfeasibleBudgetError`` where the planner finds no schedule.
+
+    ``on_better`` hears of plans that are found on the way, each quicker than those before.
+    """
     unconstrained = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
     budget_bytes = parse_budget(budget, unconstrained)
-    problem = Problem(graph, costs, budget_bytes, seed, on_progress)
+
+    def plan_of(solution: Solution) -> Plan | None:
+        if solution.schedule is None:
+            return None
+        return Plan(
+            graph,
+            costs,
+            solution.schedule,
+            format_spec(get_planner(planner)),
+            budget_bytes,
+            solution.peak_bytes,
+            unconstrained,
+            solution.time_ns,
+            solution.lower_bound_ns,
+            int(seed),
+            solution.solve_seconds,
+        )
+
+    def on_better_solution(time_ns: int, make: Callable[[], Solution]) -> None:
+        if on_better is not None:
+            on_better(time_ns, lambda: plan_of(make()))
+
+    problem = Problem(graph, costs, budget_bytes, seed, on_progress, on_better_solution if on_better else None)
     solution = solve(problem, planner)
-    if solution.schedule is None:
+    plan = plan_of(solution)
+    if plan is None:
         raise infeasible(problem, solution, unconstrained, planner)
-    return Plan(
-        graph,
-        costs,
-        solution.schedule,
-        format_spec(get_planner(planner)),
-        budget_bytes,
-        solution.peak_bytes,
-        unconstrained,
-        solution.time_ns,
-        solution.lower_bound_ns,
-        int(seed),
-        solution.solve_seconds,
-    )
+    return plan
 
 
 def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner: str) -> InfeasibleBudgetError:

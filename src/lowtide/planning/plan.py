@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -60,6 +60,15 @@ class _Form(msgspec.Struct, frozen=True):
     curve: Any = None
 
 
+class Improvement(NamedTuple):
+    """A plan that was in force: from how many seconds after the first one on, and its peak, time and overhead."""
+
+    seconds: float
+    peak_bytes: int
+    time_ns: int
+    overhead: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """A schedule of a training program within a memory budget.
@@ -68,7 +77,7 @@ class Plan:
     predicted time of the pass, ``lower_bound_ns`` a proven bound on it for any schedule within the budget, if there is
     one. ``solve_seconds`` is what the planner took when the plan was made, ``cached`` whether that was in an earlier
     process (``plan_cache``). ``str(plan)`` is a readable report. ``known_curve`` is what ``with_curve`` found; it is saved
-    along.
+    along. ``history``: the plans that were in force before, and this one, where it was improved in the background.
     """
 
     graph: Graph
@@ -84,6 +93,7 @@ class Plan:
     solve_seconds: float = 0.0
     cached: bool = False
     known_curve: Curve | None = None
+    history: tuple[Improvement, ...] = ()
 
     @property
     def overhead(self) -> float:
@@ -114,6 +124,21 @@ class Plan:
         return dataclasses.replace(
             self, known_curve=self.curve(points=points, planner=planner, on_progress=on_progress)
         )
+
+    def begun(self) -> Plan:
+        """This plan as the first of a history."""
+        return dataclasses.replace(self, history=(self._as_improvement(0.0),))
+
+    def improved(self, found: Plan, seconds: float) -> Plan:
+        """``found``, for the same problem, where it is quicker than this plan; else this one with what is known of it now.
+        ``seconds``: since the history began."""
+        if found.time_ns < self.time_ns:
+            return dataclasses.replace(found, history=(*self.history, found._as_improvement(seconds)))
+        bound_ns, seconds = found.lower_bound_ns, found.solve_seconds
+        return dataclasses.replace(self, planner=found.planner, lower_bound_ns=bound_ns, solve_seconds=seconds)
+
+    def _as_improvement(self, seconds: float) -> Improvement:
+        return Improvement(seconds, self.peak_bytes, self.time_ns, self.overhead)
 
     def report(self, path: str | Path, measurement: Measurement | None = None) -> None:
         """Write a report of this plan; the extension of ``path`` says which: see ``lowtide report``.

@@ -87,12 +87,12 @@ class Sample:
         return Sample(args, kwargs, autocast)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Entry:
     """A planned program, ready to run for the calls with signature ``key`` on which one of ``conditions`` holds, the last used
     first. ``captured`` is the program before there were kernels in it, and ``sample`` what it was captured with. ``for_masks``:
     the entries for the same calls whose gradients arrive otherwise, which share this and the conditions. ``before``: attributes
-    of the model as the latest call found them."""
+    of the model as the latest call found them. ``plan`` and ``lowered`` are exchanged where a better plan was found."""
 
     key: Signature
     captured: Captured

@@ -29,12 +29,13 @@ from lowtide.capture.python_state.paths import AttributePath
 from lowtide.dynamic.context import is_inside, online
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.lower import lower
-from lowtide.pipeline import Settings, captured_program, planned_program
+from lowtide.pipeline import Settings, captured_program, plan_request, planned_program
 from lowtide.planning import Plan
 from lowtide.program import Program, structure
 from lowtide.program.results import GradientMask
 from lowtide.runtime.checked import is_due, require_same
 from lowtide.runtime.entry import Entry, Names, Sample, Signature, describe, signature
+from lowtide.runtime.improving import Improving
 from lowtide.runtime.step import run
 from lowtide.stage_times import itemised, stage, stage_seconds
 
@@ -68,6 +69,7 @@ class Rematerialized:
         self._warned = False
         self._said_transformed = False
         self._online: online | None = None
+        self.improving = Improving(type(model).__name__)
         self.latest: Entry | None = None  # what the last planned call ran
 
     @property
@@ -147,6 +149,7 @@ class Rematerialized:
         online mode is there."""
         modules = list(self.model.modules())
         key = signature(modules, inputs, names, tree)
+        self.improving.exchange()
         memo: dict[int, Any] = {}
         for entry in self.entries.get(key, ()):
             for index, conditions in enumerate(entry.conditions):
@@ -179,8 +182,9 @@ class Rematerialized:
         self._online = online(self.settings.budget)
         self._online.__enter__()
 
-    def leave_online(self) -> None:
-        """End the online mode, where a capture error began it."""
+    def end(self) -> None:
+        """End the searches for better plans, and the online mode, where a capture error began it."""
+        self.improving.stop()
         if self._online is not None:
             context, self._online = self._online, None
             context.__exit__(None, None, None)
@@ -209,6 +213,8 @@ class Rematerialized:
         kept = sample.without_data(program.metas[0].device.type)
         entry = Entry(key, captured, plan, lowered, conditions, kept, for_masks)
         self.entries[key] = [*known, entry][-_MOST_PROGRAMS:]
+        if self.settings.planning == "background" and plan.history and plan.overhead > 0:
+            self.improving.add(entry, plan_request(program, plan.costs, plan.budget_bytes, self.settings))
         _LOG.info(
             "planned %s: peak %d bytes of %d (%s)",
             type(self.model).__name__, plan.peak_bytes, plan.budget_bytes, itemised(taken),

@@ -14,8 +14,9 @@ heuristic otherwise, with a lower bound that holds for every schedule (``lowtide
    annealed from a low temperature for a while and takes its place among them; until nothing better comes up.
 
 ``effort`` (1 to 5) sets the number of iterations, fixed by the size of the graph, never by the clock: same problem,
-same seed, same schedule. Below the smallest peak found the answer is ``UNSOLVED`` (``INFEASIBLE`` where proven) with
-that peak as ``minimum_bytes``, which the same seed then reaches.
+same seed, same schedule. With 0 the quickest starting point is the answer: a plan at once, for a start. Below the
+smallest peak found the answer is ``UNSOLVED`` (``INFEASIBLE`` where proven) with that peak as ``minimum_bytes``, which
+the same seed then reaches.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from lowtide.solve.search.exact import affordable, shortest
 from lowtide.solve.search.portfolio import AnnealRun, Portfolio, make_portfolio
 from lowtide.solve.search.recombine import children, survivors
 
-_EFFORT = {1: 0.04, 2: 0.25, 3: 1.0, 4: 3.0, 5: 10.0}  # factors of the iterations of a run
-_LOWER_EFFORT = {1: 0.2, 2: 0.5, 3: 1.0, 4: 1.0, 5: 1.0}  # of the iterations of a search for the lowest peak
+_EFFORT = {0: 0.0, 1: 0.04, 2: 0.25, 3: 1.0, 4: 3.0, 5: 10.0}  # factors of the iterations of a run
+_LOWER_EFFORT = {0: 0.2, 1: 0.2, 2: 0.5, 3: 1.0, 4: 1.0, 5: 1.0}  # of the iterations of a search for the lowest peak
 _BOUND_EFFORT, _BOUND_NODES = 3, 1400  # the most for the lower bound, in its own scale; 1 above so many nodes
 # First temperatures of runs, in mean node times. Hot runs pay only where many iterations fall to a node.
 _HOT_NODES = 1200
@@ -50,7 +51,7 @@ _PATIENCE = 20  # generations without anything better
 
 @dataclass(frozen=True, slots=True)
 class Auto(Options):
-    """``effort``: 1 (quick) to 5 (patient). ``exact``: solve graphs of a few nodes exactly."""
+    """``effort``: 0 (starting points alone), 1 (quick) to 5 (patient). ``exact``: solve graphs of a few nodes exactly."""
 
     effort: int = between(3, min(_EFFORT), max(_EFFORT))
     exact: bool = True
@@ -85,10 +86,7 @@ def _solve_exactly(problem: Problem, portfolio: Portfolio) -> Solution | None:
 def _search(problem: Problem, portfolio: Portfolio, effort: int) -> Solution:
     budget, nodes = problem.budget_bytes, portfolio.model.nodes
     problem.progress("starting points", 0.0)
-    points = [*starting_points(portfolio), *portfolio.greedy(budget), *portfolio.blocks(budget)]
-    if nodes > _HOT_NODES and portfolio.chains.has_blocks:
-        points += portfolio.tables_of_rockmate()  # what few moves per node cannot make up for
-    fitting = [point for point in points if point.peak_bytes <= budget]
+    fitting = _starting(portfolio, budget, first=effort == 0)
     if not fitting:
         problem.progress("lowering the peak", 0.05)
         fitting = [lowest_candidate(portfolio, budget, _LOWER_EFFORT[effort])]
@@ -97,8 +95,12 @@ def _search(problem: Problem, portfolio: Portfolio, effort: int) -> Solution:
             over = working_set_bound(problem.graph, problem.costs) > budget
             proven = not solution.status.solved and (over or proven_infeasible(portfolio.floor, budget))
             return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
+    best = quickest(fitting, 1)[0]
+    if effort == 0:
+        return answer("auto", problem, [portfolio.schedule(best)])
+    _offer(problem, portfolio, best)
     problem.progress("proving a bound", 0.05)
-    known_ns = portfolio.time_ns(quickest(fitting, 1)[0])
+    known_ns = portfolio.time_ns(best)
     bound_effort = min(effort, _BOUND_EFFORT if nodes <= _BOUND_NODES else 1)
     bound_ns = time_bound(portfolio.floor, budget, effort=bound_effort, known_ns=known_ns)
     found = _anneal(problem, portfolio, fitting, int(_EFFORT[effort] * portfolio.iterations), bound_ns)
@@ -106,6 +108,25 @@ def _search(problem: Problem, portfolio: Portfolio, effort: int) -> Solution:
     solution = answer("auto", problem, [portfolio.schedule(point) for point in quickest(found, 6)])
     status = Status.OPTIMAL if solution.time_ns <= bound_ns else solution.status
     return dataclasses.replace(solution, status=status, lower_bound_ns=min(bound_ns, solution.time_ns))
+
+
+def _starting(portfolio: Portfolio, budget: int, *, first: bool) -> list[Candidate]:
+    """The starting points within the budget; ``first``: those of the kinds that take long only where no other fits."""
+
+    def fit(points: list[Candidate]) -> list[Candidate]:
+        return [point for point in points if point.peak_bytes <= budget]
+
+    found = fit([*starting_points(portfolio), *portfolio.greedy(budget)])
+    if first and found:
+        return found
+    found += fit(portfolio.blocks(budget))
+    if portfolio.model.nodes > _HOT_NODES and portfolio.chains.has_blocks and not first:
+        found += fit(portfolio.tables_of_rockmate())  # what few moves per node cannot make up for
+    return found
+
+
+def _offer(problem: Problem, portfolio: Portfolio, found: Candidate) -> None:
+    problem.better(portfolio.time_ns(found), lambda: answer("auto", problem, [portfolio.schedule(found)]))
 
 
 def _anneal(
@@ -122,6 +143,7 @@ def _anneal(
     runs = [AnnealRun(quickest(points, 1)[0], stream, heat) for stream, heat in enumerate(warm, len(_HOT))]
     met += portfolio.round(runs, budget, part, bound_ns)
     population = survivors([*met, *quickest(points, _POINTS)], _POPULATION)
+    _offer(problem, portfolio, population[0])
     return _recombine(problem, portfolio, population, iterations // _CHILD_PART, bound_ns)
 
 
@@ -142,5 +164,7 @@ def _recombine(
         runs = [AnnealRun(starts[child], stream + child, heat) for child, heat in enumerate(_CHILDREN)]
         met = portfolio.round(runs, problem.budget_bytes, iterations, bound_ns)
         population = survivors([*population, *met], _POPULATION)
-        last = generation if population[0].recompute_ns < best.recompute_ns else last
+        if population[0].recompute_ns < best.recompute_ns:
+            last = generation
+            _offer(problem, portfolio, population[0])
     return population

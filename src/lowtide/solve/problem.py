@@ -17,6 +17,10 @@ Progress = Callable[[str, float], None]
 """Called with the name of a stage and the fraction of it that is done (0 to 1)."""
 
 
+Better = Callable[[int, Callable[[], "Solution"]], None]
+"""Called with the time of an answer on the way, in ns, and with what makes that answer."""
+
+
 class Status(enum.Enum):
     """How good an answer is."""
 
@@ -39,13 +43,16 @@ def check_seed(seed: object) -> None:
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Find the quickest schedule of ``graph`` whose peak is at most ``budget_bytes`` (``graph.fixed_bytes``
-    included). Raises ``PlanError`` for a seed that ``check_seed`` refuses."""
+    included). Raises ``PlanError`` for a seed that ``check_seed`` refuses.
+
+    ``on_better`` hears of answers that a search finds on its way, if it finds any, each quicker than those before."""
 
     graph: Graph
     costs: Costs
     budget_bytes: int
     seed: int = 0
     on_progress: Progress | None = None
+    on_better: Better | None = None
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -53,6 +60,10 @@ class Problem:
     def progress(self, stage: str, fraction: float) -> None:
         if self.on_progress is not None:
             self.on_progress(stage, fraction)
+
+    def better(self, time_ns: int, make: Callable[[], Solution]) -> None:
+        if self.on_better is not None:
+            self.on_better(time_ns, make)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,171 @@
+"""A search that goes on in a process of its own while training runs under a first plan.
+
+A process, not a thread: the search is Python in good part, and would hold up the training loop at the interpreter's lock. It
+imports no torch, takes some tens of megabytes that are none of the device's, runs at a low priority, and can be ended at once.
+A thread waits for what it finds; every plan is checked and simulated again here, on the program at hand.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import IO, Any, Generic, TypeVar
+
+import msgspec
+
+from lowtide.errors import LowtideError
+from lowtide.planning.cache import PlanRequest
+from lowtide.planning.plan import Plan
+
+_LOG = logging.getLogger(__name__)
+_SHOWN = 500  # characters of what a process that died had to say
+Prepared = TypeVar("Prepared")
+
+
+class BackgroundSearch(Generic[Prepared]):
+    """A search for a better plan than ``plan``, which ``request`` asked for. It begins at once.
+
+    ``prepare`` makes of each better plan what is to be exchanged, while training goes on; ``take`` gives the latest. The
+    process ends with the search, with ``stop``, with this object and with the process that started it. Raises ``OSError`` where
+    none can be started.
+    """
+
+    def __init__(self, request: PlanRequest, plan: Plan, prepare: Callable[[Plan], Prepared]) -> None:
+        errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
+        try:
+            process = _started(request, plan, errors)
+        except OSError:
+            errors.close()
+            raise
+        self._listener = _Listener(request, plan, prepare, process, errors)
+        self._kill = weakref.finalize(self, _end, process, self._listener, os.getpid())
+        threading.Thread(target=self._listener.listen, name="lowtide plans", daemon=True).start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing better will come; ``take`` may have the last plan still."""
+        return self._listener.ended
+
+    def take(self) -> Prepared | None:
+        """What has been prepared since the last time, if anything has; never waits."""
+        listener = self._listener
+        if listener.latest is None:
+            return None
+        with listener.changed:
+            latest, listener.latest = listener.latest, None
+        return latest
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the end of the search, at most so many seconds; whether it has come."""
+        with self._listener.changed:
+            return self._listener.changed.wait_for(lambda: self._listener.ended, seconds)
+
+    def stop(self) -> None:
+        """End the search now."""
+        self._kill()
+
+
+class _Listener(Generic[Prepared]):
+    """What the thread has, which must not keep the search alive."""
+
+    def __init__(
+        self,
+        request: PlanRequest,
+        plan: Plan,
+        prepare: Callable[[Plan], Prepared],
+        process: subprocess.Popen[bytes],
+        errors: IO[bytes],
+    ) -> None:
+        self.request = request
+        self.plan = plan
+        self.prepare = prepare
+        self.process = process
+        self.errors = errors
+        self.began = time.monotonic()
+        self.changed = threading.Condition()
+        self.latest: Prepared | None = None
+        self.ended = False
+
+    def listen(self) -> None:
+        assert self.process.stdout is not None
+        why = None
+        try:
+            while not self.ended and why is None:
+                line = self.process.stdout.readline()
+                if not line:
+                    why = f"its process ended with code {self.process.wait()} {self._said()}".strip()
+                elif not self.ended:
+                    why = self._take(msgspec.json.decode(line, type=_Message))
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+            why = f"{type(error).__name__}: {error}"
+        if why is not None and not self.ended:
+            _LOG.warning("the search for a better plan has ended: %s. The plan in force stays.", why)
+        self.process.stdout.close()
+        self.errors.close()
+        self.end()
+
+    def end(self) -> None:
+        with self.changed:
+            self.ended = True
+            self.changed.notify_all()
+
+    def _take(self, message: _Message) -> str | None:
+        """Prepare the plan of a message; why there is none."""
+        if message.error:
+            return message.error
+        try:
+            found = Plan.from_json(message.plan, self.request.graph, self.request.costs)
+        except LowtideError as error:
+            return f"a plan that it found is not sound ({error})"
+        if found.time_ns < self.plan.time_ns or message.done:
+            self.plan = self.plan.improved(found, time.monotonic() - self.began)
+            prepared = self.prepare(self.plan)
+            with self.changed:
+                self.latest = prepared
+        if message.done:
+            self.end()
+        return None
+
+    def _said(self) -> str:
+        """The end of what the process wrote to its error output."""
+        self.errors.seek(0)
+        text = self.errors.read().decode(errors="replace").strip()
+        return f"({text[-_SHOWN:]})" if text else ""
+
+
+def _started(request: PlanRequest, plan: Plan, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    if not sys.executable:
+        raise FileNotFoundError("this interpreter does not know its own program")
+    with tempfile.TemporaryFile() as asked:  # a file: a pipe would wait for the reader
+        pickle.dump((request, plan.time_ns), asked)
+        asked.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-m", "lowtide.planning.worker"],
+            stdin=asked,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+
+
+class _Message(msgspec.Struct):
+    """A line of the process's output."""
+
+    plan: object = None
+    error: str = ""
+    done: bool = False
+
+
+def _end(process: subprocess.Popen[bytes], listener: _Listener[Any], owner: int) -> None:
+    if os.getpid() == owner:  # and no fork of that process
+        listener.end()
+        process.kill()
+        process.wait()

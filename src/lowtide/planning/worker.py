@@ -1,0 +1,80 @@
+"""The process in which a plan gets better while its model trains: see ``background``.
+
+``python -m lowtide.planning.worker`` reads a pickled ``PlanRequest`` from its input and writes lines of JSON: better plans as
+they are found, and at last the planner's answer, or why there is none. It runs at a low priority, keeps the answer in the plan
+cache, and ends where the process that asked has gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import msgspec
+
+from lowtide.planning.cache import PlanCache, PlanRequest, enabled
+from lowtide.planning.plan import Plan
+
+_NICENESS = 10  # a tenth of the time of a core that training wants too
+_LEAST_GAIN = 0.003  # of the time of a step, from which a plan on the way is worth an exchange
+_LEAST_SECONDS = 2.0  # between two of them
+
+
+class _Telling:
+    """Writes down plans that are better by enough than the one in force, whose time is ``time_ns``, and not too often."""
+
+    def __init__(self, time_ns: int, output: BinaryIO) -> None:
+        self.time_ns = time_ns
+        self.output = output
+        self._latest = -math.inf
+
+    def on_better(self, time_ns: int, make: Callable[[], Plan | None]) -> None:
+        now = time.monotonic()
+        if now - self._latest < _LEAST_SECONDS or time_ns > (1 - _LEAST_GAIN) * self.time_ns:
+            return
+        plan = make()
+        if plan is not None and plan.time_ns < self.time_ns:
+            self._latest, self.time_ns = now, plan.time_ns
+            self.write(plan=plan.to_json(graph=False, costs=False))
+
+    def write(self, **message: Any) -> None:
+        self.output.write(msgspec.json.encode(message) + b"\n")
+        self.output.flush()
+
+
+def search(request: PlanRequest, time_ns: int, output: BinaryIO) -> None:
+    """Search for the plan of ``request``, to be exchanged for one that takes ``time_ns``."""
+    telling, parent = _Telling(time_ns, output), os.getppid()
+
+    def on_progress(stage: str, fraction: float) -> None:
+        if os.getppid() != parent:
+            raise SystemExit
+
+    def make() -> Plan:
+        return request.make(on_progress, telling.on_better)
+
+    plan = PlanCache().get_or_make(request, make) if enabled() else make()
+    telling.write(plan=plan.to_json(graph=False, costs=False), done=True)
+
+
+def main() -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(_NICENESS)
+    request, time_ns = pickle.load(sys.stdin.buffer)  # from the process that started this one
+    output = sys.stdout.buffer
+    try:
+        search(request, time_ns, output)
+    except (KeyboardInterrupt, BrokenPipeError):
+        pass  # nobody waits for an answer any more
+    except Exception as error:  # noqa: BLE001 - the process that asked says so
+        _Telling(time_ns, output).write(error=f"{type(error).__name__}: {error}", done=True)
+
+
+if __name__ == "__main__":
+    main()

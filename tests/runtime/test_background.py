@@ -1,0 +1,222 @@
+"""Plans that get better while training runs: the same bits, inside the budget at every step, and an end to every search."""
+
+from __future__ import annotations
+
+import gc
+import io
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.api import runtime_of
+from lowtide.planning import Plan, background, worker
+from lowtide.planning.cache import PlanRequest
+from tests.support.networks import WithLoss, residual_blocks, rows
+from tests.support.records import assert_same_records, run_training, scalar_loss, training_step
+from tests.support.training import copy_inputs, make
+
+BUDGET = "50%"
+STEP = training_step(scalar_loss)
+
+
+def _network() -> nn.Module:
+    """Some 170 operators with dropout, so that a search goes on for seconds."""
+    block = residual_blocks(lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 32)), 12)
+    return WithLoss(nn.Sequential(block, nn.Linear(32, 8)))
+
+
+def _prepared(**options: Any) -> nn.Module:
+    args, kwargs = copy_inputs(rows()(0))
+    return lowtide.rematerialize(make(_network), args, kwargs, budget=BUDGET, **options)
+
+
+def _searching(model: nn.Module) -> Any:
+    runtime = runtime_of(model)
+    assert runtime is not None
+    return runtime.improving._search
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_every_step_is_as_eager_and_within_the_budget_while_plans_change() -> None:
+    expected = run_training(make(_network), rows(), STEP, 40)
+    model = _prepared()
+    (plan,) = lowtide.plans(model)
+    assert _searching(model) is not None
+    records, plans, peaks = [], [], []
+    for iteration in range(40):
+        if iteration == 30:
+            assert lowtide.wait(model, 120)
+        args, kwargs = copy_inputs(rows()(iteration))
+        model.zero_grad(set_to_none=True)
+        state = torch.get_rng_state()
+        peaks.append(lowtide.measure(STEP, model, args, kwargs).peak_bytes)
+        torch.set_rng_state(state)
+        plans.append(lowtide.plans(model)[0])
+    assert all(peak == one.peak_bytes <= plan.budget_bytes for peak, one in zip(peaks, plans, strict=True))
+    fresh = _prepared()
+    records = run_training(fresh, rows(), STEP, 40)
+    assert_same_records(records, expected)
+    assert lowtide.wait(fresh, 120)
+
+
+def test_the_search_ends_with_what_waiting_finds() -> None:
+    """And ``history`` tells how it came to that."""
+    model = _prepared()
+    (first,) = lowtide.plans(model)
+    assert lowtide.wait(model)
+    (last,) = lowtide.plans(model)
+    waited = PlanRequest(last.graph, last.costs, last.budget_bytes, "auto", 0).make()
+    assert (last.planner, last.lower_bound_ns) == (waited.planner, waited.lower_bound_ns)
+    assert last.time_ns == min(waited.time_ns, first.time_ns)
+    assert [one.time_ns for one in last.history] == sorted((one.time_ns for one in last.history), reverse=True)
+    assert last.history[0].time_ns == first.time_ns
+    assert last.history[-1].time_ns == last.time_ns
+
+
+def test_a_step_that_has_begun_ends_under_its_plan() -> None:
+    """The exchange comes between a forward pass and its backward pass."""
+    model, eager = _prepared(), make(_network)
+    args, kwargs = rows()(0)
+    torch.manual_seed(5)
+    expected = eager(*args, **kwargs)
+    torch.manual_seed(5)
+    loss = model(*args, **kwargs)
+    assert lowtide.wait(model, 120)
+    loss.backward()
+    expected.backward()
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("how", ["restore", "collected"])
+def test_the_search_ends_with_its_model(how: str) -> None:
+    model = _prepared()
+    process = _searching(model)._listener.process.pid
+    assert _is_alive(process)
+    if how == "restore":
+        lowtide.restore(model)
+    else:
+        del model
+        gc.collect()
+    assert not _is_alive(process)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_the_search_ends_with_the_process(number: signal.Signals) -> None:
+    """However that ends."""
+    code = (
+        "import sys, time; from tests.runtime.test_background import _prepared, _searching; model = _prepared(); "
+        "print(_searching(model)._listener.process.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as started:
+        assert started.stdout is not None
+        process = int(started.stdout.readline())
+        started.send_signal(number)
+    deadline = time.monotonic() + 60
+    while _is_alive(process) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _is_alive(process)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import sys; sys.exit('out of luck')", "out of luck"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "code -11"),
+        ('print(\'{"plan": {}, "done": true}\')', "not sound"),
+        ('print(\'{"error": "MemoryError: none left"}\')', "MemoryError: none left"),
+        ("print('nonsense')", "malformed"),
+    ],
+    ids=["exit", "crash", "no plan", "error", "nonsense"],
+)
+def test_a_search_that_fails_is_said_and_changes_nothing(
+    code: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = subprocess.Popen
+    monkeypatch.setattr(background.subprocess, "Popen", lambda args, **how: start([sys.executable, "-c", code], **how))
+    model = _prepared()
+    (plan,) = lowtide.plans(model)
+    assert lowtide.wait(model, 60)
+    assert said in caplog.text
+    assert "The plan in force stays" in caplog.text
+    assert lowtide.plans(model) == [plan]
+    expected = run_training(make(_network), rows(), STEP, 2)
+    assert_same_records(run_training(model, rows(), STEP, 2), expected)
+
+
+def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    model = _prepared()
+    assert lowtide.wait(model, 1)
+    assert "no search for a better plan can be started" in caplog.text
+    STEP(model, *copy_inputs(rows()(0)))
+
+
+def test_a_known_plan_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process keeps what it finds for the next start."""
+    monkeypatch.setenv("LOWTIDE_PLAN_CACHE", "1")
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path))
+    model = _prepared()
+    assert lowtide.wait(model, 120)
+    (found,) = lowtide.plans(model)
+    again = _prepared()
+    assert _searching(again) is None
+    (plan,) = lowtide.plans(again)
+    assert plan.cached
+    assert plan.time_ns == found.time_ns
+
+
+def test_a_budget_that_only_the_search_meets_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """And one that none meets is refused with the numbers of the whole search."""
+    args, kwargs = copy_inputs(rows()(0))
+    with pytest.raises(lowtide.InfeasibleBudgetError) as refused:
+        lowtide.rematerialize(make(_network), args, kwargs, budget=1)
+    with pytest.raises(lowtide.InfeasibleBudgetError) as waited:
+        lowtide.rematerialize(make(_network), args, kwargs, budget=1, planning="wait")
+    assert refused.value.minimum_bytes == waited.value.minimum_bytes
+    model = lowtide.rematerialize(make(_network), args, kwargs, budget=refused.value.minimum_bytes)
+    (plan,) = lowtide.plans(model)
+    assert plan.peak_bytes <= refused.value.minimum_bytes
+    lowtide.restore(model)
+
+
+def test_arguments() -> None:
+    with pytest.raises(lowtide.PlanError, match="planning='later' is unknown"):
+        _prepared(planning="later")
+    with pytest.raises(lowtide.PlanError, match="compiler"):
+        _prepared(planning="background", compiler="inductor")
+    with pytest.raises(lowtide.PlanError, match="not rematerialized"):
+        lowtide.wait(make(_network))
+
+
+def test_plans_on_the_way_are_few_and_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the process writes: each better by enough than the one before and sound, the last the planner's answer."""
+    monkeypatch.setattr(worker, "_LEAST_SECONDS", 0.0)
+    (plan,) = lowtide.plans(_prepared(planner="greedy"))
+    request, output = PlanRequest(plan.graph, plan.costs, plan.budget_bytes, "auto", 0), io.BytesIO()
+    worker.search(request, plan.time_ns, output)
+    *ways, answer = map(json.loads, output.getvalue().splitlines())
+    assert answer["done"]
+    times = [Plan.from_json(one["plan"], plan.graph, plan.costs).time_ns for one in (*ways, answer)]
+    assert all(
+        later <= (1 - worker._LEAST_GAIN) * sooner for sooner, later in itertools.pairwise([plan.time_ns, *times[:-1]])
+    )
+    assert times[-1] == min(times) == request.make().time_ns
