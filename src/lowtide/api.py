@@ -37,6 +37,8 @@ def rematerialize(
     on_capture_error: str = "error",
     seed: int = 0,
     planning: str | None = None,
+    dynamic: bool | None = None,
+    max_programs: int = 64,
 ) -> Model:
     """Make ``model`` train inside a memory budget, in place; returns the same object.
 
@@ -71,6 +73,12 @@ def rematerialize(
         goes on in a process of its own; better plans are put in force between two calls, with the same results to the bit.
         ``"wait"``: the search ends before training starts. The default is the background, but with planners other than
         ``auto`` or ``auto{effort=1}``, with ``compiler="inductor"``, and among the processes of a distributed training.
+    dynamic:
+        Calls that differ in the sizes of their tensors alone: from the second such call on (``None``), or at once (``True``),
+        the model is captured with symbolic sizes, and further shapes take no capture, no measurement and no search. ``False``:
+        each shape is captured and planned by itself. With ``compiler="inductor"`` it always is.
+    max_programs:
+        How many planned programs are kept; the one that was used longest ago goes first.
 
     Raises
     ------
@@ -83,9 +91,8 @@ def rematerialize(
     """
     _require_plannable(model)
     planning = planning or _usual_planning(planner, compiler)
-    settings = Settings(
-        budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed, planning
-    )
+    given = (budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
+    settings = Settings(*given, planning, dynamic, max_programs)
     runtime = Rematerialized(model, settings)
     if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
         runtime.prepare(args, kwargs or {})

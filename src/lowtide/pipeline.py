@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,12 @@ from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Captured, Known, capture
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.cost import analytical_costs, measure_costs
+from lowtide.cost.scaled import Measured, scaled_costs
 from lowtide.errors import InfeasibleBudgetError, PlanError
-from lowtide.ir import Costs, keep_all_schedule, simulate
+from lowtide.ir import Costs, Schedule, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.memory.allocators import device_memory
-from lowtide.planning import Plan
+from lowtide.planning import Plan, plan_from
 from lowtide.planning.cache import PlanCache, PlanRequest, enabled
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
@@ -53,6 +54,8 @@ class Settings:
     on_capture_error: str = "error"
     seed: int = 0
     planning: str = "wait"
+    dynamic: bool | None = False
+    max_programs: int = 64
     between_bytes: int = 0  # what the rest of a larger model takes between this part's two passes, within the budget
 
     def __post_init__(self) -> None:
@@ -78,6 +81,10 @@ class Settings:
                 f'planning="background" needs compiler="eager": with {self.compiler!r} results depend on which kernels a plan '
                 'is made of, so they would change while training runs. Use planning="wait".'
             )
+        if self.dynamic not in (None, True, False):
+            raise PlanError(f"dynamic={self.dynamic!r} is unknown; use None, True or False.")
+        if not isinstance(self.max_programs, int) or self.max_programs < 1:
+            raise PlanError(f"max_programs={self.max_programs!r} must be an integer of 1 or more.")
         parse_budget(self.given, 1 << 40)  # a malformed budget is an error now, not at the first call
         if self.reserve != 0:
             parse_budget(self.reserve, 1 << 40, what="reserve")
@@ -217,22 +224,58 @@ def make_program_plan(
     """
     resident = resident_bytes(program, model) if settings.budget is None else 0
 
+    def search(request: PlanRequest) -> Plan:
+        plan = _first_plan(request) if settings.planning == "background" else None
+        if plan is not None:
+            return plan
+        make = functools.partial(request.make, on_progress)
+        return PlanCache().get_or_make(request, make) if enabled() else make()
+
     def make() -> Plan:
         known = program_costs(program, on_progress) if costs is None else costs
-        known = _with_room_between(program, known, settings.between_bytes)
-        budget, aside = _budget(program, settings, known, resident, granted_bytes)
-        request = plan_request(program, known, budget, settings)
-        try:
-            with stage("search"):
-                plan = _first_plan(request) if settings.planning == "background" else None
-                if plan is not None:
-                    return plan
-                search = functools.partial(request.make, on_progress)
-                return PlanCache().get_or_make(request, search) if enabled() else search()
-        except InfeasibleBudgetError as error:
-            raise with_aside(error, aside) from None
+        return _within_budget(program, settings, known, resident, granted_bytes, search)
 
     return agreed_plan(program, (settings, granted_bytes, resident), make) if several_processes() else make()
+
+
+def adapted_plan(
+    program: Program,
+    settings: Settings,
+    model: nn.Module,
+    granted_bytes: int,
+    known: Sequence[Measured],
+    schedules: Sequence[Schedule],
+) -> Plan:
+    """A plan at once for a program whose operators were measured at the ``known`` sizes: the quickest of the ``schedules`` that
+    were found there which fits here too, or else a first plan. Raises ``InfeasibleBudgetError``."""
+
+    def adapt(request: PlanRequest) -> Plan:
+        facts: dict[str, Any] = {"budget_bytes": request.budget_bytes, "planner": "adapted", "seed": request.seed}
+        plan = plan_from(program.graph, request.costs, schedules, **facts)
+        return plan.begun() if plan is not None else _first_plan(request) or request.make()
+
+    with stage("costs"):
+        costs = _with_generator_states(program, scaled_costs(program, known))
+    resident = resident_bytes(program, model) if settings.budget is None else 0
+    return _within_budget(program, settings, costs, resident, granted_bytes, adapt)
+
+
+def _within_budget(
+    program: Program,
+    settings: Settings,
+    costs: Costs,
+    resident: int,
+    granted_bytes: int,
+    search: Callable[[PlanRequest], Plan],
+) -> Plan:
+    """What ``search`` finds for the bytes that are left of the budget for a pass."""
+    costs = _with_room_between(program, costs, settings.between_bytes)
+    budget, aside = _budget(program, settings, costs, resident, granted_bytes)
+    try:
+        with stage("search"):
+            return search(plan_request(program, costs, budget, settings))
+    except InfeasibleBudgetError as error:
+        raise with_aside(error, aside) from None
 
 
 def plan_request(program: Program, costs: Costs, budget_bytes: int, settings: Settings) -> PlanRequest:

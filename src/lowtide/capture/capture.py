@@ -31,6 +31,7 @@ from lowtide.capture.rehearsal import Effects, rehearse
 from lowtide.capture.trace.autocast import is_kept, share_casts
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
 from lowtide.capture.trace.joint import export_joint
+from lowtide.capture.trace.sizes import SymbolicSizes
 from lowtide.capture.traced_model import TracedCall, TracedModel, TracedRun, period_of_casts
 from lowtide.errors import CaptureError, LowtideError, NoGradientError, PlanError
 from lowtide.ir import Graph
@@ -102,12 +103,14 @@ def capture(
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None,
     watch: Callable[[nn.Module], None] | None = None,
     known: Known | None = None,
+    sizes: SymbolicSizes | None = None,
 ) -> Captured:
     """The training program of ``model(*args, **kwargs)``, and its contract.
 
     ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is
     guessed, see ``traced_model.guess_mask``. ``watch`` is shown every copy of the model before it is traced;
-    ``rewrite`` may change the joint graph before it is converted.
+    ``rewrite`` may change the joint graph before it is converted. With ``sizes``, the program's sizes are symbolic, see
+    ``capture.family``.
 
     The call is traced until a trace finds nothing that the next one should know. Raises ``CaptureError`` where the program
     depends on data in a way that cannot be answered before it runs, or uses something unsupported.
@@ -116,7 +119,7 @@ def capture(
         state = model_state(model)
         tensors, arguments = flat_arguments(args, kwargs)
         check(model, (*state.tensors, *tensors))
-        call = TracedCall(model, state, tensors, arguments, mask, watch)
+        call = TracedCall(model, state, tensors, arguments, mask, watch, sizes)
         known = known or Known()
         attempt: _Trace | Known = replace(known, recorder=known.recorder or RandomRecorder())
         while isinstance(attempt, Known):
@@ -128,7 +131,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     """A trace of the call; or what was learned from it, where that makes for another one."""
     assert known.recorder is not None
     model, recorder, effects = call.model, known.recorder, known.effects
-    mode = AnsweringFakeMode()
+    mode = AnsweringFakeMode(call.sizes)
     held, followed = _followed(model, known.follow, (*call.state.tensors, *call.tensors))
     fakes = fakes_of(mode, call.state.tensors, (*call.tensors, *held))
     traced = TracedModel(call, held, effects.tensors if effects else (), recorder)

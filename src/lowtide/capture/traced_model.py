@@ -32,6 +32,7 @@ from lowtide.capture.python_state.reads import Reads
 from lowtide.capture.trace.autocast import Period, periods_of_casts
 from lowtide.capture.trace.fake import copy_attributes, known_value, read_values
 from lowtide.capture.trace.patches import replaced, wrapped
+from lowtide.capture.trace.sizes import SymbolicSizes
 from lowtide.errors import CaptureError
 from lowtide.program import structure
 from lowtide.program.objects import parts_of
@@ -49,7 +50,8 @@ NO_SAVED_TENSORS_HOOKS = (
 class TracedCall:
     """``model(*args, **kwargs)`` taken apart: the model's ``state``, the call's distinct ``tensors``, and the structure of the
     ``arguments``. ``mask`` says which results a gradient is expected for, by default those of ``guess_mask``; ``watch`` sees
-    every copy of the model before it is traced."""
+    every copy of the model before it is traced. ``sizes``: the symbols that the tensors' sizes are, where the trace is to
+    stand for other calls too."""
 
     model: nn.Module
     state: State
@@ -57,6 +59,7 @@ class TracedCall:
     arguments: Any
     mask: GradientMask | None = None
     watch: Callable[[nn.Module], None] | None = None
+    sizes: SymbolicSizes | None = None
 
 
 @dataclass(frozen=True, slots=True)

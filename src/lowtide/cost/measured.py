@@ -23,7 +23,7 @@ from lowtide.cost.cache import CostCache, OperatorCost
 from lowtide.cost.devices import device_name, get_device
 from lowtide.cost.signature import copies_storage, is_lasting, is_opaque, signature, target_name
 from lowtide.cost.synthetic import synthetic_tensor
-from lowtide.cost.timing import time_call
+from lowtide.cost.timing import peak_of, time_call
 from lowtide.ir import Costs, Op
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.memory.allocators import round_up
@@ -131,6 +131,35 @@ def _measure(
     return failed
 
 
+def measure_bytes(program: Program, like: Costs) -> Costs:
+    """Workspaces and storages of every op of ``program``, each distinct operator run once: that takes a fraction of a step.
+    Times are those of ``like``, of the same operators at other sizes."""
+    ops = [op for op in program.graph.ops if op.target != TANGENT_TARGET]
+    workspace, real, device = [0] * len(program.graph.ops), storage_bytes(program), program_device(program)
+    cache, found = CostCache.open(device), dict[str, OperatorCost | None]()
+    with _undisturbed(device):
+        for op in ops:
+            key = signature(program, op.id)
+            if key not in found:
+                found[key] = cache.get(key, len(op.outputs)) or _bytes_of(program, op.id, device)
+            record = found[key]
+            least = operand_bytes(program, op.id) if record is None else _settle(program, op, record, real)
+            workspace[op.id] = least
+    return Costs(like.time_ns, workspace, real, device=like.device)  # type: ignore[arg-type]
+
+
+def _bytes_of(program: Program, op: int, device: torch.device) -> OperatorCost | None:
+    """What an operator allocates, without its time; ``None`` where it cannot be run by itself."""
+    call = program.calls[op]
+    try:
+        args, kwargs, tensors = synthetic_arguments(program, op, drawn=False)
+        target, results = _runnable(call.target), list[Any]()
+        peak_bytes = peak_of(lambda: results.append(target(*args, **kwargs)), device)
+        return OperatorCost(0, 0, peak_bytes, *_returned(results.pop(), call.positions, tensors))
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+        return None
+
+
 def measure_operator(program: Program, op: int, device: torch.device) -> OperatorCost:
     """Run one operator of ``program`` on synthetic tensors. Raises whatever it raises."""
     call = program.calls[op]
@@ -152,15 +181,18 @@ def _restoring(call: Call, args: tuple[Any, ...]) -> Callable[[], Any]:
     return lambda: args[position].copy_(first)
 
 
-def synthetic_arguments(program: Program, op: int) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
-    """The call's arguments, and the distinct tensors among them."""
+def synthetic_arguments(
+    program: Program, op: int, *, drawn: bool = True
+) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
+    """The call's arguments, and the distinct tensors among them; ``drawn`` as of ``synthetic_tensor``."""
     tensors: dict[int, torch.Tensor] = {}
     call, whole = program.calls[op], copies_storage(program.calls[op].target)
 
     def tensor(ref: Ref) -> torch.Tensor:
         if ref.value not in tensors:
             made = _opaque(program, ref.value)
-            tensors[ref.value] = synthetic_tensor(program.metas[ref.value], whole=whole) if made is None else made
+            meta = program.metas[ref.value]
+            tensors[ref.value] = synthetic_tensor(meta, whole=whole, drawn=drawn) if made is None else made
         return tensors[ref.value]
 
     args, kwargs = map_references((call.args, call.kwargs), tensor)

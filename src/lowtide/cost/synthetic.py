@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from lowtide.cost.signature import ALIGNMENT_BYTES
@@ -11,12 +13,12 @@ from lowtide.program.program import TensorMeta
 _PATTERN_ELEMENTS = 1 << 16
 
 
-def synthetic_tensor(meta: TensorMeta, *, whole: bool = False) -> torch.Tensor:
+def synthetic_tensor(meta: TensorMeta, *, whole: bool = False, drawn: bool = True) -> torch.Tensor:
     """A tensor of this layout: integers 0, booleans true (what a mask selects takes the most memory then), floating values
     normal (a short pattern, repeated).
 
     The storage is only as large as the layout reaches, its offset only the original's alignment; ``whole``: both are the
-    original's.
+    original's. Where values do not matter, floating ones need not be ``drawn``.
     """
     itemsize, offset = meta.dtype.itemsize, meta.storage_offset
     size = meta.storage_bytes // itemsize
@@ -24,17 +26,25 @@ def synthetic_tensor(meta: TensorMeta, *, whole: bool = False) -> torch.Tensor:
         offset = offset * itemsize % ALIGNMENT_BYTES // itemsize
         size = offset + span_elements(meta.shape, meta.stride)
     flat = torch.empty(size, dtype=meta.dtype, device=meta.device)
-    _fill(flat)
+    _fill(flat, drawn)
     return flat.as_strided(meta.shape, meta.stride, offset)
 
 
-def _fill(flat: torch.Tensor) -> None:
+@functools.cache
+def _pattern(dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    drawn = torch.complex64 if dtype.is_complex else torch.float32
+    return torch.randn(_PATTERN_ELEMENTS, dtype=drawn, generator=generator).to(dtype)
+
+
+def _fill(flat: torch.Tensor, drawn: bool) -> None:
     if not (flat.dtype.is_floating_point or flat.dtype.is_complex):
         flat.fill_(flat.dtype == torch.bool)
         return
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    drawn = torch.complex64 if flat.dtype.is_complex else torch.float32
-    pattern = torch.randn(_PATTERN_ELEMENTS, dtype=drawn, generator=generator).to(flat.device, flat.dtype)
+    if not drawn:
+        flat.fill_(1)
+        return
+    pattern = _pattern(flat.dtype).to(flat.device)
     whole = flat.numel() // _PATTERN_ELEMENTS * _PATTERN_ELEMENTS
     flat[:whole].view(-1, _PATTERN_ELEMENTS).copy_(pattern)
     flat[whole:].copy_(pattern[: flat.numel() - whole])

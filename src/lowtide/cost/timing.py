@@ -62,6 +62,13 @@ def time_call(
     return _summary(times, peak)
 
 
+def peak_of(call: Callable[[], Any], device: torch.device) -> int:
+    """The most that one run of ``call`` allocates."""
+    if device.type == "cuda":
+        return _on_cuda(device, call)[1]
+    return allocation_peak(call)[0]
+
+
 def _on_cpu(call: Callable[[], Any]) -> tuple[int, int]:
     """Time and peak of one repetition."""
     times: list[int] = []

@@ -1,6 +1,6 @@
 """Plans: a graph, its costs, and the schedule that fits a budget; made, saved, and kept between processes. No torch."""
 
-from lowtide.planning.make import infeasible, make_plan
+from lowtide.planning.make import infeasible, make_plan, plan_from
 from lowtide.planning.plan import Plan
 
-__all__ = ["Plan", "infeasible", "make_plan"]
+__all__ = ["Plan", "infeasible", "make_plan", "plan_from"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from lowtide.budget import parse_budget
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.ir import Compute, Costs, Graph, keep_all_schedule, simulate
+from lowtide.ir import Compute, Costs, Graph, Schedule, keep_all_schedule, simulate
 from lowtide.planning.plan import Plan
 from lowtide.solve import Problem, Progress, Solution, format_spec, get_planner, minimum_peak, solve
 from lowtide.units import format_bytes
@@ -59,6 +59,24 @@ def make_plan(
     if plan is None:
         raise infeasible(problem, solution, unconstrained, planner)
     return plan
+
+
+def plan_from(
+    graph: Graph, costs: Costs, schedules: Iterable[Schedule], *, budget_bytes: int, planner: str, seed: int
+) -> Plan | None:
+    """The quickest within the budget of keeping everything and of ``schedules``, which were made for the same operators at
+    other sizes; ``None`` where none fits."""
+    keep_all = keep_all_schedule(graph)
+    unconstrained = simulate(graph, costs, keep_all).peak_bytes
+    best: tuple[int, int, Schedule] | None = None
+    for schedule in (keep_all, *schedules):
+        run = simulate(graph, costs, schedule)
+        if run.peak_bytes <= budget_bytes and (best is None or run.time_ns < best[0]):
+            best = run.time_ns, run.peak_bytes, schedule
+    if best is None:
+        return None
+    time_ns, peak_bytes, schedule = best
+    return Plan(graph, costs, schedule, planner, budget_bytes, peak_bytes, unconstrained, time_ns, None, seed)
 
 
 def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner: str) -> InfeasibleBudgetError:

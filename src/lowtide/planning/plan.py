@@ -18,6 +18,7 @@ from msgspec import Meta
 from lowtide.errors import PlanError, ScheduleError
 from lowtide.ir import Compute, Costs, Graph, Schedule, check, keep_all_schedule, simulate
 from lowtide.ir.serial import graph_from_json, graph_to_json, read_json, schedule_from_json, schedule_to_json
+from lowtide.ir.simulator import Simulation
 from lowtide.memory.measurement import Measurement
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint, make_curve
 from lowtide.report.modules import rows_of
@@ -136,6 +137,11 @@ class Plan:
             return dataclasses.replace(found, history=(*self.history, found._as_improvement(seconds)))
         bound_ns, seconds = found.lower_bound_ns, found.solve_seconds
         return dataclasses.replace(self, planner=found.planner, lower_bound_ns=bound_ns, solve_seconds=seconds)
+
+    def with_schedule(self, schedule: Schedule, run: Simulation) -> Plan:
+        """The plan with a quicker ``schedule``, of which ``run`` was simulated."""
+        found = dataclasses.replace(self, schedule=schedule, peak_bytes=run.peak_bytes, time_ns=run.time_ns)
+        return self.improved(found, self.history[-1].seconds if self.history else 0.0)
 
     def _as_improvement(self, seconds: float) -> Improvement:
         return Improvement(seconds, self.peak_bytes, self.time_ns, self.overhead)

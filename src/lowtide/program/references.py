@@ -11,18 +11,23 @@ from lowtide.program.program import Ref
 
 
 def map_references(argument: Any, function: Callable[[Ref], Any]) -> Any:
-    """``argument`` with ``function(ref)`` in place of every ``Ref``, those in lists, tuples and dictionaries too.
+    """``argument`` with ``function(ref)`` in place of every ``Ref``, those in lists, tuples and dictionaries too."""
+    return map_leaves(argument, Ref, function)
+
+
+def map_leaves(argument: Any, kind: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
+    """``argument`` with ``function(leaf)`` in place of everything of that kind.
 
     Not a function inside of another one, which would refer to itself and keep tensors until garbage is collected.
     """
-    if isinstance(argument, Ref):
+    if isinstance(argument, kind):
         return function(argument)
     if (
         isinstance(argument, (list, tuple))
         and not isinstance(argument, torch.Size)
         and not hasattr(argument, "_fields")
     ):
-        return type(argument)([map_references(item, function) for item in argument])
+        return type(argument)([map_leaves(item, kind, function) for item in argument])
     if isinstance(argument, Mapping):
-        return {key: map_references(item, function) for key, item in argument.items()}
+        return {key: map_leaves(item, kind, function) for key, item in argument.items()}
     return argument

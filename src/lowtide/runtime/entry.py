@@ -16,13 +16,16 @@ from lowtide.capture.capture import flat_arguments
 from lowtide.capture.contract import Conditions
 from lowtide.capture.python_state import attribute_effects
 from lowtide.capture.trace.autocast import is_kept
-from lowtide.lower import Lowered
+from lowtide.ir import Schedule, simulate
+from lowtide.lower import Lowered, lower
 from lowtide.planning import Plan
 from lowtide.program import Program, layouts, structure
 from lowtide.program.keys import fingerprint, tensor_key
 from lowtide.program.results import GradientMask
 
 Signature = tuple[Any, ...]
+_MOST_SCHEDULES = 8  # that are offered to siblings
+_GAIN = 0.005  # of the time of a step, from which another's schedule is taken over
 Names = tuple[tuple[str, ...], ...]
 _GLOBAL_HOOKS = (_hooked._global_forward_pre_hooks, _hooked._global_forward_hooks)  # by numbers that are given out once
 
@@ -92,7 +95,8 @@ class Entry:
     """A planned program, ready to run for the calls with signature ``key`` on which one of ``conditions`` holds, the last used
     first. ``captured`` is the program before there were kernels in it, and ``sample`` what it was captured with. ``for_masks``:
     the entries for the same calls whose gradients arrive otherwise, which share this and the conditions. ``before``: attributes
-    of the model as the latest call found them. ``plan`` and ``lowered`` are exchanged where a better plan was found."""
+    of the model as the latest call found them. ``plan`` and ``lowered`` are exchanged where a better plan was found.
+    ``version``: the schedules of its ``siblings`` that it knows; ``used``: when, by the count of calls."""
 
     key: Signature
     captured: Captured
@@ -102,10 +106,39 @@ class Entry:
     sample: Sample
     for_masks: dict[GradientMask, Entry]
     before: list[attribute_effects.Before] = field(default_factory=list)
+    siblings: Siblings | None = None
+    version: int = 0
+    used: int = 0
 
     @property
     def program(self) -> Program:
         return self.lowered.program
+
+
+class Siblings:
+    """The schedules of programs that are the same operators at other sizes: each is one for all. ``version`` counts them."""
+
+    def __init__(self) -> None:
+        self.schedules: list[Schedule] = []
+        self.version = 0
+
+    def keep(self, entry: Entry) -> None:
+        """Offer the schedule of ``entry``, which is one of them, to the others from now on."""
+        entry.siblings = self
+        if entry.plan.schedule not in self.schedules:
+            self.schedules = [*self.schedules, entry.plan.schedule][-_MOST_SCHEDULES:]
+            self.version += 1
+        entry.version = self.version
+
+    def take_over(self, entry: Entry) -> None:
+        """Give ``entry`` a schedule that was found for another since it was planned, where that is quicker."""
+        entry.version, plan = self.version, entry.plan
+        for schedule in self.schedules:
+            run = simulate(plan.graph, plan.costs, schedule)
+            if run.peak_bytes <= plan.budget_bytes and run.time_ns < (1 - _GAIN) * plan.time_ns:
+                plan = plan.with_schedule(schedule, run)
+        if plan is not entry.plan:
+            entry.plan, entry.lowered = plan, lower(entry.program, plan.schedule)
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:

@@ -78,6 +78,8 @@ class Improving:
     def _put(self, entry: Entry, plan: Plan, lowered: Lowered) -> None:
         better = plan.time_ns < entry.plan.time_ns
         entry.plan, entry.lowered = plan, lowered
+        if entry.siblings is not None:
+            entry.siblings.keep(entry)
         if better:
             _LOG.info(
                 "planned %s better: overhead %.1f %%, peak %d bytes of %d (after %.1f s)",

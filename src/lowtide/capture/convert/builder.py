@@ -40,6 +40,12 @@ class Builder:
         self.bases.append(producer)
         return self._append(name, len(self.bases) - 1, producer, meta)
 
+    def same_storage(self, fake: torch.Tensor, value: int) -> None:
+        """Let views of ``fake`` be views of the value."""
+        storage = fake.untyped_storage()
+        self._keep_alive.append(storage)
+        self._storages[storage._cdata] = self.values[value].storage
+
     def _append(self, name: str, storage: int, producer: int | None, meta: TensorMeta) -> int:
         dtype = str(meta.dtype).removeprefix("torch.")
         self.values.append(Value(len(self.values), name, storage, producer, dtype, meta.shape))
@@ -78,12 +84,12 @@ class Builder:
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(
-        tuple(map(int, tensor.shape)),
-        tuple(map(int, tensor.stride())),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
         tensor.dtype,
         tensor.device,
-        int(tensor.storage_offset()),
-        int(tensor.untyped_storage().nbytes()),
+        tensor.storage_offset(),  # type: ignore[arg-type]  # or a symbolic size
+        tensor.untyped_storage().nbytes(),
     )
 
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ from lowtide.capture.convert.builder import Builder, owned
 from lowtide.capture.convert.gradients import Gradients
 from lowtide.capture.convert.refused import refuse
 from lowtide.capture.trace.fake import UNINITIALISED
+from lowtide.capture.trace.sizes import SYMBOLIC, expression
 from lowtide.capture.traced_model import origin
 from lowtide.errors import CaptureError
 from lowtide.ir import Phase
@@ -73,7 +75,7 @@ class _Walk:
         nodes = list(self.module.graph.nodes)
         tangents = self._placeholders(nodes)
         live = _ancestors([nodes[-1], *(n for n in nodes if _runs_anyway(n))])
-        calls = [n for n in nodes if n.op in ("call_function", "get_attr") and n in live]
+        calls = [n for n in nodes if n.op in ("call_function", "get_attr") and n in live and not is_size(n)]
         for node in calls:
             refuse(node, self._origin)
         split = next((i for i, n in enumerate(calls) if _begins_backward(n)), len(calls))
@@ -153,8 +155,10 @@ class _Walk:
         elif node.target is operator.getitem:
             container = self.value_of[first]
             self.value_of[node] = container[node.args[1]] if isinstance(container, dict) else container
-        elif node.target in _ALIASES:
+        elif node.target in _ALIASES or is_whole(node):
             self.value_of[node] = self.value_of[first]
+            if is_whole(node):
+                self.builder.same_storage(node.meta["val"], self._value(first))
         elif node.target is _ATEN.as_strided.default and _is_tangent(first):
             # It arrives with these strides (an expanded scalar, say): it needs no more memory than that.
             self.value_of[node] = value = self.value_of[first]
@@ -197,9 +201,10 @@ class _Walk:
         """What to call, its arguments with references for tensors, and the nodes that it reads."""
         if fills_empty(node):
             return targets.bernoulli, (_owned_layout(node.meta["val"]), *node.args[1:]), {}, []
-        reference: Any = lambda n: Ref(self._value(n))  # noqa: E731
+        reference: Any = lambda n: n.meta["val"] if is_size(n) else Ref(self._value(n))  # noqa: E731
         arguments: Any = fx.map_arg((node.args, node.kwargs), reference)
-        return _callable(node.target), arguments[0], dict(arguments[1]), node.all_input_nodes
+        read = [each for each in node.all_input_nodes if not is_size(each)]
+        return _callable(node.target), arguments[0], dict(arguments[1]), read
 
     def _origin(self, node: fx.Node) -> tuple[str, str]:
         number = node.meta.get("seq_nr", -1)
@@ -222,6 +227,21 @@ class _Walk:
         for op in self.builder.ops:
             if op.random and not used.intersection(op.outputs):
                 self.builder.ops[op.id] = replace(op, effect=True)
+
+
+def is_whole(node: fx.Node) -> bool:
+    """Whether a node is ``tensor[:]`` of a tensor of symbolic sizes, or the backward of that. Where sizes are numbers, it is
+    not recorded at all."""
+    if node.target not in (_ATEN.slice.Tensor, _ATEN.slice_backward.default) or sys.maxsize not in node.args:
+        return False
+    before, after = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
+    symbolic = any(isinstance(size, SYMBOLIC) for size in (*before, *after))
+    return symbolic and list(map(expression, before)) == list(map(expression, after))
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node computes a symbolic number, not a tensor."""
+    return isinstance(node.meta.get("val"), SYMBOLIC)
 
 
 def fills_empty(node: fx.Node) -> bool:

@@ -10,14 +10,16 @@ fresh random numbers cannot be answered and raise ``CaptureError``.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -29,7 +31,9 @@ from torch.utils._mode_utils import no_dispatch
 
 from lowtide.capture.trace import fake_kernels as fakes
 from lowtide.capture.trace.layer_drop import fold_uniform
+from lowtide.capture.trace.questions import Provenance, Question
 from lowtide.capture.trace.real_strides import real_strides, with_strides
+from lowtide.capture.trace.sizes import SYMBOLIC, SymbolicSizes, hashable, hint
 from lowtide.errors import CaptureError
 from lowtide.program.source import user_source
 
@@ -40,82 +44,13 @@ _QUESTIONS = {_ATEN._local_scalar_dense.default, _ATEN.equal.default}
 # Comparisons of a number drawn uniformly from [0, 1) with a threshold outside of it have only one answer.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Provenance:
-    """How a known tensor was computed: a leaf (an input by position, or a constant) or an operator on known tensors."""
-
-    function: Callable[..., Any] | None = None
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    output: int | None = None
-    leaf: int | None = None
-    constant: torch.Tensor | None = None
-    depends_on_input: bool = False
-
-    def positions(self) -> set[int]:
-        """Of the inputs that it was computed from."""
-        found: dict[int, Provenance] = {}
-        waiting = [self]
-        while waiting:
-            known = waiting.pop()
-            if id(known) not in found:
-                found[id(known)] = known
-                waiting += [
-                    leaf for leaf in pytree.tree_leaves((known.args, known.kwargs)) if isinstance(leaf, Provenance)
-                ]
-        return {known.leaf for known in found.values() if known.leaf is not None}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Question:
-    """A question that the model asked while it was captured, and the answer it got.
-
-    ``holds(inputs)`` asks again: ``inputs`` are the call's flat tensors, in capture's order.
-    """
-
-    known: Provenance
-    ask: str
-    answer: Any
-    source: str
-
-    def holds(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> bool:
-        return bool(self.asked(inputs, memo) == self.answer)
-
-    def asked(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> Any:
-        """The answer on ``inputs``."""
-        with torch.no_grad():
-            return _ask(self.ask, _evaluate(self.known, inputs, memo))
-
-
-def _ask(ask: str, real: Any) -> Any:
-    asked: dict[str, Callable[[Any], Any]] = {
-        "shape": lambda tensor: tuple(tensor.shape), "item": torch.Tensor.item, "values": torch.Tensor.tolist, "bool": bool
-    }  # fmt: skip
-    return asked[ask](real)
-
-
-def _evaluate(known: Provenance, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> Any:
-    if known.leaf is not None:
-        return inputs[known.leaf]
-    if known.constant is not None:
-        return known.constant
-    key = id(known)
-    if key not in memo:
-        args, kwargs = pytree.tree_map(
-            lambda x: _evaluate(x, inputs, memo) if isinstance(x, Provenance) else x, (known.args, known.kwargs)
-        )
-        assert known.function is not None
-        result = known.function(*args, **kwargs)
-        memo[key] = result if known.output is None else result[known.output]
-    return memo[key]
-
-
 class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors whose known values answer data-dependent questions. ``questions`` is what was asked and depends on
     the call's inputs."""
 
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+    def __init__(self, sizes: SymbolicSizes | None = None) -> None:
+        super().__init__(allow_non_fake_inputs=True, shape_env=None if sizes is None else sizes.begin())
+        self.sizes = sizes
         self.questions: list[Question] = []
         self._seen: set[Any] = set()
         self._interned: dict[Any, Provenance] = {}
@@ -156,7 +91,8 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             with self:
                 return fakes.ctc_loss_backward(args[1])
         try:
-            result = super().dispatch(func, types, args, kwargs)
+            with enable_python_dispatcher() if self.shape_env is not None else contextlib.nullcontext():
+                result = super().dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if known is None:
                 raise _unanswerable(func) from error
@@ -190,7 +126,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             raise _unanswerable(func)
         if known.depends_on_input:
             self._remember(known, "shape", tuple(real.shape))
-        return self.from_tensor(real)
+        return self.from_tensor(real, static_shapes=True)
 
     def _ctc_loss(self, args: Sequence[Any]) -> Any:
         """The table's size depends on the longest target: a question."""
@@ -227,12 +163,14 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if not any(isinstance(leaf, torch.Tensor) for leaf in flat) and not _small_factory(args):
             return None, None
         reals, knowns = [real for real, _ in known_pairs], [known for _, known in known_pairs]
-        depends = any(isinstance(known, Provenance) and known.depends_on_input for known in knowns)
-        keys = [known if isinstance(known, Provenance) else (type(known), known) for known in knowns]
+        depends = any(
+            known.depends_on_input if isinstance(known, Provenance) else isinstance(known, SYMBOLIC) for known in knowns
+        )
+        keys = [known if isinstance(known, Provenance) else (type(known), hashable(known)) for known in knowns]
         if func._schema.is_mutable:
             return self._known_mutation(func, flat)
         # What a model on the meta device computes from constants alone is known too: on the CPU.
-        reals = [torch.device("cpu") if isinstance(r, torch.device) and r.type == "meta" else r for r in reals]
+        reals = [torch.device("cpu") if isinstance(r, torch.device) and r.type == "meta" else hint(r) for r in reals]
         real_args, real_kwargs = pytree.tree_unflatten(reals, spec)
         with no_dispatch(), torch.no_grad():
             real = func(*real_args, **real_kwargs)
@@ -280,13 +218,18 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 def fakes_of(
     mode: AnsweringFakeMode, state: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    return [_fake(mode, tensor, i, i < len(state)) for i, tensor in enumerate((*state, *tensors))]
+    return [_fake(mode, tensor, i, len(state)) for i, tensor in enumerate((*state, *tensors))]
 
 
-def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int, state: bool) -> torch.Tensor:
+def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int, states: int) -> torch.Tensor:
     if isinstance(tensor, FakeTensor):  # a sample without memory
         return _same_layout(mode, tensor)
-    fake = mode.from_tensor(tensor.detach() if tensor.grad_fn is not None else tensor, static_shapes=True)
+    leaf, state = tensor.detach() if tensor.grad_fn is not None else tensor, position < states
+    fake: torch.Tensor = (
+        mode.from_tensor(leaf, static_shapes=True)
+        if mode.sizes is None or state
+        else mode.sizes.fake(mode, leaf, position - states)
+    )
     if tensor.grad_fn is not None and tensor.requires_grad:
         fake.requires_grad_()
     mode.register_input(fake, tensor, position, state)
@@ -306,7 +249,7 @@ def known_value(traced: torch.Tensor, constant: bool = False) -> torch.Tensor | 
     ``None``."""
     fake = traced.from_functional() if isinstance(traced, FunctionalTensor) else traced
     real, known = getattr(fake, "_lowtide_known", (None, None))
-    return None if constant and known is not None and known.positions() else real
+    return None if constant and known is not None and not known.is_constant() else real
 
 
 def read_values(traced: torch.Tensor) -> torch.Tensor | None:

@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
+from lowtide.capture.trace.sizes import SYMBOLIC, hint, hints, in_symbols
 from lowtide.program import generators
 from lowtide.program.layouts import contiguous_strides
 
@@ -46,7 +47,8 @@ def with_strides(func: Any, result: Any, strides: _Strides, mode: Any) -> Any:
     """What ``func`` returned, with tensors of these strides in place of those that have others."""
     made = list(_flat(result))
     for number, (tensor, stride) in enumerate(zip(made, strides, strict=True)):
-        if stride is not None and tensor.stride() != stride:
+        if stride is not None and hints(tensor.stride()) != stride:
+            stride = in_symbols(tensor.shape, stride) if any(isinstance(n, SYMBOLIC) for n in tensor.shape) else stride
             with mode:
                 if _views(func):
                     made[number] = torch.as_strided(tensor, tensor.shape, stride, tensor.storage_offset())
@@ -83,7 +85,8 @@ def _can_stand_in(tensor: Tensor) -> bool:
 
 def _key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
+        return hints(leaf.shape), hints(leaf.stride()), leaf.dtype, leaf.device
+    leaf = hint(leaf)
     return type(leaf), leaf if isinstance(leaf, (int, float, bool, str, type(None))) else repr(leaf)
 
 
@@ -110,9 +113,9 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 def _stand_in(leaf: Any, device: torch.device) -> Any:
     """Zeros, which are valid indices too."""
     if not isinstance(leaf, Tensor):
-        return leaf
+        return hint(leaf)
     device = device if device.type == "meta" else leaf.device
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device).zero_()
+    return torch.empty_strided(hints(leaf.shape), hints(leaf.stride()), dtype=leaf.dtype, device=device).zero_()
 
 
 def _flat(result: Any) -> Sequence[Any]:

@@ -1,0 +1,98 @@
+"""What a model asked about values while it was captured, and how to ask it again in another call.
+
+A value is known by how it was computed: from integer inputs, from constants, and from sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from lowtide.capture.trace.sizes import SYMBOLIC
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Provenance:
+    """How a known tensor was computed: a leaf (an input by position, or a constant) or an operator on known tensors."""
+
+    function: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    output: int | None = None
+    leaf: int | None = None
+    constant: torch.Tensor | None = None
+    depends_on_input: bool = False
+
+    def positions(self) -> set[int]:
+        """Of the inputs that it was computed from."""
+        return {known.leaf for known in self._behind() if known.leaf is not None}
+
+    def is_constant(self) -> bool:
+        """Whether neither inputs nor their sizes have a part in it."""
+        return not self.positions() and not any(
+            isinstance(leaf, SYMBOLIC) for known in self._behind() for leaf in _leaves(known)
+        )
+
+    def _behind(self) -> Iterable[Provenance]:
+        """It, and all that it was computed from."""
+        found: dict[int, Provenance] = {}
+        waiting = [self]
+        while waiting:
+            known = waiting.pop()
+            if id(known) not in found:
+                found[id(known)] = known
+                waiting += [leaf for leaf in _leaves(known) if isinstance(leaf, Provenance)]
+        return found.values()
+
+
+def _leaves(known: Provenance) -> list[Any]:
+    leaves: list[Any] = pytree.tree_leaves((known.args, known.kwargs))
+    return leaves
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """A question that the model asked while it was captured, and the answer it got.
+
+    ``holds(inputs)`` asks again: ``inputs`` are the call's flat tensors, in capture's order.
+    """
+
+    known: Provenance
+    ask: str
+    answer: Any
+    source: str
+
+    def holds(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> bool:
+        return bool(self.asked(inputs, memo) == self.answer)
+
+    def asked(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> Any:
+        """The answer on ``inputs``."""
+        with torch.no_grad():
+            return _ask(self.ask, _evaluate(self.known, inputs, memo))
+
+
+def _ask(ask: str, real: Any) -> Any:
+    asked: dict[str, Callable[[Any], Any]] = {
+        "shape": lambda tensor: tuple(tensor.shape), "item": torch.Tensor.item, "values": torch.Tensor.tolist, "bool": bool
+    }  # fmt: skip
+    return asked[ask](real)
+
+
+def _evaluate(known: Provenance, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> Any:
+    if known.leaf is not None:
+        return inputs[known.leaf]
+    if known.constant is not None:
+        return known.constant
+    key = id(known)
+    if key not in memo:
+        args, kwargs = pytree.tree_map(
+            lambda x: _evaluate(x, inputs, memo) if isinstance(x, Provenance) else x, (known.args, known.kwargs)
+        )
+        assert known.function is not None
+        result = known.function(*args, **kwargs)
+        memo[key] = result if known.output is None else result[known.output]
+    return memo[key]

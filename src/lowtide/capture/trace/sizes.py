@@ -1,0 +1,134 @@
+"""Symbolic sizes: a trace that stands for calls of many shapes.
+
+The dimensions that vary from call to call are symbols of a ``ShapeEnv`` of PyTorch's. Sizes that follow from them are
+expressions; whatever Python code or an operator asks about them is answered for the call that is traced, and becomes a
+condition on the sizes of other calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch._dynamo.source import LocalSource
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.printers import PythonPrinter
+
+from lowtide.errors import CaptureError
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+Place = tuple[int, int]  # tensor of the call, dimension
+Shapes = Sequence[Sequence[int]]  # of the tensors of a call
+
+
+class SymbolicSizes:
+    """The sizes at ``varying`` places of a call's tensors, as symbols. Those that are equal in the traced call are one symbol,
+    but with ``apart``."""
+
+    def __init__(self, varying: Collection[Place], apart: bool = False) -> None:
+        self.varying = sorted(varying)
+        self.apart = apart
+        self.environment: Any = None
+        self.expressions: dict[Place, sympy.Expr] = {}
+
+    def begin(self) -> Any:
+        """The environment of a new trace."""
+        self.expressions = {}
+        self.environment = ShapeEnv(duck_shape=not self.apart, specialize_zero_one=True)
+        return self.environment
+
+    def fake(self, mode: Any, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        """The fake tensor of the call's tensor of that number."""
+        dims = [dim for index, dim in self.varying if index == number]
+        if not dims or not tensor.is_contiguous():
+            fake: torch.Tensor = mode.from_tensor(tensor, static_shapes=True)
+            return fake
+        sizes = [DimDynamic.DUCK if dim in dims else DimDynamic.STATIC for dim in range(tensor.dim())]
+        fake = mode.from_tensor(
+            tensor,
+            static_shapes=False,
+            source=LocalSource(f"tensor{number}"),
+            symbolic_context=StatelessSymbolicContext(
+                dynamic_sizes=sizes,
+                dynamic_strides=[DimDynamic.INFER_STRIDE] * tensor.dim(),
+                constraint_sizes=[None] * tensor.dim(),
+                constraint_strides=[None] * tensor.dim(),
+                specialize_on=None,
+            ),
+        )
+        for dim in dims:
+            self.expressions[number, dim] = expression(fake.shape[dim])
+        return fake
+
+    def conditions(self) -> list[sympy.Expr]:
+        """What was asked about the symbols, as it was answered, the bounds of their ranges included."""
+        environment = self.environment
+        if environment.deferred_runtime_asserts:
+            raise CaptureError("sizes depend on the values of tensors")
+        asked = [guard.expr for guard in environment.guards]
+        symbols = {symbol for one in self.expressions.values() for symbol in one.free_symbols}
+        bounds: list[sympy.Expr] = []
+        for symbol in sorted(symbols, key=str):
+            known = environment.var_to_range[symbol]
+            bounds += [sympy.Ge(symbol, known.lower)]
+            bounds += [sympy.Le(symbol, known.upper)] if known.upper != int_oo else []
+        return [one for one in dict.fromkeys([*asked, *bounds]) if one is not sympy.true]
+
+
+def expression(value: Any) -> sympy.Expr:
+    """Of a number, symbolic or not."""
+    return value.node.expr if isinstance(value, SYMBOLIC) else sympy.sympify(value)
+
+
+def compiled(expressions: Iterable[sympy.Expr], symbols: Sequence[sympy.Symbol]) -> Callable[..., list[Any]]:
+    """A function of the symbols' values that returns those of the expressions."""
+    printer = PythonPrinter()
+    names = [str(symbol) for symbol in symbols]
+    code = f"lambda {', '.join(names)}: [{', '.join(printer.doprint(one) for one in expressions)}]"
+    function: Callable[..., list[Any]] = eval(code, dict(SYMPY_INTERP))
+    return function
+
+
+def values_of(shapes: Shapes, expressions: Mapping[Place, sympy.Expr]) -> dict[sympy.Symbol, int] | None:
+    """The value of each symbol in a call with tensors of these shapes; ``None`` where sizes differ that must be equal."""
+    values: dict[sympy.Symbol, int] = {}
+    for (number, dim), one in expressions.items():
+        size = shapes[number][dim]
+        if one.is_Symbol:
+            if values.setdefault(one, size) != size:
+                return None
+        elif int(one) != size:
+            return None
+    return values
+
+
+def hint(value: Any) -> Any:
+    """The number that a symbolic one is in the call that is traced; anything else as it is."""
+    return value.node.hint if isinstance(value, SYMBOLIC) else value
+
+
+def hints(values: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(map(hint, values))
+
+
+def hashable(value: Any) -> Any:
+    """The value, or what tells a symbolic number apart."""
+    return str(value) if isinstance(value, SYMBOLIC) else value
+
+
+def in_symbols(shape: Sequence[Any], strides: Sequence[int]) -> tuple[Any, ...]:
+    """``strides`` of a dense tensor of the traced call in terms of the sizes of its ``shape``.
+
+    Raises ``CaptureError`` where they are no order of its dimensions.
+    """
+    found: list[Any] = list(strides)
+    step: Any = 1
+    for dim in sorted(range(len(strides)), key=lambda dim: (strides[dim], hint(shape[dim]), -dim)):
+        found[dim] = step
+        step = step * shape[dim]
+    if hints(found) != tuple(strides):
+        raise CaptureError(f"strides of {tuple(strides)} for a shape of {tuple(shape)} are no order of dimensions")
+    return tuple(found)

@@ -1,0 +1,172 @@
+"""Calls that differ in the sizes of their tensors alone: captured once for all sizes, and plans found for one serve the others.
+
+The first call of a kind is captured by itself. The second one, of other sizes, is captured with symbols for what varies
+(``capture.family``), and the first capture must come out of that again. From then on a call of new sizes is neither traced nor
+measured: its program is the family's at these sizes, its costs follow from those that were measured, and its plan is the
+quickest known schedule that fits it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lowtide.capture import Captured, Known
+from lowtide.capture.family import Family, capture_family
+from lowtide.cost.scaled import Measured
+from lowtide.errors import CaptureError
+from lowtide.runtime.entry import Entry, Sample, Siblings, Signature
+from lowtide.stage_times import stage
+
+_LOG = logging.getLogger(__name__)
+_MOST = 5  # families of a kind: sizes vary later, or make for other programs
+_MOST_SHAPES = 1000  # that are known to have been met
+_MOST_MEASURED = 4  # sizes whose costs are kept
+_MOST_SEARCHES = 4  # in the background, and further ones for larger sizes
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(eq=False)
+class Branch:
+    """A family, and what is known of the programs of its members: costs that were ``measured``, schedules."""
+
+    family: Family
+    siblings: Siblings = field(default_factory=Siblings)
+    measured: list[Measured] = field(default_factory=list)
+    searches: int = 0
+    largest_ns: int = 0  # of the programs that were searched for
+
+    def join(self, entry: Entry, *, measured: bool) -> None:
+        """``entry`` is one of them, its costs ``measured`` or following from others'."""
+        if measured:
+            self.measured = [*self.measured, Measured.of(entry.program, entry.plan.costs)][-_MOST_MEASURED:]
+        self.siblings.keep(entry)
+
+    def wants_search(self, entry: Entry) -> bool:
+        """Whether to search for a better plan for ``entry``: what is found serves all, so few searches do."""
+        total_ns = entry.plan.costs.total_time_ns
+        if self.searches >= _MOST_SEARCHES and total_ns <= 1.1 * self.largest_ns:
+            return False
+        self.searches += 1
+        self.largest_ns = max(self.largest_ns, total_ns)
+        return True
+
+
+class Member(NamedTuple):
+    """A call of a family: what a capture of it would give."""
+
+    captured: Captured
+    branch: Branch
+
+
+@dataclass(eq=False)
+class Kin:
+    """The calls of one kind. ``known``: the last that was captured by itself; ``at_once``: all sizes may vary."""
+
+    at_once: bool = False
+    branches: list[Branch] = field(default_factory=list)
+    known: tuple[Entry, Shapes] | None = None
+    shapes: list[Shapes] = field(default_factory=list)
+    hopeless: bool = False
+
+    def member(self, shapes: Shapes, holds: Callable[[Captured], bool]) -> Member | None:
+        """The capture of a call with tensors of these ``shapes``, where a family has it and its conditions hold."""
+        for branch in self.branches:
+            captured = branch.family.member(shapes)
+            if captured is not None and holds(captured):
+                return Member(captured, branch)
+        return None
+
+    def is_new(self, shapes: Shapes) -> bool:
+        """Whether a family should be captured for a call of these ``shapes``, which is no member of one."""
+        return self.known is not None and shapes not in self.shapes and not self.hopeless and len(self.branches) < _MOST
+
+    def extend(self, model: nn.Module, sample: Sample, shapes: Shapes, capture: Callable[[], Captured]) -> None:
+        """Capture a family that has this call, and confirm it by the last call that was captured by itself; by this one, which
+        ``capture`` captures by itself, where that tells nothing."""
+        assert self.known is not None
+        entry, others = self.known
+        seen = self.shapes if shapes in self.shapes else [*self.shapes, shapes]
+        varying, apart = _all_places(seen) if self.at_once else _varying(seen)
+        attributes = Known(follow=entry.captured.contract.held_inputs.attributes())
+        how: dict[str, Any] = {"apart": apart, "mask": entry.captured.program.mask, "known": attributes}
+        try:
+            with stage("capture"):
+                family = capture_family(model, sample.args, sample.kwargs, varying, **how)
+        except CaptureError as error:
+            self._give_up(model, str(error))
+            return
+        confirmed = family.confirmed_by(entry.captured, others)
+        branch = Branch(family)
+        if confirmed:
+            branch.join(entry, measured=True)
+        elif confirmed is None:
+            confirmed = family.confirmed_by(capture(), shapes)
+        if confirmed:
+            self.branches.append(branch)
+        else:
+            self._give_up(model, "with symbolic sizes it is another program than with these")
+
+    def _give_up(self, model: nn.Module, why: str) -> None:
+        self.hopeless = True
+        _LOG.info("%s is captured anew for each shape: %s", type(model).__name__, why)
+
+    def met(self, entry: Entry, shapes: Shapes, member: Member | None, *, measured: bool) -> None:
+        """``entry`` has been planned, for a call that is a ``member`` of a family, or was captured by itself."""
+        if shapes not in self.shapes:
+            self.shapes = [*self.shapes, shapes][-_MOST_SHAPES:]
+        if member is None:
+            self.known = entry, shapes
+        else:
+            member.branch.join(entry, measured=measured)
+
+
+def kind_of(key: Signature, states: int) -> Signature:
+    """What calls with this signature share with those that differ in sizes alone; the first ``states`` inputs are the
+    model's."""
+    names, tree, layouts, *others = key
+    tensors = tuple((len(layout[0]), *layout[2:]) for layout in layouts[states:])
+    return names, tree, layouts[:states], tensors, *others
+
+
+def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes | None:
+    """Of a call's tensors; ``None`` where one is laid out in another way than a family's are."""
+    if not tensors or not all(tensor.is_contiguous() and tensor.storage_offset() == 0 for tensor in tensors):
+        return None
+    return tuple(tuple(tensor.shape) for tensor in tensors)
+
+
+def _varying(known: Sequence[Shapes]) -> tuple[list[tuple[int, int]], bool]:
+    """The places at which sizes differ, and whether sizes that are equal in the latest call are not so in all."""
+    columns = {place: tuple(one[place[0]][place[1]] for one in known) for place in _places(known)}
+    varying = {place: column for place, column in columns.items() if len(set(column)) > 1}
+    return list(varying), len({column[-1] for column in varying.values()}) < len(set(varying.values()))
+
+
+def _all_places(known: Sequence[Shapes]) -> tuple[list[tuple[int, int]], bool]:
+    """Those at which some call has more than one element; equal sizes need not be so in all calls."""
+    return [(number, dim) for number, dim in _places(known) if any(one[number][dim] > 1 for one in known)], True
+
+
+def _places(known: Sequence[Shapes]) -> list[tuple[int, int]]:
+    return [(number, dim) for number, shape in enumerate(known[0]) for dim in range(len(shape))]
+
+
+class Kins:
+    """All kinds of calls of one model. ``dynamic`` as of ``rematerialize``."""
+
+    def __init__(self, dynamic: bool | None) -> None:
+        self.dynamic = dynamic
+        self._kinds: dict[Signature, Kin] = {}
+
+    def of(self, key: Signature, inputs: Sequence[torch.Tensor], states: int) -> tuple[Kin, Shapes] | tuple[None, None]:
+        """The kind of a call with these flat inputs, of which the first ``states`` are the model's, and the others' shapes."""
+        shapes = None if self.dynamic is False else shapes_of(inputs[states:])
+        if shapes is None:
+            return None, None
+        return self._kinds.setdefault(kind_of(key, states), Kin(self.dynamic is True)), shapes

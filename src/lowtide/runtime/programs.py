@@ -1,0 +1,230 @@
+"""The planned programs of one model, by the signature of the calls that they are for: made when they are asked for, kept,
+and exchanged for better ones."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.capture.capture import flat_arguments
+from lowtide.capture.contract import Captured
+from lowtide.capture.copies import model_state
+from lowtide.capture.python_state import attribute_effects, buffer_effects
+from lowtide.capture.python_state.held_inputs import held_tensors
+from lowtide.capture.python_state.paths import AttributePath
+from lowtide.errors import CaptureError, ExecutionError, PlanError
+from lowtide.lower import lower
+from lowtide.pipeline import Settings, adapted_plan, captured_program, plan_request, planned_program
+from lowtide.planning import Plan
+from lowtide.program import Program
+from lowtide.program.results import GradientMask
+from lowtide.runtime.entry import Entry, Names, Sample, Signature, describe
+from lowtide.runtime.improving import Improving
+from lowtide.runtime.kin import Kin, Kins, Member, Shapes
+from lowtide.stage_times import itemised, stage, stage_seconds
+
+_LOG = logging.getLogger(__name__)
+_MANY_CAPTURES = 8  # for the same shapes: said in the log
+_MOST_CONDITIONS = 16  # kept, of each
+
+
+class Programs:
+    """``entries`` by signature; ``latest`` is what the last planned call ran."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self._model = weakref.ref(model)
+        self.settings = settings
+        self.entries: dict[Signature, list[Entry]] = {}
+        self.latest: Entry | None = None
+        self.improving = Improving(type(model).__name__)
+        self._kins = Kins(settings.dynamic if settings.compiler == "eager" else False)
+        self._calls = 0
+        self._captures: Counter[Signature] = Counter()
+        self._follow: set[AttributePath] = set()  # attributes whose tensors were seen to change
+        self._warned = False
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise ExecutionError("the rematerialized model no longer exists; keep a reference to it.")
+        return model
+
+    def find(self, key: Signature, modules: Sequence[nn.Module], inputs: list[torch.Tensor]) -> Entry | None:
+        """The entry for a call with this signature, if there is one."""
+        self.improving.exchange()
+        memo: dict[int, Any] = {}
+        for entry in self.entries.get(key, ()):
+            for index, conditions in enumerate(entry.conditions):
+                if conditions.hold(modules, inputs, memo):
+                    entry.conditions.insert(0, entry.conditions.pop(index))
+                    self._calls = entry.used = self._calls + 1
+                    if entry.siblings is not None and entry.version != entry.siblings.version:
+                        entry.siblings.take_over(entry)
+                    return entry
+        return None
+
+    def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Names, Any]:
+        """Parameters, buffers and the call's tensors; the names of the model's, and the structure of the call's arguments."""
+        tensors, tree = flat_arguments(args, kwargs)
+        state = model_state(self.model)
+        return [*state.tensors, *tensors], state.names, tree
+
+    def _make(
+        self, key: Signature, sample: Sample, old: Entry | None = None, mask: GradientMask | None = None
+    ) -> Entry:
+        """An entry for a call like ``sample``: a known one, where the program is the same. ``old``: one for the same call whose
+        gradients arrive otherwise."""
+        known = self.entries.get(key, [])
+        with stage_seconds() as taken:
+            kin, shapes, member = None, None, None
+            if old is not None:
+                captured = self._capture(sample, mask, like=old.captured)
+            else:
+                kin, shapes, member = self._member(key, sample)
+                usual = known[0].captured.program.mask if known else None
+                captured = member.captured if member else self._captured(sample, usual)
+                held = {id(tensor) for tensor in held_tensors(self.model)}
+                same = next((entry for entry in known if captured.same_as(entry.captured, held)), None)
+                if same is not None:
+                    same.conditions.insert(0, captured.contract.conditions)
+                    del same.conditions[_MOST_CONDITIONS:]
+                    return same
+            adapted = member is not None and member.branch.measured and self.settings.planning == "background"
+            program, plan = self._adapted(member) if member and adapted else self.planned(captured, sample)
+            with stage("lowering"):
+                lowered = lower(program, plan.schedule)
+        conditions, for_masks = ([captured.contract.conditions], {}) if old is None else (old.conditions, old.for_masks)
+        kept = sample.without_data(program.metas[0].device.type)
+        entry = Entry(key, captured, plan, lowered, conditions, kept, for_masks)
+        self._keep(entry)
+        _LOG.info(
+            "planned %s: peak %d bytes of %d (%s)",
+            type(self.model).__name__, plan.peak_bytes, plan.budget_bytes, itemised(taken),
+        )  # fmt: skip
+        if kin and shapes:
+            kin.met(entry, shapes, member, measured=not adapted)
+            if kin.at_once and not kin.branches and not kin.hopeless:
+                kin.extend(self.model, sample, shapes, lambda: captured)
+        first = self.settings.planning == "background" and plan.history and plan.overhead > 0
+        if first and (member is None or member.branch.wants_search(entry)):
+            self.improving.add(entry, plan_request(program, plan.costs, plan.budget_bytes, self.settings))
+        return entry
+
+    def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, Member | None]:
+        """The kind of the call and the shapes of its tensors, where shapes may vary, and what its family tells of it."""
+        inputs, names, _ = self._flat(sample.args, sample.kwargs)
+        kin, shapes = self._kins.of(key, inputs, len(names))
+        if kin is None or shapes is None:
+            return None, None, None
+        modules = list(self.model.modules())
+
+        def holds(captured: Captured) -> bool:
+            return captured.contract.conditions.hold(modules, inputs, {})
+
+        member = kin.member(shapes, holds)
+        if member is None and kin.is_new(shapes):
+            kin.extend(self.model, sample, shapes, lambda: self._captured(sample, None))
+            member = kin.member(shapes, holds)
+        return kin, shapes, member
+
+    def _adapted(self, member: Member) -> tuple[Program, Plan]:
+        program, branch = member.captured.program, member.branch
+        known, schedules = branch.measured, branch.siblings.schedules
+        return program, adapted_plan(program, self.settings, self.model, self._granted(), known, schedules)
+
+    def _keep(self, entry: Entry) -> None:
+        """Add an entry; the one that was used longest ago goes where there are too many."""
+        self._calls = entry.used = self._calls + 1
+        self.entries[entry.key] = [*self.entries.get(entry.key, []), entry]
+        kept = [one for entries in self.entries.values() for one in entries]
+        if len(kept) > self.settings.max_programs:
+            oldest = min(kept, key=lambda one: one.used)
+            self.entries[oldest.key].remove(oldest)
+            if not self.entries[oldest.key]:
+                del self.entries[oldest.key]
+
+    def _captured(self, sample: Sample, mask: GradientMask | None) -> Captured:
+        try:
+            return self._capture(sample, mask, follow=frozenset(self._follow))
+        except CaptureError:  # as constants their values are known
+            if not self._follow:
+                raise
+            self._follow.clear()
+            return self._capture(sample, mask)
+
+    def _capture(self, sample: Sample, mask: GradientMask | None, **known: Any) -> Captured:
+        return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, **known)
+
+    def _notice_changes(self, key: Signature, inputs: list[torch.Tensor]) -> None:
+        """Log why no program that is known for these shapes holds; once louder, where that is so again and again."""
+        if not self.entries.get(key):
+            return
+        self._captures[key] += 1
+        times = self._captures[key] + 1
+        conditions = self._latest(key).conditions[0]
+        why = conditions.broken(self.model, inputs)
+        self._follow |= conditions.other_tensors(self.model)
+        _LOG.info("%s is captured again: %s", type(self.model).__name__, why)
+        if times == _MANY_CAPTURES:
+            _LOG.warning(
+                "%s has been captured %d times for the same shapes: its program depends on what changes from call to call "
+                "(%s). Each time takes a capture, and a plan where the program is another one. Make it constant, keep it in a "
+                "buffer, pass it as a tensor that is only computed with, or run the model under lowtide.online.",
+                type(self.model).__name__, times, why,
+            )  # fmt: skip
+
+    def _latest(self, key: Signature) -> Entry:
+        """The program for these shapes that ran last, if one did."""
+        known = self.entries[key]
+        return self.latest if self.latest is not None and self.latest in known else known[-1]
+
+    def planned(self, captured: Captured, sample: Sample) -> tuple[Program, Plan]:
+        """What is to run, and its plan."""
+        return planned_program(captured, self.model, sample.args, sample.kwargs, self.settings, self._granted())
+
+    def _granted(self) -> int:
+        """The most that a program of this model was given."""
+        return max((e.plan.budget_bytes for entries in self.entries.values() for e in entries), default=0)
+
+    def entry_for(self, mask: GradientMask, old: Entry) -> Entry:
+        """An entry for gradients that arrive otherwise; it takes the place of ``old``, which is kept in case they alternate."""
+        if old in self.entries[old.key]:
+            old.for_masks[old.program.mask] = old
+        entry = old.for_masks.get(mask)
+        if entry is None:
+            with (
+                attribute_effects.undone(self.model, old.before),
+                buffer_effects.not_made(self.model, old.captured.contract.buffers),
+                torch.enable_grad(),
+                old.sample.autocast,
+            ):
+                changed = old.conditions[0].changed(self.model)
+                if changed:
+                    raise ExecutionError(
+                        f"{type(self.model).__name__} was changed between a forward pass and its backward pass, which needs a "
+                        f"program of its own ({changed}). Change it after the backward pass."
+                    )
+                entry = old.for_masks[mask] = self._make(old.key, old.sample, old, mask)
+        others = (one for one in self.entries[old.key] if one is not entry and one is not old)
+        self.entries[old.key] = [entry, *others]
+        return entry
+
+    def _refuse(self, key: Signature, inputs: list[torch.Tensor]) -> None:
+        what = f"a call with {describe(inputs, len(model_state(self.model).tensors))} "
+        if self.entries.get(key):
+            what += f"has another program than the planned ones ({self._latest(key).conditions[0].broken(self.model, inputs)})"
+        else:
+            what += "has another signature than the planned ones"
+        if self.settings.on_new_signature == "error":
+            raise PlanError(f'{what}; call with the planned shapes, or pass on_new_signature="plan" (or "eager").')
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{what}; it runs without a plan, outside the budget.", stacklevel=4)

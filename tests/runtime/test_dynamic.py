@@ -1,0 +1,249 @@
+"""Calls of many shapes: captured once, planned at once, equal to the bit and within the budget at every shape."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.api import runtime_of
+from lowtide.capture import capture
+from lowtide.capture.family import capture_family
+from tests.support.networks import Residual, WithLoss, perceptron
+from tests.support.records import assert_same_records, run_training, scalar_loss, training_step
+from tests.support.training import copy_inputs, make
+
+STEP = training_step(scalar_loss)
+# None of them, and no product of two of them, is a size of the model: that would make for another program.
+SHAPES = [(4, 17), (4, 9), (4, 21), (5, 17), (6, 29), (4, 17), (4, 13), (2, 41)]
+
+
+class _Attention(nn.Module):
+    """A causal transformer block, which builds its mask and its positions from the sizes of the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(50, 32), nn.Embedding(64, 32)
+        self.qkv, self.out, self.drop = nn.Linear(32, 96), nn.Linear(32, 32), nn.Dropout(0.2)
+        self.mlp = Residual(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32)))
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        batch, length = tokens.shape
+        x = self.embed(tokens) + self.place(torch.arange(length))
+        q, k, v = self.qkv(x).view(batch, length, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        allowed = torch.ones(length, length, dtype=torch.bool).tril()
+        if mask is not None and not mask.all():
+            allowed = allowed & mask[:, None, None, :].bool()
+        weights = self.drop((q @ k.transpose(-1, -2) / 8**0.5).masked_fill(~allowed, -1e9).softmax(-1))
+        x = x + self.out((weights @ v).transpose(1, 2).reshape(batch, length, 32))
+        return nn.functional.cross_entropy(self.head(self.mlp(x)).flatten(0, 1), tokens.flatten())
+
+
+def _tokens(shape: tuple[int, int], seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _calls(iteration: int) -> Any:
+    return (_tokens(SHAPES[iteration], iteration),), {}
+
+
+def _families(model: nn.Module) -> list[Any]:
+    runtime = runtime_of(model)
+    assert runtime is not None
+    return [branch.family for kin in runtime._kins._kinds.values() for branch in kin.branches]
+
+
+def _count_captures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes that are captured by themselves from now on."""
+    from lowtide import pipeline
+
+    shapes: list[tuple[int, ...]] = []
+    original = pipeline.capture
+
+    def counted(model: nn.Module, args: Any, *rest: Any, **options: Any) -> Any:
+        shapes.append(tuple(args[0].shape))
+        return original(model, args, *rest, **options)
+
+    monkeypatch.setattr(pipeline, "capture", counted)
+    return shapes
+
+
+@pytest.mark.parametrize("planning", ["background", "wait"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_every_shape_is_as_eager_and_within_the_budget(
+    dynamic: bool | None, planning: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = _count_captures(monkeypatch)
+    model = make(_Attention)
+    lowtide.rematerialize(model, *_calls(0), budget="60%", dynamic=dynamic, planning=planning)
+    records = run_training(model, _calls, STEP, len(SHAPES))
+    assert_same_records(records, run_training(make(_Attention), _calls, STEP, len(SHAPES)))
+    assert captured == [SHAPES[0]]  # with sizes as numbers
+    for iteration, shape in enumerate(SHAPES):
+        args, kwargs = copy_inputs(_calls(iteration))
+        model.zero_grad(set_to_none=True)
+        peak = lowtide.measure(STEP, model, args, kwargs).peak_bytes
+        plan = runtime_of(model).latest.plan  # type: ignore[union-attr]
+        assert peak == plan.peak_bytes <= plan.budget_bytes, shape
+    lowtide.restore(model)
+
+
+def test_programs_of_a_family_are_those_of_captures() -> None:
+    model = make(_Attention)
+    tokens, mask = _tokens((5, 13)), torch.ones(5, 13, dtype=torch.long)
+    family = capture_family(model, (tokens, mask), {}, [(0, 0), (0, 1), (1, 0), (1, 1)])
+    for shape in [(5, 13), (2, 17), (7, 11), (9, 35)]:
+        captured = capture(model, (_tokens(shape), torch.ones(shape, dtype=torch.long)))
+        assert family.confirmed_by(captured, (shape, shape))
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [((5, 13), (5, 12)), ((1, 13), (1, 13)), ((5, 1), (5, 1)), ((5, 0), (5, 0))],
+    ids=["unequal", "one row", "one column", "empty"],
+)
+def test_sizes_that_make_for_another_program_are_no_members(shapes: Any) -> None:
+    tokens = _tokens((5, 14))
+    family = capture_family(make(_Attention), (tokens, torch.ones_like(tokens)), {}, [(0, 0), (0, 1), (1, 0), (1, 1)])
+    assert family.member(((5, 14), (5, 14))) is not None
+    assert family.member(shapes) is None
+
+
+class _Branching(nn.Module):
+    """Another program for long rows, for square inputs, and where the mask leaves something out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.long, self.square = perceptron(2), perceptron(3), perceptron(1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == x.shape[1]:
+            x = self.square(x)
+        x = self.long(x) if x.shape[1] > 20 else self.short(x)
+        if not mask.all():
+            x = x * mask[..., None]
+        if torch.arange(x.shape[1]).sum() > 300:
+            x = x.sin()
+        return (x * x.shape[1] ** 0.5).sum()
+
+
+def _branching(iteration: int) -> Any:
+    shape = [(3, 10), (4, 11), (5, 12), (4, 19), (3, 21), (9, 9), (5, 30), (6, 13), (7, 7), (4, 26), (4, 26)][iteration]
+    mask = torch.ones(shape)
+    mask[:, : iteration % 2] = 0
+    return (torch.randn(*shape, 32, generator=torch.Generator().manual_seed(iteration)), mask.long()), {}
+
+
+def test_what_is_asked_about_sizes_is_asked_again() -> None:
+    model = lowtide.rematerialize(make(lambda: _Branching()), budget="80%")
+    records = run_training(model, _branching, STEP, 11)
+    assert_same_records(records, run_training(make(lambda: _Branching()), _branching, STEP, 11))
+    assert _families(model)
+
+
+class _Remembering(nn.Module):
+    """Keeps what depends on the length, in one of several ways that no symbol can stand in for."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.body = how, perceptron(2)
+        self.lengths: dict[Any, Any] = {}
+        self.last = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        if self.how == "number in an attribute":
+            self.last = length
+        elif self.how == "key of a table":
+            self.lengths[length] = 1
+        elif self.how == "text":
+            self.lengths[f"length {length}"] = 1
+        elif self.how == "tensor in an attribute":
+            self.kept = torch.ones(length)
+        elif self.how == "numpy":
+            x = x * float(torch.tensor([length, length]).sum())
+        elif self.how == "item of a list":
+            x = x * [0.5, 1.5, 2.0, 3.0][length % 4]
+        elif self.how == "loop":
+            for index in range(length % 5):
+                x = x * (1 + 0.1 * index)
+        return self.body(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "number in an attribute",
+        "key of a table",
+        "text",
+        "tensor in an attribute",
+        "numpy",
+        "item of a list",
+        "loop",
+    ],
+)
+def test_programs_that_no_symbol_can_stand_in_for(how: str) -> None:
+    """Each shape is captured by itself then, and what is left in the model is what eager leaves."""
+
+    def inputs(iteration: int) -> Any:
+        length = [8, 11, 13, 8, 14][iteration]
+        return (torch.randn(3, length, 32, generator=torch.Generator().manual_seed(iteration)),), {}
+
+    model, eager = make(lambda: _Remembering(how)), make(lambda: _Remembering(how))
+    lowtide.rematerialize(model, budget="80%")
+    records = run_training(model, inputs, STEP, 5)
+    assert_same_records(records, run_training(eager, inputs, STEP, 5))
+    assert (model.lengths, model.last) == (eager.lengths, eager.last)
+    assert all(type(key) is type(other) for key, other in zip(model.lengths, eager.lengths, strict=True))
+    assert type(model.last) is int
+
+
+def test_guards_of_python_state_hold_for_families(caplog: pytest.LogCaptureFixture) -> None:
+    """A setting that is changed between calls of new shapes makes another program."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.scale = perceptron(2), 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.body(x) * self.scale).square().mean()
+
+    model, eager = lowtide.rematerialize(make(Scaled), budget="100%"), make(Scaled)
+    for iteration, length in enumerate([5, 6, 7, 8, 9, 10]):
+        for each in (model, eager):
+            each.scale = 1.0 + iteration // 3
+            each.zero_grad()
+            each(torch.full((length, 32), 0.1)).backward()
+        for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad), length
+
+
+def test_programs_are_bounded_and_the_oldest_go(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lowtide")
+    model = lowtide.rematerialize(WithLoss(perceptron(3)), budget="100%", max_programs=3)
+    for length in (4, 5, 6, 4, 7):
+        x = torch.randn(length, 32)
+        model(x).backward()
+    assert sorted(plan.graph.values[plan.graph.inputs[-1]].shape[0] for plan in lowtide.plans(model)) == [4, 6, 7]
+
+
+def test_arguments() -> None:
+    for options, match in [
+        ({"dynamic": "yes"}, "dynamic='yes' is unknown"),
+        ({"max_programs": 0}, "max_programs=0 must be an integer of 1 or more"),
+    ]:
+        with pytest.raises(lowtide.PlanError, match=match):
+            lowtide.rematerialize(WithLoss(perceptron(1)), budget="90%", **options)  # type: ignore[arg-type]
+
+
+def test_static_on_request() -> None:
+    model = lowtide.rematerialize(make(_Attention), budget="70%", dynamic=False, planner="greedy")
+    for iteration in range(3):
+        STEP(model, *copy_inputs(_calls(iteration)))
+    assert not _families(model)
