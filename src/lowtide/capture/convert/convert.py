@@ -153,7 +153,7 @@ class _Walk:
         elif node.target is operator.getitem:
             container = self.value_of[first]
             self.value_of[node] = container[node.args[1]] if isinstance(container, dict) else container
-        elif node.target in _ALIASES:
+        elif node.target in _ALIASES or _is_tangent(node):  # as ``program.results`` has it arrive
             self.value_of[node] = self.value_of[first]
         elif node.target is _ATEN.as_strided.default and _is_tangent(first):
             # It arrives with these strides (an expanded scalar, say): it needs no more memory than that.
@@ -242,7 +242,13 @@ def _begins_backward(node: fx.Node) -> bool:
 
 
 def _is_tangent(node: Any) -> bool:
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("desc"), d.TangentAOTInput)
+    """Whether it is a gradient as it arrives: with its own numbers, where the tracer has it with their conjugates."""
+    if not isinstance(node, fx.Node):
+        return False
+    if node.target is _ATEN._conj.default:
+        source: Any = node.args[0]  # a number, too
+        return _is_tangent(source) and source.op == "placeholder" and source.meta["val"].is_conj()
+    return isinstance(node.meta.get("desc"), d.TangentAOTInput)
 
 
 def _ancestors(outputs: Iterable[Any]) -> set[fx.Node]:
