@@ -214,3 +214,37 @@ def test_results_that_scalars_know_nothing_of(beside: str, expected: int) -> Non
     """The budget that is accepted at first suffices for the backward pass."""
     program = capture(_Weighted(beside), (torch.randn(4, 8),)).program
     assert sum(entry is not False for entry in program.mask) == expected
+
+
+class _Complex(nn.Module):
+    """A complex result, its parts apart in memory or not, that a lazy conjugation gives or not."""
+
+    def __init__(self, conjugate: bool) -> None:
+        super().__init__()
+        self.body, self.conjugate = nn.Linear(8, 8), conjugate
+        self.shift = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = torch.view_as_complex(self.body(x).unflatten(-1, (4, 2)))
+        return (
+            (1j * (parts + self.shift)).conj()
+            if self.conjugate
+            else torch.view_as_complex(torch.view_as_real(parts) * 2)
+        )
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
+@pytest.mark.parametrize("form", ["plain", "conjugate", "negative"])
+@pytest.mark.parametrize("conjugate", [False, True])
+def test_complex_gradients_that_are_to_be_read_otherwise(conjugate: bool, form: str, layout: str) -> None:
+    """Some operators take no tensor whose numbers are to be read as their conjugates."""
+    made = torch.randn(4, 4, dtype=torch.complex64, generator=generator(82))
+    laid = {"contiguous": made, "transposed": made.T, "expanded": made[:1].expand(4, 4)}[layout]
+    gradient = {"plain": laid, "conjugate": laid.conj(), "negative": torch._neg_view(laid)}[form]
+
+    def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        y = model(*args)
+        y.backward(gradient)
+        return y
+
+    compare_training(lambda: _Complex(conjugate), rows(4, 8), step=step, check_peak=False, budgets=("100%",))

@@ -217,6 +217,22 @@ def counter() -> tuple[Callable[[], float], Callable[[float], None]]:
     return read, change
 
 
+def unset_variable() -> tuple[Callable[[], float], Callable[[], None]]:
+    number = 1.0
+
+    def read() -> float:
+        try:
+            return number
+        except NameError:
+            return 2.0
+
+    def delete() -> None:
+        nonlocal number
+        del number
+
+    return read, delete
+
+
 def _set(name: str, value: Any) -> Callable[[Any], None]:
     return lambda state: setattr(state, name, value)
 
@@ -322,6 +338,7 @@ CASES: dict[str, Case] = {
     "keyword of functools.partial": (lambda: functools.partial(dict, thing=Thing(number=1.0)), lambda s: s()["thing"].number, lambda s: _set("number", 2.0)(s.keywords["thing"])),
     "closure over containers": (closure, lambda s: s[0](), lambda s: _set("number", 2.0)(s[1][0]["x"][0])),
     "variable of a closure": (counter, lambda s: s[0](), lambda s: s[1](2.0)),
+    "deleted variable of a closure": (unset_variable, lambda s: s[0](), lambda s: s[1]()),
     "bound method": (lambda: Thing(number=1.0).__call__, lambda s: s(), lambda s: _set("number", 2.0)(s.__self__)),
     "callable object": (lambda: Thing(number=1.0), lambda s: s(), _set("number", 2.0)),
     "slot": (Slotted, lambda s: s.number, _set("number", 2.0)),

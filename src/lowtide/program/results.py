@@ -175,11 +175,16 @@ def _apart(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Tensor:
 def _expecting(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Tensor:
     if entry is False:
         return tensor.detach()
-    if entry is True:
+    if entry is True and not tensor.is_conj():
         return tensor
+
+    def arriving(gradient: torch.Tensor) -> torch.Tensor:
+        plain = gradient.conj() if gradient.is_conj() else gradient  # the tangent itself to ``capture.convert``
+        return plain if entry is True else plain.as_strided(plain.shape, entry)
+
     # A layer of its own, so that the hook sees just the gradient that arrives from outside.
     result: torch.Tensor = torch.ops.aten.alias.default(tensor)
-    result.register_hook(lambda gradient: gradient.as_strided(gradient.shape, entry))  # type: ignore[no-untyped-call]
+    result.register_hook(arriving)  # type: ignore[no-untyped-call]
     return result
 
 

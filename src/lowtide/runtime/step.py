@@ -175,14 +175,16 @@ def _place(result: Result) -> tuple[int | None, ...]:
 
 
 def _prepared(lowered: Lowered, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """The arriving gradients in the layout that the program was captured with."""
+    """The arriving gradients in the layout that the program was captured with, with their own numbers in memory."""
     prepared = []
     for value, output in zip(lowered.tangents, lowered.program.tangents, strict=True):
         gradient, meta = gradients[output], lowered.program.metas[value]
         assert gradient is not None
         gradient = gradient.detach()
-        if not _has_layout(gradient, meta.stride):
-            gradient = layouts.empty(meta).copy_(gradient)
+        if gradient.is_conj() or not _has_layout(gradient, meta.stride):
+            arrived, gradient = gradient, layouts.empty(meta)
+            once = tuple(slice(None if step else 1) for step in meta.stride)  # where it is expanded
+            gradient[once].copy_(arrived[once])
         prepared.append(gradient)
     return prepared
 

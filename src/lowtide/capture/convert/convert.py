@@ -155,7 +155,7 @@ class _Walk:
         elif node.target is operator.getitem:
             container = self.value_of[first]
             self.value_of[node] = container[node.args[1]] if isinstance(container, dict) else container
-        elif node.target in _ALIASES or is_whole(node):
+        elif node.target in _ALIASES or _is_tangent(node) or is_whole(node):  # tangents: as ``program.results`` has them arrive
             self.value_of[node] = self.value_of[first]
             if is_whole(node):
                 self.builder.same_storage(node.meta["val"], self._value(first))
@@ -262,7 +262,13 @@ def _begins_backward(node: fx.Node) -> bool:
 
 
 def _is_tangent(node: Any) -> bool:
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("desc"), d.TangentAOTInput)
+    """Whether it is a gradient as it arrives: with its own numbers, where the tracer has it with their conjugates."""
+    if not isinstance(node, fx.Node):
+        return False
+    if node.target is _ATEN._conj.default:
+        source: Any = node.args[0]  # a number, too
+        return _is_tangent(source) and source.op == "placeholder" and source.meta["val"].is_conj()
+    return isinstance(node.meta.get("desc"), d.TangentAOTInput)
 
 
 def _ancestors(outputs: Iterable[Any]) -> set[fx.Node]:

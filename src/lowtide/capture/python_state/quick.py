@@ -22,6 +22,7 @@ from lowtide.program.keys import tensor_key
 from lowtide.program.objects import ABSENT, content, current, own_attributes
 
 _IMMUTABLE = (tuple, frozenset, types.MethodType, types.BuiltinMethodType, functools.partial)
+_IN_CELL = operator.attrgetter("cell_contents")
 _CHANGED = (KeyError, AttributeError, ValueError, RuntimeError, ReferenceError)
 
 
@@ -107,6 +108,10 @@ class Unchanged:
             self._items.append((_single, (kind, owner, name), [value]))
         elif kind == "names":
             self._items.append((current, (kind, owner, name), value))
+        elif kind == "cell" and value is not ABSENT:
+            self._expect(value, _IN_CELL, owner)
+        elif kind == "type":
+            self._expect(value, type, owner)
         elif own is not None:
             if not isinstance(owner, (nn.Module, dict)):
                 self._expect(own, own_attributes, owner)
