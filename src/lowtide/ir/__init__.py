@@ -4,7 +4,6 @@ from lowtide.ir.checker import check
 from lowtide.ir.costs import Costs
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
 from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule, Step
-from lowtide.ir.schedule_text import format_schedule, parse_schedule
 from lowtide.ir.sequence import is_view, keep_all_schedule, needed_ops, schedule_from_sequence
 from lowtide.ir.serial import (
     graph_from_json,
@@ -22,7 +21,7 @@ from lowtide.ir.simulator import (
     resident_bytes,
     simulate,
 )
-from lowtide.ir.text import format_graph, parse_graph
+from lowtide.ir.text import format_graph, format_schedule
 
 __all__ = [
     "Allocation",
@@ -51,8 +50,6 @@ __all__ = [
     "load_instance",
     "needed_ops",
     "owned_storages",
-    "parse_graph",
-    "parse_schedule",
     "resident_bytes",
     "schedule_from_json",
     "schedule_from_sequence",
