@@ -27,8 +27,8 @@ import json
 import re
 
 from lowtide.ir.costs import Costs
-from lowtide.ir.graph import Graph, Op, Storage, Value
-from lowtide.ir.schedule import Schedule, Step
+from lowtide.ir.graph import Graph, Op, Value
+from lowtide.ir.schedule import Schedule
 from lowtide.ir.serial import FLAGS, LISTS, step_to_json
 
 _WORD = r"[A-Za-z_][\w.]*"
@@ -39,18 +39,14 @@ def format_graph(graph: Graph, costs: Costs | None = None) -> str:
     text = [f"graph {_quoted(graph.name)} fixed_bytes={graph.fixed_bytes}"]
     if costs is not None:
         text.append(f"costs device={_quoted(costs.device)} rng_state_bytes={costs.rng_state_bytes}")
-    text += [_format_storage(storage, costs) for storage in graph.storages]
+    for storage in graph.storages:
+        size = "" if costs is None else f" bytes={costs.storage_bytes[storage.id]}"
+        text.append(f"storage s{storage.id} {'external' if storage.external else f'op={storage.base}'}{size}")
     text += [f"value {_format_value(value)}" for value in graph.values if value.producer is None]
     text += [" ".join((name, *(f"%{value}" for value in getattr(graph, name)))) for name in LISTS]
     ops = [_format_op(graph, op, costs) for op in graph.ops]
     text += ["forward:", *ops[: graph.forward_ops], "backward:", *ops[graph.forward_ops :]]
     return "\n".join(text) + "\n"
-
-
-def _format_storage(storage: Storage, costs: Costs | None) -> str:
-    base = "external" if storage.base is None else f"op={storage.base}"
-    size = "" if costs is None else f" bytes={costs.storage_bytes[storage.id]}"
-    return f"storage s{storage.id} {base}{size}"
 
 
 def _format_value(value: Value) -> str:
@@ -76,12 +72,10 @@ def _quoted(text: str) -> str:
 
 def format_schedule(schedule: Schedule) -> str:
     """The text of ``schedule``, a step per line."""
-    text = [_format_step(step) for step in schedule.steps]
+    text = []
+    for step in schedule.steps:
+        kind, number, *into = step_to_json(step)
+        line = f"{kind} s{number}" if kind == "free" else f"{kind} {number}"
+        text.append(line + "".join(f" into s{storage}" for storage in into))
     text.insert(schedule.boundary, "|")
     return "\n".join(text) + "\n"
-
-
-def _format_step(step: Step) -> str:
-    kind, number, *into = step_to_json(step)
-    text = f"{kind} s{number}" if kind == "free" else f"{kind} {number}"
-    return text + "".join(f" into s{storage}" for storage in into)

@@ -180,7 +180,9 @@ class Replay:
                 here.keep()
         for here in held:
             while not here.resident:
-                self._rebuild(here)
+                for tensor in here.tensors:
+                    if tensor.held:
+                        self._define(tensor)
             here.keep()
             self.pool.cut(here)
         for here in unheld:
@@ -190,11 +192,6 @@ class Replay:
         if storage.resident:
             self.watcher.went(storage)
         self.pool.forget(storage)
-
-    def _rebuild(self, storage: TracedStorage) -> None:
-        for tensor in storage.tensors:
-            if tensor.held:
-                self._define(tensor)
 
     def _define(self, tensor: TracedTensor) -> None:
         if not tensor.defined:
