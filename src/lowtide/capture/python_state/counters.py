@@ -72,9 +72,8 @@ def _assign(kind: str, owner: Any, name: str, value: Any) -> None:
 
 def _fill(holder: Any, items: Sequence[Any]) -> None:
     if isinstance(holder, (*MUTABLE, defaultdict)):
-        items = items[
-            len(content(type(holder)()) or ()) :
-        ]  # behind what is not in it, the longest length of a deque say
+        before = len(content(type(holder)()) or ())  # what is not in it: the longest length of a deque, say
+        items = items[before:]
     half = len(items) // 2
     if isinstance(holder, dict):
         refill(holder, dict(zip(items[:half], items[half:], strict=True)))
@@ -89,5 +88,5 @@ def _fill(holder: Any, items: Sequence[Any]) -> None:
     elif isinstance(holder, (bytearray, array.array, np.ndarray)):
         with contextlib.suppress(
             StopIteration, TypeError, ValueError
-        ):  # it has another length now, or cannot be written
+        ):  # where it has another length, or cannot be written
             memoryview(cast(Any, holder)).cast("B")[:] = next(item for item in items if isinstance(item, bytes))
