@@ -21,8 +21,6 @@ from lowtide.ir import (
     graph_to_json,
     keep_all_schedule,
     load_instance,
-    parse_graph,
-    parse_schedule,
     schedule_from_json,
     schedule_from_sequence,
     schedule_to_json,
@@ -32,6 +30,7 @@ from lowtide.ir.serial import dag_from_json
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
 from tests.support.sequences import random_sequence
+from tests.support.text_forms import parse_graph, parse_schedule
 
 _DAG: dict[str, Any] = {
     "format": "lowtide-dag/1",

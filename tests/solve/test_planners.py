@@ -8,8 +8,7 @@ import pytest
 
 from lowtide.errors import ScheduleError
 from lowtide.ir import Costs, keep_all_schedule, schedule_from_sequence, simulate
-from lowtide.solve import Problem, Solution, Status, minimum_peak, planner_names, solve, working_set_bound
-from lowtide.solve.search import threads
+from lowtide.solve import Problem, Solution, Status, minimum_peak, planner_names, solve, threads, working_set_bound
 from tests.solve.small_graphs import chain, small_graph
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph

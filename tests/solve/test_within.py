@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from lowtide.ir import Costs, Graph, Op, Phase, Storage, Value, schedule_from_sequence, simulate
-from lowtide.solve.minimum import working_set_bound
-from lowtide.solve.within import sequence_within
+from lowtide.solve.minimum import sequence_within, working_set_bound
 
 
 def _ladder(rungs: int) -> Graph:

@@ -79,7 +79,7 @@ def test_text() -> None:
         ("", "line 1: not JSON"),
         ("[]\n", "line 1: a JSON list, not an object"),
         ('{"format": "lowtide-dag/1"}\n', "expected format 'lowtide-trace/1' or a log of DTR, found 'lowtide-dag/1'"),
-        ('{"format": "lowtide-trace/1", "name": 3}\n', "line 1: name is 3, not a string"),
+        ('{"format": "lowtide-trace/1", "name": 3}\n', "line 1: name: 3 is not a string"),
         (HEAD + '{"release": 0}\n', "line 2: releases %0, which was never made"),
         (HEAD + '{"constant": 0, "bytes": 1}\n{"release": 0}\n{"pin": 0}\n', "line 4: pins %0, which was released"),
         (HEAD + '{"constant": 0, "bytes": 1}\n{"constant": 0, "bytes": 1}\n', "line 3: %0 is made a second time"),

@@ -49,14 +49,10 @@ def copy_without_data(
     """A deep copy of the module tree that holds ``others`` instead of the tensors ``state`` and shares all other tensors; and
     what each object in it is a copy of, by the id of the copy."""
     memo: dict[int, Any] = {id(real): other for real, other in zip(state, others, strict=True)}
-    for tensor in held_tensors(model):
-        memo.setdefault(id(tensor), tensor)
-    memo.update(
-        {id(generator): generator for generator in random_numbers.GENERATORS}
-    )  # behind random.uniform and the like
-    memo.update(
-        {id(value): value for m in model.modules() for value in vars(m).values() if isinstance(value, ModuleType)}
-    )
+    imported = [value for m in model.modules() for value in vars(m).values() if isinstance(value, ModuleType)]
+    # Generators: those behind random.uniform and the like.
+    for shared in (*held_tensors(model), *random_numbers.GENERATORS, *imported):
+        memo.setdefault(id(shared), shared)
     planned = planned_forward(model)
     if planned is not None:
         memo[id(planned)] = None

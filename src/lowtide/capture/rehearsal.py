@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -18,7 +18,7 @@ from lowtide.capture.copies import copy_without_data
 from lowtide.capture.python_state import attribute_effects
 from lowtide.capture.python_state.caches import clear_caches_of_fakes
 from lowtide.capture.python_state.external_effects import ExternalEffects
-from lowtide.capture.python_state.paths import AttributePath, attributes_of, named, tensors_in, texts
+from lowtide.capture.python_state.paths import AttributePath, named, tensors_in, texts, value_at
 from lowtide.capture.python_state.random_numbers import untouched
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of, known_value
 from lowtide.capture.trace.joint import as_traced
@@ -55,19 +55,21 @@ def rehearse(
     count = len(state) + len(followed)
     fakes = fakes_of(mode, state, (*followed, *tensors))
     clone, _ = copy_without_data(model, (*state, *followed), fakes[:count])
-    calls: list[RehearsedCall] = []
-    while len(calls) < 2 or (
-        len(calls) == 2 and (outside or _common(calls))
-    ):  # a third tells what goes on from what settles later
-        with mode:  # of their own in each call
+
+    def call() -> RehearsedCall:
+        with mode:  # inputs of their own in each call
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in fakes[count:]]
-        call, before = RehearsedCall(fakes[:count], inputs), attribute_effects.snapshot(clone)
+        called, before = RehearsedCall(fakes[:count], inputs), attribute_effects.snapshot(clone)
         args, kwargs = structure.unflatten(arguments, inputs)
-        with as_traced(), untouched(), ExternalEffects(clone, (*args, *kwargs.values())), mode, call:
+        with as_traced(), untouched(), ExternalEffects(clone, (*args, *kwargs.values())), mode, called:
             result = clone.forward(*args, **kwargs)
         clear_caches_of_fakes()
-        call.ended(clone, before, result)
-        calls.append(call)
+        called.ended(clone, before, result)
+        return called
+
+    calls = [call(), call()]
+    if outside or _common(calls):
+        calls.append(call())  # a third tells what goes on from what settles later
     if outside and calls[1].operators != calls[2].operators:
         raise CaptureError(
             f"the program depends on what its own forward pass changes outside of the model ({named(outside)}), so it is "
@@ -83,8 +85,8 @@ def _effects(calls: Sequence[RehearsedCall]) -> Effects:
     every = [place for place in first.changes.tensors if place in second.changes.tensors]
     once = [place for place in first.changes.tensors if place not in every]
     late = [place for place in second.changes.tensors if place not in every]
-    carried = [place for place in every if first.left(place) & (second.read | second.moved) - first.state]
-    growing = [place for place in carried if first.layouts[place] != second.layouts[place]]
+    carried = [place for place in every if first.left[place].tensors & second.read - first.state]
+    growing = [place for place in carried if first.left[place].layout != second.left[place].layout]
     if growing:
         raise CaptureError(
             f"every call of the model leaves other shapes in plain attributes ({texts(growing)}) and the next one computes "
@@ -92,7 +94,7 @@ def _effects(calls: Sequence[RehearsedCall]) -> Effects:
             "it is rematerialized; otherwise run it under lowtide.online."
         )
     counted = _common(calls)
-    constant = not any(first.left(place) & first.depending for place in once)
+    constant = not any(first.left[place].tensors & first.depending for place in once)
     same = first.draws == second.draws and (bool(once) or first.operators == second.operators)
     if counted and (late or not constant or not same):
         raise CaptureError(
@@ -106,10 +108,9 @@ def _effects(calls: Sequence[RehearsedCall]) -> Effects:
             "depends on them now",
             texts(counted),
         )
+    refilled = {place for place, left in second.left.items() if left.refilled}
     kept = every if counted else [*every, *once]  # a constant beside a counter is made in every call
-    tensors = tuple(
-        attribute_effects.TensorEffect(place, refilled=place in second.emptied, once=place in once) for place in kept
-    )
+    tensors = tuple(attribute_effects.TensorEffect(place, place in refilled, place in once) for place in kept)
     changing = any(place not in counted for place in second.changes.plain)
     settled = same and not once and not late and not carried and not changing
     return Effects(tensors, frozenset(counted), frozenset(carried), settled)
@@ -120,8 +121,17 @@ def _common(calls: Sequence[RehearsedCall]) -> list[AttributePath]:
     return [place for place in calls[0].changes.plain if all(place in call.changes.plain for call in calls)]
 
 
+class _Left(NamedTuple):
+    """What a call left in an attribute: tensors by identity, their layout, and whether a container has nothing else in it."""
+
+    tensors: set[int]
+    layout: Any
+    refilled: bool
+
+
 class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, one forward pass: what it reads, what depends on its inputs, which operators run, and what it leaves behind.
+    """Inside, one forward pass: what it reads or moves from attribute to attribute, what depends on its inputs, which operators
+    run, and what it leaves behind.
 
     ``state``: parameters and buffers; ``inputs``: the tensors of the call. Tensors are told apart by identity.
     """
@@ -134,10 +144,7 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.read: set[int] = set()
         self.draws = 0
         self.changes = attribute_effects.Changes()
-        self.found: dict[AttributePath, set[int]] = {}
-        self.moved: set[int] = set()  # what it wrote to attributes
-        self.layouts: dict[AttributePath, Any] = {}
-        self.emptied: set[AttributePath] = set()  # containers that it did not only add to
+        self.left: dict[AttributePath, _Left] = {}
         self.kept: list[Any] = [state, inputs]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,22 +166,13 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The call is over: note what it returned, and what it left in ``model``."""
         self.operators.append(fingerprint(structure.flatten(result)[1]))
         self.changes = attribute_effects.changes(model, before)
-        found = dict(attributes_of(model))
         for place in self.changes.tensors:
-            left = tensors_in(found[place])
-            self.found[place] = set(map(id, left))
-            self.layouts[place] = layout(found[place])
-            items = before.items_of(place, found[place])
-            if items is not None and _emptied(found[place], items):
-                self.emptied.add(place)
-        places = [
-            attribute_effects.TensorEffect(place, refilled=place in self.emptied) for place in self.changes.tensors
-        ]
-        self.moved = set(map(id, tensors_in(attribute_effects.written(model, before, places))))
-
-    def left(self, place: AttributePath) -> set[int]:
-        """The tensors that the call left there, by identity."""
-        return self.found.get(place, set())
+            value = value_at(model, place)
+            items = before.items_of(place, value)
+            refilled = items is not None and _emptied(value, items)
+            self.left[place] = _Left(set(map(id, tensors_in(value))), layout(value), refilled)
+        places = [attribute_effects.TensorEffect(place, left.refilled) for place, left in self.left.items()]
+        self.read |= set(map(id, tensors_in(attribute_effects.written(model, before, places))))
 
 
 def _emptied(container: Any, before: Any) -> bool:

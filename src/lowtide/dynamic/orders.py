@@ -75,7 +75,7 @@ def _search(structure: _Structure, costs_ns: Sequence[int], room_bytes: int) -> 
     import numpy as np
 
     from lowtide.ir import Costs, Graph, Op, Phase, Storage, Value
-    from lowtide.solve.within import sequence_within
+    from lowtide.solve.minimum import sequence_within
 
     *rows, (outputs,) = structure
     ops, sizes, producers = [], list[int](), list[int]()

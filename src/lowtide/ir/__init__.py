@@ -4,8 +4,7 @@ from lowtide.ir.checker import check
 from lowtide.ir.costs import Costs
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
 from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule, Step
-from lowtide.ir.schedule_text import format_schedule, parse_schedule
-from lowtide.ir.sequence import is_view, keep_all_schedule, needed_ops, schedule_from_sequence
+from lowtide.ir.sequence import is_view, keep_all_schedule, needed_ops, schedule_from_sequence, shared_storages
 from lowtide.ir.serial import (
     graph_from_json,
     graph_to_json,
@@ -17,12 +16,11 @@ from lowtide.ir.simulator import (
     Allocation,
     Kind,
     Simulation,
-    live_at_boundary,
     owned_storages,
     resident_bytes,
     simulate,
 )
-from lowtide.ir.text import format_graph, parse_graph
+from lowtide.ir.text import format_graph, format_schedule
 
 __all__ = [
     "Allocation",
@@ -47,15 +45,13 @@ __all__ = [
     "graph_to_json",
     "is_view",
     "keep_all_schedule",
-    "live_at_boundary",
     "load_instance",
     "needed_ops",
     "owned_storages",
-    "parse_graph",
-    "parse_schedule",
     "resident_bytes",
     "schedule_from_json",
     "schedule_from_sequence",
     "schedule_to_json",
+    "shared_storages",
     "simulate",
 ]

@@ -50,13 +50,24 @@ def needed_ops(graph: Graph) -> set[int]:
     return needed
 
 
+def shared_storages(graph: Graph) -> set[int]:
+    """Storages into which an op that is neither their base nor a view puts a value."""
+    return {
+        storage
+        for op in graph.ops
+        if not is_view(graph, op)
+        for storage in (graph.values[value].storage for value in op.outputs)
+        if graph.storages[storage].base != op.id
+    }
+
+
 class _Builder:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.owned = owned_storages(graph)
         self.view = [is_view(graph, op) for op in graph.ops]
         self.storage_of = [value.storage for value in graph.values]
-        self.lasting = {self.storage_of[value] for value in graph.forward_outputs} | self._shared()
+        self.lasting = {self.storage_of[value] for value in graph.forward_outputs} | shared_storages(graph)
 
     def build(self, sequence: Sequence[int]) -> Schedule:
         graph = self.graph
@@ -82,16 +93,6 @@ class _Builder:
             if index == boundary - 1:
                 position = len(steps)
         return Schedule(tuple(steps), position)
-
-    def _shared(self) -> set[int]:
-        """Storages into which an op that is neither their base nor a view puts a value."""
-        return {
-            storage
-            for op in self.graph.ops
-            if not self.view[op.id]
-            for storage in (self.storage_of[value] for value in op.outputs)
-            if self.graph.storages[storage].base != op.id
-        }
 
     def _boundary(self, computes: Sequence[int]) -> int:
         """Just after the last first compute of a forward op."""

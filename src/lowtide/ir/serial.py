@@ -26,8 +26,8 @@ STEPS: dict[str, type[Compute] | type[Free] | type[SaveRng] | type[RestoreRng]] 
     "restore_rng": RestoreRng,
 }
 _STEP_NAMES = {kind: name for name, kind in STEPS.items()}
-_FLAGS = ("random", "effect", "collective")
-_LISTS = ("inputs", "forward_outputs", "outputs")
+FLAGS = ("random", "effect", "collective")
+LISTS = ("inputs", "forward_outputs", "outputs")
 # What an op or a value may leave out.
 _OP_DEFAULTS: dict[str, Any] = {"workspace_bytes": 0, "flags": [], "overwrites": [], "module": "", "source": ""}
 _VALUE_DEFAULTS: dict[str, Any] = {"dtype": "", "shape": []}
@@ -41,12 +41,12 @@ def graph_to_json(graph: Graph, costs: Costs, *, compact: bool = False) -> dict[
         "format": GRAPH_FORMAT,
         **_fields(graph, "name", "fixed_bytes", "forward_ops"),
         **_fields(costs, "device", "rng_state_bytes"),
-        **_fields(graph, *_LISTS),
+        **_fields(graph, *LISTS),
         "storages": [{"base": storage.base, "bytes": size} for storage, size in storages],
         "values": [_fields(value, "name", "storage", "producer", "dtype", "shape") for value in graph.values],
         "ops": [
             _fields(op, "name", "target", "inputs", "outputs")
-            | {"time_ns": time, "workspace_bytes": workspace, "flags": [flag for flag in _FLAGS if getattr(op, flag)]}
+            | {"time_ns": time, "workspace_bytes": workspace, "flags": [flag for flag in FLAGS if getattr(op, flag)]}
             | _fields(op, "overwrites", "module", "source")
             for op, time, workspace in ops
         ],
@@ -143,7 +143,7 @@ def _graph(data: dict[str, Any], ops: list[dict[str, Any]], values: list[dict[st
     for position, value in enumerate(values):
         members[index(value["storage"], len(members), f"value {value['name']}")].append(position)
     forward_ops = index(data["forward_ops"], len(ops) + 1, "forward_ops")
-    lists = {key: tuple(data[key]) for key in _LISTS}
+    lists = {key: tuple(data[key]) for key in LISTS}
     return Graph(
         name=text(data["name"], "name of the graph"),
         ops=tuple(_op(op, position, forward_ops) for position, op in enumerate(ops)),
@@ -167,10 +167,10 @@ def _op(op: dict[str, Any], position: int, forward_ops: int) -> Op:
         fields[key] = text(op[key], f"{key} of op {position}")
     for key in ("inputs", "outputs", "overwrites"):
         fields[key] = tuple(op[key])
-    unknown = [flag for flag in op["flags"] if flag not in _FLAGS]
+    unknown = [flag for flag in op["flags"] if flag not in FLAGS]
     if unknown:
-        raise PlanError(f"op {op['name']} has unknown flags {unknown}; known are {', '.join(_FLAGS)}.")
-    fields |= {flag: flag in op["flags"] for flag in _FLAGS}
+        raise PlanError(f"op {op['name']} has unknown flags {unknown}; known are {', '.join(FLAGS)}.")
+    fields |= {flag: flag in op["flags"] for flag in FLAGS}
     return Op(id=position, phase=Phase.FORWARD if position < forward_ops else Phase.BACKWARD, **fields)
 
 

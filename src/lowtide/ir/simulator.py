@@ -135,16 +135,3 @@ def owned_storages(graph: Graph) -> list[list[int]]:
         if storage.base is not None:
             owned[storage.base].append(storage.id)
     return owned
-
-
-def live_at_boundary(graph: Graph, schedule: Schedule) -> set[int]:
-    """Storages that the forward program leaves to the backward program."""
-    owned = owned_storages(graph)
-    live: set[int] = set()
-    for step in schedule.steps[: schedule.boundary]:
-        if isinstance(step, Compute):
-            live.update(owned[step.op])
-            live.discard(-1 if step.into is None else step.into)
-        elif isinstance(step, Free):
-            live.discard(step.storage)
-    return live

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.ir import Compute, Costs, Free, Schedule, simulate
+from lowtide.ir import Compute, Free, Schedule, simulate
 from lowtide.program.program import Program
-from lowtide.program.sizes import storage_bytes
+from lowtide.program.sizes import byte_costs
 
 _MOST_GROUPS = 16
 _MOST_EARLY_GROUPS = 64
@@ -56,9 +56,8 @@ def group_gradients(program: Program, schedule: Schedule) -> tuple[GradientGroup
     """Group the program's gradients in the order in which they become final."""
     steps = _final_steps(program, schedule)
     sizes = [program.metas[value].storage_bytes for _, value in program.gradients]
-    none = [0] * len(program.graph.ops)
-    costs = Costs(none, none, storage_bytes(program))  # type: ignore[arg-type]
-    levels = simulate(program.graph, costs, schedule).timeline.tolist()  # without what operators use inside
+    costs = byte_costs(program)  # without what operators use inside
+    levels = simulate(program.graph, costs, schedule).timeline.tolist()
     threshold = max(1, sum(sizes) // _MOST_GROUPS)
     least = max(1, sum(sizes) // _MOST_EARLY_GROUPS)
     near = _NEAR_PEAK * max(levels, default=0)

@@ -61,15 +61,8 @@ def collect_garbage() -> None:
 
 def allocation_peak(fn: Callable[[], Any]) -> tuple[int, int]:
     """The cheap form, for the CPU: (peak, level at the end with the result alive), both above the starting level."""
-    counter = cpu_allocator.install()
-    if counter is None:
-        changes, _ = _profile(fn)
-        return _peak_and_final(changes)
-    with PeakWindow(counter) as window:
-        result = fn()
-        final, peak = window.level_bytes, window.peak_bytes
-        del result
-    return peak, final
+    found = _measure_cpu(fn, log_events=0)
+    return found.peak_bytes, found.final_bytes
 
 
 def _synchronized(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -78,16 +71,16 @@ def _synchronized(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _measure_cpu(fn: Callable[[], Any]) -> Measurement:
+def _measure_cpu(fn: Callable[[], Any], log_events: int = _LOG_EVENTS) -> Measurement:
     counter = cpu_allocator.install()
     if counter is None:
         changes, time_ns = _profile(fn)
-        peak, final = _peak_and_final(changes)
-        return Measurement(peak, time_ns, "cpu", tuple(changes), final)
-    log = np.empty((_LOG_EVENTS, 2), dtype=np.int64)
+        levels = [0, *(level for _, level in changes)]
+        return Measurement(max(levels), time_ns, "cpu", tuple(changes), levels[-1])
+    log = np.empty((log_events, 2), dtype=np.int64)
     uncounted = counter.uncounted_blocks
     with PeakWindow(counter) as window:
-        logging = counter.start_log(log)
+        logging = log_events > 0 and counter.start_log(log)
         start_ns = time.monotonic_ns()
         try:
             result = fn()
@@ -98,14 +91,9 @@ def _measure_cpu(fn: Callable[[], Any]) -> Measurement:
             events = counter.stop_log() if logging else 0
     if counter.uncounted_blocks != uncounted:
         warnings.warn("more tensors are alive than the allocation counter holds: peak_bytes is too low", stacklevel=3)
-    rows = log[: min(events, _LOG_EVENTS)] - np.array([start_ns, window.start_bytes])
+    rows = log[: min(events, log_events)] - np.array([start_ns, window.start_bytes])
     inside = rows[rows[:, 0] <= time_ns]
     return Measurement(peak, time_ns, "cpu", tuple(map(tuple, inside.tolist())), final)
-
-
-def _peak_and_final(events: list[_Level]) -> _Level:
-    levels = [0, *(level for _, level in events)]
-    return max(levels), levels[-1]
 
 
 def _profile(fn: Callable[[], Any]) -> tuple[list[_Level], int]:

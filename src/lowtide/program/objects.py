@@ -173,43 +173,49 @@ def _names(owner: Any) -> Iterable[str]:
     return own_attributes(owner) or ()
 
 
-def current(kind: str, owner: Any, name: str) -> Any:
-    """What there is now where ``owner`` has something under ``name``; ``ABSENT`` where nothing is. ``kind``:
+def _attribute(owner: Any, name: str) -> Any:
+    own = own_attributes(owner)
+    return ABSENT if own is None else own.get(name, ABSENT)
 
-    ``attribute``: in the dictionary of an object; ``slot``: in a slot of its class; ``class``: in a class or its bases;
-    ``type``: the class of an object; ``method``: in that or its bases; ``names``: those of all its attributes; ``item``: in a
-    namespace; ``cell``: in a cell of a closure; ``made of``: what a function or a class is made of; ``answer``: what ``owner``
-    says when it is called; ``layout``: of a tensor; ``version``: how often it was written in place.
-    """
-    if kind == "attribute":
-        own = own_attributes(owner)
-        return ABSENT if own is None else own.get(name, ABSENT)
-    if kind == "item":
-        return owner.get(name, ABSENT)
-    if kind == "class":
-        return class_attribute(owner, name)
-    if kind == "type":
-        return type(owner)
-    if kind == "method":  # sharding puts a class of its own before the user's
-        bases = [base for base in type(owner).__mro__ if not base.__module__.startswith("torch.distributed.")]
-        return next((vars(base)[name] for base in bases if name in vars(base)), ABSENT)
-    if kind == "names":
-        return tuple(_names(owner))
-    if kind == "cell":
-        return cell_value(owner)
-    if kind == "made of":
-        return getattr(owner, name)
-    if kind == "answer":
-        return owner()
-    if kind == "layout":
-        strides = owner.stride() if owner.layout is torch.strided else ()
-        return str((owner.shape, strides, owner.dtype, owner.device, owner.requires_grad))
-    if kind == "version":
-        return owner._version
+
+def _slot(owner: Any, name: str) -> Any:
     try:
         return object.__getattribute__(owner, name)
     except AttributeError:
         return ABSENT
+
+
+def _method(owner: Any, name: str) -> Any:
+    """Sharding puts a class of its own before the user's."""
+    bases = [base for base in type(owner).__mro__ if not base.__module__.startswith("torch.distributed.")]
+    return next((vars(base)[name] for base in bases if name in vars(base)), ABSENT)
+
+
+def _layout(tensor: torch.Tensor, _: str) -> str:
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    return str((tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad))
+
+
+# How an ``owner`` has something under a ``name``: what gives it, ``ABSENT`` where nothing is.
+READERS: dict[str, Callable[[Any, str], Any]] = {
+    "attribute": _attribute,  # in the dictionary of an object
+    "slot": _slot,  # in a slot of its class
+    "class": class_attribute,  # in a class or its bases
+    "type": lambda owner, _: type(owner),  # the class of an object
+    "method": _method,  # in that or its bases
+    "names": lambda owner, _: tuple(_names(owner)),  # of all its attributes
+    "item": lambda owner, name: owner.get(name, ABSENT),  # in a namespace
+    "cell": lambda owner, _: cell_value(owner),  # in a cell of a closure
+    "made of": getattr,  # what a function or a class is made of
+    "answer": lambda owner, _: owner(),  # what it says when it is called
+    "layout": _layout,  # of a tensor
+    "version": lambda owner, _: owner._version,  # how often a tensor was written in place
+}
+
+
+def current(kind: str, owner: Any, name: str) -> Any:
+    """What there is now where ``owner`` has something under ``name``, see ``READERS``."""
+    return READERS[kind](owner, name)
 
 
 def reachable(roots: Iterable[Any], enter: Callable[[Any], bool]) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lowtide.ir import Costs
 from lowtide.memory.allocators import round_up
 from lowtide.program.program import Program
 
@@ -16,6 +17,12 @@ def storage_bytes(program: Program) -> list[int]:
         else max(round_up(program.metas[value].storage_bytes, program.metas[value].device) for value in storage.values)
         for storage in program.graph.storages
     ]
+
+
+def byte_costs(program: Program) -> Costs:
+    """Costs in which nothing but storages counts."""
+    none = [0] * len(program.graph.ops)
+    return Costs(none, none, storage_bytes(program))  # type: ignore[arg-type]
 
 
 def program_device(program: Program) -> torch.device:

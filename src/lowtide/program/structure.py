@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,13 +75,11 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[int, ...]) -> Any
 def flatten_distinct(tree: Any) -> tuple[list[torch.Tensor], Any]:
     """As ``flatten``, with a tensor that occurs several times listed once."""
     tensors, structure = flatten(tree)
-    positions: dict[int, int] = {}
-    distinct: list[torch.Tensor] = []
-    for tensor in tensors:
-        if id(tensor) not in positions:
-            positions[id(tensor)] = len(distinct)
-            distinct.append(tensor)
-    return distinct, renumber(structure, [positions[id(tensor)] for tensor in tensors])
+    distinct = {id(tensor): tensor for tensor in tensors}
+    position = dict(zip(distinct, itertools.count(), strict=False))
+    slot_of = [Slot(position[id(tensor)]) for tensor in tensors]
+    renumbered = _replaced(structure, lambda leaf: slot_of[leaf.index] if isinstance(leaf, Slot) else leaf)
+    return list(distinct.values()), renumbered
 
 
 def unflatten(structure: Any, tensors: Sequence[Any], given: Sequence[Any] = ()) -> Any:
@@ -97,11 +96,6 @@ def unflatten(structure: Any, tensors: Sequence[Any], given: Sequence[Any] = ())
             object.__setattr__(clone, name, unflatten(child, tensors, given))
         return clone
     return structure
-
-
-def renumber(structure: Any, positions: Sequence[int]) -> Any:
-    """The same structure with slot ``i`` standing for the tensor at ``positions[i]``."""
-    return _replaced(structure, lambda leaf: Slot(positions[leaf.index]) if isinstance(leaf, Slot) else leaf)
 
 
 def with_argument_slots(structure: Any, objects: Sequence[Any]) -> Any:

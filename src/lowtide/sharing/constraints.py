@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lowtide.ir import Costs, Schedule, keep_all_schedule, live_at_boundary, simulate
+from lowtide.ir import Costs, Kind, Schedule, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.program.program import Program
 
@@ -86,9 +86,9 @@ class Member:
 
     def footprint(self, schedule: Schedule) -> Footprint:
         """What the program takes by this schedule."""
-        graph, costs, boundary = self.program.graph, self.costs, schedule.boundary
-        timeline = simulate(graph, costs, schedule).timeline
-        saved = sum(int(costs.storage_bytes[storage]) for storage in live_at_boundary(graph, schedule))
+        run, boundary = simulate(self.program.graph, self.costs, schedule), schedule.boundary
+        timeline, tensors = run.timeline, (made for made in run.allocations if made.kind is Kind.TENSOR)
+        saved = sum(made.bytes for made in tensors if made.first < boundary <= made.last)
         unread = self.unread_output_bytes
         return Footprint(
             saved,

@@ -9,20 +9,20 @@ O(L^3 M + L^2 K M) time.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from lowtide.ir import schedule_from_sequence
 from lowtide.solve.blocks.chain import Chain, make_chain
 from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.blocks.menu import everything
 from lowtide.solve.blocks.partition import distinct, refined_cuts, several_cuts, top_cuts
 from lowtide.solve.blocks.sequences import Builder, table_sequences
 from lowtide.solve.blocks.table import Table, build_table
-from lowtide.solve.model.compact import compact, decode, encode_keep_all
-from lowtide.solve.model.sweep import lowest, quickest, sweep
+from lowtide.solve.model.compact import CompactGraph, Indices, encode_keep_all
+from lowtide.solve.model.sweep import sweep
 from lowtide.solve.options import Options, between
-from lowtide.solve.outcome import answer, keeping_all
+from lowtide.solve.outcome import quickest_fitting
 from lowtide.solve.problem import Problem, Solution
 
 _BLOCKS = 60  # of rockmate
@@ -40,16 +40,12 @@ class BlockProgram(Options):
 
     def solve(self, problem: Problem) -> Solution:
         """The quickest schedule that fits; else unsolved with the lowest peak of all sequences."""
-        model = compact(problem.graph, problem.costs)
+        return quickest_fitting(self.name, problem, self._sequences, _SIMULATED)
+
+    def _sequences(self, model: CompactGraph) -> Iterator[Indices]:
         chains = BlockChains(model)
-        if not chains.has_blocks:
-            return keeping_all("keep-all", problem)
-        kept = sweep(model, encode_keep_all(model))
-        found = [kept, *(sweep(model, codes) for codes in table_sequences(self.builders(chains), kept.peak_bytes))]
-        room = problem.budget_bytes - problem.graph.fixed_bytes
-        chosen = [*quickest((one for one in found if one.peak_bytes <= room), _SIMULATED), lowest(found)]
-        schedules = [schedule_from_sequence(problem.graph, decode(model, one.codes)) for one in chosen]
-        return answer(self.name, problem, schedules)
+        if chains.has_blocks:
+            yield from table_sequences(self.builders(chains), sweep(model, encode_keep_all(model)).peak_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,10 +34,10 @@ import dataclasses
 import time
 from dataclasses import dataclass
 
-from lowtide.ir import Schedule, keep_all_schedule
+from lowtide.ir import Schedule, keep_all_schedule, shared_storages
 from lowtide.solve.bounds import time_bound
 from lowtide.solve.milp.linear import SolverOptions
-from lowtide.solve.milp.search import NEVER, Search, writes_elsewhere
+from lowtide.solve.milp.search import NEVER, Search
 from lowtide.solve.minimum import minimum_peak, working_set_bound
 from lowtide.solve.model.compact import bounding_model
 from lowtide.solve.options import Options, above_zero, one_of, option
@@ -80,7 +80,7 @@ class Checkmate(Options):
         if working_set_bound(problem.graph, problem.costs) > problem.budget_bytes:
             search.bound = NEVER
         search.run(known)
-        if not search.settled and not writes_elsewhere(problem):  # graphs on which the programs do not come to an end
+        if not (search.settled or shared_storages(problem.graph)):  # the programs do not come to an end on every graph
             floor = bounding_model(problem.graph, problem.costs, search.model)
             known_ns = None if search.best is None else int(search.value)
             search.bound = max(search.bound, time_bound(floor, problem.budget_bytes, effort=2, known_ns=known_ns))

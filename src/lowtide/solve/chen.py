@@ -41,27 +41,11 @@ import numpy as np
 from lowtide.solve.model.checkpoints import Readers, kept_sequence, make_readers, nothing_kept_sequence
 from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.structure import articulation_points
-from lowtide.solve.model.sweep import lowest, quickest
-from lowtide.solve.outcome import answer, keeping_all
-from lowtide.solve.problem import Planner, Problem, Solution, Status
-from lowtide.solve.search.portfolio import make_portfolio
+from lowtide.solve.outcome import quickest_fitting
+from lowtide.solve.problem import Planner, Problem, Solution
 
 _STEP = 32  # the sweep over b advances by at least one in this many
-_SIMULATED = 4  # candidates that are simulated: the lowest and the quickest that fit
-
-
-def quickest_fitting(planner: str, problem: Problem, sequences: Callable[[Readers], Iterable[Indices]]) -> Solution:
-    """The quickest of the encoded sequences that fits, the program as written included. The sequences must not depend
-    on the budget. Where none fits, ``minimum_bytes`` is the lowest peak among them."""
-    kept = keeping_all(planner, problem)
-    if kept.status is Status.OPTIMAL:
-        return kept
-    portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
-    measured = [portfolio.keep_all(), *portfolio.measure(sequences(make_readers(portfolio.model)))]
-    least = lowest(measured)
-    fitting = quickest((one for one in measured if one.peak_bytes <= problem.budget_bytes), _SIMULATED - 1)
-    chosen = [least, *(one for one in fitting if one is not least)]
-    return answer(planner, problem, [portfolio.schedule(candidate) for candidate in chosen])
+_SIMULATED = 3  # of the quickest that fit
 
 
 def every_root(model: CompactGraph, candidates: Sequence[int]) -> list[list[int]]:
@@ -110,7 +94,7 @@ def checkpointing(class_name: str, planner: str, sequences: Callable[[Readers], 
     """The planner class, without options, whose answer is the quickest of the sequences that fits."""
 
     def solve(self: object, problem: Problem) -> Solution:
-        return quickest_fitting(planner, problem, sequences)
+        return quickest_fitting(planner, problem, lambda model: sequences(make_readers(model)), _SIMULATED)
 
     namespace = {"solve": solve, "__doc__": "No options.", "__module__": __name__}
     return dataclasses.make_dataclass(class_name, [], namespace=namespace, frozen=True)

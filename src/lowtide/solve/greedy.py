@@ -13,17 +13,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowtide.native import core
 from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.outcome import quickest_eviction
 from lowtide.solve.problem import Problem, Solution
-from lowtide.solve.search.evictions import LIMITS, greedy_sequences
+from lowtide.solve.threads import in_threads
+
+_LIMITS = (1.0, 0.97, 0.93, 0.88, 0.8, 0.7, 0.6, 0.5)
+_STEPS_PER_NODE = 6
+
+
+def greedy_sequences(model: CompactGraph, budget_bytes: int, limits: int = len(_LIMITS)) -> list[Indices]:
+    """Encoded sequences, one per limit at and below the budget for which greedy comes to an end."""
+    room = max(budget_bytes - model.fixed_bytes, 0)
+
+    def run(limit: float) -> Indices:
+        return core.greedy_sequence(model, int(room * limit), _STEPS_PER_NODE * (model.nodes + 1))
+
+    return [codes for codes in in_threads(run, _LIMITS[: max(limits, 1)]) if len(codes)]
 
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
     """``limits``: how many limits at and below the budget are tried."""
 
-    limits: int = len(LIMITS)
+    limits: int = len(_LIMITS)
 
     def solve(self, problem: Problem) -> Solution:
         def sequences(model: CompactGraph, budget_bytes: int) -> list[Indices]:

@@ -26,10 +26,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import numpy as np
-
 from lowtide.solve.chen import checkpointing
-from lowtide.solve.model.checkpoints import FIXED, SLOT, LiveResults, Readers, wanted
+from lowtide.solve.model.checkpoints import FIXED, SLOT, LiveResults, Readers
 from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.structure import articulation_points
 
@@ -87,24 +85,11 @@ def _all_sequences(readers: Readers) -> Iterator[Indices]:
 
 def slot_sequence(readers: Readers, states: list[int], slots: int) -> Indices:
     """The encoded sequence of the reversal with ``slots`` slots, that of the program's inputs included."""
-    boundary = readers.model.boundary
-    edges = [0, *states, boundary]  # step i has the nodes from edges[i] to edges[i + 1]
-    step_of = np.searchsorted(states, np.arange(boundary), side="right").tolist()
     memory = _Slots(readers, states, slots)
     memory.advance_to(len(states), -1)
     for node in memory.stored:
         memory.there[node] |= SLOT
-    for position, nodes in enumerate(readers.direct):
-        for node in nodes:
-            if not memory.there[node]:
-                step = step_of[node]
-                memory.advance_to(step, position)
-                targets = wanted(readers, range(edges[step], edges[step + 1]), position)
-                computed = memory.rebuild(targets)
-                memory.want(targets, position)
-                memory.fill(computed)
-        memory.compute(position)
-    return np.array(memory.codes, np.int32)
+    return memory.backward(states)
 
 
 class _Slots(LiveResults):
@@ -133,10 +118,13 @@ class _Slots(LiveResults):
                 self.there[node] &= ~SLOT
                 self.want([node], position)
 
-    def fill(self, computed: list[int]) -> None:
+    def renew(self, segment: int, nodes: range, step: int) -> list[int]:
+        self.advance_to(segment, step)
+        computed = super().renew(segment, nodes, step)
         for node in computed:
             if node in self.stored and not self.there[node] & FIXED:
                 self.there[node] |= SLOT
+        return computed
 
 
 Griewank = checkpointing("Griewank", "griewank", _all_sequences)

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lowtide.ir import Costs, Graph, Schedule, keep_all_schedule, needed_ops, simulate
-from lowtide.solve.model.sweep import Candidate, lowest
-from lowtide.solve.search.threads import in_threads
+from lowtide.ir import Compute, Costs, Graph, Schedule, keep_all_schedule, needed_ops, simulate
+from lowtide.solve.model.sweep import Candidate, lowest, quickest
+from lowtide.solve.threads import in_threads
 
 if TYPE_CHECKING:
     from lowtide.solve.search.portfolio import Portfolio
 
 _STREAMS = (60, 61, 62)  # of the runs from each starting point
+_BRIEF = 0.2  # of the iterations of a search at default effort
 _BLOCKS_SHARE = 0.25  # of the peak without recomputation: the budget that block programs are asked for
 
 
@@ -57,6 +58,20 @@ def lowest_candidate(portfolio: Portfolio, target_bytes: int, share: float = 1.0
         return start
 
     return lowest(in_threads(lower, starts))
+
+
+def sequence_within(graph: Graph, costs: Costs, budget_bytes: int, seed: int = 0) -> tuple[int, tuple[int, ...]]:
+    """Op ids in the order in which they are computed, and the peak of their schedule: fast, for whoever has to go on and
+    cannot wait for a good one. The quickest of the greedy sequences that fit; where none does, the lowest that a search
+    meets until it fits, so that a peak above the budget says that none was found, and proves nothing. Deterministic."""
+    from lowtide.solve.search.portfolio import make_portfolio
+
+    portfolio = make_portfolio(graph, costs, seed)
+    met = [point for point in portfolio.greedy(budget_bytes) if point.peak_bytes <= budget_bytes]
+    found = quickest(met)[0] if met else lowest_candidate(portfolio, budget_bytes, _BRIEF)
+    schedule = portfolio.schedule(found)
+    computes = tuple(step.op for step in schedule.steps if isinstance(step, Compute))
+    return simulate(graph, costs, schedule).peak_bytes, computes
 
 
 def peak_lower_bound(graph: Graph, costs: Costs) -> int:

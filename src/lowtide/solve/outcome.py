@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from lowtide.ir import Schedule, keep_all_schedule, schedule_from_sequence, simulate
-from lowtide.solve.model.compact import CompactGraph, Indices, compact, decode
+from lowtide.solve.model.compact import CompactGraph, Indices, compact, decode, encode_keep_all
+from lowtide.solve.model.sweep import lowest, quickest, sweep
 from lowtide.solve.problem import Problem, Solution, Status
 
 
@@ -34,6 +35,22 @@ def answer(
 def keeping_all(planner: str, problem: Problem) -> Solution:
     """The answer of the program as written, which is optimal where it fits."""
     return answer(planner, problem, [keep_all_schedule(problem.graph)], found=Status.OPTIMAL)
+
+
+def quickest_fitting(
+    planner: str, problem: Problem, sequences: Callable[[CompactGraph], Iterable[Indices]], simulated: int
+) -> Solution:
+    """The quickest of the encoded sequences that fits, the program as written included; ``simulated`` of them at most. The
+    sequences must not depend on the budget. Where none fits, ``minimum_bytes`` is the lowest peak among them."""
+    kept = keeping_all(planner, problem)
+    if kept.status is Status.OPTIMAL:
+        return kept
+    model = compact(problem.graph, problem.costs)
+    found = [sweep(model, codes) for codes in (encode_keep_all(model), *sequences(model))]
+    fitting = (one for one in found if one.peak_bytes <= problem.budget_bytes - model.fixed_bytes)
+    chosen = [lowest(found), *quickest(fitting, simulated)]
+    distinct = {id(one): one.codes for one in chosen}.values()
+    return answer(planner, problem, [schedule_from_sequence(problem.graph, decode(model, codes)) for codes in distinct])
 
 
 Sequences = Callable[[CompactGraph, int], Iterable[Indices]]

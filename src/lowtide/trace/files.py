@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from lowtide.errors import LowtideError
+from lowtide.ir.fields import count, text
 from lowtide.trace.checker import Checker
 from lowtide.trace.model import Constant, Created, Event, OperatorCall, Pin, Release, Trace
 from lowtide.trace.published import read_published
 
 TRACE_FORMAT = "lowtide-trace/1"
-_LARGEST = 2**50
 _KINDS = ("constant", "call", "release", "pin")
 
 
@@ -154,7 +154,7 @@ def _read(path: str, lines: Iterable[str]) -> Trace:
         data = _object(line, where)
         try:
             if number == 1:
-                head = {key: _text(data, key) for key in ("name", "device")}
+                head = {key: text(data.get(key, ""), key) for key in ("name", "device")}
                 head["budget_bytes"] = None if data.get("budget_bytes") is None else _count(data, "budget_bytes")
             elif "backward" in data:
                 forward_calls = calls
@@ -163,7 +163,7 @@ def _read(path: str, lines: Iterable[str]) -> Trace:
                 calls += isinstance(events[-1], OperatorCall)
                 checker.step(events[-1])
         except LowtideError as error:
-            raise LowtideError(f"{where}: {error}.") from error
+            raise LowtideError(f"{where}: {str(error).removesuffix('.')}.") from error
     return Trace(tuple(events), **head, forward_calls=forward_calls)
 
 
@@ -179,46 +179,33 @@ def _event(data: dict[str, Any]) -> Event:
             time_ns, workspace_bytes = _count(data, "time_ns"), _count(data, "workspace_bytes", 0)
             reads, writes = _numbers(data, "reads"), _numbers(data, "writes")
             return OperatorCall(
-                _text(data, "call"), time_ns, reads, _created(data), writes, workspace_bytes, **_flags(data)
+                text(data["call"], "call"), time_ns, reads, _created(data), writes, workspace_bytes, **_flags(data)
             )
-    raise LowtideError(f"not an event; one of {', '.join(_KINDS)} says which it is")
-
-
-def _text(data: dict[str, Any], key: str) -> str:
-    found = data.get(key, "")
-    if not isinstance(found, str):
-        raise LowtideError(f"{key} is {found!r}, not a string")
-    return found
+    raise LowtideError(f"not an event; one of {', '.join(_KINDS)} says which it is.")
 
 
 def _count(data: dict[str, Any], key: str, default: int | None = None) -> int:
     if key not in data and default is None:
-        raise LowtideError(f"{key} is missing")
-    return _whole(data.get(key, default), key)
-
-
-def _whole(number: Any, what: str) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= _LARGEST:
-        raise LowtideError(f"{what}: {number!r} is not a whole number from 0 to {_LARGEST}")
-    return number
+        raise LowtideError(f"{key} is missing.")
+    return count(data.get(key, default), key)
 
 
 def _numbers(data: dict[str, Any], key: str) -> tuple[int, ...]:
     found = data.get(key, [])
     if not isinstance(found, list):
-        raise LowtideError(f"{key} is {found!r}, not a list")
-    return tuple(_whole(number, key) for number in found)
+        raise LowtideError(f"{key} is {found!r}, not a list.")
+    return tuple(count(number, key) for number in found)
 
 
 def _created(data: dict[str, Any]) -> tuple[Created, ...]:
     found = data.get("creates", [])
     if not isinstance(found, list) or not all(isinstance(row, list) and len(row) in (2, 3) for row in found):
-        raise LowtideError("creates is not a list of [tensor, bytes] and [tensor, 0, alias of]")
-    return tuple(Created(*(_whole(number, "creates") for number in row)) for row in found)
+        raise LowtideError("creates is not a list of [tensor, bytes] and [tensor, 0, alias of].")
+    return tuple(Created(*(count(number, "creates") for number in row)) for row in found)
 
 
 def _flags(data: dict[str, Any]) -> dict[str, bool]:
     found = data.get("flags", [])
     if not isinstance(found, list) or any(flag not in ("random", "once") for flag in found):
-        raise LowtideError(f"flags is {found!r}; known are random and once")
+        raise LowtideError(f"flags is {found!r}; known are random and once.")
     return dict.fromkeys(found, True)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from lowtide.eviction import Pool
 from lowtide.trace.model import Constant, Event, OperatorCall, Pin, Release
-from lowtide.trace.storages import TracedOperator, TracedStorage, TracedTensor, storages_among
+from lowtide.trace.storages import TracedOperator, TracedStorage, TracedTensor
 
 
 class ReplayStatus(enum.Enum):
@@ -166,8 +166,8 @@ class Replay:
             here = waiting.pop()
             if here.held or here.outside or here.locks or not all(child.resident for child in here.children):
                 continue
-            waiting += storages_among(here.parents)
-            for child in storages_among(here.children):
+            waiting += here.parents
+            for child in list(here.children):
                 child.keep()
                 self.pool.cut(child)
             self._forget(here)
@@ -180,7 +180,9 @@ class Replay:
                 here.keep()
         for here in held:
             while not here.resident:
-                self._rebuild(here)
+                for tensor in here.tensors:
+                    if tensor.held:
+                        self._define(tensor)
             here.keep()
             self.pool.cut(here)
         for here in unheld:
@@ -190,11 +192,6 @@ class Replay:
         if storage.resident:
             self.watcher.went(storage)
         self.pool.forget(storage)
-
-    def _rebuild(self, storage: TracedStorage) -> None:
-        for tensor in storage.tensors:
-            if tensor.held:
-                self._define(tensor)
 
     def _define(self, tensor: TracedTensor) -> None:
         if not tensor.defined:

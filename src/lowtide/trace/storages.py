@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lowtide.eviction import Entry
@@ -13,6 +12,8 @@ class TracedStorage(Entry):
     """``held``: how many of its ``tensors`` the program still has; ``lasting``: it cannot be computed again;
     ``outside``: neither made nor freed by the program."""
 
+    parents: tuple[TracedStorage, ...] = ()
+    children: dict[TracedStorage, None] = field(default_factory=dict)  # type: ignore[assignment]
     outside: bool = False
     tensors: list[TracedTensor] = field(default_factory=list)
     held: int = 0
@@ -28,7 +29,7 @@ class TracedStorage(Entry):
         unheld: dict[TracedStorage, None] = {}
         waiting = [self]
         while waiting:
-            for child in storages_among(waiting.pop().children):
+            for child in waiting.pop().children:
                 if not (child.resident or child.evicted) or child in held or child in unheld:
                     continue
                 (held if child.held else unheld)[child] = None
@@ -68,8 +69,3 @@ class TracedTensor:
     number: int
     defined: bool = False
     held: bool = True
-
-
-def storages_among(entries: Iterable[Entry]) -> list[TracedStorage]:
-    """The entries as what they are in a replay."""
-    return [entry for entry in entries if isinstance(entry, TracedStorage)]

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
-import hashlib
 import itertools
 import logging
 import operator
@@ -32,7 +31,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import nn
 
 from lowtide.capture.python_state.paths import (
@@ -45,9 +43,10 @@ from lowtide.capture.python_state.paths import (
     texts,
     value_at,
 )
+from lowtide.capture.python_state.reads import Contents
 from lowtide.errors import CaptureError
 from lowtide.program import structure
-from lowtide.program.objects import ABSENT, CONTAINERS, MUTABLE, PLAIN, content, is_open, items, refill
+from lowtide.program.objects import ABSENT, CONTAINERS, MUTABLE, PLAIN, is_open, items, refill
 
 _LOG = logging.getLogger(__name__)
 
@@ -77,18 +76,21 @@ class ValueEffect(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The attributes of all modules of a model, as they were; ``kept`` keeps what they were, so that no id comes again.
-    ``containers``: those that can be written in place, and copies of them."""
+    """The attributes of all modules of a model, and what was in them. ``containers``: copies of those that can be written in
+    place."""
 
     attributes: dict[AttributePath, Any]
+    contents: Contents
     modules: dict[str, nn.Module]
-    containers: dict[AttributePath, tuple[Any, Any]]
-    kept: list[Any]
+    containers: dict[AttributePath, Any]
 
     def items_of(self, place: AttributePath, value: Any) -> Any:
         """A copy of the container there, where it is this one; ``None`` otherwise."""
-        container, items = self.containers.get(place, (None, None))
-        return items if container is value else None
+        return self.containers.get(place) if self.attributes.get(place) is value else None
+
+    def differs(self, place: AttributePath, value: Any) -> bool:
+        """Whether there is another value than this one was, or another one in it."""
+        return place not in self.attributes or not self.contents.same(self.attributes[place], value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +105,10 @@ class Changes:
 
 
 def snapshot(model: nn.Module) -> Snapshot:
-    kept: list[Any] = []
-    found = dict(attributes_of(model))
-    attributes = {place: _identity(value, kept) for place, value in found.items()}
-    containers = {p: (v, copy.copy(v)) for p, v in found.items() if isinstance(v, MUTABLE)}
-    return Snapshot(attributes, _modules(model), containers, kept)
+    found, contents = dict(attributes_of(model)), Contents()
+    contents.keep(found.values(), entered=lambda one: not is_open(one))  # whose attributes are places of their own
+    containers = {place: copy.copy(value) for place, value in found.items() if isinstance(value, MUTABLE)}
+    return Snapshot(found, contents, _modules(model), containers)
 
 
 def changes(model: nn.Module, before: Snapshot) -> Changes:
@@ -119,9 +120,8 @@ def changes(model: nn.Module, before: Snapshot) -> Changes:
             f"the forward pass replaces submodules of the model ({named(replaced)}), which a plan cannot follow. Where it "
             "does so in its first call only, call the model once before it is rematerialized."
         )
-    kept: list[Any] = []
     found = dict(attributes_of(model))
-    changed = {place for place, value in found.items() if before.attributes.get(place) != _identity(value, kept)}
+    changed = {place for place, value in found.items() if before.differs(place, value)}
     changed |= before.attributes.keys() - found.keys()
     places = [*found, *sorted(before.attributes.keys() - found.keys())]
     outer = [place for place in places if place in changed and not changed & set(enclosing(place))]
@@ -158,17 +158,13 @@ def _is_constant(value: Any) -> bool:
 
 def written(model: nn.Module, before: Snapshot, places: Sequence[TensorEffect]) -> list[Change]:
     """How to bring the attributes from what they were to what they are."""
-    values = [value_at(model, assigned.place) for assigned in places]
-    return [
-        ("refill", value)
-        if assigned.refilled and isinstance(value, MUTABLE)
-        else _written(value, before, assigned.place)
-        for value, assigned in zip(values, places, strict=True)
-    ]
+    return [_written(value_at(model, effect.place), before, effect) for effect in places]
 
 
-def _written(value: Any, before: Snapshot, place: AttributePath) -> Change:
-    items = before.items_of(place, value)
+def _written(value: Any, before: Snapshot, effect: TensorEffect) -> Change:
+    if effect.refilled and isinstance(value, MUTABLE):
+        return "refill", value
+    items = before.items_of(effect.place, value)
     if items is None:
         return "set", value
     if isinstance(value, dict):
@@ -242,18 +238,3 @@ def say_unknown(model: nn.Module, places: Sequence[AttributePath]) -> None:
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
     return dict(model.named_modules(remove_duplicate=False))
-
-
-def _identity(value: Any, kept: list[Any]) -> Any:
-    """Equal for what is the same: values of plain types, the very same objects, and containers of such."""
-    if isinstance(value, PLAIN):
-        return type(value), repr(value)
-    if isinstance(value, (list, tuple, set, deque)):
-        return type(value), tuple(_identity(item, kept) for item in value)
-    if isinstance(value, dict):
-        return type(value), tuple((repr(key), _identity(item, kept)) for key, item in value.items())
-    kept.append(value)
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return id(value), hashlib.sha256(value.tobytes()).digest()
-    held = None if is_open(value) else content(value)  # of iterators, bytes, streams, what is bound to a function
-    return id(value) if held is None else (id(value), tuple(_identity(item, kept) for item in held))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import array
 import contextlib
 import contextvars
-import operator
 import threading
 import types
 from collections import defaultdict
@@ -18,14 +17,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from lowtide.capture.python_state.guards import Guards
-from lowtide.capture.python_state.reads import Content, Read, Reads
+from lowtide.capture.python_state.reads import Content, Contents, Read, Reads, identical
 from lowtide.program.objects import ABSENT, MUTABLE, content, current, own_attributes, reachable, refill
 
 
 def changed(reads: Reads) -> list[Read]:
     """Of what one run read, what it left otherwise."""
-    before = Guards(contents=reads.contents)
+    before = Contents(reads.contents)
     return [read for read in reads.values.values() if not before.same(read.value, current(*read[:3]))]
 
 
@@ -39,12 +37,8 @@ def put_back(counters: Iterable[Read], reads: Reads) -> None:
             _assign(*read[:3], value)
         for holder in reachable([value], lambda one: content(one) is not None):
             known = reads.contents.get(id(holder))
-            if known is not None and not _identical(content(holder) or (), known.items):
+            if known is not None and not identical(content(holder) or (), known.items):
                 _fill(*known)
-
-
-def _identical(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _rewound(known: Content) -> Any:
@@ -78,9 +72,8 @@ def _assign(kind: str, owner: Any, name: str, value: Any) -> None:
 
 def _fill(holder: Any, items: Sequence[Any]) -> None:
     if isinstance(holder, (*MUTABLE, defaultdict)):
-        items = items[
-            len(content(type(holder)()) or ()) :
-        ]  # behind what is not in it, the longest length of a deque say
+        before = len(content(type(holder)()) or ())  # what is not in it: the longest length of a deque, say
+        items = items[before:]
     half = len(items) // 2
     if isinstance(holder, dict):
         refill(holder, dict(zip(items[:half], items[half:], strict=True)))
@@ -95,5 +88,5 @@ def _fill(holder: Any, items: Sequence[Any]) -> None:
     elif isinstance(holder, (bytearray, array.array, np.ndarray)):
         with contextlib.suppress(
             StopIteration, TypeError, ValueError
-        ):  # it has another length now, or cannot be written
+        ):  # where it has another length, or cannot be written
             memoryview(cast(Any, holder)).cast("B")[:] = next(item for item in items if isinstance(item, bytes))

@@ -26,14 +26,8 @@ from lowtide.program.objects import ABSENT, PLAIN, is_open, refill
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH = 5  # of containers, objects and functions in each other
-_CONTAINERS = (
-    list,
-    dict,
-    set,
-    collections.deque,
-    collections.OrderedDict,
-    collections.defaultdict,
-)  # not what fills itself
+# Not what fills itself.
+_CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
 _CODE = (types.FunctionType, types.MethodType, functools.partial, type)
 ARGUMENT = "an argument"
 Constant = Callable[[torch.Tensor], torch.Tensor | None]

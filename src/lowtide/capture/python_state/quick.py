@@ -17,9 +17,9 @@ from torch import nn
 
 from lowtide.capture.python_state import files
 from lowtide.capture.python_state.external_effects import HOOKS
-from lowtide.capture.python_state.reads import Read, put_together
+from lowtide.capture.python_state.reads import Contents, Read, put_together
 from lowtide.program.keys import tensor_key
-from lowtide.program.objects import ABSENT, content, current, own_attributes
+from lowtide.program.objects import ABSENT, READERS, content, current, own_attributes
 
 _IMMUTABLE = (tuple, frozenset, types.MethodType, types.BuiltinMethodType, functools.partial)
 _IN_CELL = operator.attrgetter("cell_contents")
@@ -37,21 +37,19 @@ class Unchanged:
         self,
         modules: Sequence[nn.Module],
         reads: Iterable[Read],
-        free: Collection[int],
-        layouts: Mapping[int, Any],
+        contents: Contents,
         hidden: Iterable[tuple[nn.Module, list[Any]]],
         opened: Mapping[str, Any],
     ) -> None:
-        self._layouts = {key: _Layout(layout) for key, layout in layouts.items()}
-        self._rows: dict[
-            Callable[..., Any], dict[Any, tuple[Any, ...]]
-        ] = {}  # by function: what it gives, and for what
+        self._layouts = {key: _Layout(layout) for key, layout in contents.layouts.items()}
+        # By function: what it gives, and for what.
+        self._rows: dict[Callable[..., Any], dict[Any, tuple[Any, ...]]] = {}
         self._absent: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}  # names that are not there
         self._items: list[tuple[Callable[..., Any], tuple[Any, ...], Sequence[Any]]] = []
         self._files = dict(opened)
         self._wire(modules)
         values = [self._read(read, current(*read[:3])) for read in reads]
-        self._hold(values, free)
+        self._hold(values, contents.free)
         self._items += [(put_together, (module,), parts) for module, parts in hidden]
         self._nowhere = [*zip(*self._absent.values(), strict=True)] or [(), ()]
         self._columns: list[Any] = [
@@ -100,12 +98,8 @@ class Unchanged:
     def _read(self, read: Read, value: Any) -> Any:
         kind, owner, name = read[:3]
         own = own_attributes(owner) if kind == "attribute" else owner if kind == "item" else None
-        if id(value) in self._layouts:
-            self._items.append((_single, (kind, owner, name), [self._layouts[id(value)]]))
-        elif kind == "made of":
-            self._expect(value, getattr, owner, name)
-        elif kind in ("answer", "layout", "version"):
-            self._items.append((_single, (kind, owner, name), [value]))
+        if id(value) in self._layouts or kind in ("answer", "layout", "version"):  # made anew where they are asked for
+            self._items.append((_single, (kind, owner, name), [self._layouts.get(id(value), value)]))
         elif kind == "names":
             self._items.append((current, (kind, owner, name), value))
         elif kind == "cell" and value is not ABSENT:
@@ -123,7 +117,7 @@ class Unchanged:
                 if found is not ABSENT:
                     break
         else:
-            self._expect(value, current, kind, owner, name)
+            self._expect(value, READERS[kind], owner, name)
         return value
 
     def _hold(self, values: list[Any], free: Collection[int]) -> None:

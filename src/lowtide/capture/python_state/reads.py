@@ -1,14 +1,20 @@
-"""What Python code read while it ran: the records that an observer makes, and that guards compare."""
+"""What Python code read while it ran: the records that an observer makes, and how guards compare them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import nn
 
 from lowtide.capture.python_state.external_effects import hooks_of
+from lowtide.program.keys import tensor_key
+from lowtide.program.objects import PLAIN, content
 
 
 class Read(NamedTuple):
@@ -26,6 +32,61 @@ class Content(NamedTuple):
 
     holder: Any
     items: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """What was in holders, by their ids. ``free``: ids of holders that may hold anything; ``layouts``: of tensors, by their
+    ids, whose layout alone matters."""
+
+    held: dict[int, Content] = field(default_factory=dict)
+    free: frozenset[int] = frozenset()
+    layouts: Mapping[int, Any] = field(default_factory=dict)
+
+    def keep(self, some: Iterable[Any], entered: Callable[[Any], bool] = lambda _: True) -> None:
+        """Add what holders among these hold, and those in them, where they are ``entered``."""
+        waiting = [*some]
+        while waiting:
+            value = waiting.pop()
+            items = None if id(value) in self.held or isinstance(value, PLAIN) else content(value)
+            if items is not None and entered(value):
+                self.held[id(value)] = Content(value, items)
+                waiting += items
+
+    def same(self, kept: Any, value: Any, met: set[tuple[int, int]] | None = None) -> bool:
+        """Whether a value is to the program what ``kept`` was."""
+        if id(kept) in self.layouts:
+            return isinstance(value, torch.Tensor) and tensor_key(value) == self.layouts[id(kept)]
+        known = self.held.get(id(kept))
+        if known is None or known.holder is not kept:
+            return kept is value or _equal(kept, value)
+        if type(value) is not type(kept):
+            return False
+        if kept is value and id(kept) in self.free:
+            return True
+        met = set() if met is None else met
+        if (id(kept), id(value)) in met:
+            return True
+        met.add((id(kept), id(value)))
+        items = content(value)
+        if items is None or len(items) != len(known.items):
+            return False
+        return all(self.same(one, other, met) for one, other in zip(known.items, items, strict=True))
+
+
+def identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether both are of the very same objects."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _equal(kept: Any, value: Any) -> bool:
+    if isinstance(kept, types.MethodType) and isinstance(value, types.MethodType):  # made anew where they are read
+        return kept.__func__ is value.__func__ and kept.__self__ is value.__self__
+    if type(kept) is not type(value) or not isinstance(kept, (*PLAIN, np.generic)):
+        return False
+    if isinstance(kept, float) and kept == 0:
+        return str(kept) == str(value)  # of both signs
+    return bool(kept == value or (kept != kept and value != value))
 
 
 @dataclass(eq=False)

@@ -30,7 +30,7 @@ import numpy as np
 
 from lowtide.native import core
 from lowtide.solve.model.compact import CompactGraph, Flags, Indices, Numbers
-from lowtide.solve.model.structure import last_forward_use
+from lowtide.solve.model.structure import last_forward_use, resident_bytes
 
 
 class BlockSpan(NamedTuple):
@@ -112,7 +112,7 @@ def make_chain(model: CompactGraph, cuts: Sequence[int], starts: Sequence[int] |
     last_forward = (np.searchsorted(cuts, last_forward_use(model), side="right") - 1).astype(np.int32)
     starts = _starts(model, producer, last_forward, len(cuts) - 1) if starts is None else starts
     until, last_use = _uses(model, starts, producer, last_forward)
-    before, during = _backward_bytes(model)
+    before, during = resident_bytes(model, model.storage_node >= model.boundary)
     for storage in np.flatnonzero(counts):
         block = int(producer[storage])
         end = starts[block - 1] if block else model.nodes
@@ -152,17 +152,3 @@ def _uses(
     block = np.searchsorted(-np.asarray(starts[:-1], np.int64), -node[inside])
     np.maximum.at(until, storage[inside], block.astype(np.int32))
     return until, last_use
-
-
-def _backward_bytes(model: CompactGraph) -> tuple[Numbers, Numbers]:
-    """Bytes of backward storages right before each node and while it runs, its own results and workspace included."""
-    last = model.storage_node.astype(np.int64)
-    np.maximum.at(last, model.reads, model.read_node)
-    backward = model.storage_node >= model.boundary
-    node, size = model.storage_node[backward], model.storage_bytes[backward]
-    own, change = np.zeros(model.nodes + 1, np.int64), np.zeros(model.nodes + 2, np.int64)
-    np.add.at(own, node, size)
-    np.add.at(change, node + 1, size)
-    np.subtract.at(change, last[backward] + 1, size)
-    before = np.cumsum(change)[:-1]
-    return before, before + own + model.workspace_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowtide.solve.model.compact import CompactGraph
-from lowtide.solve.model.structure import crossing_bytes, even_cuts, last_forward_use
+from lowtide.solve.model.structure import articulation_points, crossing_bytes, even_cuts, last_forward_use
 
 _LONG_SHARE = 0.25
 _CHEAP_SHARE = 0.1
@@ -29,14 +29,8 @@ def articulation_cuts(model: CompactGraph, most_blocks: int) -> list[int]:
     for storage in ranked:
         spent += int(model.storage_bytes[storage])
         long_lived[storage] = spent <= _CHEAP_SHARE * total
-    furthest, cuts = -1, [0]
-    for node in range(model.boundary):
-        if furthest <= node and node + 1 < model.boundary:
-            cuts.append(node + 1)
-        for storage in model.owns_of(node):
-            if forward[storage] and not long_lived[storage]:
-                furthest = max(furthest, int(last[storage]))
-    return merged_cuts(model, [*cuts, model.boundary], most_blocks)
+    cuts = [node + 1 for node in articulation_points(model, ~forward | long_lived) if node + 1 < model.boundary]
+    return merged_cuts(model, [0, *cuts, model.boundary], most_blocks)
 
 
 def merged_cuts(model: CompactGraph, cuts: list[int], most_blocks: int) -> list[int]:

@@ -26,7 +26,7 @@ import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.native import core
-from lowtide.solve.blocks.chain import BlockSpan, Chain, Measures, measure_options
+from lowtide.solve.blocks.chain import Chain, Measures, measure_options
 from lowtide.solve.blocks.menu import Menu
 from lowtide.solve.model.compact import Indices, Numbers
 
@@ -150,7 +150,9 @@ def _table_costs(chain: Chain, measures: list[list[Measures]], unit: int, trim: 
     crossing = chain.crossing_bytes()
     peaks = np.zeros((blocks + 1, blocks + 1), np.int64)
     nothing = np.zeros(0, np.int32)
-    alone = [measure_options(chain.model, _unread(chain, i), [nothing])[0].forward_peak_bytes for i in range(blocks)]
+    spans = [chain.span(block, block + 1) for block in range(blocks)]
+    unread = [span._replace(late=np.zeros_like(span.late)) for span in spans]  # nothing stays for later regions
+    alone = [measure_options(model, span, [nothing])[0].forward_peak_bytes for span in unread]
     for low in range(blocks):
         for high in range(low + 1, blocks + 1):
             peaks[low, high] = max(peaks[low, high - 1], crossing[low, high - 1] + alone[high - 1])
@@ -175,9 +177,3 @@ def _table_costs(chain: Chain, measures: list[list[Measures]], unit: int, trim: 
         np.array([rerun(i, m) for i, m in flat], np.int64),
         np.array([m.extra_ns for _, m in flat], np.int64),
     )
-
-
-def _unread(chain: Chain, block: int) -> BlockSpan:
-    """The block with nothing that stays for later regions."""
-    span = chain.span(block, block + 1)
-    return span._replace(late=np.zeros_like(span.late))

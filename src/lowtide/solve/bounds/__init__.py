@@ -25,7 +25,8 @@ from lowtide.solve.bounds.cuts import Trials, choose_cuts
 from lowtide.solve.bounds.liveness import Liveness, liveness
 from lowtide.solve.bounds.relaxation import Covering
 from lowtide.solve.milp.linear import INFINITY, LinearProgram, SolverOptions, solve_program
-from lowtide.solve.model.compact import CompactGraph, Numbers
+from lowtide.solve.model.compact import CompactGraph
+from lowtide.solve.model.structure import resident_bytes
 
 INFEASIBLE_NS = 2**62
 """The time bound where no schedule fits."""
@@ -72,7 +73,7 @@ def peak_bound(model: CompactGraph) -> int:
     if not _tractable(model) or model.nodes == 0:
         return model.fixed_bytes
     low = model.fixed_bytes + int(liveness(model, 2**62).instant_bytes.max())
-    high = max(low, model.fixed_bytes + int(_kept_bytes(model).max()))  # a budget that nothing is proven of
+    high = max(low, model.fixed_bytes + int(resident_bytes(model)[1].max()))  # a budget that nothing is proven of
     while high - low > low // _PEAK_STEPS:
         middle = (low + high) // 2
         if liveness(model, middle).feasible:
@@ -97,20 +98,9 @@ def _tractable(model: CompactGraph) -> bool:
     return model.bounding and (model.nodes + 2) * max(len(model.storage_node), model.nodes) <= _MAX_CELLS
 
 
-def _kept_bytes(model: CompactGraph) -> Numbers:
-    """Bytes resident at each instant without recomputation."""
-    last = model.storage_node.astype(np.int64)
-    np.maximum.at(last, model.reads, model.read_node)
-    last[model.held] = model.nodes
-    change = np.zeros(model.nodes + 2, np.int64)
-    np.add.at(change, model.storage_node, model.storage_bytes)
-    np.subtract.at(change, last + 1, model.storage_bytes)
-    return np.asarray(np.cumsum(change)[:-1] + model.workspace_bytes, np.int64)
-
-
 def _share_bound(facts: Liveness, trials: Trials, work: int, seconds: float, enough: float) -> float:
     """A bound on the recompute time as a share of the time of all nodes."""
-    relaxed = choose_cuts(facts, _kept_bytes(facts.model), trials, enough)
+    relaxed = choose_cuts(facts, resident_bytes(facts.model)[1], trials, enough)
     if relaxed is None:
         return 0.0
     splits = work // max(len(relaxed.program.index), 1)

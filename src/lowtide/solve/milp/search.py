@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from lowtide.ir import Compute, Schedule, is_view, schedule_from_sequence, simulate
+from lowtide.ir import Compute, Schedule, schedule_from_sequence, shared_storages, simulate
 from lowtide.solve.milp.linear import Outcome, SolverOptions, SolverResult, solve_program
 from lowtide.solve.milp.stages import StageModel
 from lowtide.solve.model.compact import CompactGraph, compact
@@ -44,7 +44,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.model = compact(self.problem.graph, self.problem.costs)
-        self.exact = self.model.faithful and not writes_elsewhere(self.problem)
+        self.exact = self.model.faithful and not shared_storages(self.problem.graph)  # those the model never renews
 
     @property
     def remaining(self) -> float:
@@ -77,7 +77,9 @@ class Search:
             return result.peak_bytes
         if value < self.value:
             self.best, self.value = schedule, value
-            self.nodes = nodes_of(self.model, schedule)
+            node_of = {int(op): node for node, op in enumerate(self.model.op_of_node)}
+            computed = (step.op for step in schedule.steps if isinstance(step, Compute))
+            self.nodes = [node_of[op] for op in computed if op in node_of]
         return result.peak_bytes
 
     def consider_nodes(self, nodes: list[int]) -> int:
@@ -169,20 +171,3 @@ class Search:
                 return
             self.problem.progress("checkmate", index / len(attempts))
             attempt()
-
-
-def nodes_of(model: CompactGraph, schedule: Schedule) -> list[int]:
-    """The nodes that a schedule computes, in its order."""
-    node_of = {int(op): node for node, op in enumerate(model.op_of_node)}
-    return [node_of[step.op] for step in schedule.steps if isinstance(step, Compute) and step.op in node_of]
-
-
-def writes_elsewhere(problem: Problem) -> bool:
-    """Whether an op that is no view puts a value into another op's storage: the model never recomputes those."""
-    graph = problem.graph
-    return any(
-        graph.storages[graph.values[value].storage].base != op.id
-        for op in graph.ops
-        if not is_view(graph, op)
-        for value in op.outputs
-    )

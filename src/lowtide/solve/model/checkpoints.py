@@ -14,7 +14,7 @@ Linear in the graph per set of checkpoints on chains; long skips between segment
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,6 +95,26 @@ class LiveResults:
         for node in self.readers.done[step]:
             self.there[node] &= ~WANTED
 
+    def renew(self, segment: int, nodes: range, step: int) -> list[int]:
+        """Rebuild what is read of the segment from ``step`` on; returns what was computed."""
+        targets = [node for node in nodes if self.readers.last_read[node] >= step]
+        computed = self.rebuild(targets)
+        self.want(targets, step)
+        return computed
+
+    def backward(self, cuts: Sequence[int]) -> Indices:
+        """The encoded sequence, once the backward pass has run: segments between the cuts are renewed where they are read."""
+        boundary = self.readers.model.boundary
+        segment_of = np.searchsorted(cuts, np.arange(boundary), side="right").tolist()
+        edges = [0, *cuts, boundary]
+        for step, nodes in enumerate(self.readers.direct):
+            for node in nodes:
+                if not self.there[node]:
+                    segment = segment_of[node]
+                    self.renew(segment, range(edges[segment], edges[segment + 1]), step)
+            self.compute(step)
+        return np.array(self.codes, np.int32)
+
 
 def kept_sequence(readers: Readers, checkpoints: Iterable[int]) -> Indices:
     """The encoded sequence in which the checkpoints and what follows the last of them are kept, the rest dropped.
@@ -102,24 +122,8 @@ def kept_sequence(readers: Readers, checkpoints: Iterable[int]) -> Indices:
     Without checkpoints everything is kept.
     """
     cuts = sorted(set(checkpoints))
-    boundary = readers.model.boundary
-    memory = LiveResults(readers, [*cuts, *range(cuts[-1] if cuts else 0, boundary)])
-    segment_of = np.searchsorted(cuts, np.arange(boundary), side="right").tolist()
-    edges = [0, *cuts, boundary]
-    for step, nodes in enumerate(readers.direct):
-        for node in nodes:
-            if not memory.there[node]:
-                segment = segment_of[node]
-                targets = wanted(readers, range(edges[segment], edges[segment + 1]), step)
-                memory.rebuild(targets)
-                memory.want(targets, step)
-        memory.compute(step)
-    return np.array(memory.codes, np.int32)
-
-
-def wanted(readers: Readers, nodes: Iterable[int], step: int) -> list[int]:
-    """Those of the nodes that the backward pass reads from ``step`` on."""
-    return [node for node in nodes if readers.last_read[node] >= step]
+    last = cuts[-1] if cuts else 0
+    return LiveResults(readers, [*cuts, *range(last, readers.model.boundary)]).backward(cuts)
 
 
 def nothing_kept_sequence(readers: Readers) -> Indices:

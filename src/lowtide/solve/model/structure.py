@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtide.solve.model.compact import CompactGraph, Numbers
+from lowtide.solve.model.compact import CompactGraph, Flags, Indices, Numbers
 
 
-def articulation_points(model: CompactGraph) -> list[int]:
+def articulation_points(model: CompactGraph, without: Flags | None = None) -> list[int]:
     """Forward nodes ``c``, ascending, such that of what the nodes up to ``c`` allocate, later forward nodes read
     storages of ``c`` only.
 
-    Neither external storages count nor those handed to the caller, which stay in any case, nor reads by a node that
+    Neither external storages count nor those ``without``, by default those handed to the caller, nor reads by a node that
     runs once only and gives nothing to the forward pass (a buffer's update), as nobody will recompute it. The last
     forward node is always one.
     """
     last = last_forward_use(model, updates=False)
+    without = model.held if without is None else without
     furthest = -1  # last forward use of any storage allocated before the node
     points = []
     for node in range(model.boundary):
         if furthest <= node:
             points.append(node)
         for storage in model.owns_of(node):
-            if not model.held[storage]:
+            if not without[storage]:
                 furthest = max(furthest, int(last[storage]))
     return points
 
@@ -48,10 +49,28 @@ def crossing_bytes(model: CompactGraph) -> Numbers:
     """Bytes that cross the cut before each forward node, counting forward reads only."""
     last = last_forward_use(model)
     crossing = np.flatnonzero((model.storage_node < model.boundary) & (last > model.storage_node))
-    change = np.zeros(model.boundary + 2, np.int64)
-    np.add.at(change, model.storage_node[crossing] + 1, model.storage_bytes[crossing])
-    np.subtract.at(change, last[crossing] + 1, model.storage_bytes[crossing])
-    return np.cumsum(change)[: model.boundary + 1]
+    return _levels(model.storage_node[crossing] + 1, last[crossing], model.storage_bytes[crossing], model.boundary + 1)
+
+
+def resident_bytes(model: CompactGraph, counted: Flags | None = None) -> tuple[Numbers, Numbers]:
+    """Without recomputation, bytes of the ``counted`` storages right before each node (the end included), and while it runs,
+    its own results and its workspace included; of all storages by default."""
+    counted = np.ones(len(model.storage_node), np.bool_) if counted is None else counted
+    last = model.storage_node.astype(np.int64)
+    np.maximum.at(last, model.reads, model.read_node)
+    last[model.held] = model.nodes
+    node, size = model.storage_node[counted], model.storage_bytes[counted]
+    before, own = _levels(node + 1, last[counted], size, model.nodes + 1), np.zeros(model.nodes + 1, np.int64)
+    np.add.at(own, node, size)
+    return before, before + own + model.workspace_bytes
+
+
+def _levels(first: Numbers | Indices, last: Numbers, sizes: Numbers, count: int) -> Numbers:
+    """At each of ``count`` places the sum of the sizes that are there from ``first`` to ``last``, both included."""
+    change = np.zeros(count + 1, np.int64)
+    np.add.at(change, first, sizes)
+    np.subtract.at(change, last + 1, sizes)
+    return np.cumsum(change)[:-1]
 
 
 def even_cuts(model: CompactGraph, blocks: int, *, least_ns: int = 1) -> list[int]:

@@ -1,8 +1,10 @@
-"""Shortest path over memory states that are full: the exact search that settles what ``checkmate``'s programs leave open.
+"""Shortest path over memory states that are full: the exact search that settles what ``checkmate``'s programs leave open, and
+graphs of a few nodes altogether (``exact``).
 
 A state is (next first compute, live storages, formed views, kept generator states). Edges compute one node. Nothing is
 freed before room is needed: an edge frees a smallest set of storages and states that makes its node fit (no part of it
-would do), and one edge leads out for every such set. What no later compute can read is dropped at once. Complete,
+would do), and one edge leads out for every such set; another one where the node may write over what it reads, which is gone
+then. What no later compute can read is dropped at once. Complete,
 because a free may always be put off until the compute that needs its room. A state that has no more than another of the
 same frontier which was reached in no more time is dropped. Dijkstra's algorithm on the recompute time, so that only
 states cheaper than the best schedule known are looked at.
@@ -17,10 +19,30 @@ import heapq
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import SupportsInt
 
 from lowtide.solve.model.compact import CompactGraph
+from lowtide.solve.model.ragged import rows
 from lowtide.solve.model.reach import reach
-from lowtide.solve.search.exact import MemorySpace, MemoryState, bits, members
+
+MemoryState = tuple[int, int, int, int]
+"""The next first compute; live storages, formed views and saved generator states as bit sets."""
+
+
+def bits(numbers: Iterable[SupportsInt]) -> int:
+    """The set of small numbers as the bits of an integer."""
+    total = 0
+    for number in numbers:
+        total |= 1 << int(number)
+    return total
+
+
+def members(total: int) -> Iterator[int]:
+    """The numbers of a bit set, ascending."""
+    while total:
+        low = total & -total
+        yield low.bit_length() - 1
+        total ^= low
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +102,17 @@ def _nodes(trail: list[tuple[int, int]], step: int) -> tuple[int, ...]:
     return tuple(reversed(nodes))
 
 
-class _Space(MemorySpace):
-    """The edges out of a state."""
+class _Space:
+    """The edges out of a state, from a compact graph's tables as bit sets."""
 
     def __init__(self, model: CompactGraph, budget_bytes: int) -> None:
-        super().__init__(model)
+        self.model = model
         self.room = budget_bytes - model.fixed_bytes
         tables = reach(model)
+        self.reads, self.owns, self.needs = (list(map(bits, t)) for t in (tables.reads, tables.owns, tables.needs))
+        self.views = [bits(row) for row in rows(model.views_start, model.views)]
+        self.overs = rows(model.overs_start, model.overs)
+        self.held = bits(storage for storage, held in enumerate(model.held) if held)
         self.until = tables.node_until
         self.sizes = model.storage_bytes.tolist()
         self.view_times = model.view_time_ns.tolist()
@@ -124,10 +150,16 @@ class _Space(MemorySpace):
         time += sum(self.view_times[v] for v in members(formed))
         items = [(self.sizes[s], 1 << s, 0) for s in members(live & ~self.reads[node] & ~self.held)]
         items += [(state_bytes, 0, 1 << i) for i in members(kept & ~(1 << node))]
-        for freed, forgotten in _smallest_sets(sorted(items, reverse=True), over):
-            left = (live & ~freed | self.owns[node]) & (self.useful[min(following, self.model.nodes)] | self.held)
-            still = (views & ~self._views_of(freed) | self.needs[node]) & ~self._views_of(~left & (live | freed))
-            yield (following, left, still, kept & ~forgotten & self.random[following]), node, time
+        items.sort(reverse=True)
+        ways = [(over, 0)]  # bytes too many, and what it writes over
+        if not live & self.owns[node]:
+            ways += [(over - self.sizes[s], 1 << s) for s in self.overs[node]]
+        for missing, written in ways:
+            for freed, forgotten in _smallest_sets(items, missing):
+                gone = freed | written
+                left = (live & ~gone | self.owns[node]) & (self.useful[min(following, self.model.nodes)] | self.held)
+                still = (views & ~self._views_of(freed) | self.needs[node]) & ~self._views_of(~left & (live | gone))
+                yield (following, left, still, kept & ~forgotten & self.random[following]), node, time
 
     def _views_of(self, storages: int) -> int:
         views = 0

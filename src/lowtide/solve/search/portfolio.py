@@ -16,13 +16,13 @@ from lowtide.native import core
 from lowtide.solve.block_programs import Rockmate
 from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.blocks.sequences import block_sequences, table_sequences
+from lowtide.solve.greedy import greedy_sequences
 from lowtide.solve.model.classes import Classes, node_classes
 from lowtide.solve.model.compact import CompactGraph, Indices, bounding_model, compact, decode, encode_keep_all
 from lowtide.solve.model.sweep import Candidate, sweep
 from lowtide.solve.search.anneal import AnnealSettings, make_state
-from lowtide.solve.search.evictions import greedy_sequences
 from lowtide.solve.search.segments import segment_sequences
-from lowtide.solve.search.threads import in_threads
+from lowtide.solve.threads import in_threads
 
 _STREAMS = 1024  # of random numbers per seed
 _MANY_NODES = 4000  # from which on the iterations grow more slowly than the program
