@@ -36,6 +36,7 @@ from lowtide.capture.traced_model import TracedCall, TracedModel, TracedRun, per
 from lowtide.errors import CaptureError, LowtideError, NoGradientError, PlanError
 from lowtide.ir import Graph
 from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.memory.collector import collector_held
 from lowtide.program import structure
 from lowtide.program.overwrites import with_overwrites
 from lowtide.program.program import Program
@@ -115,7 +116,8 @@ def capture(
     The call is traced until a trace finds nothing that the next one should know. Raises ``CaptureError`` where the program
     depends on data in a way that cannot be answered before it runs, or uses something unsupported.
     """
-    with _LOCK:
+    # A trace makes few cycles and many objects: the collector would look at all of the process again and again.
+    with _LOCK, collector_held():
         state = model_state(model)
         tensors, arguments = flat_arguments(args, kwargs)
         check(model, (*state.tensors, *tensors))

@@ -3,16 +3,17 @@
 An operator is run six times or more by itself: the first run warms up, the others are timed, and the allocator's peak
 during them gives the workspace: the peak less the storages that the op returns. The storages really returned are
 compared with the captured ones, and the larger bytes count. Only one operator's tensors exist at a time. Operators whose
-times scatter are timed again once all others are done, when what disturbed them may be over; their least time counts.
+times scatter are timed again once all others are done, when what disturbed them may be over; their least time counts. Those
+that take next to nothing of a step are not: whatever is wrong with their times is next to nothing, too.
 
 Everything that the caller could notice is put back: generator states, gradient mode, autocast, garbage collection.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +28,7 @@ from lowtide.cost.timing import peak_of, time_call
 from lowtide.ir import Costs, Op
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.memory.allocators import round_up
+from lowtide.memory.collector import collector_held
 from lowtide.program.overwrites import overwritten_argument
 from lowtide.program.program import Call, Program, Ref
 from lowtide.program.references import map_references
@@ -36,6 +38,7 @@ _LOG = logging.getLogger(__name__)
 _BUDGET_NS = 15_000_000  # per signature
 _SCATTERED = 0.25  # spread over time, from which an operator is timed again
 _AGAIN = 3  # times at most
+_NEGLIGIBLE = 0.001  # of the time of a step, up to which an operator is not timed again
 # Kernels that return the state for their backward only where gradients are recorded.
 _NEEDS_GRAD_MODE = ("aten.mkldnn_rnn_layer.default",)
 # Arguments, by position, that must be other than synthetic tensors are: pivots and bags count from one, rates and deviations
@@ -97,18 +100,23 @@ def measure_operators(
     failed: dict[str, str] = {}
     if missing():
         with cache.measuring(), _undisturbed(device):  # another process may have measured the same meanwhile
-            failed = _measure(program, missing(), cache, report)
+            failed = _measure(program, missing(), Counter(keys.values()), cache, report)
     report("measuring operators", 1.0)
     known = {op: cache.costs[key] for op, key in keys.items() if key not in failed}
     return known, {op: failed[key] for op, key in keys.items() if key in failed}
 
 
 def _measure(
-    program: Program, missing: dict[str, int], cache: CostCache, report: Callable[[str, float], None]
+    program: Program,
+    missing: dict[str, int],
+    uses: Mapping[str, int],
+    cache: CostCache,
+    report: Callable[[str, float], None],
 ) -> dict[str, str]:
     """Add the costs of the ``missing`` to ``cache``, each of an op by its signature; by signature that cannot be run, why.
 
-    Operators whose repetitions scattered are timed again, until they do not; the least time is kept.
+    Operators whose repetitions scattered are timed again, until they do not; the least time is kept. ``uses`` tells how often
+    each signature is run in a step.
     """
     device, failed = program_device(program), dict[str, str]()
     for again in range(1 + _AGAIN):
@@ -127,7 +135,9 @@ def _measure(
                 cache.put(key, cost, keep=is_lasting(key))
             if cost.spread_ns > _SCATTERED * cost.time_ns:
                 scattered[key] = op
-        missing = scattered
+        step_ns = sum(cache.costs[key].time_ns * count for key, count in uses.items() if key not in failed)
+        least_ns = _NEGLIGIBLE * step_ns
+        missing = {key: op for key, op in scattered.items() if cache.costs[key].time_ns * uses[key] > least_ns}
     return failed
 
 
@@ -270,11 +280,10 @@ def _settle(program: Program, op: Op, record: OperatorCost, real: list[int]) -> 
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Inside, generator states, gradient mode, autocast and garbage collection are lowtide's; afterwards the caller's."""
     cuda = [device] if device.type == "cuda" else []
-    collecting = gc.isenabled()
-    gc.disable()  # what it frees in the middle of an operator would be missing from that operator's peak
-    try:
-        with torch.random.fork_rng(devices=cuda), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        if collecting:
-            gc.enable()
+    with (
+        collector_held(),  # what it frees in the middle of an operator would be missing from that operator's peak
+        torch.random.fork_rng(devices=cuda),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield

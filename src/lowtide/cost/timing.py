@@ -7,7 +7,8 @@ step: 1.0 of the time in place for every frequent operator, against 0.3 to 0.8 w
 
 Not included is what the system takes to hand out zeroed pages, which happens when the process grows, not when an
 operator runs: memory freed and used again costs nothing. The lower quartile is reported: other programs on the machine
-only ever add time, and on a busy one they add it to more than half of the repetitions.
+only ever add time, and on a busy one they add it to more than half of the repetitions. So the lower half of the repetitions
+tells when there are enough: once these lie close together, more of them would not change the quartile.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from lowtide.memory.meter import allocation_peak
 _CACHE_SIZES = Path("/sys/devices/system/cpu/cpu0/cache")
 _USUAL_CACHE_BYTES, _LARGEST_SWEEP_BYTES = 32 << 20, 64 << 20
 _FEWEST, _MOST = 5, 25
+_FEWEST_STEADY = 9  # repetitions, from which the lower half may end them
+_STEADY = 0.05  # distance of the median from the least, over the least
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """``time_ns`` is the lower quartile, ``spread_ns`` the distance from it to the upper one; ``peak_bytes`` the most
-    allocated by one repetition."""
+    """``time_ns`` is the lower quartile, ``spread_ns`` the distance from the least to the median, between which it lies;
+    ``peak_bytes`` the most allocated by one repetition."""
 
     time_ns: int
     spread_ns: int
@@ -45,7 +48,8 @@ class Timing:
 def time_call(
     call: Callable[[], Any], device: torch.device, budget_ns: int, before: Callable[[], Any] = lambda: None
 ) -> Timing:
-    """Repeat ``call`` for about ``budget_ns`` (at least five times); its results are dropped. The caller warms up.
+    """Repeat ``call`` for about ``budget_ns`` (at least five times), or until the times are steady; its results are dropped.
+    The caller warms up.
 
     ``before`` each repetition, not timed. Each repetition's peak is above its own start: what earlier ones left behind, or what
     goes meanwhile, is not in it.
@@ -54,7 +58,7 @@ def time_call(
     times: list[int] = []
     peak = 0
     deadline = time.perf_counter_ns() + budget_ns
-    while len(times) < _FEWEST or (len(times) < _MOST and time.perf_counter_ns() < deadline):
+    while len(times) < _FEWEST or (len(times) < _MOST and time.perf_counter_ns() < deadline and not _is_steady(times)):
         before()
         time_ns, peak_bytes = repeat(call)
         times.append(time_ns)
@@ -67,6 +71,14 @@ def peak_of(call: Callable[[], Any], device: torch.device) -> int:
     if device.type == "cuda":
         return _on_cuda(device, call)[1]
     return allocation_peak(call)[0]
+
+
+def _is_steady(times: list[int]) -> bool:
+    return len(times) >= _FEWEST_STEADY and _spread(times) <= _STEADY * min(times)
+
+
+def _spread(times: list[int]) -> int:
+    return statistics.median_high(times) - min(times)
 
 
 def _on_cpu(call: Callable[[], Any]) -> tuple[int, int]:
@@ -106,5 +118,5 @@ def _sweep_buffer() -> npt.NDArray[np.int64]:
 
 
 def _summary(samples: list[int], peak_bytes: int) -> Timing:
-    lower, _, upper = statistics.quantiles(samples, n=4)
-    return Timing(round(lower), round(upper - lower), peak_bytes)
+    lower, *_ = statistics.quantiles(samples, n=4)
+    return Timing(round(lower), _spread(samples), peak_bytes)

@@ -155,7 +155,9 @@ class _Walk:
         elif node.target is operator.getitem:
             container = self.value_of[first]
             self.value_of[node] = container[node.args[1]] if isinstance(container, dict) else container
-        elif node.target in _ALIASES or _is_tangent(node) or is_whole(node):  # tangents: as ``program.results`` has them arrive
+        elif (
+            node.target in _ALIASES or _is_tangent(node) or is_whole(node)
+        ):  # tangents: as ``program.results`` has them arrive
             self.value_of[node] = self.value_of[first]
             if is_whole(node):
                 self.builder.same_storage(node.meta["val"], self._value(first))

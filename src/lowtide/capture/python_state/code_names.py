@@ -90,13 +90,21 @@ def named_by(value: Any) -> Iterator[tuple[str, Any]]:
             *(value.__kwdefaults__ or {}).values(),
         )
         yield from (("", item) for item in held)
-        names = {name for code in codes(value.__code__) for name in code.co_names}  # read or written, of whatever
-        for name in names & value.__globals__.keys():
+        names = _any_names_in(value.__code__)
+        for name in names:
+            if name not in value.__globals__:
+                continue
             found = value.__globals__[name]
             yield f"{value.__globals__.get('__name__')}.{name}", found
             if isinstance(found, types.ModuleType) and not is_trusted(found):
                 own = vars(found)
-                yield from ((f"{found.__name__}.{item}", own[item]) for item in names & own.keys())
+                yield from [(f"{found.__name__}.{item}", own[item]) for item in names if item in own]
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _any_names_in(code: types.CodeType) -> frozenset[str]:
+    """What the code of a function and of those inside it reads or writes, of whatever."""
+    return frozenset(name for part in codes(code) for name in part.co_names)
 
 
 def parts_of(member: Any) -> tuple[Any, ...]:

@@ -18,6 +18,8 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_capture
 from torch._higher_order_ops import effects
 from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx import _lazy_graph_module
+from torch.fx.experimental import proxy_tensor
 
 from lowtide.capture.trace.inplace import keeping_layouts
 from lowtide.capture.trace.patches import replaced, wrapped
@@ -64,6 +66,17 @@ def as_traced() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _unused_left_out() -> Iterator[None]:
+    """Inside, no code is generated for graphs, and no second description of tensors beside ``val`` noted: nobody reads them."""
+    with contextlib.ExitStack() as stack:
+        if hasattr(_lazy_graph_module, "_use_lazy_graph_module"):
+            stack.enter_context(_lazy_graph_module._use_lazy_graph_module(True))
+        if hasattr(proxy_tensor, "_extract_tensor_metadata"):
+            stack.enter_context(replaced(proxy_tensor, "_extract_tensor_metadata", lambda *_: None))
+        yield
+
+
 def export_joint(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> tuple[torch.fx.GraphModule, Any]:
     """The joint forward and backward graph of ``function`` at ATen level, functional, without decompositions, and
     AOTAutograd's metadata about inputs and outputs."""
@@ -74,5 +87,6 @@ def export_joint(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) ->
     module = _Function(function)
     with contextlib.ExitStack() as stack, as_traced():
         stack.enter_context(fx_traceback.preserve_node_meta())
+        stack.enter_context(_unused_left_out())
         joint = aot_autograd.aot_export_joint_with_descriptors(stack, module, tuple(fakes), decompositions={})
         return joint.graph_module, joint._aot_state.fw_metadata
