@@ -15,10 +15,9 @@ from lowtide.dynamic.context import is_inside
 from lowtide.errors import PlanError
 from lowtide.pipeline import Settings
 from lowtide.planning import Plan
+from lowtide.progress import Progress
 from lowtide.runtime.model import Rematerialized
 from lowtide.sharing.agreement import several_processes
-from lowtide.solve import get_planner
-from lowtide.solve.auto import Auto
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -102,9 +101,8 @@ def rematerialize(
 
 def _usual_planning(planner: str, compiler: str) -> str:
     """In the background, where a search may go on and results do not depend on what it finds."""
-    chosen = get_planner(planner)
-    searches = isinstance(chosen, Auto) and chosen.effort > 1
-    return "background" if searches and compiler == "eager" and not several_processes() else "wait"
+    quick = not pipeline.searches(planner) or compiler != "eager" or several_processes()
+    return "wait" if quick else "background"
 
 
 def _require_plannable(model: nn.Module) -> None:
@@ -170,7 +168,7 @@ def plan(
     budget: int | str,
     planner: str = "auto",
     seed: int = 0,
-    on_progress: pipeline.Progress | None = None,
+    on_progress: Progress | None = None,
 ) -> Plan:
     """Plan the training pass of ``model(*args, **kwargs)`` without changing the model.
 

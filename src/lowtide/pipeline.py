@@ -26,13 +26,14 @@ from lowtide.planning import Plan, plan_from
 from lowtide.planning.cache import PlanCache, PlanRequest, enabled
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
+from lowtide.progress import Progress, report
 from lowtide.sharing import Member, Planning, Share
 from lowtide.sharing.agreement import agreed_plan, several_processes
 from lowtide.solve import check_seed, get_planner
+from lowtide.solve.auto import Auto
 from lowtide.stage_times import stage
 from lowtide.version import __version__
 
-Progress = Callable[[str, float], None]
 _LOG = logging.getLogger(__name__)
 _QUICK_SEARCH = "auto{effort=1}"
 _FEW_OPS = 100  # up to which the whole search takes about a second
@@ -184,7 +185,7 @@ def program_costs(program: Program, on_progress: Progress | None = None) -> Cost
         if any(meta.device.type == "meta" for meta in program.metas):
             costs = analytical_costs(program)
         else:
-            costs = measure_costs(program, on_progress=on_progress)
+            costs = measure_costs(program, on_progress=on_progress or report)
     return _with_generator_states(program, costs)
 
 
@@ -228,7 +229,7 @@ def make_program_plan(
         plan = _first_plan(request) if settings.planning == "background" else None
         if plan is not None:
             return plan
-        make = functools.partial(request.make, on_progress)
+        make = functools.partial(request.make, on_progress or report)
         return PlanCache().get_or_make(request, make) if enabled() else make()
 
     def make() -> Plan:
@@ -308,6 +309,12 @@ def _budget(program: Program, settings: Settings, costs: Costs, resident: int, g
     return max(total - reserve - resident, least, 1), reserve + resident
 
 
+def searches(planner: str) -> bool:
+    """Whether a planner goes on searching after a first plan."""
+    chosen = get_planner(planner)
+    return isinstance(chosen, Auto) and chosen.effort > 1
+
+
 def share_planners(settings: Settings) -> tuple[Planning, Planning | None]:
     """The last arguments of ``sharing.choose``: programs planned as ``settings`` say, and by a quick form of its search."""
 
@@ -318,8 +325,7 @@ def share_planners(settings: Settings) -> tuple[Planning, Planning | None]:
 
         return planned
 
-    by_search = settings.planner.startswith("auto") and settings.planner != _QUICK_SEARCH
-    return planning(settings.planner), planning(_QUICK_SEARCH) if by_search else None
+    return planning(settings.planner), planning(_QUICK_SEARCH) if searches(settings.planner) else None
 
 
 def with_aside(error: InfeasibleBudgetError, aside: int) -> InfeasibleBudgetError:

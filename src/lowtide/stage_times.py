@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lowtide.progress import report
+
 STAGES = ("capture", "kernels", "costs", "search", "lowering")
 
 _listening: list[dict[str, float]] = []
@@ -15,6 +17,7 @@ _listening: list[dict[str, float]] = []
 def stage(name: str) -> Iterator[None]:
     """What happens inside belongs to the stage ``name``, one of ``STAGES``; stages do not nest."""
     began = time.perf_counter()
+    report(name, 0.0)
     try:
         yield
     finally:

@@ -7,15 +7,16 @@ between the graphs may hold memory, too; that is measured, where a pass of a gra
 
     between(i) + sum of saved(j) for j < i  +  peak(i)  +  gradients left by j > i   <=   budget
 
-A graph becomes known when it is first called: it gets what the graphs before it leave. Where that does not suffice, the step
-goes on with the lowest plan that the graph has (said in the log). After such a step, and after one in which the inequality did
-not hold (a graph that is known ran a second time, or at another shape, before the backward pass), all graphs are planned
-together (``lowtide.sharing``). A budget in percent grows with the graphs that are known, so where Dynamo says that more will
-come, the first cannot fail it either.
+A graph becomes known when it is first called: it gets a first plan for what the graphs before it leave. Where that does not
+suffice, the step goes on with the lowest plan that the graph has (said in the log). After a step with first plans, and after
+one in which the inequality did not hold (a graph that is known ran a second time, or at another shape, before the backward
+pass), all graphs are planned together (``lowtide.sharing``): only then is there a search, once for all of them. A budget in
+percent grows with the graphs that are known, so where Dynamo says that more will come, the first cannot fail it either.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -30,7 +31,16 @@ from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Costs, keep_all_schedule, simulate
 from lowtide.lower import lower
 from lowtide.memory.allocators import allocated_bytes
-from lowtide.pipeline import Settings, check_device, make_program_plan, program_costs, share_planners, with_aside
+from lowtide.pipeline import (
+    FIRST_PLANNER,
+    Settings,
+    check_device,
+    make_program_plan,
+    program_costs,
+    searches,
+    share_planners,
+    with_aside,
+)
 from lowtide.planning import Plan, make_plan
 from lowtide.program import Program
 from lowtide.runtime.entry import Entry
@@ -79,6 +89,7 @@ class SharedBudget:
         self._options = options, dict(options)
         self.ran: list[ForwardPass] = []
         self.exceeded = False
+        self._first_plans = False  # whether the current step runs by one
         self._device = torch.device("cpu")
         self._between_bytes = 0
         self._known: dict[Entry, tuple[Member, Footprint]] = {}  # what each takes by its plan
@@ -95,7 +106,7 @@ class SharedBudget:
         level = allocated_bytes(device)
         pending = [one for one in self.ran if one.is_pending]
         if 2 * len(pending) <= len(self.ran):
-            if self.exceeded or not self._fits():
+            if self.exceeded or self._first_plans or not self._fits():
                 self._replan()
             self._between_bytes = 0
             for one in pending:
@@ -165,7 +176,14 @@ class SharedBudget:
         return self.ran, max(self._between_bytes, 0)
 
     def _planned(self, program: Program, costs: Costs, budget: int) -> Plan:
-        return make_program_plan(program, dataclasses.replace(self.settings, budget=budget, reserve=0), costs=costs)
+        settings = dataclasses.replace(self.settings, budget=budget, reserve=0)
+        if searches(self.settings.planner):
+            with contextlib.suppress(InfeasibleBudgetError):
+                first = dataclasses.replace(settings, planner=FIRST_PLANNER)
+                plan = make_program_plan(program, first, costs=costs)
+                self._first_plans = self._first_plans or plan.overhead > 0
+                return plan
+        return make_program_plan(program, settings, costs=costs)
 
     def _gradients(
         self, entry: Entry, inputs: Sequence[torch.Tensor]
@@ -200,7 +218,7 @@ class SharedBudget:
 
     def _replan(self) -> None:
         """Plan all that ran in the last step together."""
-        self.exceeded = False
+        self.exceeded = self._first_plans = False
         members = {one.entry: self._member(one)[0] for one in self.ran}
         self._known.clear()
         if not self.ran:  # the step was broken off

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from lowtide.budget import parse_budget
 from lowtide.cli.options import seed
-from lowtide.cli.progress import progress_bar
 from lowtide.errors import PlanError
 from lowtide.extras import require
 from lowtide.ir import load_instance
+from lowtide.progress import progress_bar
 from lowtide.report.comparison import (
     LEGEND,
     Cell,

@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from lowtide.cli.plan import call
-from lowtide.cli.progress import progress_bar
 from lowtide.errors import PlanError
+from lowtide.progress import progress_bar
 
 _EXAMPLE = "build() returns (model, make_sample), and make_sample(batch) returns (args, kwargs)"
 

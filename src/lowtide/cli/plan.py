@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lowtide.cli.options import add_budget_option, add_planner_options
-from lowtide.cli.progress import progress_bar
 from lowtide.errors import LowtideError, PlanError
 from lowtide.planning import Plan
+from lowtide.progress import progress_bar
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS
 from lowtide.units import overhead_percent
 

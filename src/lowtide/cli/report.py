@@ -11,11 +11,11 @@ import argparse
 import sys
 
 from lowtide.budget import parse_budget
-from lowtide.cli.progress import progress_bar
 from lowtide.errors import PlanError
 from lowtide.ir.serial import read_json
 from lowtide.memory.measurement import Measurement, load_measurement
 from lowtide.planning import Plan
+from lowtide.progress import progress_bar
 from lowtide.report.report import Report, artefact_name, report_of_trace, without_constants
 from lowtide.report.text import report_text
 from lowtide.report.writers import write_report, writer_of

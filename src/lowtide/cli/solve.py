@@ -16,7 +16,6 @@ from typing import Any
 
 from lowtide.budget import parse_budget
 from lowtide.cli.options import add_budget_option, add_planner_options
-from lowtide.cli.progress import Progress, progress_bar
 from lowtide.ir import (
     Compute,
     Costs,
@@ -29,6 +28,7 @@ from lowtide.ir import (
     simulate,
 )
 from lowtide.planning import infeasible
+from lowtide.progress import Progress, progress_bar
 from lowtide.report.curve import lowest_schedule
 from lowtide.report.tables import fact_lines
 from lowtide.solve import Problem, peak_lower_bound, solve

@@ -25,6 +25,7 @@ from lowtide.pipeline import Settings, adapted_plan, captured_program, plan_requ
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
+from lowtide.progress import shown
 from lowtide.runtime.entry import Entry, Names, Sample, Signature, describe
 from lowtide.runtime.improving import Improving
 from lowtide.runtime.kin import Kin, Kins, Member, Shapes
@@ -83,7 +84,7 @@ class Programs:
         """An entry for a call like ``sample``: a known one, where the program is the same. ``old``: one for the same call whose
         gradients arrive otherwise."""
         known = self.entries.get(key, [])
-        with stage_seconds() as taken:
+        with stage_seconds() as taken, shown(type(self.model).__name__):
             kin, shapes, member = None, None, None
             if old is not None:
                 captured = self._capture(sample, mask, like=old.captured)
