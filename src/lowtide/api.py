@@ -73,8 +73,8 @@ def rematerialize(
         ``"wait"``: the search ends before training starts. The default is the background, but with planners other than
         ``auto`` or ``auto{effort=1}``, with ``compiler="inductor"``, and among the processes of a distributed training.
     dynamic:
-        Calls that differ in the sizes of their tensors alone: from the second such call on (``None``), or at once (``True``),
-        the model is captured with symbolic sizes, and further shapes take no capture, no measurement and no search. ``False``:
+        Calls that differ in the sizes of their tensors alone: from the third shape on (``None``), or at once (``True``), the
+        model is captured with symbolic sizes, and further shapes take no capture, no measurement and no search. ``False``:
         each shape is captured and planned by itself. With ``compiler="inductor"`` it always is.
     max_programs:
         How many planned programs are kept; the one that was used longest ago goes first.

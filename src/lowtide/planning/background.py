@@ -148,7 +148,7 @@ def _started(request: PlanRequest, plan: Plan, errors: IO[bytes]) -> subprocess.
         pickle.dump((request, plan.time_ns), asked)
         asked.seek(0)
         return subprocess.Popen(
-            [sys.executable, "-m", "lowtide.planning.worker"],
+            [sys.executable, "-P", "-m", "lowtide.planning.worker"],
             stdin=asked,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -1,8 +1,8 @@
 """Calls that differ in the sizes of their tensors alone: captured once for all sizes, and plans found for one serve the others.
 
-The first call of a kind is captured by itself. The second one, of other sizes, is captured with symbols for what varies
-(``capture.family``), and the first capture must come out of that again. From then on a call of new sizes is neither traced nor
-measured: its program is the family's at these sizes, its costs follow from those that were measured, and its plan is the
+The first two calls of a kind are captured by themselves. The third one, of other sizes, is captured with symbols for what
+varies (``capture.family``), and the capture before must come out of that again. From then on a call of new sizes is neither
+traced nor measured: its program is the family's at these sizes, its costs follow from those that were measured, and its plan is the
 quickest known schedule that fits it.
 """
 
@@ -24,6 +24,7 @@ from lowtide.runtime.entry import Entry, Sample, Siblings, Signature
 from lowtide.stage_times import stage
 
 _LOG = logging.getLogger(__name__)
+_ALONE = 2  # shapes that are captured by themselves: a short last batch is no reason for more
 _MOST = 5  # families of a kind: sizes vary later, or make for other programs
 _MOST_SHAPES = 1000  # that are known to have been met
 _MOST_MEASURED = 4  # sizes whose costs are kept
@@ -84,7 +85,8 @@ class Kin:
 
     def is_new(self, shapes: Shapes) -> bool:
         """Whether a family should be captured for a call of these ``shapes``, which is no member of one."""
-        return self.known is not None and shapes not in self.shapes and not self.hopeless and len(self.branches) < _MOST
+        enough = len(self.shapes) >= (1 if self.at_once else _ALONE)
+        return enough and shapes not in self.shapes and not self.hopeless and len(self.branches) < _MOST
 
     def extend(self, model: nn.Module, sample: Sample, shapes: Shapes, capture: Callable[[], Captured]) -> None:
         """Capture a family that has this call, and confirm it by the last call that was captured by itself; by this one, which
