@@ -16,9 +16,9 @@ from lowtide.cost.measured import measure_operators, synthetic_arguments
 from lowtide.cost.signature import signature
 from lowtide.fusion.comparison import compare
 from lowtide.fusion.routines import Routine, is_available, routines
-from lowtide.ir import Costs, keep_all_schedule, simulate
+from lowtide.ir import keep_all_schedule, simulate
 from lowtide.program.program import Program
-from lowtide.program.sizes import program_device, storage_bytes
+from lowtide.program.sizes import byte_costs, program_device
 
 _QUICKER = 0.9  # of the operator's time, at most
 _OF_OPERANDS, _OF_PEAK = 16, 100  # the fraction that a routine may take in memory beyond what the operator does
@@ -59,12 +59,13 @@ def _is_better(record: OperatorCost, best: OperatorCost, own: OperatorCost, spar
 
 def _spare_bytes(program: Program) -> list[int]:
     """By op, the memory that a routine may take beyond what the operator does."""
-    graph, sizes = program.graph, storage_bytes(program)
-    none = [0] * len(graph.ops)
-    costs = Costs(none, none, sizes)  # type: ignore[arg-type]
+    graph, costs = program.graph, byte_costs(program)
     peak = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
     operands = [{graph.values[value].storage for value in (*op.inputs, *op.outputs)} for op in graph.ops]
-    return [max(sum(sizes[s] for s in storages) // _OF_OPERANDS, peak // _OF_PEAK) for storages in operands]
+    return [
+        max(sum(int(costs.storage_bytes[s]) for s in storages) // _OF_OPERANDS, peak // _OF_PEAK)
+        for storages in operands
+    ]
 
 
 def _agrees(program: Program, op: int, cache: CostCache) -> bool:

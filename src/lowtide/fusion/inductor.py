@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from lowtide.capture.trace.patches import wrapped
 from lowtide.fusion.body import Body, Code
 from lowtide.program import layouts
 from lowtide.program.program import TensorMeta
@@ -118,18 +119,10 @@ def _not_waiting() -> Iterator[list[Callable[[], None]]]:
     """
     from torch._inductor.async_compile import AsyncCompile
 
-    wait, thread = AsyncCompile.wait, threading.get_ident()
     waits: list[Callable[[], None]] = []
 
-    def later(compiler: Any, scope: dict[str, Any]) -> None:
-        if threading.get_ident() == thread:
-            waits.append(functools.partial(wait, compiler, scope))
-        else:
-            wait(compiler, scope)
+    def later(wait: Callable[..., None]) -> Callable[..., None]:
+        return lambda compiler, scope: waits.append(functools.partial(wait, compiler, scope))
 
-    replaced: Any = AsyncCompile
-    replaced.wait = later
-    try:
+    with wrapped(AsyncCompile, "wait", later):
         yield waits
-    finally:
-        replaced.wait = wait

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
+from lowtide.capture.python_state.paths import named
 from lowtide.errors import CompiledMismatchError
 from lowtide.fusion.kernel import Kernel
 from lowtide.fusion.routines import stands_for
@@ -29,8 +30,7 @@ def check_same(program: Program, fused: Program) -> None:
     wrong = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
     if wrong:
         raise CompiledMismatchError(
-            f"with its kernels the program no longer computes {', '.join(wrong[:3])}"
-            f"{f' and {len(wrong) - 3} more results' if len(wrong) > 3 else ''} as captured, so it is not run. Please report "
+            f"with its kernels the program no longer computes {named(wrong)} as captured, so it is not run. Please report "
             'it; compiler="eager" runs the operators.'
         )
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lowtide.fusion.kinds import ALONE, Kind, kinds, operator_name
-from lowtide.ir import Op
+from lowtide.ir import Op, owned_storages
 from lowtide.program.layouts import memory_order
 from lowtide.program.program import Program
 
@@ -43,16 +43,11 @@ class StorageReaders:
     program: Program
     kinds: list[Kind]
     readers: list[list[int]]
+    owned: list[list[int]]  # per op, storages that it allocates
     handed: frozenset[int]  # storages that the caller gets
 
     def storage(self, value: int) -> int:
         return self.program.graph.values[value].storage
-
-    def owned(self, op: int) -> list[int]:
-        """Storages that ``op`` allocates."""
-        graph = self.program.graph
-        found = (self.storage(value) for value in graph.ops[op].outputs)
-        return [s for s in dict.fromkeys(found) if graph.storages[s].base == op]
 
     def nbytes(self, storage: int) -> int:
         return max(self.program.metas[value].storage_bytes for value in self.program.graph.storages[storage].values)
@@ -71,7 +66,7 @@ def read_program(program: Program, apart: frozenset[int] = frozenset()) -> Stora
             for storage in dict.fromkeys(graph.values[value].storage for value in op.inputs):
                 readers[storage].append(op.id)
     handed = frozenset(graph.values[value].storage for value in (*graph.outputs, *graph.forward_outputs))
-    return StorageReaders(program, found, readers, handed)
+    return StorageReaders(program, found, readers, owned_storages(graph), handed)
 
 
 def find_regions(reading: StorageReaders) -> list[Region]:
@@ -94,7 +89,7 @@ def _transparent(reading: StorageReaders) -> set[int]:
     looked_through: dict[int, tuple[frozenset[int], int]] = {}
     found = set()
     for op in reading.program.graph.ops:
-        owned = reading.owned(op.id)
+        owned = reading.owned[op.id]
         if reading.kinds[op.id] is not Kind.POINTWISE or not owned or _rearranges(reading, op):
             continue
         inputs = {reading.storage(value) for value in op.inputs}
@@ -131,7 +126,7 @@ def _anchors(reading: StorageReaders, transparent: set[int]) -> dict[int, frozen
     for op in reversed(graph.ops):
         if not reading.fusible(op.id):
             continue
-        owned = reading.owned(op.id)
+        owned = reading.owned[op.id]
         found[op.id] = frozenset((op.id,))
         readers = {reader for storage in owned for reader in reading.readers[storage]}
         if any(_must_keep(reading, storage) for storage in owned) or not readers:
@@ -156,7 +151,7 @@ def _waits(reading: StorageReaders, calls: Sequence[int], op: int, anchor: int) 
     read = {reading.storage(value) for value in graph.ops[op].inputs}
     inside = (s for s in read - reading.handed if not graph.storages[s].external)
     waiting = [s for s in inside if calls[anchor] - calls[max(reading.readers[s])] > _NEAR]
-    return sum(map(reading.nbytes, waiting)) > sum(map(reading.nbytes, reading.owned(op)))
+    return sum(map(reading.nbytes, waiting)) > sum(map(reading.nbytes, reading.owned[op]))
 
 
 def _region(reading: StorageReaders, anchor: int, kept: set[int]) -> Region:
