@@ -21,10 +21,10 @@ from lowtide.ir import (
     schedule_from_json,
     simulate,
 )
+from lowtide.ir.parser import parse_graph, parse_schedule
 from tests.support.chains import chain_dag
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
-from tests.support.text_forms import parse_graph, parse_schedule
 
 _JUNK = [None, True, -1, 10**6, 10**30, 1.5, float("nan"), float("inf"), "x", "", [], [[]], {}, [0], [-1], "absent"]
 

@@ -3,6 +3,7 @@
 from lowtide.ir.checker import check
 from lowtide.ir.costs import Costs
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
+from lowtide.ir.parser import parse_graph, parse_schedule
 from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule, Step
 from lowtide.ir.sequence import is_view, keep_all_schedule, needed_ops, schedule_from_sequence, shared_storages
 from lowtide.ir.serial import (
@@ -48,6 +49,8 @@ __all__ = [
     "load_instance",
     "needed_ops",
     "owned_storages",
+    "parse_graph",
+    "parse_schedule",
     "resident_bytes",
     "schedule_from_json",
     "schedule_from_sequence",

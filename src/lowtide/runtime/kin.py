@@ -2,8 +2,8 @@
 
 The first two calls of a kind are captured by themselves. The third one, of other sizes, is captured with symbols for what
 varies (``capture.family``), and the capture before must come out of that again. From then on a call of new sizes is neither
-traced nor measured: its program is the family's at these sizes, its costs follow from those that were measured, and its plan is the
-quickest known schedule that fits it.
+traced nor measured: its program is the family's at these sizes, its costs follow from those that were measured, and its plan
+is the quickest known schedule that fits it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads back the text forms of graphs and schedules: what proves that these say all there is to say."""
+"""Reads the text forms of graphs and schedules (``ir.text``) back."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lowtide.errors import PlanError
-from lowtide.ir import Costs, Graph, Schedule, Step
+from lowtide.ir.costs import Costs
 from lowtide.ir.fields import GRAPH_FORMAT
+from lowtide.ir.graph import Graph
+from lowtide.ir.schedule import Schedule, Step
 from lowtide.ir.serial import FLAGS, LISTS, STEPS, graph_from_json
 
 WORD = r"[A-Za-z_][\w.]*"
