@@ -13,10 +13,10 @@ from lowtide.capture import capture
 from lowtide.capture.copies import planned_forward
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import PlanError
-from lowtide.pipeline import Settings
 from lowtide.planning import Plan
 from lowtide.progress import Progress
 from lowtide.runtime.model import Rematerialized
+from lowtide.settings import Settings, searches
 from lowtide.sharing.agreement import several_processes
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -101,7 +101,7 @@ def rematerialize(
 
 def _usual_planning(planner: str, compiler: str) -> str:
     """In the background, where a search may go on and results do not depend on what it finds."""
-    quick = not pipeline.searches(planner) or compiler != "eager" or several_processes()
+    quick = not searches(planner) or compiler != "eager" or several_processes()
     return "wait" if quick else "background"
 
 

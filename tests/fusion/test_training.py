@@ -13,8 +13,9 @@ import lowtide
 from lowtide import pipeline
 from lowtide.cost import analytical_costs
 from lowtide.fusion import Kernel
-from lowtide.pipeline import Settings, captured_program, fused
+from lowtide.pipeline import captured_program, fused
 from lowtide.program import Program
+from lowtide.settings import Settings
 from tests.support.networks import WithLoss, residual_blocks, rows
 from tests.support.training import MINIMUM, compare_training, prepared
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 import lowtide
 from lowtide.capture import capture
-from lowtide.pipeline import Settings, make_program_plan
+from lowtide.pipeline import make_program_plan
 from lowtide.program import Program
+from lowtide.settings import Settings
 from lowtide.sharing import agreement
 from tests.support.networks import WithLoss, perceptron, rows
 

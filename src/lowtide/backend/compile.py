@@ -17,12 +17,13 @@ import torch
 from lowtide.backend.shared import SharedBudget
 from lowtide.capture import Captured
 from lowtide.errors import NoGradientError, PlanError
-from lowtide.pipeline import Settings, fused
+from lowtide.pipeline import fused
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
 from lowtide.runtime.entry import Entry, Sample
 from lowtide.runtime.model import Rematerialized
+from lowtide.settings import Settings
 
 _OPTIONS = ("budget", "total_budget", "reserve", "planner", "compiler", "seed")
 _BUDGETS: weakref.WeakSet[SharedBudget] = weakref.WeakSet()  # each is owned by its graphs

@@ -31,21 +31,13 @@ from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Costs, keep_all_schedule, simulate
 from lowtide.lower import lower
 from lowtide.memory.allocators import allocated_bytes
-from lowtide.pipeline import (
-    FIRST_PLANNER,
-    Settings,
-    check_device,
-    make_program_plan,
-    program_costs,
-    searches,
-    share_planners,
-    with_aside,
-)
+from lowtide.pipeline import FIRST_PLANNER, check_device, make_program_plan, program_costs, share_planners, with_aside
 from lowtide.planning import Plan, make_plan
 from lowtide.program import Program
 from lowtide.runtime.entry import Entry
 from lowtide.runtime.model import Rematerialized
 from lowtide.runtime.step import ModelCall
+from lowtide.settings import Settings, searches
 from lowtide.sharing import Assignment, Constraint, Footprint, Member, choose, peak_bytes, sequential_constraints
 
 _LOG = logging.getLogger(__name__)

@@ -18,10 +18,11 @@ from lowtide.capture import Captured
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import simulate
 from lowtide.memory.allocators import free_memory
-from lowtide.pipeline import Settings, require_module
+from lowtide.pipeline import require_module
 from lowtide.planning import Plan, make_plan
 from lowtide.progress import Progress
 from lowtide.report.tables import fact_lines
+from lowtide.settings import Settings
 from lowtide.solve import working_set_bound
 from lowtide.units import format_bytes, format_percent
 

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lowtide.capture.python_state.held_inputs import holding
 from lowtide.capture.python_state.paths import AttributePath, of_modules, tensors_in
 from lowtide.capture.sharded import refuse_sharded_parts
-from lowtide.capture.traced_model import NO_SAVED_TENSORS_HOOKS, WriteError
+from lowtide.capture.trace.writes import WriteError
+from lowtide.capture.traced_model import NO_SAVED_TENSORS_HOOKS
 from lowtide.errors import CaptureError
 from lowtide.program.source import is_user_file
 

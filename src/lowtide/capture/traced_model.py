@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
-import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.copies import State, copy_without_data
 from lowtide.capture.python_state import attribute_effects, random_numbers
@@ -33,6 +32,7 @@ from lowtide.capture.trace.autocast import Period, periods_of_casts
 from lowtide.capture.trace.fake import copy_attributes, known_value, read_values
 from lowtide.capture.trace.patches import replaced, wrapped
 from lowtide.capture.trace.sizes import SymbolicSizes
+from lowtide.capture.trace.writes import RefuseWrites
 from lowtide.errors import CaptureError
 from lowtide.program import structure
 from lowtide.program.objects import parts_of
@@ -189,7 +189,7 @@ class TracedModel:
                 no_hooks,
                 periods_of_casts(self._keep_casts) as period,
                 _RecordSource(state, period, self.latest_reads),
-                _RefuseWrites(),  # type: ignore[no-untyped-call]
+                RefuseWrites(),  # type: ignore[no-untyped-call]
             ):
                 result = model.forward(*args, **kwargs)
         finally:
@@ -327,27 +327,3 @@ class _RecordSource(torch.overrides.TorchFunctionMode):
                     "Compute with torch, or run the model under lowtide.online."
                 )
         return func(*args, **(kwargs or {}))
-
-
-class WriteError(Exception):
-    """The forward pass writes into ``tensor``, which is a real one."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(f"a write into a tensor of shape {tuple(tensor.shape)}")
-        self.tensor = tensor
-
-
-class _RefuseWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, nothing is written into real tensors: they are the user's."""
-
-    supports_higher_order_operators = True
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if isinstance(function, torch._ops.OpOverload) and function._schema.is_mutable:
-            arguments = enumerate(function._schema.arguments)
-            written = [args[i] if i < len(args) else kwargs.get(one.name) for i, one in arguments if one.is_write]
-            for leaf in pytree.tree_leaves(written):
-                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, (FakeTensor, FunctionalTensor)):
-                    raise WriteError(leaf)
-        return function(*args, **kwargs)

@@ -26,8 +26,9 @@ from lowtide.errors import PlanError
 from lowtide.integrations.fsdp_constraints import constraints_of
 from lowtide.integrations.gathers import Gathers
 from lowtide.integrations.samples import BlockCalls, Sample
-from lowtide.pipeline import Settings, program_costs, share_planners
+from lowtide.pipeline import program_costs, share_planners
 from lowtide.runtime.model import Rematerialized
+from lowtide.settings import Settings
 from lowtide.sharing import Member, choose, peak_bytes
 
 _LOG = logging.getLogger(__name__)

@@ -16,13 +16,13 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.dynamic.context import is_inside, online
 from lowtide.errors import CaptureError, ExecutionError
-from lowtide.pipeline import Settings
 from lowtide.program import structure
 from lowtide.runtime.checked import is_due, require_same
 from lowtide.runtime.entry import Entry, Names, Sample, signature
 from lowtide.runtime.programs import Programs
 from lowtide.runtime.step import run
 from lowtide.runtime.transforms import is_transformed
+from lowtide.settings import Settings
 
 _LOG = logging.getLogger(__name__)
 _TRACED = (FakeTensor, FunctionalTensor)

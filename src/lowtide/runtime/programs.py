@@ -21,7 +21,7 @@ from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.lower import lower
-from lowtide.pipeline import Settings, adapted_plan, captured_program, plan_request, planned_program
+from lowtide.pipeline import adapted_plan, captured_program, plan_request, planned_program
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
@@ -29,6 +29,7 @@ from lowtide.progress import shown
 from lowtide.runtime.entry import Entry, Names, Sample, Signature, describe
 from lowtide.runtime.improving import Improving
 from lowtide.runtime.kin import Kin, Kins, Member, Shapes
+from lowtide.settings import Settings
 from lowtide.stage_times import itemised, stage, stage_seconds
 
 _LOG = logging.getLogger(__name__)

@@ -1,0 +1,74 @@
+"""How a model is to be planned: the arguments of ``lowtide.rematerialize``, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.budget import is_percentage, parse_budget
+from lowtide.errors import PlanError
+from lowtide.solve import check_seed, get_planner
+from lowtide.solve.auto import Auto
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a model is to be planned; the arguments of ``lowtide.rematerialize``."""
+
+    budget: int | str | None = None
+    total_budget: int | str | None = None
+    reserve: int | str = 0
+    planner: str = "auto"
+    compiler: str = "eager"
+    on_new_signature: str = "plan"
+    on_capture_error: str = "error"
+    seed: int = 0
+    planning: str = "wait"
+    dynamic: bool | None = False
+    max_programs: int = 64
+    between_bytes: int = 0  # what the rest of a larger model takes between this part's two passes, within the budget
+
+    def __post_init__(self) -> None:
+        if (self.budget is None) == (self.total_budget is None):
+            raise PlanError(
+                'give either budget= (what a pass allocates) or total_budget= (everything), e.g. budget="8GiB".'
+            )
+        if self.compiler not in ("eager", "inductor"):
+            raise PlanError(f'compiler={self.compiler!r} is unknown; use "eager" or "inductor".')
+        if self.on_new_signature not in ("plan", "eager", "error"):
+            raise PlanError(f'on_new_signature={self.on_new_signature!r} is unknown; use "plan", "eager" or "error".')
+        if self.on_capture_error not in ("error", "online"):
+            raise PlanError(f'on_capture_error={self.on_capture_error!r} is unknown; use "error" or "online".')
+        if self.on_capture_error == "online" and (self.budget is None or is_percentage(self.budget)):
+            raise PlanError(
+                'on_capture_error="online" needs budget= in bytes, such as "8GiB": what cannot be captured has no peak known '
+                "beforehand that a percentage could be of."
+            )
+        if self.planning not in ("wait", "background"):
+            raise PlanError(f'planning={self.planning!r} is unknown; use "wait" or "background".')
+        if self.planning == "background" and self.compiler != "eager":
+            raise PlanError(
+                f'planning="background" needs compiler="eager": with {self.compiler!r} results depend on which kernels a plan '
+                'is made of, so they would change while training runs. Use planning="wait".'
+            )
+        if self.dynamic not in (None, True, False):
+            raise PlanError(f"dynamic={self.dynamic!r} is unknown; use None, True or False.")
+        if not isinstance(self.max_programs, int) or self.max_programs < 1:
+            raise PlanError(f"max_programs={self.max_programs!r} must be an integer of 1 or more.")
+        parse_budget(self.given, 1 << 40)  # a malformed budget is an error now, not at the first call
+        if self.reserve != 0:
+            parse_budget(self.reserve, 1 << 40, what="reserve")
+        get_planner(self.planner)
+        check_seed(self.seed)
+
+    @property
+    def given(self) -> int | str:
+        """The one budget of the two."""
+        given = self.budget if self.budget is not None else self.total_budget
+        assert given is not None
+        return given
+
+
+def searches(planner: str) -> bool:
+    """Whether a planner goes on searching after a first plan."""
+    chosen = get_planner(planner)
+    return isinstance(chosen, Auto) and chosen.effort > 1
