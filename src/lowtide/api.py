@@ -17,7 +17,6 @@ from lowtide.planning import Plan
 from lowtide.progress import Progress
 from lowtide.runtime.model import Rematerialized
 from lowtide.settings import Settings, searches
-from lowtide.sharing.agreement import several_processes
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -71,7 +70,8 @@ def rematerialize(
         ``"background"``: training starts under the first plan that holds the budget, which is found at once, and the search
         goes on in a process of its own; better plans are put in force between two calls, with the same results to the bit.
         ``"wait"``: the search ends before training starts. The default is the background, but with planners other than
-        ``auto`` or ``auto{effort=1}``, with ``compiler="inductor"``, and among the processes of a distributed training.
+        ``auto`` or ``auto{effort=1}``, and with ``compiler="inductor"``. Among the processes of a distributed training one
+        searches, and all exchange a plan at the same call.
     dynamic:
         Calls that differ in the sizes of their tensors alone: from the third shape on (``None``), or at once (``True``), the
         model is captured with symbolic sizes, and further shapes take no capture, no measurement and no search. ``False``:
@@ -101,8 +101,7 @@ def rematerialize(
 
 def _usual_planning(planner: str, compiler: str) -> str:
     """In the background, where a search may go on and results do not depend on what it finds."""
-    quick = not searches(planner) or compiler != "eager" or several_processes()
-    return "wait" if quick else "background"
+    return "background" if searches(planner) and compiler == "eager" else "wait"
 
 
 def _require_plannable(model: nn.Module) -> None:

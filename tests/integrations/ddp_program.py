@@ -32,12 +32,14 @@ class Run:
     peaks: list[int] = field(default_factory=list)
 
 
-def make(*, planned: bool, budget: str = "40%", **options: Any) -> DistributedDataParallel:
+def make(
+    *, planned: bool, budget: str = "40%", planner: str = "auto{effort=1}", **options: Any
+) -> DistributedDataParallel:
     """GPT-2 with dropout, in small buckets; random numbers differ from rank to rank."""
     torch.manual_seed(dist.get_rank())
     model = build_model(SHAPE)
     if planned:
-        lowtide.rematerialize(model, budget=budget, planner="auto{effort=1}")
+        lowtide.rematerialize(model, budget=budget, planner=planner)
     return DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB, **options)
 
 
@@ -98,6 +100,42 @@ def twenty_steps() -> None:
     assert max(ours.peaks) <= plan.budget_bytes, (max(ours.peaks), plan.budget_bytes)
     assert max(ours.peaks) < 0.45 * max(reference.peaks)
     say(f"peak {max(ours.peaks)} of budget {plan.budget_bytes}, without lowtide {max(reference.peaks)}")
+
+
+def plans_get_better_at_the_same_step() -> None:
+    """One rank searches, all exchange each plan before the same step, and results stay plain DDP's to the bit."""
+    model, plans = make(planned=True, planner="auto"), list[tuple[Any, ...]]()
+    searching = None
+
+    def watched(data: list[torch.Tensor]) -> Run:
+        nonlocal searching
+        run = Run(model)
+        for index, batch in enumerate(data):
+            if index == 8:
+                assert lowtide.wait(model.module, 120)
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            run.losses.append(loss.item())
+            run.gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            model.zero_grad()
+            plans.append(description(lowtide.plans(model.module)[0])[:3])
+            runtime = model.module.forward
+            searching = searching or runtime.improving._search is not None
+        return run
+
+    ours = watched(batches(24))
+    reference = make(planned=False)
+    for step, batch in enumerate(batches(24)):
+        loss = reference(input_ids=batch, labels=batch).loss
+        loss.backward()
+        assert loss.item() == ours.losses[step]
+        grads = [p.grad for p in reference.parameters() if p.grad is not None]
+        assert all(torch.equal(a, b) for a, b in zip(grads, ours.gradients[step], strict=True)), step
+        reference.zero_grad()
+    assert len(set(map(str, everywhere(plans)))) == 1, "ranks ran by other plans"
+    assert sorted(everywhere(bool(searching))) == [False, True], "not one rank searched"
+    assert len({plan[1] for plan in plans}) > 1, "no plan was exchanged"
+    lowtide.restore(model.module)
 
 
 def buckets_are_reduced_while_the_backward_runs() -> None:
@@ -162,4 +200,5 @@ if __name__ == "__main__":
         other_shapes_on_every_rank,
         options_of_ddp,
         infeasible_on_every_rank,
+        plans_get_better_at_the_same_step,
     )

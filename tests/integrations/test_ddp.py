@@ -29,6 +29,7 @@ def test_twenty_steps() -> None:
         "other_shapes_on_every_rank",
         "options_of_ddp",
         "infeasible_on_every_rank",
+        "plans_get_better_at_the_same_step",
     ],
 )
 def test_scenario(scenario: str) -> None:

@@ -34,7 +34,7 @@ def test_spaces_and_defaults_are_normalised() -> None:
         ("auto{speed=2}", "effort"),
         ("auto{effort=two}", "int"),
         ("auto{exact=maybe}", "true or false"),
-        ("auto{effort=9}", "1 to 5"),
+        ("auto{effort=9}", "0 to 5"),
         ("auto{effort=2", "brace"),
         ("keep-all{effort=2}", "none"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,7 +97,8 @@ class Entry:
     first. ``captured`` is the program before there were kernels in it, and ``sample`` what it was captured with. ``for_masks``:
     the entries for the same calls whose gradients arrive otherwise, which share this and the conditions. ``before``: attributes
     of the model as the latest call found them. ``plan`` and ``lowered`` are exchanged where a better plan was found.
-    ``version``: the schedules of its ``siblings`` that it knows; ``used``: when, by the count of calls."""
+    ``version``: the schedules of its ``siblings`` that it knows; ``used``: when, by the count of all calls; ``calls``
+    of its own, and when it was ``made``."""
 
     key: Signature
     captured: Captured
@@ -109,6 +111,8 @@ class Entry:
     siblings: Siblings | None = None
     version: int = 0
     used: int = 0
+    calls: int = 0
+    made: float = field(default_factory=time.monotonic)
 
     @property
     def program(self) -> Program:

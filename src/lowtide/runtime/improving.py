@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
 
@@ -13,8 +14,10 @@ from lowtide.planning.background import BackgroundSearch
 from lowtide.planning.cache import PlanRequest
 from lowtide.program import Program
 from lowtide.runtime.entry import Entry
+from lowtide.sharing.agreement import Successors
 
 _LOG = logging.getLogger(__name__)
+_POLL_SECONDS = 0.05
 
 
 class Improving:
@@ -33,19 +36,22 @@ class Improving:
             self._waiting.append((entry, request))
             self._begin()
 
-    def exchange(self) -> None:
-        """Put what has been found in force. Between calls: a step that has begun ends under the plan that it began with."""
+    def exchange(self, called: Entry | None = None) -> None:
+        """Put what has been found in force, before ``called`` is. A step that has begun ends under its plan."""
         if self._search is None or not self._lock.acquire(blocking=False):
             return
         try:
-            ended, found = self._search.ended, self._search.take()
-            if found is not None and self._entry is not None:
-                self._put(self._entry, *found)
+            ended, found, entry = self._search.ended, self._search.take(), self._entry
+            if found is not None and entry is not None:
+                self._found(entry, *found)
             if ended:
                 self._search = self._entry = None
                 self._begin()
         finally:
             self._lock.release()
+
+    def _found(self, entry: Entry, plan: Plan, lowered: Lowered) -> None:
+        self._put(entry, plan, lowered)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Until there is nothing left to search for, at most so many seconds; whether that is so."""
@@ -85,6 +91,74 @@ class Improving:
                 "planned %s better: overhead %.1f %%, peak %d bytes of %d (after %.1f s)",
                 self.name, 100 * plan.overhead, plan.peak_bytes, plan.budget_bytes, plan.history[-1].seconds,
             )  # fmt: skip
+
+
+class ImprovingTogether(Improving):
+    """The same for several processes that train together: one searches for all, and all exchange a plan at the same call."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._led: dict[Entry, Successors] = {}
+        self._heard: dict[Entry, Successors] = {}  # more may come of them
+        self._pending: dict[Entry, tuple[int, Plan, Lowered]] = {}  # and the call at which they are exchanged
+        self._next: dict[Entry, tuple[Plan, Lowered]] = {}  # found, and published after what is pending
+
+    def add(self, entry: Entry, request: PlanRequest) -> None:
+        successors = Successors(entry.program, entry.plan)
+        if successors.leads:
+            self._led[entry] = successors
+            super().add(entry, request)
+        else:
+            self._heard[entry] = successors
+
+    def exchange(self, called: Entry | None = None) -> None:
+        searched = self._entry
+        super().exchange(called)
+        if searched is not None and searched is not self._entry:
+            self._led[searched].end(len({searched} & self._next.keys()))
+        if called is None:
+            return
+        if called in self._heard and called not in self._pending:
+            self._hear(called)
+        if called in self._pending and called.calls >= self._pending[called][0]:
+            _, plan, lowered = self._pending.pop(called)
+            self._put(called, plan, lowered)
+            if called in self._next:
+                self._publish(called, *self._next.pop(called))
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until the searches of all have ended; what was found is in force a few calls later."""
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        ended = super().wait(seconds)
+        while ended and not all(successors.have_ended() for successors in self._heard.values()):
+            ended = time.monotonic() < deadline
+            time.sleep(_POLL_SECONDS)
+        return ended
+
+    def stop(self) -> None:
+        super().stop()
+        for entry, successors in self._led.items():
+            successors.end(len({entry} & self._next.keys()))
+
+    def _found(self, entry: Entry, plan: Plan, lowered: Lowered) -> None:
+        if entry in self._pending:
+            self._next[entry] = plan, lowered
+        else:
+            self._publish(entry, plan, lowered)
+
+    def _publish(self, entry: Entry, plan: Plan, lowered: Lowered) -> None:
+        self._pending[entry] = self._led[entry].publish(plan, entry.calls), plan, lowered
+
+    def _hear(self, entry: Entry) -> None:
+        """Of the next plan that the leader has published."""
+        successors = self._heard[entry]
+        told = successors.take()
+        if told is not None:
+            at, found = told
+            plan = entry.plan.improved(found, time.monotonic() - entry.made)
+            self._pending[entry] = at, plan, lower(entry.program, plan.schedule)
+        if successors.are_through:
+            del self._heard[entry]
 
 
 def _prepared(program: Program, plan: Plan) -> tuple[Plan, Lowered]:

@@ -21,18 +21,21 @@ from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.lower import lower
-from lowtide.pipeline import adapted_plan, captured_program, plan_request, planned_program
+from lowtide.pipeline import FIRST_PLANNER, adapted_plan, captured_program, plan_request, planned_program
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
 from lowtide.progress import shown
 from lowtide.runtime.entry import Entry, Names, Sample, Signature, describe
-from lowtide.runtime.improving import Improving
+from lowtide.runtime.improving import Improving, ImprovingTogether
 from lowtide.runtime.kin import Kin, Kins, Member, Shapes
 from lowtide.settings import Settings
+from lowtide.sharing.agreement import several_processes
+from lowtide.solve import format_spec, get_planner
 from lowtide.stage_times import itemised, stage, stage_seconds
 
 _LOG = logging.getLogger(__name__)
+_FIRST = (format_spec(get_planner(FIRST_PLANNER)), "adapted")  # plans that a search may improve
 _MANY_CAPTURES = 8  # for the same shapes: said in the log
 _MOST_CONDITIONS = 16  # kept, of each
 
@@ -45,7 +48,7 @@ class Programs:
         self.settings = settings
         self.entries: dict[Signature, list[Entry]] = {}
         self.latest: Entry | None = None
-        self.improving = Improving(type(model).__name__)
+        self.improving = (ImprovingTogether if several_processes() else Improving)(type(model).__name__)
         self._kins = Kins(settings.dynamic if settings.compiler == "eager" else False)
         self._calls = 0
         self._captures: Counter[Signature] = Counter()
@@ -61,13 +64,14 @@ class Programs:
 
     def find(self, key: Signature, modules: Sequence[nn.Module], inputs: list[torch.Tensor]) -> Entry | None:
         """The entry for a call with this signature, if there is one."""
-        self.improving.exchange()
         memo: dict[int, Any] = {}
         for entry in self.entries.get(key, ()):
             for index, conditions in enumerate(entry.conditions):
                 if conditions.hold(modules, inputs, memo):
                     entry.conditions.insert(0, entry.conditions.pop(index))
                     self._calls = entry.used = self._calls + 1
+                    entry.calls += 1
+                    self.improving.exchange(entry)
                     if entry.siblings is not None and entry.version != entry.siblings.version:
                         entry.siblings.take_over(entry)
                     return entry
@@ -115,8 +119,8 @@ class Programs:
             kin.met(entry, shapes, member, measured=not adapted)
             if kin.at_once and not kin.branches and not kin.hopeless:
                 kin.extend(self.model, sample, shapes, lambda: captured)
-        first = self.settings.planning == "background" and plan.history and plan.overhead > 0
-        if first and (member is None or member.branch.wants_search(entry)):
+        first = self.settings.planning == "background" and plan.overhead > 0
+        if first and plan.planner in _FIRST and (member is None or member.branch.wants_search(entry)):
             self.improving.add(entry, plan_request(program, plan.costs, plan.budget_bytes, self.settings))
         return entry
 

@@ -29,6 +29,7 @@ from lowtide.store import content_key
 _LOG = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 1800.0  # how long a plan may take to be made elsewhere; then it is made here
 _POLL_SECONDS = 0.02
+_CALLS_AHEAD = 4  # from hearing of a better plan to its exchange
 
 
 def several_processes() -> bool:
@@ -53,6 +54,57 @@ def agreed_plan(program: Program, asked: Any, make: Callable[[], Plan]) -> Plan:
     finally:
         store.set(f"{key}/plan", message)  # type: ignore[arg-type]  # bytes are taken too
     return plan
+
+
+class Successors:
+    """Better plans for a program that several processes run: one of them, which ``leads``, searches, and all exchange a plan at
+    the same call of theirs.
+
+    Each process counts its own calls. Those whose steps wait for each other are at the same call, give or take one; a process
+    that has run ahead exchanges when it hears of the plan.
+    """
+
+    def __init__(self, program: Program, plan: Plan) -> None:
+        self.program = program
+        self._store = torch.distributed.distributed_c10d._get_default_store()
+        self._key = f"lowtide/better/{program_key(program, (plan.budget_bytes, plan.planner))}"
+        self._number = 0  # of the next plan
+        self._total: int | None = None  # of all plans, once the search has ended
+        self.leads = self._store.add(f"{self._key}/leads", 1) == 1
+
+    def publish(self, plan: Plan, call: int) -> int:
+        """Tell the others of a plan; at which call all exchange it, a few after this one."""
+        at = call + _CALLS_AHEAD
+        message = zlib.compress(msgspec.json.encode((at, plan.to_json(graph=False))))
+        self._store.set(f"{self._key}/{self._number}", message)  # type: ignore[arg-type]  # bytes are taken too
+        self._number += 1
+        return at
+
+    def end(self, more: int) -> None:
+        """The search has ended; so many plans are still to be published."""
+        self._store.set(f"{self._key}/total", str(self._number + more))
+
+    def have_ended(self) -> bool:
+        """Whether the leader's search has."""
+        if self._total is None and self._store.check([f"{self._key}/total"]):
+            self._total = int(self._store.get(f"{self._key}/total"))
+        return self._total is not None
+
+    def take(self) -> tuple[int, Plan] | None:
+        """The next plan that was published, if one was, and at which call to exchange it; never waits."""
+        if self.have_ended() and self._number == self._total:
+            return None
+        if not self._store.check([f"{self._key}/{self._number}"]):
+            return None
+        message = bytes(self._store.get(f"{self._key}/{self._number}"))
+        self._number += 1
+        at, plan = msgspec.json.decode(zlib.decompress(message))
+        return at, Plan.from_json(plan, self.program.graph)
+
+    @property
+    def are_through(self) -> bool:
+        """Whether all plans have been taken."""
+        return self._total is not None and self._number == self._total
 
 
 def program_key(program: Program, asked: Any) -> str:
