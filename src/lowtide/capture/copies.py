@@ -45,9 +45,9 @@ def model_state(model: nn.Module) -> State:
 
 def copy_without_data(
     model: nn.Module, state: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
-) -> tuple[nn.Module, dict[int, Any]]:
+) -> tuple[nn.Module, dict[int, tuple[Any, Any]]]:
     """A deep copy of the module tree that holds ``others`` instead of the tensors ``state`` and shares all other tensors; and
-    what each object in it is a copy of, by the id of the copy."""
+    what each object in it is a copy of, by the id of the copy, with the copy: some are nowhere in it, and no id comes again."""
     memo: dict[int, Any] = {id(real): other for real, other in zip(state, others, strict=True)}
     imported = [value for m in model.modules() for value in vars(m).values() if isinstance(value, ModuleType)]
     # Generators: those behind random.uniform and the like.
@@ -68,7 +68,7 @@ def copy_without_data(
         if planned.had_instance_forward:
             memo[id(model)] = clone
             clone.forward = copy.deepcopy(planned.original_forward, memo)
-    return clone, {id(memo[id(one)]): one for one in memo.get(id(memo), ()) if id(one) in memo}
+    return clone, {id(memo[id(one)]): (one, memo[id(one)]) for one in memo.get(id(memo), ()) if id(one) in memo}
 
 
 def planned_forward(model: nn.Module) -> Any:

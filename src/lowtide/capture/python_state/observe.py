@@ -41,10 +41,15 @@ _OPAQUE = ("torch", "numpy", "logging", "threading", "re", "enum", "abc", "typin
 
 class Observer:
     """Notes what a run of ``clone`` reads, in terms of ``model``, of which it is a copy. ``copies``: what each object in it is
-    a copy of, by the id of the copy. ``written``: attributes that the run wrote, by the id of the copy and the name."""
+    a copy of, and the copy, by the id of that. ``written``: attributes that the run wrote, by the copy's id and the name."""
 
     def __init__(
-        self, model: nn.Module, clone: nn.Module, copies: Mapping[int, Any], reads: Reads, arguments: Sequence[Any] = ()
+        self,
+        model: nn.Module,
+        clone: nn.Module,
+        copies: Mapping[int, tuple[Any, ...]],
+        reads: Reads,
+        arguments: Sequence[Any] = (),
     ) -> None:
         self.reads = reads
         self.written: set[tuple[int, str]] = set()
@@ -161,7 +166,7 @@ class Observer:
             self._reach(item, own, f"{text}{part_name(original, index)}")
 
     def _original_of(self, seen: Any, otherwise: Any) -> Any:
-        return self._copied.get(id(seen), otherwise)
+        return self._copied.get(id(seen), (otherwise,))[0]
 
     def _look_at_function(self, function: types.FunctionType) -> None:
         self._attributes |= code_names.attributes_named(function)
