@@ -141,9 +141,6 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     try:
         with contextlib.closing(traced):
             module, metadata = export_joint(traced, fakes)
-        if traced.runs == 1 and _left_something(traced):  # the next call, which finds that, is what is captured
-            with contextlib.closing(traced):
-                module, metadata = export_joint(traced, fakes)
         refuse_merged(metadata, fakes)
         outside = counters.changed(traced.latest_reads)
         if effects is None and (traced.run.changes or outside):
@@ -168,11 +165,6 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     if recorder.used_otherwise(failed=False):
         return replace(known, effects=effects)
     return _Trace(module, metadata, traced, held, followed, effects or Effects(), tuple(mode.questions), recorder.draws)
-
-
-def _left_something(traced: TracedModel) -> bool:
-    """Whether a run left anything outside of the model: a table in a cache, or a count."""
-    return (traced.reached is not None and traced.reached.filled) or bool(counters.changed(traced.latest_reads))
 
 
 def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.GraphModule], None] | None) -> Captured:

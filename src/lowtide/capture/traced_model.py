@@ -101,9 +101,8 @@ class TracedModel:
         self.reads, self.latest_reads = Reads(), Reads()
         self._keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
         self._anomaly = torch.is_anomaly_enabled()  # and that on
-        self.reached: ExternalEffects | None = None  # of the first run
+        self._reached: ExternalEffects | None = None  # of the first run
         self._run: TracedRun | None = None
-        self.runs = 0  # so far
         self._backward = contextlib.ExitStack()
 
     def close(self) -> None:
@@ -113,10 +112,11 @@ class TracedModel:
 
     @property
     def run(self) -> TracedRun:
+        """The last one."""
         assert self._run is not None
         return self._run
 
-    def _copy(self, others: Sequence[torch.Tensor]) -> tuple[nn.Module, dict[int, tuple[Any, Any]]]:
+    def _copy(self, others: Sequence[torch.Tensor]) -> tuple[nn.Module, dict[int, Any]]:
         clone, copies = copy_without_data(self.call.model, (*self.call.state.tensors, *self.held), others)
         if self.call.watch is not None:
             self.call.watch(clone)
@@ -124,7 +124,6 @@ class TracedModel:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self.close()
-        self.runs += 1
         names = self.call.state.names
         state, others = tensors[: len(names)], tensors[len(names) :]
         given, held = others[: len(self.call.tensors)], others[len(self.call.tensors) :]
@@ -132,7 +131,8 @@ class TracedModel:
             copy_attributes(real, traced)
         model, copies = self._copy([*state, *held])
         declared = declared_buffers(model)
-        before, hooks = attribute_effects.snapshot(model), [hooks_of(module) for module in model.modules()]
+        before = attribute_effects.snapshot(model)
+        hooks = [hooks_of(module) for module in model.modules()]
         self.latest_reads = Reads()
         args, kwargs = structure.unflatten(self.call.arguments, given)
         observer = Observer(self.call.model, model, copies, self.latest_reads, [*parts_of((args, kwargs))])
@@ -174,7 +174,7 @@ class TracedModel:
         observer: Observer,
     ) -> Any:
         """What the model returns. What it left outside of itself is refused, or undone."""
-        constant = _constant if self.reached is None else None
+        constant = _constant if self._reached is None else None
         try:
             # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
             no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(NO_SAVED_TENSORS_HOOKS)
@@ -195,9 +195,9 @@ class TracedModel:
         finally:
             self.reads.add(self.latest_reads)
             clear_caches_of_fakes()
-        self.reached = self.reached or reached
+        self._reached = self._reached or reached
         if reached.lost:
-            self.reached.undo()
+            self._reached.undo()
             reached.refuse()
         return result
 

@@ -118,11 +118,6 @@ class ExternalEffects:
                     holder.write(_exchanged(now, left))
                     self._filled.append(holder)
 
-    @property
-    def filled(self) -> bool:
-        """Whether anything was left there."""
-        return bool(self._filled)
-
     def undo(self) -> None:
         """Take away what was left, too."""
         for holder in self._filled:

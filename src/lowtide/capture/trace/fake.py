@@ -40,7 +40,7 @@ from lowtide.program.source import user_source
 _ATEN = torch.ops.aten
 _MAXIMUM_ELEMENTS = 1 << 24
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
-QUESTIONS = {_ATEN._local_scalar_dense.default, _ATEN.equal.default}
+_QUESTIONS = {_ATEN._local_scalar_dense.default, _ATEN.equal.default}
 # Comparisons of a number drawn uniformly from [0, 1) with a threshold outside of it have only one answer.
 
 
@@ -74,7 +74,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in QUESTIONS:
+        if func in _QUESTIONS:
             return self._answer(func, args, kwargs)
         real, known = self._known_result(func, args, kwargs)
         if func is _ATEN.bernoulli.p and is_empty(args[0]):

@@ -22,7 +22,6 @@ from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 
 from lowtide.capture.trace.inplace import keeping_layouts
-from lowtide.capture.trace.one_pass import NotInOnePass, OnePass
 from lowtide.capture.trace.patches import replaced, wrapped
 from lowtide.errors import CaptureError
 
@@ -30,33 +29,12 @@ from lowtide.errors import CaptureError
 class _Function(nn.Module):
     """A function of tensors in the form the entry point takes."""
 
-    def __init__(self, function: Callable[..., Any], one_pass: OnePass | None) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self._function = [function]
-        self._one_pass = one_pass
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        before = _modes()
-        results = self._function[0](*tensors)
-        if self._one_pass is not None:
-            if _modes() != before:  # which the first of two passes takes back, or refuses
-                _set_modes(before)
-                raise NotInOnePass
-            self._one_pass.returned(tensors, results)
-        return results
-
-
-def _modes() -> tuple[Any, ...]:
-    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    return torch.is_grad_enabled(), *autocast
-
-
-def _set_modes(modes: tuple[Any, ...]) -> None:
-    grad, *autocast = modes
-    torch.set_grad_enabled(grad)
-    for kind, enabled, dtype in autocast:
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
+        return self._function[0](*tensors)
 
 
 @contextlib.contextmanager
@@ -101,23 +79,12 @@ def _unused_left_out() -> Iterator[None]:
 
 def export_joint(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> tuple[torch.fx.GraphModule, Any]:
     """The joint forward and backward graph of ``function`` at ATen level, functional, without decompositions, and
-    AOTAutograd's metadata about inputs and outputs. ``function`` runs once, where that is possible."""
+    AOTAutograd's metadata about inputs and outputs."""
     if not hasattr(aot_autograd, "aot_export_joint_with_descriptors"):
         raise CaptureError(
             f"torch {torch.__version__} lacks aot_export_joint_with_descriptors; lowtide supports torch 2.11 and later."
         )
-    try:
-        one_pass = OnePass(fakes)
-        with one_pass.active():
-            return _exported(function, fakes, one_pass)
-    except NotInOnePass:
-        return _exported(function, fakes, None)
-
-
-def _exported(
-    function: Callable[..., Any], fakes: Sequence[torch.Tensor], one_pass: OnePass | None
-) -> tuple[torch.fx.GraphModule, Any]:
-    module = _Function(function, one_pass)
+    module = _Function(function)
     with contextlib.ExitStack() as stack, as_traced():
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(_unused_left_out())
