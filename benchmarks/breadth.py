@@ -195,7 +195,9 @@ def _planned(name: str, budget: int | str, compiler: str, options: argparse.Name
     """Within the budget, or else the smallest that the error names."""
     model, args, kwargs = build(name)
     try:
-        lowtide.rematerialize(model, args, kwargs, budget=budget, planner=options.planner, compiler=compiler)
+        lowtide.rematerialize(
+            model, args, kwargs, budget=budget, planner=options.planner, compiler=compiler, planning="wait"
+        )
     except lowtide.InfeasibleBudgetError as error:
         return _planned(name, error.minimum_bytes, compiler, options)
     return model, args, kwargs

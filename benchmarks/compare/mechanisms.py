@@ -121,7 +121,9 @@ def _planned(job: Job, setting: str, *, planner: str = "", compiler: str = "eage
 
     model, args, kwargs = job.sample
     budget = job.budget_bytes(setting)
-    lowtide.rematerialize(model, args, kwargs, budget=budget, planner=planner or job.planner, compiler=compiler)
+    lowtide.rematerialize(
+        model, args, kwargs, budget=budget, planner=planner or job.planner, compiler=compiler, planning="wait"
+    )
     return contextlib.nullcontext()
 
 

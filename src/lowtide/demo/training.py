@@ -31,6 +31,7 @@ class Training:
         self.losses: list[float] = []
         self.step_ns: list[int] = []
         self.measurements: list[Measurement] = []
+        self.earlier_peak_bytes = 0
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -39,6 +40,13 @@ class Training:
     @property
     def peak_bytes(self) -> int:
         return max(measurement.peak_bytes for measurement in self.measurements)
+
+    def settle(self) -> None:
+        """Forget the times and measurements of the steps so far, but for their highest peak."""
+        peaks = [self.earlier_peak_bytes, *(measurement.peak_bytes for measurement in self.measurements)]
+        self.earlier_peak_bytes = max(peaks)
+        self.measurements.clear()
+        self.step_ns.clear()
 
     def step(self, batch: torch.Tensor, *, metered: bool) -> None:
         """One training step: its memory is measured, or its time."""
