@@ -88,7 +88,7 @@ class RandomModule(nn.Module):
         for statement in statements:
             self.make_layer(statement)
         for one, two in ties:
-            if one in self.layers and two in self.layers:
+            if one != two and one in self.layers and two in self.layers:
                 self.layers[two].weight = self.layers[one].weight
 
     def make_layer(self, statement: Statement) -> None:

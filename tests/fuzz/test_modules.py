@@ -40,6 +40,12 @@ def test_a_seed_is_one_module() -> None:
     assert len({str(describe(seed).statements) for seed in range(20)}) == 20
 
 
+def test_layers_without_a_weight_are_not_tied() -> None:
+    description = describe(5765)
+    assert description.ties == (("scale 4", "scale 4"),)
+    assert compare(description).outcome is Outcome.EQUAL
+
+
 def test_most_seeds_are_of_use() -> None:
     """They have results with a gradient, several of them, and views among them."""
     made = [describe(seed) for seed in range(60)]
