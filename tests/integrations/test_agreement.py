@@ -69,3 +69,35 @@ def test_a_failure_is_everyones_own(program: Program) -> None:
     for _ in range(2):
         with pytest.raises(lowtide.InfeasibleBudgetError, match="too little"):
             agreement.agreed_plan(program, "1%", fail)
+
+
+def test_better_plans_are_for_the_same_call(program: Program) -> None:
+    """One leads; the others hear of each plan in turn, with the call at which all exchange it, and when no more will come."""
+    plan = _plan(program)
+    leader, follower = (agreement.Successors(program, plan) for _ in range(2))
+    assert (leader.leads, follower.leads) == (True, False)
+    assert follower.take() is None
+    assert not follower.have_ended()
+    ats = [leader.publish(plan, call) for call in (3, 11)]
+    assert ats[0] > 3 and ats[1] > 11
+    leader.end(0)
+    heard = [follower.take(), follower.take()]
+    assert [one[0] for one in heard if one is not None] == ats
+    assert all(one is not None and str(one[1].schedule) == str(plan.schedule) for one in heard)
+    assert follower.take() is None
+    assert follower.have_ended()
+    assert follower.are_through
+
+
+def test_what_is_found_last_is_heard_after_the_end(program: Program) -> None:
+    """The search ends while a plan waits for its call and another one for that."""
+    plan = _plan(program)
+    leader, follower = (agreement.Successors(program, plan) for _ in range(2))
+    leader.publish(plan, 0)
+    leader.end(1)
+    assert follower.take() is not None
+    assert follower.have_ended()
+    assert not follower.are_through
+    leader.publish(plan, 9)
+    assert follower.take() is not None
+    assert follower.are_through
