@@ -23,7 +23,7 @@ from lowtide.planning.plan import Plan
 
 _NICENESS = 10  # a tenth of the time of a core that training wants too
 _LEAST_GAIN = 0.003  # of the time of a step, from which a plan on the way is worth an exchange
-_LEAST_SECONDS = 2.0  # between two of them
+_LEAST_SECONDS = 0.5  # between two of them
 
 
 class _Telling:

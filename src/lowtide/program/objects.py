@@ -32,7 +32,10 @@ ABSENT = _Absent.ABSENT  # instead of the value of an attribute that is not ther
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 CONTAINERS = (list, tuple, deque, set, frozenset, dict)
 MUTABLE = (list, deque, dict, set)
-CLOSED = (nn.Module, torch.Tensor, np.ndarray, types.ModuleType, types.FunctionType, types.MethodType, type)
+CLOSED = (
+    nn.Module, torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, np.ndarray, types.ModuleType, types.FunctionType,
+    types.MethodType, type,
+)  # fmt: skip
 _HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
 _STATELESS = getattr(object, "__getstate__", None)
 

@@ -86,7 +86,7 @@ def _solve_exactly(problem: Problem, portfolio: Portfolio) -> Solution | None:
 def _search(problem: Problem, portfolio: Portfolio, effort: int) -> Solution:
     budget, nodes = problem.budget_bytes, portfolio.model.nodes
     problem.progress("starting points", 0.0)
-    fitting = _starting(portfolio, budget, first=effort == 0)
+    fitting = _starting(problem, portfolio, first=effort == 0)
     if not fitting:
         problem.progress("lowering the peak", 0.05)
         fitting = [lowest_candidate(portfolio, budget, _LOWER_EFFORT[effort])]
@@ -98,7 +98,6 @@ def _search(problem: Problem, portfolio: Portfolio, effort: int) -> Solution:
     best = quickest(fitting, 1)[0]
     if effort == 0:
         return answer("auto", problem, [portfolio.schedule(best)])
-    _offer(problem, portfolio, best)
     problem.progress("proving a bound", 0.05)
     known_ns = portfolio.time_ns(best)
     bound_effort = min(effort, _BOUND_EFFORT if nodes <= _BOUND_NODES else 1)
@@ -110,16 +109,23 @@ def _search(problem: Problem, portfolio: Portfolio, effort: int) -> Solution:
     return dataclasses.replace(solution, status=status, lower_bound_ns=min(bound_ns, solution.time_ns))
 
 
-def _starting(portfolio: Portfolio, budget: int, *, first: bool) -> list[Candidate]:
+def _starting(problem: Problem, portfolio: Portfolio, *, first: bool) -> list[Candidate]:
     """The starting points within the budget; ``first``: those of the kinds that take long only where no other fits."""
 
     def fit(points: list[Candidate]) -> list[Candidate]:
         return [point for point in points if point.peak_bytes <= budget]
 
+    budget = problem.budget_bytes
     found = fit([*starting_points(portfolio), *portfolio.greedy(budget)])
     if first and found:
         return found
+    if found and problem.on_better is not None:  # whoever waits for better answers has a good one soon
+        quick = int(_EFFORT[1] * portfolio.iterations)
+        annealed = _anneal(dataclasses.replace(problem, on_better=None), portfolio, found, quick, 0)
+        _offer(problem, portfolio, quickest(annealed, 1)[0])
     found += fit(portfolio.blocks(budget))
+    if found and not first:
+        _offer(problem, portfolio, quickest(found, 1)[0])
     if portfolio.model.nodes > _HOT_NODES and portfolio.chains.has_blocks and not first:
         found += fit(portfolio.tables_of_rockmate())  # what few moves per node cannot make up for
     return found
