@@ -49,12 +49,11 @@ def rematerialize(
     budget:
         Bytes that a forward and backward pass may allocate above what was allocated when the pass began: an ``int``, a
         string with a unit (``"8GiB"``, ``"700 MB"``) or a percentage of the peak without rematerialization (``"40%"``).
-    total_budget:
-        Instead of ``budget``: bytes in all, with parameters, buffers, inputs, gradients and two optimizer states for each.
-    reserve:
-        Bytes to leave free for what the caller allocates between the passes (a loss outside the model).
-    planner:
-        Name and options of a planner, see ``lowtide planners``.
+    total_budget, reserve:
+        Instead of ``budget``: bytes in all, with parameters, buffers, inputs, gradients and two optimizer states for each; and
+        bytes to leave free for what the caller allocates between the passes (a loss outside the model).
+    planner, seed:
+        Name and options of a planner, see ``lowtide planners``; the same program, costs and seed give the same plan.
     compiler:
         ``"eager"``: operators run one by one, with the same results to the bit. ``"inductor"``: chains of pointwise operators
         and reductions are compiled into fused kernels before planning, where these are quicker; results are close.
@@ -64,35 +63,20 @@ def rematerialize(
     on_capture_error:
         For a model whose program depends on data: raise the ``"error"``, or run this thread inside ``lowtide.online(budget)``
         until ``lowtide.restore(model)``: ``"online"`` (said once in the log).
-    seed:
-        Of the planner: the same program, costs and seed give the same plan.
     planning:
-        ``"background"``: training starts under the first plan that holds the budget, which is found at once, and the search
-        goes on in a process of its own; better plans are put in force between two calls, with the same results to the bit.
-        ``"wait"``: the search ends before training starts. The default is the background, but with planners other than
-        ``auto`` or ``auto{effort=1}``, and with ``compiler="inductor"``. Among the processes of a distributed training one
-        searches, and all exchange a plan at the same call.
-    dynamic:
-        Calls that differ in the sizes of their tensors alone: from the third shape on (``None``), or at once (``True``), the
-        model is captured with symbolic sizes, and further shapes take no capture, no measurement and no search. ``False``:
-        each shape is captured and planned by itself. With ``compiler="inductor"`` it always is.
-    max_programs:
-        How many planned programs are kept; the one that was used longest ago goes first.
+        ``"background"`` (by default, where the planner is ``auto`` and kernels are eager): training starts under a first plan,
+        and better ones come in between calls, with the same results to the bit; ``"wait"``: the search ends first.
+    dynamic, max_programs:
+        Calls of other sizes take no capture and no search, from the third shape on (``None``), at once (``True``) or never
+        (``False``, or with compiled kernels). So many programs are kept; the one that was used longest ago goes first.
 
-    Raises
-    ------
-    InfeasibleBudgetError
-        If no schedule fits; ``minimum_bytes`` is the smallest budget for which one is known.
-    CaptureError
-        If the model's program depends on data.
-    PlanError
-        If an argument makes no sense, or the model is rematerialized already.
+    Raises ``InfeasibleBudgetError`` if no schedule fits (``minimum_bytes`` is the smallest budget for which one is known),
+    ``CaptureError`` if the model's program depends on data, and ``PlanError`` if an argument makes no sense.
     """
     _require_plannable(model)
-    planning = planning or _usual_planning(planner, compiler)
     given = (budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
-    settings = Settings(*given, planning, dynamic, max_programs)
-    runtime = Rematerialized(model, settings)
+    planning = planning or _usual_planning(planner, compiler)
+    runtime = Rematerialized(model, Settings(*given, planning, dynamic, max_programs))
     if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
         runtime.prepare(args, kwargs or {})
     model.forward = runtime
