@@ -109,9 +109,7 @@ def _require_plannable(model: nn.Module) -> None:
 
 def restore(model: Model) -> Model:
     """Undo ``rematerialize``; returns the same object."""
-    runtime = runtime_of(model)
-    if runtime is None:
-        raise PlanError("the model is not rematerialized.")
+    runtime = _planned(model)
     placed = model.__dict__["forward"]
     if runtime not in (placed, getattr(placed, "__func__", None)):
         raise PlanError(
@@ -127,9 +125,7 @@ def restore(model: Model) -> Model:
 
 def plans(model: nn.Module) -> list[Plan]:
     """The plans made for ``model`` so far, one per input signature."""
-    runtime = runtime_of(model)
-    if runtime is None:
-        raise PlanError("the model is not rematerialized.")
+    runtime = _planned(model)
     return [entry.plan for entries in runtime.entries.values() for entry in entries]
 
 
@@ -137,9 +133,7 @@ def wait(model: nn.Module, seconds: float | None = None) -> bool:
     """Wait until the searches for better plans for ``model`` have ended, at most so many ``seconds``; whether they have.
 
     What they found is in force afterwards, see ``plans`` and ``Plan.history``."""
-    runtime = runtime_of(model)
-    if runtime is None:
-        raise PlanError("the model is not rematerialized.")
+    runtime = _planned(model)
     return runtime.improving.wait(seconds)
 
 
@@ -167,6 +161,14 @@ def plan(
     with torch.enable_grad():
         program = capture(model, args, kwargs).program
     return pipeline.make_program_plan(program, settings, model, on_progress)
+
+
+def _planned(model: nn.Module) -> Rematerialized:
+    """The planned forward of ``model``. Raises ``PlanError`` where it has none."""
+    runtime = runtime_of(model)
+    if runtime is None:
+        raise PlanError("the model is not rematerialized.")
+    return runtime
 
 
 def runtime_of(model: nn.Module) -> Rematerialized | None:

@@ -169,8 +169,7 @@ def make_program_plan(
         plan = _first_plan(request) if settings.planning == "background" else None
         if plan is not None:
             return plan
-        make = functools.partial(request.make, on_progress or report)
-        return PlanCache().get_or_make(request, make) if enabled() else make()
+        return _searched(request, on_progress)
 
     def make() -> Plan:
         known = program_costs(program, on_progress) if costs is None else costs
@@ -193,7 +192,7 @@ def adapted_plan(
     def adapt(request: PlanRequest) -> Plan:
         facts: dict[str, Any] = {"budget_bytes": request.budget_bytes, "planner": "adapted", "seed": request.seed}
         plan = plan_from(program.graph, request.costs, schedules, **facts)
-        return plan.begun() if plan is not None else _first_plan(request) or request.make()
+        return plan.begun() if plan is not None else _first_plan(request) or _searched(request)
 
     with stage("costs"):
         costs = _with_generator_states(program, scaled_costs(program, known))
@@ -223,6 +222,12 @@ def plan_request(program: Program, costs: Costs, budget_bytes: int, settings: Se
     """What ``settings`` ask of a planner for ``program``."""
     versions = (__version__, str(torch.__version__))
     return PlanRequest(program.graph, costs, budget_bytes, settings.planner, settings.seed, versions)
+
+
+def _searched(request: PlanRequest, on_progress: Progress | None = None) -> Plan:
+    """The planner's answer, or what it was before."""
+    make = functools.partial(request.make, on_progress or report)
+    return PlanCache().get_or_make(request, make) if enabled() else make()
 
 
 def _first_plan(request: PlanRequest) -> Plan | None:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from lowtide.extras import require
 
 Progress = Callable[[str, float], None]
+"""Called with the name of a stage and the fraction of it that is done (0 to 1)."""
 _shown: list[Progress] = []
 
 

@@ -203,6 +203,74 @@ def test_programs_that_no_symbol_can_stand_in_for(how: str) -> None:
     assert type(model.last) is int
 
 
+class _Asking(nn.Module):
+    """Asks about a size that occurs nowhere in its program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = perceptron(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.arange(3 * x.shape[1] + 1).sum() > 600:
+            x = x.sin()
+        return self.body(x).square().mean()
+
+
+def test_questions_have_sizes_of_their_own() -> None:
+    def inputs(iteration: int) -> Any:
+        length = [5, 6, 7, 9, 15, 17, 8][iteration]
+        return (torch.randn(3, length, 32, generator=torch.Generator().manual_seed(iteration)),), {}
+
+    model = lowtide.rematerialize(make(_Asking), budget="100%")
+    records = run_training(model, inputs, STEP, 7)
+    assert_same_records(records, run_training(make(_Asking), inputs, STEP, 7))
+    assert _families(model)
+
+
+def test_whatever_goes_wrong_with_symbols_each_shape_is_captured_by_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError("no such symbol")
+
+    caplog.set_level(logging.INFO, "lowtide")
+    monkeypatch.setattr("lowtide.runtime.kin.capture_family", fail)
+    model = lowtide.rematerialize(make(_Attention), budget="100%", planner="greedy")
+    records = run_training(model, _calls, STEP, 4)
+    assert_same_records(records, run_training(make(_Attention), _calls, STEP, 4))
+    assert "is captured anew for each shape: NotImplementedError: no such symbol" in caplog.text
+
+
+def test_a_program_that_has_gone_still_ends_its_step() -> None:
+    """Between a forward pass and its backward pass, whose gradients arrive otherwise than was planned for."""
+    torch.manual_seed(0)
+    models = [make(lambda: perceptron(2)) for _ in range(2)]
+    lowtide.rematerialize(models[0], budget="100%", max_programs=1)
+    for model in models:
+        outputs = [model(torch.full((rows, 32), 0.1)) for rows in (3, 4, 5)]
+        outputs[0].t().contiguous().t().sum().backward()
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_kinds_that_are_met_no_more_are_forgotten() -> None:
+    class Numbered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = perceptron(1)
+
+        def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+            return self.body(x).sum() * number
+
+    model = lowtide.rematerialize(Numbered(), budget="100%", planner="keep-all", max_programs=2)
+    for number in range(1, 20):
+        model(torch.ones(2, 32), number).backward()
+    runtime = runtime_of(model)
+    assert runtime is not None
+    assert len(runtime._kins._kinds) == 16
+    assert len(lowtide.plans(model)) == 2
+
+
 def test_guards_of_python_state_hold_for_families(caplog: pytest.LogCaptureFixture) -> None:
     """A setting that is changed between calls of new shapes makes another program."""
 

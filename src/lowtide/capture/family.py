@@ -1,8 +1,8 @@
 """A call captured once for many shapes: its program with symbolic sizes, and the programs at given ones.
 
-``capture_family`` traces a call whose sizes at some places are symbols (``trace.sizes``). ``Family.member`` is what a capture
-of a call with other sizes would give, wherever what the program asked about its sizes has the same answers there: no tracing,
-just numbers put in. Whoever makes a family compares such a member with a capture of its own.
+``capture_family`` traces a call whose sizes at some places are symbols (``trace.sizes``). ``SymbolicFamily.member`` is what a
+capture of a call with other sizes would give, wherever what the program asked about its sizes has the same answers there: no
+tracing, just numbers put in. Whoever makes a family compares such a member with a capture of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from lowtide.capture.capture import Known, capture, flat_arguments
 from lowtide.capture.contract import Captured
 from lowtide.capture.rehearsal import Effects
-from lowtide.capture.trace.questions import Provenance, Question
+from lowtide.capture.trace.questions import Provenance
 from lowtide.capture.trace.sizes import SYMBOLIC, Place, Shapes, SymbolicSizes, compiled, expression, hints, values_of
 from lowtide.errors import CaptureError
 from lowtide.ir import Value
@@ -37,7 +37,7 @@ def capture_family(
     apart: bool = False,
     mask: GradientMask | None = None,
     known: Known | None = None,
-) -> Family:
+) -> SymbolicFamily:
     """The calls like ``model(*args, **kwargs)`` whose tensors differ in their sizes at the places ``varying``.
 
     ``apart``: sizes that are equal in this call need not be so in others. Raises ``CaptureError`` where the call cannot be
@@ -45,10 +45,10 @@ def capture_family(
     """
     sizes = SymbolicSizes(varying, apart)
     captured = capture(model, args, kwargs, mask=mask, known=known, sizes=sizes)
-    return Family(captured, sizes, flat_arguments(args, kwargs)[0])
+    return SymbolicFamily(captured, sizes, flat_arguments(args, kwargs)[0])
 
 
-class Family:
+class SymbolicFamily:
     """The programs of one call at many sizes."""
 
     def __init__(self, captured: Captured, sizes: SymbolicSizes, tensors: Sequence[torch.Tensor]) -> None:
@@ -61,11 +61,10 @@ class Family:
             raise CaptureError("what the call returns beside tensors depends on sizes")
         if any(not _is_fixed(program.metas[value]) for value in program.constants):
             raise CaptureError("a constant of the program has a size that varies")
-        self.captured = captured
         self.expressions = dict(sizes.expressions)
         self._shapes = [hints(tensor.shape) for tensor in tensors]
         self._numbers: dict[sympy.Expr, int] = {}
-        self.program = self._in_numbers(program)
+        self._captured = _mapped(captured, lambda value: map_leaves(value, SYMBOLIC, self._number))
         self._symbols = sorted({s for one in self.expressions.values() for s in one.free_symbols}, key=str)
         conditions = sizes.conditions()
         for one in (*conditions, *self._numbers):
@@ -82,7 +81,8 @@ class Family:
         sizes = [values[symbol] for symbol in self._symbols]
         if not all(self._hold(*sizes)):
             return None
-        return self._with(self._values(*sizes))
+        values_at = self._values(*sizes)
+        return _mapped(self._captured, lambda value: map_leaves(value, _Size, lambda size: values_at[size.index]))
 
     def confirmed_by(self, captured: Captured, shapes: Shapes) -> bool | None:
         """Whether the member of these shapes is what a capture of such a call gave; ``None`` where that call is no member, or
@@ -101,47 +101,15 @@ class Family:
             for dim, (size, known) in enumerate(zip(new, old, strict=True))
         )
 
-    def _in_numbers(self, program: Program) -> Program:
-        """``program`` with a ``_Number`` for every symbolic size."""
-        return _mapped(program, lambda value: map_leaves(value, SYMBOLIC, self._number))
-
     def _number(self, value: Any) -> Any:
         found = expression(value)
         if found.is_number:
             return type(value.node.hint)(found)
-        return _Number(self._numbers.setdefault(found, len(self._numbers)))
-
-    def _with(self, values: Sequence[Any]) -> Captured:
-        def put(value: Any) -> Any:
-            return map_leaves(value, _Number, lambda number: values[number.index])
-
-        contract = self.captured.contract
-        known: dict[int, Provenance] = {}
-        questions = tuple(
-            dataclasses.replace(one, known=self._provenance(one.known, values, known))
-            for one in contract.conditions.questions
-            if isinstance(one, Question)
-        )
-        conditions = dataclasses.replace(contract.conditions, questions=questions)
-        return Captured(_mapped(self.program, put), dataclasses.replace(contract, conditions=conditions))
-
-    def _provenance(self, known: Provenance, values: Sequence[Any], done: dict[int, Provenance]) -> Provenance:
-        """How a known tensor is computed at these sizes."""
-        if id(known) not in done:
-
-            def at(leaf: Any) -> Any:
-                if isinstance(leaf, Provenance):
-                    return self._provenance(leaf, values, done)
-                number = self._number(leaf)
-                return values[number.index] if isinstance(number, _Number) else number
-
-            args, kwargs = map_leaves((known.args, known.kwargs), (Provenance, *SYMBOLIC), at)
-            done[id(known)] = dataclasses.replace(known, args=args, kwargs=kwargs)
-        return done[id(known)]
+        return _Size(self._numbers.setdefault(found, len(self._numbers)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Number:
+class _Size:
     """Stands for a size that varies: its place among the family's."""
 
     index: int
@@ -149,7 +117,7 @@ class _Number:
 
 def _is_fixed(meta: TensorMeta) -> bool:
     numbers = (*meta.shape, *meta.stride, meta.storage_offset, meta.storage_bytes)
-    return not any(isinstance(number, (_Number, *SYMBOLIC)) for number in numbers)
+    return not any(isinstance(number, (_Size, *SYMBOLIC)) for number in numbers)
 
 
 def _asked_the_same(member: Captured, captured: Captured) -> bool:
@@ -172,9 +140,26 @@ def _nameless(program: Program) -> Program:
     return dataclasses.replace(program, graph=dataclasses.replace(graph, values=values, ops=ops))
 
 
-def _mapped(program: Program, put: Callable[[Any], Any]) -> Program:
-    """``program`` with ``put(number)`` for every number of a size."""
+def _mapped(captured: Captured, put: Callable[[Any], Any]) -> Captured:
+    """``captured`` with what ``put`` makes of the sizes in its program and in what its questions are about."""
+    conditions, done = captured.contract.conditions, dict[int, Provenance]()
+    questions = tuple(
+        dataclasses.replace(one, known=_mapped_provenance(one.known, put, done)) for one in conditions.questions
+    )
+    contract = dataclasses.replace(captured.contract, conditions=dataclasses.replace(conditions, questions=questions))
+    return Captured(_mapped_program(captured.program, put), contract)
 
+
+def _mapped_provenance(known: Provenance, put: Callable[[Any], Any], done: dict[int, Provenance]) -> Provenance:
+    if id(known) not in done:
+        args, kwargs = map_leaves(
+            put((known.args, known.kwargs)), Provenance, lambda leaf: _mapped_provenance(leaf, put, done)
+        )
+        done[id(known)] = dataclasses.replace(known, args=args, kwargs=kwargs)
+    return done[id(known)]
+
+
+def _mapped_program(program: Program, put: Callable[[Any], Any]) -> Program:
     def of_meta(meta: TensorMeta) -> TensorMeta:
         if _is_fixed(meta):
             return meta

@@ -146,15 +146,14 @@ def measure_bytes(program: Program, like: Costs) -> Costs:
     Times are those of ``like``, of the same operators at other sizes."""
     ops = [op for op in program.graph.ops if op.target != TANGENT_TARGET]
     workspace, real, device = [0] * len(program.graph.ops), storage_bytes(program), program_device(program)
-    cache, found = CostCache.open(device), dict[str, OperatorCost | None]()
+    found = dict[str, OperatorCost | None]()
     with _undisturbed(device):
         for op in ops:
             key = signature(program, op.id)
             if key not in found:
-                found[key] = cache.get(key, len(op.outputs)) or _bytes_of(program, op.id, device)
-            record = found[key]
-            least = operand_bytes(program, op.id) if record is None else _settle(program, op, record, real)
-            workspace[op.id] = least
+                found[key] = _bytes_of(program, op.id, device)
+            record, most = found[key], operand_bytes(program, op.id)
+            workspace[op.id] = most if record is None else _settle(program, op, record, real)
     return Costs(like.time_ns, workspace, real, device=like.device)  # type: ignore[arg-type]
 
 

@@ -44,14 +44,23 @@ class Improving:
             ended, found, entry = self._search.ended, self._search.take(), self._entry
             if found is not None and entry is not None:
                 self._found(entry, *found)
-            if ended:
+            if ended and entry is not None:
                 self._search = self._entry = None
+                self._over(entry)
                 self._begin()
         finally:
             self._lock.release()
 
+    def drop(self, entry: Entry) -> None:
+        """Do not begin to search for ``entry`` any more."""
+        with self._lock:
+            self._waiting = [one for one in self._waiting if one[0] is not entry]
+
     def _found(self, entry: Entry, plan: Plan, lowered: Lowered) -> None:
         self._put(entry, plan, lowered)
+
+    def _over(self, entry: Entry) -> None:
+        """The search for ``entry`` has ended, or cannot begin."""
 
     def wait(self, seconds: float | None = None) -> bool:
         """Until there is nothing left to search for, at most so many seconds; whether that is so."""
@@ -80,8 +89,11 @@ class Improving:
                 self._entry = entry
             except OSError as error:
                 _LOG.warning("no search for a better plan can be started (%s); the plan in force stays", error)
+                self._over(entry)
 
     def _put(self, entry: Entry, plan: Plan, lowered: Lowered) -> None:
+        if plan.time_ns > entry.plan.time_ns:  # it has taken over a quicker schedule meanwhile
+            return
         better = plan.time_ns < entry.plan.time_ns
         entry.plan, entry.lowered = plan, lowered
         if entry.siblings is not None:
@@ -112,10 +124,7 @@ class ImprovingTogether(Improving):
             self._heard[entry] = successors
 
     def exchange(self, called: Entry | None = None) -> None:
-        searched = self._entry
         super().exchange(called)
-        if searched is not None and searched is not self._entry:
-            self._led[searched].end(len({searched} & self._next.keys()))
         if called is None:
             return
         if called in self._heard and called not in self._pending:
@@ -135,10 +144,22 @@ class ImprovingTogether(Improving):
             time.sleep(_POLL_SECONDS)
         return ended
 
+    def drop(self, entry: Entry) -> None:
+        super().drop(entry)
+        self._pending.pop(entry, None)
+        self._next.pop(entry, None)
+        self._heard.pop(entry, None)
+        if entry in self._led and entry is not self._entry:
+            self._over(entry)
+            del self._led[entry]
+
     def stop(self) -> None:
         super().stop()
-        for entry, successors in self._led.items():
-            successors.end(len({entry} & self._next.keys()))
+        for entry in self._led:
+            self._over(entry)
+
+    def _over(self, entry: Entry) -> None:
+        self._led[entry].end(len({entry} & self._next.keys()))
 
     def _found(self, entry: Entry, plan: Plan, lowered: Lowered) -> None:
         if entry in self._pending:

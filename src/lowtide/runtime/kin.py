@@ -17,26 +17,26 @@ import torch
 from torch import nn
 
 from lowtide.capture import Captured, Known
-from lowtide.capture.family import Family, capture_family
+from lowtide.capture.family import SymbolicFamily, capture_family
+from lowtide.capture.trace.sizes import Place, Shapes
 from lowtide.cost.scaled import Measured
-from lowtide.errors import CaptureError
 from lowtide.runtime.entry import Entry, Sample, Siblings, Signature
 from lowtide.stage_times import stage
 
 _LOG = logging.getLogger(__name__)
 _ALONE = 2  # shapes that are captured by themselves: a short last batch is no reason for more
 _MOST = 5  # families of a kind: sizes vary later, or make for other programs
+_MOST_KINDS = 16  # of calls of one model
 _MOST_SHAPES = 1000  # that are known to have been met
 _MOST_MEASURED = 4  # sizes whose costs are kept
 _MOST_SEARCHES = 4  # in the background, and further ones for larger sizes
-Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(eq=False)
 class Branch:
     """A family, and what is known of the programs of its members: costs that were ``measured``, schedules."""
 
-    family: Family
+    family: SymbolicFamily
     siblings: Siblings = field(default_factory=Siblings)
     measured: list[Measured] = field(default_factory=list)
     searches: int = 0
@@ -58,7 +58,7 @@ class Branch:
         return True
 
 
-class Member(NamedTuple):
+class FamilyCall(NamedTuple):
     """A call of a family: what a capture of it would give."""
 
     captured: Captured
@@ -75,12 +75,12 @@ class Kin:
     shapes: list[Shapes] = field(default_factory=list)
     hopeless: bool = False
 
-    def member(self, shapes: Shapes, holds: Callable[[Captured], bool]) -> Member | None:
+    def member(self, shapes: Shapes, holds: Callable[[Captured], bool]) -> FamilyCall | None:
         """The capture of a call with tensors of these ``shapes``, where a family has it and its conditions hold."""
         for branch in self.branches:
             captured = branch.family.member(shapes)
             if captured is not None and holds(captured):
-                return Member(captured, branch)
+                return FamilyCall(captured, branch)
         return None
 
     def is_new(self, shapes: Shapes) -> bool:
@@ -100,25 +100,23 @@ class Kin:
         try:
             with stage("capture"):
                 family = capture_family(model, sample.args, sample.kwargs, varying, **how)
-        except CaptureError as error:
-            self._give_up(model, str(error))
+            known = family.confirmed_by(entry.captured, others)
+            confirmed = family.confirmed_by(capture(), shapes) if known is None else known
+        except Exception as error:  # noqa: BLE001 - by itself each shape can be captured all the same
+            self._give_up(model, f"{type(error).__name__}: {error}")
             return
-        confirmed = family.confirmed_by(entry.captured, others)
-        branch = Branch(family)
-        if confirmed:
-            branch.join(entry, measured=True)
-        elif confirmed is None:
-            confirmed = family.confirmed_by(capture(), shapes)
-        if confirmed:
-            self.branches.append(branch)
-        else:
+        if not confirmed:
             self._give_up(model, "with symbolic sizes it is another program than with these")
+            return
+        self.branches.append(Branch(family))
+        if known:
+            self.branches[-1].join(entry, measured=True)
 
     def _give_up(self, model: nn.Module, why: str) -> None:
         self.hopeless = True
         _LOG.info("%s is captured anew for each shape: %s", type(model).__name__, why)
 
-    def met(self, entry: Entry, shapes: Shapes, member: Member | None, *, measured: bool) -> None:
+    def met(self, entry: Entry, shapes: Shapes, member: FamilyCall | None, *, measured: bool) -> None:
         """``entry`` has been planned, for a call that is a ``member`` of a family, or was captured by itself."""
         if shapes not in self.shapes:
             self.shapes = [*self.shapes, shapes][-_MOST_SHAPES:]
@@ -143,24 +141,24 @@ def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes | None:
     return tuple(tuple(tensor.shape) for tensor in tensors)
 
 
-def _varying(known: Sequence[Shapes]) -> tuple[list[tuple[int, int]], bool]:
+def _varying(known: Sequence[Shapes]) -> tuple[list[Place], bool]:
     """The places at which sizes differ, and whether sizes that are equal in the latest call are not so in all."""
     columns = {place: tuple(one[place[0]][place[1]] for one in known) for place in _places(known)}
     varying = {place: column for place, column in columns.items() if len(set(column)) > 1}
     return list(varying), len({column[-1] for column in varying.values()}) < len(set(varying.values()))
 
 
-def _all_places(known: Sequence[Shapes]) -> tuple[list[tuple[int, int]], bool]:
+def _all_places(known: Sequence[Shapes]) -> tuple[list[Place], bool]:
     """Those at which some call has more than one element; equal sizes need not be so in all calls."""
     return [(number, dim) for number, dim in _places(known) if any(one[number][dim] > 1 for one in known)], True
 
 
-def _places(known: Sequence[Shapes]) -> list[tuple[int, int]]:
+def _places(known: Sequence[Shapes]) -> list[Place]:
     return [(number, dim) for number, shape in enumerate(known[0]) for dim in range(len(shape))]
 
 
 class Kins:
-    """All kinds of calls of one model. ``dynamic`` as of ``rematerialize``."""
+    """The kinds of calls of one model that were met last. ``dynamic`` as of ``rematerialize``."""
 
     def __init__(self, dynamic: bool | None) -> None:
         self.dynamic = dynamic
@@ -171,4 +169,8 @@ class Kins:
         shapes = None if self.dynamic is False else shapes_of(inputs[states:])
         if shapes is None:
             return None, None
-        return self._kinds.setdefault(kind_of(key, states), Kin(self.dynamic is True)), shapes
+        kind = kind_of(key, states)
+        self._kinds[kind] = kin = self._kinds.pop(kind, None) or Kin(self.dynamic is True)
+        if len(self._kinds) > _MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        return kin, shapes

@@ -19,6 +19,7 @@ from lowtide.capture.copies import model_state
 from lowtide.capture.python_state import attribute_effects, buffer_effects
 from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.capture.python_state.paths import AttributePath
+from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.lower import lower
 from lowtide.pipeline import FIRST_PLANNER, adapted_plan, captured_program, plan_request, planned_program
@@ -28,7 +29,7 @@ from lowtide.program.results import GradientMask
 from lowtide.progress import shown
 from lowtide.runtime.entry import Entry, Names, Sample, Signature, describe
 from lowtide.runtime.improving import Improving, ImprovingTogether
-from lowtide.runtime.kin import Kin, Kins, Member, Shapes
+from lowtide.runtime.kin import FamilyCall, Kin, Kins
 from lowtide.settings import Settings
 from lowtide.sharing.agreement import several_processes
 from lowtide.solve import format_spec, get_planner
@@ -124,7 +125,7 @@ class Programs:
             self.improving.add(entry, plan_request(program, plan.costs, plan.budget_bytes, self.settings))
         return entry
 
-    def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, Member | None]:
+    def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
         """The kind of the call and the shapes of its tensors, where shapes may vary, and what its family tells of it."""
         inputs, names, _ = self._flat(sample.args, sample.kwargs)
         kin, shapes = self._kins.of(key, inputs, len(names))
@@ -141,7 +142,7 @@ class Programs:
             member = kin.member(shapes, holds)
         return kin, shapes, member
 
-    def _adapted(self, member: Member) -> tuple[Program, Plan]:
+    def _adapted(self, member: FamilyCall) -> tuple[Program, Plan]:
         program, branch = member.captured.program, member.branch
         known, schedules = branch.measured, branch.siblings.schedules
         return program, adapted_plan(program, self.settings, self.model, self._granted(), known, schedules)
@@ -154,6 +155,7 @@ class Programs:
         if len(kept) > self.settings.max_programs:
             oldest = min(kept, key=lambda one: one.used)
             self.entries[oldest.key].remove(oldest)
+            self.improving.drop(oldest)
             if not self.entries[oldest.key]:
                 del self.entries[oldest.key]
 
@@ -202,7 +204,7 @@ class Programs:
 
     def entry_for(self, mask: GradientMask, old: Entry) -> Entry:
         """An entry for gradients that arrive otherwise; it takes the place of ``old``, which is kept in case they alternate."""
-        if old in self.entries[old.key]:
+        if old in self.entries.get(old.key, ()):
             old.for_masks[old.program.mask] = old
         entry = old.for_masks.get(mask)
         if entry is None:
@@ -219,7 +221,7 @@ class Programs:
                         f"program of its own ({changed}). Change it after the backward pass."
                     )
                 entry = old.for_masks[mask] = self._make(old.key, old.sample, old, mask)
-        others = (one for one in self.entries[old.key] if one is not entry and one is not old)
+        others = (one for one in self.entries.get(old.key, ()) if one is not entry and one is not old)
         self.entries[old.key] = [entry, *others]
         return entry
 

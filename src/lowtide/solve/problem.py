@@ -12,10 +12,7 @@ from lowtide.errors import PlanError
 from lowtide.ir.costs import Costs
 from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import Schedule
-
-Progress = Callable[[str, float], None]
-"""Called with the name of a stage and the fraction of it that is done (0 to 1)."""
-
+from lowtide.progress import Progress
 
 Better = Callable[[int, Callable[[], "Solution"]], None]
 """Called with the time of an answer on the way, in ns, and with what makes that answer."""
