@@ -105,6 +105,7 @@ def start(model: str, compiler: str, kind: str) -> Start:
     with stage_seconds() as stages:
         prepare = _timed(lambda: lowtide.rematerialize(module, args, kwargs, budget="50%", compiler=compiler))
     first_step = _timed(lambda: loss_of(module(*args, **kwargs)).backward())
+    lowtide.wait(module)  # the plan is kept for the cached start
     targets = {op.target for op in lowtide.plans(module)[0].graph.ops}
     kernels = sum(target.startswith("lowtide.fused_") for target in targets)
     return Start(model, compiler, kind, kernels, plain, stages, prepare, first_step)
