@@ -32,7 +32,7 @@ def rematerialize(
     planner: str = "auto",
     compiler: str = "eager",
     on_new_signature: str = "plan",
-    on_capture_error: str = "error",
+    on_capture_error: str = "parts",
     seed: int = 0,
     planning: str | None = None,
     dynamic: bool | None = None,
@@ -43,7 +43,7 @@ def rematerialize(
     Parameters
     ----------
     model:
-        Any module without data-dependent control flow. Its class, parameters, ``state_dict`` keys and hooks stay.
+        Any module. Its class, parameters, ``state_dict`` keys and hooks stay.
     args, kwargs:
         A sample call. With one, the plan is made now; without, at the first call in training mode.
     budget:
@@ -61,8 +61,9 @@ def rematerialize(
         What a call does that no plan is for (other shapes, flags, attributes): ``"plan"`` anew, run ``"eager"`` without a
         plan (warned once), or raise an ``"error"``.
     on_capture_error:
-        For a model whose program depends on data: raise the ``"error"``, or run this thread inside ``lowtide.online(budget)``
-        until ``lowtide.restore(model)``: ``"online"`` (said once in the log).
+        For a model that is no single program (it decides by data, say): plan its submodules as ``"parts"`` and run code between
+        them as it is, raise the ``"error"``, or run this thread inside ``lowtide.online(budget)`` until ``lowtide.restore``:
+        ``"online"``. Said once in the log.
     planning:
         ``"background"`` (by default, where the planner is ``auto`` and kernels are eager): training starts under a first plan,
         and better ones come in between calls, with the same results to the bit; ``"wait"``: the search ends first.
@@ -126,7 +127,7 @@ def restore(model: Model) -> Model:
 def plans(model: nn.Module) -> list[Plan]:
     """The plans made for ``model`` so far, one per input signature."""
     runtime = _planned(model)
-    return [entry.plan for entries in runtime.entries.values() for entry in entries]
+    return runtime.plans()
 
 
 def wait(model: nn.Module, seconds: float | None = None) -> bool:

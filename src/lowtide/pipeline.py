@@ -48,17 +48,19 @@ def captured_program(
     mask: GradientMask | None = None,
     like: Captured | None = None,
     follow: frozenset[AttributePath] = frozenset(),
+    read_elsewhere: frozenset[int] | None = None,
 ) -> Captured:
     """The call operator by operator; with ``compiler="inductor"`` those that ``fused`` takes.
 
-    ``like`` is another capture of the same call, where there is one; ``follow``: attributes whose tensors are inputs.
+    ``like`` is another capture of the same call, where there is one; ``follow``: attributes whose tensors are inputs;
+    ``read_elsewhere``: see ``capture``.
     """
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None
     if settings.compiler != "eager":
         from lowtide.fusion import split_norms as rewrite
     known = Known(follow=follow) if like is None else Known.of(like)
     with stage("capture"):
-        return capture(model, args, kwargs, mask=mask, rewrite=rewrite, known=known)
+        return capture(model, args, kwargs, mask=mask, rewrite=rewrite, known=known, read_elsewhere=read_elsewhere)
 
 
 def fused(program: Program, settings: Settings) -> Program:
@@ -290,8 +292,20 @@ def resident_bytes(program: Program, model: nn.Module | None) -> int:
     metas = {value: program.metas[value] for value in program.graph.inputs}
     inputs = {program.graph.values[value].storage: meta.storage_bytes for value, meta in metas.items()}
     trainable = sum(program.metas[value].storage_bytes for _, value in program.gradients)
-    gradients = sum(p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None) if model else 0
-    return sum(inputs.values()) + 2 * trainable + gradients
+    return sum(inputs.values()) + 2 * trainable + (gradient_bytes(model) if model else 0)
+
+
+def state_bytes(model: nn.Module) -> int:
+    """The same of a model without a program, so without the inputs of its calls."""
+    tensors = {id(one): one for one in (*model.parameters(), *model.buffers())}.values()
+    held = sum(one.untyped_storage().nbytes() for one in tensors)
+    trainable = sum(one.untyped_storage().nbytes() for one in tensors if one.requires_grad)
+    return held + 2 * trainable + gradient_bytes(model)
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Of the gradients that the model's parameters have now."""
+    return sum(p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None)
 
 
 def check_device(program: Program, budget: int) -> None:

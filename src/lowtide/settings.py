@@ -36,8 +36,8 @@ class Settings:
             raise PlanError(f'compiler={self.compiler!r} is unknown; use "eager" or "inductor".')
         if self.on_new_signature not in ("plan", "eager", "error"):
             raise PlanError(f'on_new_signature={self.on_new_signature!r} is unknown; use "plan", "eager" or "error".')
-        if self.on_capture_error not in ("error", "online"):
-            raise PlanError(f'on_capture_error={self.on_capture_error!r} is unknown; use "error" or "online".')
+        if self.on_capture_error not in ("parts", "error", "online"):
+            raise PlanError(f'on_capture_error={self.on_capture_error!r} is unknown; use "parts", "error" or "online".')
         if self.on_capture_error == "online" and (self.budget is None or is_percentage(self.budget)):
             raise PlanError(
                 'on_capture_error="online" needs budget= in bytes, such as "8GiB": what cannot be captured has no peak known '

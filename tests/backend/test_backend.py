@@ -152,7 +152,7 @@ def test_a_percentage_is_of_all_graphs(caplog: pytest.LogCaptureFixture) -> None
     model, x = copy.deepcopy(plain), torch.randn(ROWS, WIDTH)
     compiled = _compile(model, "60%")
     _train_alike(plain, model, compiled, x)
-    assert "graph 1 of the step needs" in caplog.text
+    assert "of the step needs" not in caplog.text  # the first graph alone could not meet 60 % of its own peak
     assert _peak(compiled, x) <= _budget(plain, x, 0.6)
 
 

@@ -91,7 +91,9 @@ def test_unknown_options(options: dict[str, Any], word: str) -> None:
 
 def test_model_without_parameters() -> None:
     with pytest.raises(lowtide.CaptureError, match="gradient"):
-        lowtide.rematerialize(nn.Sequential(nn.Tanh(), nn.Sigmoid()), *rows()(0), budget="70%")
+        lowtide.rematerialize(
+            nn.Sequential(nn.Tanh(), nn.Sigmoid()), *rows()(0), budget="70%", on_capture_error="error"
+        )
 
 
 def test_model_without_parameters_but_with_differentiable_input() -> None:
@@ -113,18 +115,20 @@ def test_no_output_requires_a_gradient(how: str) -> None:
     if how == "frozen":
         model.requires_grad_(False)
     with pytest.raises(lowtide.CaptureError, match="gradient"):
-        lowtide.rematerialize(model, *rows()(0), budget="70%")
+        lowtide.rematerialize(model, *rows()(0), budget="70%", on_capture_error="error")
 
 
 def test_two_devices() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, device="meta"))
     with pytest.raises(lowtide.CaptureError, match="device"):
-        lowtide.rematerialize(model, *rows()(0), budget="70%")
+        lowtide.rematerialize(model, *rows()(0), budget="70%", on_capture_error="error")
 
 
 def test_input_on_another_device() -> None:
     with pytest.raises(lowtide.CaptureError, match="device"):
-        lowtide.rematerialize(make(_network), (torch.empty(64, 32, device="meta"),), budget="70%")
+        lowtide.rematerialize(
+            make(_network), (torch.empty(64, 32, device="meta"),), budget="70%", on_capture_error="error"
+        )
 
 
 def test_meta_model_can_be_planned_but_not_run() -> None:
@@ -175,7 +179,7 @@ def test_backward_hooks_on_submodules(hook: str) -> None:
     model = make(_network)
     getattr(model.body[2], hook)(lambda *_: None)
     with pytest.raises(lowtide.CaptureError, match="hook") as caught:
-        lowtide.rematerialize(model, *rows()(0), budget="70%")
+        lowtide.rematerialize(model, *rows()(0), budget="70%", on_capture_error="error")
     assert "body.2" in str(caught.value)
 
 
@@ -188,9 +192,10 @@ def test_forward_hooks_on_submodules_are_part_of_the_program() -> None:
     compare_training(network, rows(), budgets=("60%",))
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_inside_the_model(reentrant: bool) -> None:
-    """They would be captured as part of the program, with other random numbers."""
+def test_checkpoints_inside_the_model(reentrant: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """What is computed again is the plan's to say, under the same random numbers."""
 
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -200,8 +205,23 @@ def test_checkpoints_inside_the_model(reentrant: bool) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(self.rest, self.first(x), use_reentrant=reentrant).mean()
 
-    with pytest.raises(lowtide.CaptureError, match="checkpoints or offloads activations by itself"):
-        lowtide.rematerialize(make(Checkpointed), *rows()(0), budget="70%")
+    compare_training(Checkpointed, rows(), budgets=("70%",))
+    assert "is left to the plan" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_without_gradients() -> None:
+    """None of its arguments has a gradient, so what is inside has none either, as in eager."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.rest = nn.Linear(32, 32), perceptron(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.rest(checkpoint(self.first, x, use_reentrant=True)).mean()
+
+    compare_training(Checkpointed, rows(), budgets=("90%",))
 
 
 def test_not_a_number() -> None:
@@ -230,9 +250,17 @@ def test_sample_that_does_not_fit(name: str) -> None:
     model = make(_network)
     sample = _SAMPLES[name]
     with pytest.raises((lowtide.CaptureError, TypeError)) as caught:
-        lowtide.rematerialize(model, sample, None if sample else {"wrong": 1}, budget="70%")
+        lowtide.rematerialize(model, sample, None if sample else {"wrong": 1}, budget="70%", on_capture_error="error")
     assert str(caught.value)
     assert_same_records(run_training(model, rows(), _STEP, 1), run_training(make(_network), rows(), _STEP, 1))
+
+
+def test_a_sample_that_does_not_fit_is_forgotten() -> None:
+    """It could not be captured, which makes no parts of a model whose calls can."""
+    model = make(_network)
+    lowtide.rematerialize(model, (torch.zeros(3, 7),), budget="70%")
+    assert_same_records(run_training(model, rows(), _STEP, 2), run_training(make(_network), rows(), _STEP, 2))
+    assert len(lowtide.plans(model)) == 1
 
 
 @pytest.mark.parametrize("entry", [lowtide.rematerialize, lowtide.plan])
@@ -267,7 +295,7 @@ def test_sparse_parameter_is_refused() -> None:
             return torch.sparse.mm(self.adjacency, self.body(x)).mean()
 
     with pytest.raises(lowtide.CaptureError):
-        lowtide.rematerialize(make(Sparse), *rows()(0), budget="70%")
+        lowtide.rematerialize(make(Sparse), *rows()(0), budget="70%", on_capture_error="error")
 
 
 def test_plans_and_restore_of_a_plain_model() -> None:

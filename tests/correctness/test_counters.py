@@ -142,7 +142,7 @@ def test_counters_outside_of_the_model(case: str) -> None:
     before = repr(read())
     model = Computes(lambda s, y, x: y * count())
     with pytest.raises(lowtide.CaptureError, match=rf"changes outside of the model \(.*{name}"):
-        lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all")
+        lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all", on_capture_error="error")
     assert repr(read()) == ("2" if case == "global iterator" else before)
 
 
@@ -152,7 +152,7 @@ def test_counters_that_show_in_no_operator(what: str) -> None:
     if what == "a tensor":
         model = Computes(lambda s, y, x: y * torch.tensor(_of_variable()))
     with pytest.raises(lowtide.CaptureError, match=r"outside of the model \(.*_number"):
-        lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all")
+        lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all", on_capture_error="error")
     assert _number == 0
 
 
@@ -188,7 +188,7 @@ def test_a_hook_that_counts() -> None:
     model = Computes(lambda s, y, x: y)
     model.linear.register_forward_hook(hook)
     with pytest.raises(lowtide.CaptureError, match=r"outside of the model \(.*hook"):
-        lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all")
+        lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all", on_capture_error="error")
     assert calls == [0]
 
 
@@ -206,7 +206,7 @@ def _closing(generator: Iterator[int]) -> Callable[[], int]:
 def test_a_generator_in_a_closure() -> None:
     model = Computes(lambda s, y, x: y * s.count(), lambda s: setattr(s, "count", _closing(_generated())))
     with pytest.raises(lowtide.CaptureError, match=r"outside of the model \(generator in"):
-        lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all")
+        lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all", on_capture_error="error")
 
 
 class _Slotted:
@@ -262,7 +262,7 @@ INSIDE: dict[str, Callable[[], Callable[[], int]]] = {
 def test_counters_in_the_model(case: str) -> None:
     model = Computes(lambda s, y, x: y * s.count(), lambda s: setattr(s, "count", INSIDE[case]()))
     with pytest.raises(lowtide.CaptureError, match=r"attributes that its own forward pass changes \(count|outside"):
-        lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all")
+        lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all", on_capture_error="error")
     assert model.count() == 1
 
 
@@ -279,5 +279,5 @@ def test_an_object_that_is_a_hook_and_counts() -> None:
     model, hook = Computes(lambda s, y, x: y), _CountingHook()
     model.linear.register_forward_hook(hook)
     with pytest.raises(lowtide.CaptureError, match="forward pass changes"):
-        lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all")
+        lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all", on_capture_error="error")
     assert hook.calls == 0

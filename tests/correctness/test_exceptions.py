@@ -105,7 +105,7 @@ def test_data_dependent_control_flow() -> None:
     line = start + next(index for index, text in enumerate(lines) if "the decision" in text)
     model = make(_DataDependent)
     with pytest.raises(lowtide.CaptureError) as caught:
-        lowtide.rematerialize(model, *rows()(0), budget="70%")
+        lowtide.rematerialize(model, *rows()(0), budget="70%", on_capture_error="error")
     assert "lowtide.online" in str(caught.value)
     assert f"test_exceptions.py:{line}" in str(caught.value)
     assert caught.value.source.endswith(f"test_exceptions.py:{line}")
@@ -125,7 +125,7 @@ class _DataDependentShape(nn.Module):
 
 def test_data_dependent_shape() -> None:
     with pytest.raises(lowtide.CaptureError, match=r"lowtide\.online") as caught:
-        lowtide.rematerialize(make(_DataDependentShape), *rows()(0), budget="70%")
+        lowtide.rematerialize(make(_DataDependentShape), *rows()(0), budget="70%", on_capture_error="error")
     assert "test_exceptions.py" in caught.value.source
 
 
@@ -145,7 +145,7 @@ class _LayerDrop(nn.Module):
 
 def test_layer_drop_is_data_dependent() -> None:
     with pytest.raises(lowtide.CaptureError, match="random"):
-        lowtide.rematerialize(make(lambda: _LayerDrop(0.3)), *rows()(0), budget="70%")
+        lowtide.rematerialize(make(lambda: _LayerDrop(0.3)), *rows()(0), budget="70%", on_capture_error="error")
 
 
 def test_layer_drop_of_probability_zero() -> None:

@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn import functional
 from torch.torch_version import TorchVersion
 
-import lowtide
 from tests.support.networks import WithLoss, generator, perceptron
-from tests.support.training import MINIMUM, compare_training, make
+from tests.support.training import MINIMUM, compare_training
 
 
 def _sequences(iteration: int, batch: int = 16, length: int = 16) -> Any:
@@ -238,19 +237,3 @@ class _SwishFunction(torch.autograd.Function):
 class _Swish(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _SwishFunction.apply(x)
-
-
-def test_user_checkpointing_inside_the_model() -> None:
-    """``torch.utils.checkpoint`` in the user's own code is refused: what is computed again is the plan's to say."""
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = perceptron(2), perceptron(2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = torch.utils.checkpoint.checkpoint(self.first, x, use_reentrant=False)
-            return self.second(x)
-
-    with pytest.raises(lowtide.CaptureError, match="the model checkpoints or offloads activations by itself"):
-        lowtide.rematerialize(make(lambda: WithLoss(Checkpointed())), *_sequences(0), budget="70%")

@@ -217,7 +217,7 @@ def test_a_table_from_a_buffer() -> None:
     plain = _FromBuffer()
     model, x = copy.deepcopy(plain), torch.randn(4, 8)
     with pytest.raises(lowtide.CaptureError, match=r"keeps tensors outside of the model .*call the model once before"):
-        lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all")
+        lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all", on_capture_error="error")
     assert not _TABLES
     model(x)
     lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all")
@@ -240,7 +240,7 @@ def test_constants_that_every_call_keeps() -> None:
     with pytest.raises(
         lowtide.CaptureError, match=r"outside of the model \(tests\.correctness\.test_outside\._LOSSES\)"
     ):
-        lowtide.rematerialize(_EveryTime(_in_default), (torch.randn(4, 8),), budget="100%")
+        lowtide.rematerialize(_EveryTime(_in_default), (torch.randn(4, 8),), budget="100%", on_capture_error="error")
     assert not _LOSSES and _in_default.__defaults__ == ({},)
 
 
@@ -258,7 +258,7 @@ def test_losses_in_a_global_list() -> None:
     with pytest.raises(
         lowtide.CaptureError, match=r"outside of the model \(tests\.correctness\.test_outside\._LOSSES\)"
     ):
-        lowtide.rematerialize(_Collecting(_made), (torch.randn(4, 8),), budget="100%")
+        lowtide.rematerialize(_Collecting(_made), (torch.randn(4, 8),), budget="100%", on_capture_error="error")
     assert len(_LOSSES) == 1 and _LOSSES[0] is earlier
 
 
@@ -285,7 +285,7 @@ def test_a_callback_that_keeps_tensors(bound: bool) -> None:
     kept: list[torch.Tensor] = []
     model = _Callback(kept.append if bound else lambda tensor: kept.append(tensor))
     with pytest.raises(lowtide.CaptureError, match=r"outside of the model \(.*_Callback\.keep\)"):
-        lowtide.rematerialize(model, (torch.randn(4, 8),), budget="100%")
+        lowtide.rematerialize(model, (torch.randn(4, 8),), budget="100%", on_capture_error="error")
     assert not kept
 
 
@@ -302,7 +302,9 @@ def test_arguments_that_keep_tensors(kind: str) -> None:
         "a callback": (kept.append, lambda into, tensor: into(tensor)),
     }
     with pytest.raises(lowtide.CaptureError, match="adds to a list, a dict or an object among its arguments"):
-        lowtide.rematerialize(_Passing(_made), (torch.randn(4, 8), *given[kind]), budget="100%")
+        lowtide.rematerialize(
+            _Passing(_made), (torch.randn(4, 8), *given[kind]), budget="100%", on_capture_error="error"
+        )
     assert not kept and not queue and inner.value is None
 
 
@@ -318,7 +320,9 @@ def test_arguments_that_are_counted_in(kind: str) -> None:
     with pytest.raises(
         lowtide.CaptureError, match="adds to a list, a dict or an object among its arguments, or counts"
     ):
-        lowtide.rematerialize(_Passing(_made), (torch.randn(4, 8), *given[kind]), budget="100%")
+        lowtide.rematerialize(
+            _Passing(_made), (torch.randn(4, 8), *given[kind]), budget="100%", on_capture_error="error"
+        )
     assert counter.calls == 3 and numbers.seen == [0] and counts == {"calls": 3}
 
 

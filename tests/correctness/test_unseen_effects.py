@@ -236,7 +236,7 @@ def _rows() -> torch.Tensor:
 def test_refused(make: Callable[[], nn.Module], sample: Callable[[], tuple[Any, ...]], said: str) -> None:
     model = make()
     with pytest.raises(lowtide.CaptureError, match=said):
-        lowtide.rematerialize(model, sample(), budget="100%", planner="greedy")
+        lowtide.rematerialize(model, sample(), budget="100%", planner="greedy", on_capture_error="error")
     if make is not _Lazy:
         assert torch.isfinite(_loss(model(*sample())))
 
@@ -244,14 +244,14 @@ def test_refused(make: Callable[[], nn.Module], sample: Callable[[], tuple[Any, 
 def test_tensors_of_others_stay_as_they_were() -> None:
     before = _MEAN.clone()
     with pytest.raises(lowtide.CaptureError, match=r"test_unseen_effects\.py"):
-        lowtide.rematerialize(_GlobalMean(), (_rows(),), budget="100%", planner="greedy")
+        lowtide.rematerialize(_GlobalMean(), (_rows(),), budget="100%", planner="greedy", on_capture_error="error")
     assert torch.equal(_MEAN, before)
 
 
 def test_objects_of_the_caller_stay_as_they_were() -> None:
     seen = SimpleNamespace(other=1)
     with pytest.raises(lowtide.CaptureError, match="an object among its arguments"):
-        lowtide.rematerialize(_Leaves(), (_rows(), seen), budget="100%", planner="greedy")
+        lowtide.rematerialize(_Leaves(), (_rows(), seen), budget="100%", planner="greedy", on_capture_error="error")
     assert vars(seen) == {"other": 1}
 
 
@@ -417,7 +417,7 @@ def test_hooks_that_collect(kind: str) -> None:
     model = _Plain()
     model.linear.register_forward_hook(hook)
     with pytest.raises(lowtide.CaptureError, match="a hook of a submodule, keeps tensors outside of the model"):
-        lowtide.rematerialize(model, (_rows(),), budget="100%", planner="greedy")
+        lowtide.rematerialize(model, (_rows(),), budget="100%", planner="greedy", on_capture_error="error")
     assert not collected()
 
 

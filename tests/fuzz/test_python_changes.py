@@ -475,7 +475,9 @@ UNCOPIED = ("memoryview", "mmap", "mapping proxy")  # refused
 def test_what_cannot_be_copied_is_refused(name: str) -> None:
     make, read, _ = CASES[name]
     with pytest.raises(lowtide.CaptureError, match=r"cannot be copied \(TypeError"):
-        lowtide.rematerialize(Model(make(), read), (torch.randn(3, 4),), budget="100%", planner="keep-all")
+        lowtide.rematerialize(
+            Model(make(), read), (torch.randn(3, 4),), budget="100%", planner="keep-all", on_capture_error="error"
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in UNCOPIED])

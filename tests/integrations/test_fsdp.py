@@ -34,7 +34,7 @@ def test_scenario(scenario: str) -> None:
 
 
 def test_blocks_without_sharding() -> None:
-    """In one process, unsharded: the prediction holds, equal blocks share a plan, and the samples were right."""
+    """In one process, unsharded: the prediction holds, and the samples were right."""
     model, reference = gpt2(), gpt2()
     windows = text(4).columns["input_ids"]
     sample = {"input_ids": windows, "labels": windows}
@@ -53,7 +53,6 @@ def test_blocks_without_sharding() -> None:
         assert torch.equal(ours.grad, theirs.grad)
     plans = [lowtide.plans(block) for block in blocks]
     assert [len(found) for found in plans] == [1] * len(blocks), "the samples were not what the blocks are called with"
-    assert len({found[0].budget_bytes for found in plans}) == 1
     model.zero_grad()
     assert lowtide.measure(step, model).peak_bytes <= predicted
 

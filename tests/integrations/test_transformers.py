@@ -29,9 +29,11 @@ def test_twenty_steps_of_gpt2(tmp_path: Path) -> None:
     assert "lowtide_measured_overhead" in log
 
 
-def test_activation_checkpointing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(lowtide.CaptureError, match="activation checkpointing is switched on in module 'transformer'"):
-        train(gpt2, tmp_path, text(8), planned=True, steps=1, activation_checkpointing=True)
+def test_activation_checkpointing_is_left_to_the_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ours = train(gpt2, tmp_path, text(8), planned=True, steps=2, activation_checkpointing=True)
+    assert_same_training(ours, train(gpt2, tmp_path, text(8), planned=False, steps=2))
+    assert len(lowtide.plans(ours.model)) == 1
+    assert "is left to the plan" in caplog.text
 
 
 @pytest.mark.slow

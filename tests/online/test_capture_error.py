@@ -65,7 +65,7 @@ def test_bad_settings_are_refused() -> None:
     with pytest.raises(lowtide.PlanError, match="on_capture_error"):
         lowtide.rematerialize(model, (inputs,), budget="1MiB", on_capture_error="eager")
     with pytest.raises(lowtide.CaptureError):
-        lowtide.rematerialize(model, (inputs,), budget="1MiB")
+        lowtide.rematerialize(model, (inputs,), budget="1MiB", on_capture_error="error")
 
 
 def test_nothing_is_planned_inside() -> None:

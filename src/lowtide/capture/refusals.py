@@ -43,12 +43,6 @@ def check(model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
                 f"module {name or type(model).__name__!r} has sparse gradients (sparse=True), which a plan cannot hold. Create "
                 "it with sparse=False, or run the model under lowtide.online."
             )
-        if module.__dict__.get("gradient_checkpointing"):
-            raise CaptureError(
-                f"activation checkpointing is switched on in module {name or type(model).__name__!r}, and a plan decides "
-                "itself what is computed again. Switch it off: gradient_checkpointing=False or activation_checkpointing=False "
-                "in the trainer's arguments, model.gradient_checkpointing_disable() or model.disable_gradient_checkpointing()."
-            )
         if name and (module._backward_hooks or module._backward_pre_hooks):
             raise CaptureError(
                 f"submodule {name!r} has backward hooks, which a planned backward pass cannot call. Put them on the model "

@@ -29,20 +29,20 @@ from lowtide.capture.python_state.paths import AttributePath
 from lowtide.capture.python_state.random_numbers import RandomRecorder
 from lowtide.capture.python_state.reads import Reads
 from lowtide.capture.trace.autocast import Period, periods_of_casts
+from lowtide.capture.trace.checkpoints import unwrapped
 from lowtide.capture.trace.fake import copy_attributes, known_value, read_values
 from lowtide.capture.trace.patches import replaced, wrapped
 from lowtide.capture.trace.sizes import SymbolicSizes
 from lowtide.capture.trace.writes import RefuseWrites
 from lowtide.errors import CaptureError
 from lowtide.program import structure
-from lowtide.program.objects import parts_of
+from lowtide.program.objects import is_open, parts_of, reachable
 from lowtide.program.results import GradientMask, Viewed, bases, below, outputs_of
 from lowtide.program.source import user_source
 
 NO_SAVED_TENSORS_HOOKS = (
-    "the model checkpoints or offloads activations by itself (torch.utils.checkpoint, saved_tensors_hooks), which a plan "
-    "replaces: switch that off or, where the model is planned in a call that is checkpointed itself, give rematerialize a "
-    "sample"
+    "the model offloads or packs activations by itself (saved_tensors_hooks), which a plan replaces: switch that off or, where "
+    "the model is planned in a call that is checkpointed itself, give rematerialize a sample"
 )
 
 
@@ -152,6 +152,7 @@ class TracedModel:
             settings = ()  # a flag says that there are hooks now, but in the model itself there are none
         flat, result = structure.flatten_distinct((result, attribute_effects.written(model, before, self.assigned)))
         result = structure.with_argument_slots(result, structure.objects(self.call.arguments))
+        result = _with_originals(result, copies)
         hidden = bases(flat, tensors)
         guess = guess_mask(flat, result) + (False,) * len(hidden)
         flat += hidden
@@ -187,6 +188,7 @@ class TracedModel:
                 replaced(FunctionalTensor, "__repr__", torch.Tensor.__repr__),
                 replaced(torch, "is_anomaly_enabled", lambda: self._anomaly),
                 no_hooks,
+                unwrapped(self.call.model),
                 periods_of_casts(self._keep_casts) as period,
                 _RecordSource(state, period, self.latest_reads),
                 RefuseWrites(),  # type: ignore[no-untyped-call]
@@ -200,6 +202,19 @@ class TracedModel:
             self._reached.undo()
             reached.refuse()
         return result
+
+
+def _with_originals(result: Any, copies: Mapping[int, tuple[Any, Any]]) -> Any:
+    """The result with the model's own modules in objects instead of those of the traced copy."""
+    held = [one for one in structure.objects(result) if not isinstance(one, (nn.Module, structure.ArgumentSlot))]
+    if any(isinstance(one, nn.Module) and id(one) in copies for one in reachable(held, is_open)):
+        raise CaptureError(
+            "the forward pass returns an object that refers to a module of the model, which would be the one of a trace. "
+            "Return tensors, or run the model under lowtide.online."
+        )
+    return structure.replaced(
+        result, lambda leaf: copies.get(id(leaf), (leaf,))[0] if isinstance(leaf, nn.Module) else leaf
+    )
 
 
 def _constant(traced: torch.Tensor) -> torch.Tensor | None:

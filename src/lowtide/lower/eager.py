@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,8 @@ class Lowered:
     """``step(inputs, tangents, write_back)`` is the generator above; ``inputs`` and ``tangents`` are lists that it empties.
 
     ``write_back`` is false when a forward pass is run again and buffers have their new values already. ``gradient_groups[i]``
-    names the gradients of the i-th yield after the forward outputs. ``tangents`` are the values of the gradients that arrive;
+    names the gradients of the i-th yield after the forward outputs; ``terms`` are, for each gradient, the flat input that it is
+    of, and how many terms of the same came before it. ``tangents`` are the values of the gradients that arrive;
     ``random`` tells whether a generator is read. ``reads`` are the flat inputs that the program reads and does not update,
     ``reads_after`` those of them that its backward pass reads, themselves or views of them, and ``reads_outputs`` the forward
     outputs that it reads. ``inner`` are the forward outputs that others are computed from.
@@ -50,12 +52,22 @@ class Lowered:
     step: Callable[[list[torch.Tensor], list[torch.Tensor], bool], Step]
     source: str
     gradient_groups: tuple[GradientGroup, ...]
+    terms: tuple[tuple[int, int], ...]
     tangents: tuple[int, ...]
     random: bool
     reads: tuple[int, ...]
     reads_after: tuple[int, ...]
     reads_outputs: tuple[int, ...]
     inner: tuple[int, ...]
+
+
+def _terms(program: Program) -> tuple[tuple[int, int], ...]:
+    counts: Counter[int] = Counter()
+    found = []
+    for position, _ in program.gradients:
+        found.append((position, counts[position]))
+        counts[position] += 1
+    return tuple(found)
 
 
 def lower(program: Program, schedule: Schedule) -> Lowered:
@@ -233,6 +245,7 @@ class _Generator:
             step=self.namespace["step"],
             source=source,
             gradient_groups=self.gradient_groups,
+            terms=_terms(self.program),
             tangents=self.tangents,
             random=any(op.random for op in self.graph.ops),
             reads=tuple(i for i, storage in storages if storage not in updated),

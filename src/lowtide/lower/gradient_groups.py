@@ -29,7 +29,8 @@ class GradientGroup:
 
 
 def _final_steps(program: Program, schedule: Schedule) -> list[int]:
-    """For each gradient, the last step that computes it, or touches its storage or that of what it is the gradient of."""
+    """For each gradient, the last step that computes it, or touches its storage or that of what it is the gradient of; for one
+    that leaves in terms, not before the terms that come first."""
     graph = program.graph
     last: dict[int, int] = {}
     for index, step in enumerate(schedule.steps):
@@ -38,10 +39,12 @@ def _final_steps(program: Program, schedule: Schedule) -> list[int]:
             for value in (*op.inputs, *op.outputs):
                 last[graph.values[value].storage] = index
     final = []
+    terms: dict[int, int] = {}
     for position, value in program.gradients:
         owner = program.inputs[position]
         read = -1 if owner is None else last.get(graph.values[owner].storage, -1)
-        final.append(max(last[graph.values[value].storage], read))
+        terms[position] = max(last[graph.values[value].storage], read, terms.get(position, -1))
+        final.append(terms[position])
     return final
 
 

@@ -69,7 +69,7 @@ def allocated_bytes(device: torch.device) -> int | None:
 
 
 class PeakWindow(contextlib.AbstractContextManager["PeakWindow"]):
-    """The peak from now on until ``close``, above the level of now; windows can lie inside each other.
+    """The peak from now on until ``close``, above the level of now. Windows can lie inside each other, and close in any order.
 
     ``peak_bytes`` and ``level_bytes`` are above ``start_bytes`` and have no meaning after ``close``.
     """
@@ -78,21 +78,37 @@ class PeakWindow(contextlib.AbstractContextManager["PeakWindow"]):
         self.meter = meter
         self._peak_before = meter.peak_bytes
         self.start_bytes = meter.reset_peak()
+        _OPEN.append(self)
 
     @property
     def peak_bytes(self) -> int:
-        return self.meter.peak_bytes - self.start_bytes
+        return max([self.meter.peak_bytes, *(one._peak_before for one in self._later())]) - self.start_bytes
 
     @property
     def level_bytes(self) -> int:
         return self.meter.level_bytes - self.start_bytes
 
     def close(self) -> None:
-        """A window around this one sees what it would have seen without."""
-        self.meter.raise_peak(self._peak_before)
+        """Windows that were opened before this one see what they would have seen without."""
+        if self not in _OPEN:
+            return
+        later = self._later()
+        if later:
+            later[0]._peak_before = max(later[0]._peak_before, self._peak_before)
+        else:
+            self.meter.raise_peak(self._peak_before)
+        _OPEN.remove(self)
+
+    def _later(self) -> list[PeakWindow]:
+        """Those of the same meter that were opened since."""
+        own = [one for one in _OPEN if one.meter is self.meter]
+        return own[own.index(self) + 1 :]
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+_OPEN: list[PeakWindow] = []
 
 
 def round_up(nbytes: int, device: torch.device) -> int:

@@ -85,9 +85,14 @@ def _state_of_generator(value: Any) -> tuple[Any, ...]:
     return () if frame is None else (frame.f_lasti, *frame.f_locals.values())
 
 
+def _items_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """Past what a subclass makes of its length, or of going through it."""
+    return lambda value: tuple(kind.__iter__(value))
+
+
 _HOLDERS: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]]], ...] = (
     (deque, lambda value: (value.maxlen, *value)),
-    ((list, tuple, set, frozenset), tuple),
+    *(((kind,), _items_of(kind)) for kind in (list, tuple, set, frozenset)),
     (defaultdict, lambda value: (value.default_factory, *value.keys(), *value.values())),
     ((dict, types.MappingProxyType), lambda value: (*value.keys(), *value.values())),
     (functools.partial, lambda value: (value.func, value.args, value.keywords)),

@@ -78,7 +78,7 @@ def flatten_distinct(tree: Any) -> tuple[list[torch.Tensor], Any]:
     distinct = {id(tensor): tensor for tensor in tensors}
     position = dict(zip(distinct, itertools.count(), strict=False))
     slot_of = [Slot(position[id(tensor)]) for tensor in tensors]
-    renumbered = _replaced(structure, lambda leaf: slot_of[leaf.index] if isinstance(leaf, Slot) else leaf)
+    renumbered = replaced(structure, lambda leaf: slot_of[leaf.index] if isinstance(leaf, Slot) else leaf)
     return list(distinct.values()), renumbered
 
 
@@ -101,21 +101,22 @@ def unflatten(structure: Any, tensors: Sequence[Any], given: Sequence[Any] = ())
 def with_argument_slots(structure: Any, objects: Sequence[Any]) -> Any:
     """The same structure with ``ArgumentSlot`` for each of the objects."""
     index_of = {id(value): index for index, value in enumerate(objects)}
-    return _replaced(structure, lambda leaf: ArgumentSlot(index_of[id(leaf)]) if id(leaf) in index_of else leaf)
+    return replaced(structure, lambda leaf: ArgumentSlot(index_of[id(leaf)]) if id(leaf) in index_of else leaf)
 
 
 def objects(structure: Any) -> list[Any]:
     """What is neither a tensor nor a plain value in it, in order."""
     found: list[Any] = []
-    _replaced(structure, lambda leaf: leaf if isinstance(leaf, (Slot, *PLAIN)) else found.append(leaf))
+    replaced(structure, lambda leaf: leaf if isinstance(leaf, (Slot, *PLAIN)) else found.append(leaf))
     return found
 
 
-def _replaced(structure: Any, leaf: Callable[[Any], Any]) -> Any:
+def replaced(structure: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The same structure with other leaves, slots included."""
     if isinstance(structure, Nested):
-        return Nested(structure.spec, tuple(_replaced(child, leaf) for child in structure.leaves))
+        return Nested(structure.spec, tuple(replaced(child, leaf) for child in structure.leaves))
     if isinstance(structure, OpenObject):
-        attributes = {name: _replaced(child, leaf) for name, child in structure.attributes.items()}
+        attributes = {name: replaced(child, leaf) for name, child in structure.attributes.items()}
         return OpenObject(structure.prototype, attributes)
     return leaf(structure)
 

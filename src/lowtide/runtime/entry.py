@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -117,6 +117,11 @@ class Entry:
     @property
     def program(self) -> Program:
         return self.lowered.program
+
+
+def with_plan(entry: Entry, plan: Plan | None) -> Entry:
+    """The entry run by ``plan``, or as it was."""
+    return replace(entry, plan=plan, lowered=lower(entry.program, plan.schedule)) if plan else entry
 
 
 class Siblings:

@@ -50,6 +50,7 @@ class Programs:
         self.entries: dict[Signature, list[Entry]] = {}
         self.latest: Entry | None = None
         self.improving = (ImprovingTogether if several_processes() else Improving)(type(model).__name__)
+        self.read_elsewhere: frozenset[int] | None = None  # of a part of a larger model, see ``capture``
         self._kins = Kins(settings.dynamic if settings.compiler == "eager" else False)
         self._calls = 0
         self._captures: Counter[Signature] = Counter()
@@ -169,7 +170,9 @@ class Programs:
             return self._capture(sample, mask)
 
     def _capture(self, sample: Sample, mask: GradientMask | None, **known: Any) -> Captured:
-        return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, **known)
+        return captured_program(
+            self.model, sample.args, sample.kwargs, self.settings, mask, read_elsewhere=self.read_elsewhere, **known
+        )
 
     def _notice_changes(self, key: Signature, inputs: list[torch.Tensor]) -> None:
         """Log why no program that is known for these shapes holds; once louder, where that is so again and again."""

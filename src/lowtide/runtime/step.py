@@ -9,6 +9,7 @@ between, as it does in eager.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ from lowtide.program.results import GradientMask, Result, with_views
 from lowtide.runtime.result_hooks import refuse_hooks
 
 ForMask = Callable[[GradientMask], Lowered]
+Node = tuple[tuple[int, int], ...]
+_SPARE_TERMS = 6  # of a gradient, where a program for other gradients has more of them than the one that ran forward
 
 
 @dataclass(eq=False, repr=False)
@@ -31,17 +34,18 @@ class ModelCall:
     """The state of one forward pass until its backward pass is done.
 
     ``for_mask`` gives the same program for gradients of other outputs, or in another layout. ``inputs``: the flat inputs.
-    ``nodes[i]``: the flat inputs whose gradients the i-th node of the chain returns. ``on_backward`` is called when a backward
-    pass comes to it.
+    ``nodes[i]``: what the i-th node of the chain returns, as pairs of a flat input and the number of a term of its gradient
+    (see ``Lowered.terms``); ``gradients``: those that are ready. ``on_backward`` and ``on_end`` are called when a backward pass
+    comes to it and when it leaves it.
     """
 
     lowered: Lowered
     for_mask: ForMask
     inputs: list[torch.Tensor]
-    nodes: tuple[tuple[int, ...], ...]
+    nodes: tuple[Node, ...]
     device_type: str
     tangents: list[torch.Tensor] = field(default_factory=list)
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     versions: list[int | None] = field(default_factory=list)
     output_versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -49,6 +53,7 @@ class ModelCall:
     generator: Step | None = None
     received: bool = False
     on_backward: Callable[[], None] | None = None
+    on_end: Callable[[], None] | None = None
 
     def forward(self) -> list[torch.Tensor]:
         """Run the forward program; returns the forward outputs."""
@@ -92,12 +97,14 @@ class ModelCall:
             if node + 1 >= len(groups):
                 self.generator.close()
                 self.generator = None
-        result = tuple(self.gradients.pop(position, None) for position in self.nodes[node])
+        result = tuple(self.gradients.pop(term, None) for term in self.nodes[node])
         if node + 1 == len(self.nodes):
             self.gradients.clear()
             if not torch._C._autograd._get_current_graph_task_keep_graph():  # as by retain_graph=True
                 self.inputs.clear()  # the graph lives as long as the loss; an earlier part's output need not
                 self.kept.clear()
+            if self.on_end is not None:
+                self.on_end()
         return result
 
     def _advance(self, lowered: Lowered, generator: Step, group: GradientGroup) -> None:
@@ -105,7 +112,7 @@ class ModelCall:
         with below_autograd():
             values = next(generator)
         for index in reversed(group.gradients):
-            self.gradients[lowered.program.gradients[index][0]] = values.pop()
+            self.gradients[lowered.terms[index]] = values.pop()
 
     def _run_again(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Other gradients than expected, or a second backward pass: run the forward pass again and all of the backward.
@@ -267,7 +274,7 @@ def run(lowered: Lowered, inputs: list[torch.Tensor], for_mask: ForMask) -> list
     call = ModelCall(lowered, for_mask, list(inputs), nodes, inputs[0].device.type)
     token = None
     for node in range(len(nodes) - 1, -1, -1):
-        token = StageNode.apply(call, node, token, *(inputs[i] for i in nodes[node]))  # type: ignore[no-untyped-call]
+        token = StageNode.apply(call, node, token, *(inputs[i] for i, _ in nodes[node]))  # type: ignore[no-untyped-call]
     differentiable = {result.returned for result in program.results if result.requires_grad}
     returned = len(program.graph.forward_outputs) - len(program.kept)
     fixed = tuple(i for i in range(returned) if i not in differentiable)
@@ -281,12 +288,13 @@ def run(lowered: Lowered, inputs: list[torch.Tensor], for_mask: ForMask) -> list
     return outputs
 
 
-def _nodes(lowered: Lowered, inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Flat inputs per node: those of each stage, and in the last one every other input that requires a gradient."""
-    groups = [[lowered.program.gradients[index][0] for index in group.gradients] for group in lowered.gradient_groups]
-    placed = {position for group in groups for position in group}
-    rest = [i for i, tensor in enumerate(inputs) if tensor.requires_grad and i not in placed]
-    if not groups:
-        groups.append([])
-    groups[-1].extend(rest)
+def _nodes(lowered: Lowered, inputs: Sequence[torch.Tensor]) -> tuple[Node, ...]:
+    """What each node returns: the terms of its group, and the last one whatever else may come for inputs that require a
+    gradient."""
+    groups = [[lowered.terms[index] for index in group.gradients] for group in lowered.gradient_groups] or [[]]
+    terms = Counter(position for position, _ in lowered.terms)
+    for position, tensor in enumerate(inputs):
+        if tensor.requires_grad:
+            most = 1 if tensor.is_leaf else terms[position] + _SPARE_TERMS
+            groups[-1].extend((position, number) for number in range(terms[position], most))
     return tuple(map(tuple, groups))

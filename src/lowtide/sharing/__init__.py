@@ -4,7 +4,8 @@
 are planned is the caller's: planners know nothing of each other.
 """
 
-from lowtide.sharing.choice import Assignment, Planning, Share, choose
+from lowtide.sharing.assignment import Assignment, Planning, Share
+from lowtide.sharing.choice import choose
 from lowtide.sharing.constraints import SCALAR_BYTES, Constraint, Footprint, Member, peak_bytes, sequential_constraints
 
 __all__ = [

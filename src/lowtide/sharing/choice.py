@@ -3,46 +3,27 @@
 The more the programs save, the less each recomputes, and the less room is left for the one that is running. A fraction ``f``
 decides: a program saves at most its outputs plus ``f`` of what it would save beyond them without a plan. The largest
 fraction that fits for all is found by bisection, then single programs get more or less where that saves time; equal
-programs with equal fractions share a plan.
+programs with equal fractions share a plan. What is left of the budget goes to members one by one (``sharing.upgrades``).
 
 What must be free when a program's forward pass ends is told to its planner as bytes that are in use between its passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Sequence
 
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.planning import Plan
 from lowtide.sharing.agreement import program_key
-from lowtide.sharing.constraints import Constraint, Footprint, Member, peak_bytes
+from lowtide.sharing.assignment import Assignment, Planning, Share
+from lowtide.sharing.constraints import Constraint, Member, peak_bytes
+from lowtide.sharing.upgrades import upgraded
 
 _BISECTIONS = 5
 _ROUNDS, _LONGER = 2, 1  # of refinement: over all programs, and times as many plans as before it
 _RAISES = 8  # of a budget that is too small, until one is met
+_MENU = (0.25, 0.5, 0.75, 1.0)
 _FIRST_TRIED = (0.0, 0.25, 0.5, 0.75)  # saving the least may leave too little to compute all of it again
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What a program's planner is given: bytes that it may take while it runs, ``between_bytes`` of them for others while it
-    waits for its backward pass."""
-
-    budget_bytes: int
-    between_bytes: int
-
-
-Planning = Callable[[Member, Share], Plan]  # raises InfeasibleBudgetError
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """How a member runs, and the memory that it takes then: by ``plan``, made for ``share``, or without one, keeping all."""
-
-    footprint: Footprint
-    share: Share | None = None
-    plan: Plan | None = None
 
 
 def choose(
@@ -63,8 +44,11 @@ def choose(
     try:
         fractions = search.refined(search.common_fraction(budget_bytes), budget_bytes)
     except InfeasibleBudgetError as error:
-        raise _too_little(budget_bytes, search.least_budget(error.minimum_bytes)) from None
-    return (search if quick is None else _Search(members, constraints, planning)).assignments(fractions, budget_bytes)
+        least = min(search.least_budget(error.minimum_bytes), peak_bytes(constraints, eager))
+        raise _too_little(budget_bytes, least) from None
+    last = search if quick is None else _Search(members, constraints, planning)
+    chosen = last.assignments(fractions, budget_bytes)
+    return upgraded(members, constraints, chosen, search.menus(chosen, budget_bytes), budget_bytes)
 
 
 class _Search:
@@ -150,6 +134,22 @@ class _Search:
             except InfeasibleBudgetError:
                 high = middle
         return [low] * len(self.members)
+
+    def menus(self, chosen: Sequence[Assignment], budget_bytes: int) -> list[list[Assignment]]:
+        """For each member, other ways to run it: by plans that save more, or without one."""
+        taken = [one.footprint.saved_bytes for one in chosen]
+        rooms: dict[str, int] = {}
+        for program, room in zip(self._programs, self._rooms(taken, budget_bytes), strict=True):
+            rooms[program] = max(room, rooms.get(program, room))
+        found: dict[str, list[Assignment]] = {}
+        for index, (program, member) in enumerate(zip(self._programs, self.members, strict=True)):
+            if program not in found:
+                found[program] = [Assignment(member.eager)]
+                for fraction in _MENU:
+                    with contextlib.suppress(InfeasibleBudgetError):
+                        key, room = (program, self._limit(index, fraction)), rooms[program]
+                        found[program].append(self._assignment(member, key, room, budget_bytes))
+        return [found[program] for program in self._programs]
 
     def refined(self, fractions: Sequence[float], budget_bytes: int) -> list[float]:
         """``fractions`` with more for some programs and less for others, as long as that saves time."""

@@ -3,12 +3,16 @@
 The engine's ``AccumulateGrad`` keeps the tensor it is given if it has the parameter's layout and nobody else holds it,
 and copies it otherwise. A copy made by the engine would escape the plan, so the program makes it, right after the
 gradient is final.
+
+Where others add to the gradient, too (of a tensor that was computed before, or that another part of the model reads), the
+engine adds what comes to what is there, one term after the other. The order decides the last bit, so such a gradient
+leaves the program as the terms that it is the sum of, each in the layout that it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +23,49 @@ from lowtide.capture.convert.builder import Builder, owned
 from lowtide.ir import Phase
 from lowtide.program import layouts, targets
 from lowtide.program.program import Call, Ref, TensorMeta
+
+_ADD = torch.ops.aten.add.Tensor
+
+
+@dataclass(frozen=True)
+class Term(d.GradAOTOutput):
+    """One of the ``count`` terms that a gradient is the sum of, in the order in which the engine adds them."""
+
+    number: int
+    count: int
+
+
+def split_sums(module: fx.GraphModule, positions: Collection[int]) -> None:
+    """Return the gradients of the flat inputs at ``positions`` as their terms; changes the joint graph's output."""
+    output = next(iter(reversed(module.graph.nodes)))
+    outputs: list[Any] = []
+    descriptors: list[Any] = []
+    for node, descriptor in zip(output.args[0], output.meta["desc"], strict=True):
+        of = getattr(descriptor, "grad_of", None)
+        if isinstance(node, fx.Node) and isinstance(of, d.PlainAOTInput) and of.idx in positions:
+            terms = _terms(node)
+            outputs += terms
+            descriptors += [Term(of, number, len(terms)) for number in range(len(terms))]
+        else:
+            outputs.append(node)
+            descriptors.append(descriptor)
+    output.args = (type(output.args[0])(outputs),)
+    output.meta["desc"] = descriptors
+
+
+def _terms(node: fx.Node) -> list[fx.Node]:
+    """Of a sum that the engine made, and nobody else reads, the terms from the first one on."""
+    found: list[fx.Node] = []
+    while node.target is _ADD and len(node.users) == 1 and not node.kwargs:
+        first, second = node.args
+        backward = node.meta.get("partitioner_tag") == "is_backward"
+        if not (backward and isinstance(first, fx.Node) and isinstance(second, fx.Node)):
+            break
+        if not first.meta["val"].shape == second.meta["val"].shape == node.meta["val"].shape:
+            break
+        found.append(second)
+        node = first
+    return [node, *reversed(found)]
 
 
 class Gradients:
@@ -57,7 +104,14 @@ class Gradients:
         ours = base is not None and builder.ops[base].phase is Phase.BACKWARD and not builder.ops[base].effect
         whole = meta.storage_bytes == owned(meta).storage_bytes
         final = self._last_use.get(_storage_key(node), -1) <= self._position[node]
-        if ours and whole and final and storage not in self._taken and _obeys_contract(meta, parameter):
+        taken_over = ours and whole and final and _obeys_contract(meta, parameter)
+        if isinstance(descriptor, Term):
+            parameter = replace(parameter, stride=meta.stride)
+            # What the engine adds the next terms to, in place.
+            first = descriptor.number == 0 and descriptor.count > 1
+            taken_over = (ours and whole and final) if first else base is not None
+            taken_over = taken_over and meta.shape == parameter.shape
+        if taken_over and storage not in self._taken:
             self._taken.add(storage)
         else:
             value = _copy(builder, value, parameter)

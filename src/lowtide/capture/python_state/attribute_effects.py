@@ -111,6 +111,18 @@ def snapshot(model: nn.Module) -> Snapshot:
     return Snapshot(found, contents, _modules(model), containers)
 
 
+def put_back(model: nn.Module, before: Snapshot) -> None:
+    """Let the attributes be what they were, and hold what they held."""
+    found = dict(attributes_of(model))
+    for place in found.keys() - before.attributes.keys():
+        set_at(model, place, ABSENT)
+    for place, value in before.attributes.items():
+        if found.get(place, ABSENT) is not value:
+            set_at(model, place, value)
+        if place in before.containers:
+            refill(value, before.containers[place])
+
+
 def changes(model: nn.Module, before: Snapshot) -> Changes:
     """Raises ``CaptureError`` where modules are others than they were."""
     now = _modules(model)

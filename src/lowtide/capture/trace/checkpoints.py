@@ -1,0 +1,51 @@
+"""Activation checkpointing inside a model, left to the plan: what is checkpointed is traced as if it were not."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from lowtide.capture.trace.patches import replaced
+from lowtide.program import structure
+
+_LOG = logging.getLogger(__name__)
+_SAID: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def unwrapped(model: nn.Module) -> Iterator[None]:
+    """Inside, ``torch.utils.checkpoint.checkpoint`` just calls its function; said once for ``model``."""
+
+    def plainly(*args: Any, **kwargs: Any) -> Iterator[None]:
+        _say(model)
+        yield
+
+    class Plainly:
+        @staticmethod
+        def apply(function: Any, preserve: bool, *args: Any) -> Any:
+            """A reentrant checkpoint gives no gradient where none of its tensors has one."""
+            _say(model)
+            with torch.set_grad_enabled(any(one.requires_grad for one in structure.flatten(args)[0])):
+                return function(*args)
+
+    with contextlib.ExitStack() as stack:
+        for name, other in (("_checkpoint_without_reentrant_generator", plainly), ("CheckpointFunction", Plainly)):
+            if hasattr(torch.utils.checkpoint, name):
+                stack.enter_context(replaced(torch.utils.checkpoint, name, other))
+        yield
+
+
+def _say(model: nn.Module) -> None:
+    if model not in _SAID:
+        _SAID.add(model)
+        _LOG.warning(
+            "activation checkpointing inside %s is left to the plan, which decides what is computed again",
+            type(model).__name__,
+        )

@@ -1,0 +1,73 @@
+"""A forward pass of one of several programs in a step, and what it leaves for those before it."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from lowtide.runtime.entry import Entry
+from lowtide.runtime.planned import Planned
+from lowtide.runtime.step import ModelCall
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class ForwardPass:
+    """A forward pass of the current step. ``between_bytes`` were held by no graph when it began, and
+    ``backward_between_bytes`` when its backward pass did, as far as that is known. ``gradients`` are those that its backward
+    pass leaves, each with whom it is for: the id of a leaf, the key of a forward pass that returned it, or ``None`` where
+    nobody knows. ``key``: which graph it is, and how often it ran before in the step."""
+
+    key: tuple[int, int]
+    graph: Planned
+    entry: Entry
+    call: weakref.ref[ModelCall]
+    between_bytes: int
+    gradients: tuple[tuple[int, int | tuple[int, int] | None], ...]
+    backward_between_bytes: int | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it still holds what its backward pass needs."""
+        found = self.call()
+        return found is not None and found.generator is not None
+
+    @property
+    def between(self) -> tuple[int, int]:
+        """Bytes held by no graph in its forward and in its backward pass; before that is over, as in the forward pass."""
+        backward = self.backward_between_bytes
+        return self.between_bytes, self.between_bytes if backward is None else backward
+
+
+def gradients_of(
+    entry: Entry, inputs: Sequence[torch.Tensor], ran: Sequence[ForwardPass]
+) -> Iterator[tuple[int, int | tuple[int, int] | None]]:
+    """Of a pass of ``entry`` on ``inputs`` after those that ``ran``, see ``ForwardPass``."""
+    makers = {id(call): one.key for one in ran if (call := one.call()) is not None}
+    graph, sizes = entry.program.graph, entry.plan.costs.storage_bytes
+    for position, value in dict(reversed(entry.program.gradients)).items():  # one of the terms of each
+        made_by = inputs[position].grad_fn
+        owner = id(inputs[position]) if made_by is None else makers.get(id(getattr(made_by, "call", None)))
+        yield int(sizes[graph.values[value].storage]), owner
+
+
+def left_gradient_bytes(ran: Sequence[ForwardPass], sums: bool = True) -> list[int]:
+    """For each of ``ran``, bytes of the gradients that those after it have left when its backward pass begins; with ``sums``,
+    also of the sum where it adds to one."""
+    places: dict[object, int] = {one.key: place for place, one in enumerate(ran)}
+    left, staying, leaves = [0] * len(ran), 0, set[object]()
+    waiting = [0] * len(ran)  # for what this one returned
+    for place in reversed(range(len(ran))):
+        left[place] = staying + sum(waiting[:place])
+        if sums:
+            left[place] += max((nbytes for nbytes, owner in ran[place].gradients if owner in leaves), default=0)
+        for nbytes, owner in ran[place].gradients:
+            if owner in places:
+                waiting[places[owner]] += nbytes
+            elif owner not in leaves:
+                staying += nbytes
+                if isinstance(owner, int):
+                    leaves.add(owner)
+    return left

@@ -1,0 +1,129 @@
+"""What submodules that are no parts hold, and which of them to run again where plans alone do not meet the budget."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowtide.memory.allocators import allocated_bytes
+from lowtide.program import structure
+from lowtide.program.keys import fingerprint
+from lowtide.runtime.shared import SharedBudget
+
+_MOST_CUTS = 32
+_MARGIN = 1.1  # of the bytes that are missing
+
+
+@dataclass(eq=False)
+class OutsideCall:
+    """A call of a submodule, by its ``name``, whose own code runs. ``kept_bytes``: what it keeps for the backward pass, parts
+    inside of it included; ``held_bytes``: the same where these keep what they would without plans; ``input_bytes``: what its
+    arguments are. ``may_run_again``: whether it left its arguments as they were."""
+
+    name: str
+    input_bytes: int
+    held_bytes: int = 0
+    kept_bytes: int = 0
+    may_run_again: bool = True
+    inside: list[OutsideCall] = field(default_factory=list)
+
+    @property
+    def own_bytes(self) -> int:
+        """Of code between the calls inside."""
+        return max(self.kept_bytes - sum(one.kept_bytes for one in self.inside), 0)
+
+
+class OutsideWatch:
+    """The calls of one step, outermost first."""
+
+    def __init__(self, shared: SharedBudget) -> None:
+        self.shared = shared
+        self.calls: list[OutsideCall] = []
+        self._steps = 0
+        self._open: list[OutsideCall] = []
+
+    @contextlib.contextmanager
+    def call(self, name: str, arguments: Any) -> Iterator[None]:
+        if self._steps != self.shared.steps:
+            self._steps, self.calls = self.shared.steps, []
+        one, given = OutsideCall(name, _bytes_of(arguments)), _contents(arguments)
+        (self._open[-1].inside if self._open else self.calls).append(one)
+        ran, before = len(self.shared.ran), self._level()
+        self._open.append(one)
+        try:
+            yield
+        finally:
+            self._open.pop()
+            one.may_run_again = _contents(arguments) == given
+            members = [self.shared.member(each) for each in self.shared.ran[ran:]]
+            planned = sum(member.eager.saved_bytes - taken.saved_bytes for member, taken in members)
+            one.kept_bytes = max(self._level() - before, 0)
+            one.held_bytes = one.kept_bytes + planned
+
+    def _level(self) -> int:
+        return allocated_bytes(self.shared.device) or 0
+
+    def to_run_again(self, missing_bytes: int) -> list[str]:
+        """Names of submodules that free so much more where they run again, or all that help where that is not to be had."""
+        if self._steps != self.shared.steps:  # none in the last step
+            return []
+        sizes = sorted({one.held_bytes for one in _every(self.calls)}, reverse=True)[:_MOST_CUTS]
+        cuts = [_cut(self.calls, size) for size in sizes]
+        if not any(cuts):
+            return []
+        best = min(filter(None, cuts), key=lambda cut: _peak_bytes(self.calls, cut))
+        if _peak_bytes(self.calls, best) >= sum(one.kept_bytes for one in self.calls):
+            return []
+        chosen: dict[str, int] = {}
+        for one in best:
+            chosen[one.name] = chosen.get(one.name, 0) + one.kept_bytes - one.input_bytes
+        wanted = _MARGIN * missing_bytes + max(one.held_bytes for one in best)
+        found: list[str] = []
+        for name, freed in sorted(chosen.items(), key=lambda item: -item[1]):
+            if wanted > 0:
+                found.append(name)
+                wanted -= freed
+        return found
+
+
+def _every(calls: list[OutsideCall]) -> Iterator[OutsideCall]:
+    for one in calls:
+        yield one
+        yield from _every(one.inside)
+
+
+def _cut(calls: list[OutsideCall], most_bytes: int) -> list[OutsideCall]:
+    """The outermost calls that hold no more than this, and more than their arguments."""
+    found = []
+    for one in calls:
+        if (one.held_bytes > most_bytes or not one.may_run_again) and one.inside:
+            found += _cut(one.inside, most_bytes)
+        elif one.may_run_again and one.kept_bytes > one.input_bytes:
+            found.append(one)
+    return found
+
+
+def _peak_bytes(calls: list[OutsideCall], cut: list[OutsideCall]) -> int:
+    """What is held where these calls keep their arguments alone, and the largest of them runs again."""
+    chosen = set(map(id, cut))
+
+    def held(one: OutsideCall) -> int:
+        if id(one) in chosen:
+            return one.input_bytes
+        return one.own_bytes + sum(map(held, one.inside))
+
+    return sum(map(held, calls)) + max(one.held_bytes for one in cut)
+
+
+def _contents(arguments: Any) -> Any:
+    tensors, tree = structure.flatten(arguments)
+    return [*map(id, tensors)], fingerprint(tree)
+
+
+def _bytes_of(arguments: Any) -> int:
+    tensors, _ = structure.flatten_distinct(arguments)
+    return sum(one.untyped_storage().nbytes() for one in tensors if one.layout is torch.strided)

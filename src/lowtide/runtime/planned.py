@@ -1,0 +1,136 @@
+"""A planned ``forward`` in place of a module's own, one plan per input signature."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from lowtide.capture.python_state.held_inputs import held_tensors
+from lowtide.dynamic.context import is_inside
+from lowtide.errors import CaptureError, ExecutionError
+from lowtide.program import structure
+from lowtide.runtime.checked import is_due, require_same
+from lowtide.runtime.entry import Entry, Names, Sample, signature
+from lowtide.runtime.programs import Programs
+from lowtide.runtime.step import run
+from lowtide.runtime.transforms import is_transformed
+from lowtide.settings import Settings
+
+_LOG = logging.getLogger(__name__)
+_TRACED = (FakeTensor, FunctionalTensor)
+
+
+class Planned(Programs):
+    """The planned ``forward`` of one module. Calls under ``torch.no_grad()`` or in evaluation mode run the original."""
+
+    _lowtide_runtime = True
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self._begin(model, settings, model.forward, "forward" in model.__dict__)
+
+    def _begin(
+        self, model: nn.Module, settings: Settings, original_forward: Callable[..., Any], had_instance_forward: bool
+    ) -> None:
+        """Nothing is planned yet."""
+        super().__init__(model, settings)
+        self.original_forward = original_forward
+        self.had_instance_forward = had_instance_forward
+        functools.update_wrapper(self, original_forward, updated=())
+        self._said_transformed = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self.model
+        if args and args[0] is model:  # made a method of the model, as accelerate does when it takes its wrappers off
+            model.forward, args = self, args[1:]
+        if not self._is_trained() or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.original_forward(*args, **kwargs)
+        if is_transformed():
+            if not self._said_transformed:
+                self._said_transformed = True
+                _LOG.warning(
+                    "%s runs without a plan, outside the budget, under torch.func, forward-mode derivatives, torch.jit.trace, "
+                    "modes (TorchDispatchMode, TorchFunctionMode), hooks of saved tensors, or backward hooks of all modules",
+                    type(model).__name__,
+                )
+            return self.original_forward(*args, **kwargs)
+        inputs, names, tree = self._flat(args, kwargs)
+        as_part = any(isinstance(tensor, _TRACED) for tensor in inputs)  # of a larger model that is captured
+        if as_part or not any(tensor.requires_grad for tensor in inputs):
+            return self.original_forward(*args, **kwargs)
+        entry = self._entry(Sample(args, kwargs), inputs, names, tree)
+        if entry is None:
+            return self._run_unplanned(args, kwargs)
+        return self._run_planned(entry, Sample(args, kwargs), inputs, tree)
+
+    def _is_trained(self) -> bool:
+        return self.model.training
+
+    def _run_unplanned(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A call that there is no plan for."""
+        return self.original_forward(*args, **kwargs)
+
+    def _run_planned(self, entry: Entry, sample: Sample, inputs: list[torch.Tensor], tree: Any) -> Any:
+        model, contract, draws = self.model, entry.captured.contract, entry.conditions[0].draws
+        if is_due():
+            self._check(entry, sample)
+        inputs = contract.flat_inputs(model, inputs) or inputs
+        if draws is not None:
+            draws.take()
+        outputs = self.run(entry, inputs)
+        tensors = [result.form(outputs, inputs) for result in entry.program.results]
+        result, entry.before[:] = contract.fulfil(model, tensors, structure.objects(tree))
+        return result
+
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Plan for calls like this one now."""
+        with torch.enable_grad():
+            self._entry(Sample(args, kwargs), *self._flat(args, kwargs))
+
+    def _check(self, entry: Entry, sample: Sample) -> None:
+        """Capture the call that ``entry`` is about to run for anew, and compare."""
+        planned = entry.captured
+        try:
+            captured = self._capture(sample, planned.program.mask, follow=planned.contract.held_inputs.attributes())
+        except CaptureError as error:
+            raise ExecutionError(
+                f"{type(self.model).__name__} was planned, but cannot be captured now: {error}"
+            ) from error
+        require_same(captured, planned, {id(tensor) for tensor in held_tensors(self.model)}, self.model)
+
+    def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The forward outputs of the planned program."""
+        self.latest = entry
+        return run(entry.lowered, inputs, lambda mask: self.entry_for(mask, entry).lowered)
+
+    def _entry(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Entry | None:
+        """The planned program for this call, made now if it is new; ``None`` where eager was asked for, or the
+        online mode is there."""
+        modules = list(self.model.modules())
+        key = signature(modules, inputs, names, tree)
+        entry = self.find(key, modules, inputs)
+        if entry is not None:
+            return entry
+        if is_inside():
+            _LOG.info("%s is not planned inside lowtide.online: it runs within that budget", type(self.model).__name__)
+            return None
+        if self.entries and self.settings.on_new_signature != "plan":
+            self._refuse(key, inputs)
+            return None
+        self._notice_changes(key, inputs)
+        return self._make(key, sample)
+
+    def end(self) -> None:
+        """End the searches for better plans."""
+        self.improving.stop()
+
+    @property
+    def __code__(self) -> Any:
+        """Of the model's own forward: torch.export reads its arguments' names there."""
+        return self.original_forward.__code__

@@ -1,0 +1,140 @@
+"""A module that cannot be captured, run again as a whole in the backward pass instead of keeping what it saves.
+
+PyTorch's own checkpointing does it, on the autograd graph that eager has, so gradients are added in eager's order. What it
+leaves to its user is done here: the second run finds the module's attributes, its buffers and the generators of Python and
+NumPy as the first one found them, leaves them as they are now, and takes over every decision of the first one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lowtide.capture.python_state.attribute_effects import put_back, snapshot
+from lowtide.errors import ExecutionError
+
+_ATEN = torch.ops.aten
+_DECIDING = {  # operators that make something discrete of continuous values, or a number of Python's of a tensor
+    _ATEN._local_scalar_dense.default, _ATEN.equal.default, _ATEN.nonzero.default, _ATEN.multinomial.default,
+    _ATEN.topk.default, _ATEN.kthvalue.default, _ATEN.mode.default, _ATEN.sort.default, _ATEN.sort.stable,
+    _ATEN.argmax.default, _ATEN.argmin.default, _ATEN.max.dim, _ATEN.min.dim,
+    _ATEN.bucketize.Tensor, _ATEN.searchsorted.Tensor,
+    _ATEN.lt.Scalar, _ATEN.le.Scalar, _ATEN.gt.Scalar, _ATEN.ge.Scalar, _ATEN.eq.Scalar, _ATEN.ne.Scalar,
+    _ATEN.lt.Tensor, _ATEN.le.Tensor, _ATEN.gt.Tensor, _ATEN.ge.Tensor, _ATEN.eq.Tensor, _ATEN.ne.Tensor,
+}  # fmt: skip
+_NOTHING: tuple[Any, Any] = (None, None)
+_DISCRETE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def recomputed(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    on_run: Callable[[], None],
+) -> Any:
+    """``forward(*args, **kwargs)`` of ``module``, which keeps its arguments and decisions and runs again where the backward
+    pass needs what it saved: ``on_run`` is called then."""
+    before, names, count = _State(module), tuple(kwargs), len(args)
+    decisions: list[Any] = []
+
+    def flat(*values: Any) -> Any:
+        return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    def contexts() -> tuple[Any, Any]:
+        return _Recording(decisions), _again(module, before, decisions, on_run)
+
+    return checkpoint(flat, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+
+
+@contextlib.contextmanager
+def _again(module: nn.Module, before: _State, decisions: list[Any], on_run: Callable[[], None]) -> Iterator[None]:
+    on_run()
+    now = _State(module)
+    before.put_back(module)
+    try:
+        with _Replaying(decisions):
+            yield
+    finally:
+        now.put_back(module)
+
+
+class _State:
+    """What a run of the module may depend on beside its arguments and parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.attributes = snapshot(module)
+        self.registered = [(each, dict(each._buffers)) for each in module.modules()]
+        self.buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        self.generators = random.getstate(), np.random.get_state()
+
+    def put_back(self, module: nn.Module) -> None:
+        put_back(module, self.attributes)
+        for each, buffers in self.registered:
+            each._buffers.clear()
+            each._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in self.buffers:
+                with _unsafe_preserve_version_counter(buffer):
+                    buffer.copy_(value)
+        random.setstate(self.generators[0])
+        np.random.set_state(self.generators[1])
+
+
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what operators decide: numbers that Python reads from tensors, and discrete results of continuous values."""
+
+    def __init__(self, decisions: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.decisions = decisions
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _DECIDING:
+            self.decisions.append((func, pytree.tree_map(_discrete, result)))
+        return result
+
+
+class _Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has operators decide as they did before."""
+
+    def __init__(self, decisions: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.decisions = iter(list(decisions))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _DECIDING:
+            return func(*args, **(kwargs or {}))
+        known, decided = next(self.decisions, _NOTHING)
+        if known is not func:
+            raise ExecutionError(
+                f"a module that is run again in the backward pass does something else than in the forward pass ({func} instead "
+                f"of {known}): it depends on what lies outside of the model. Run the model under lowtide.online."
+            )
+        leaves, spec = pytree.tree_flatten(decided)
+        if all(leaf is not None for leaf in leaves):
+            return pytree.tree_unflatten([_copied(leaf) for leaf in leaves], spec)
+        results = pytree.tree_leaves(func(*args, **(kwargs or {})))
+        chosen = [new if old is None else _copied(old) for old, new in zip(leaves, results, strict=True)]
+        return pytree.tree_unflatten(chosen, spec)
+
+
+def _discrete(value: Any) -> Any:
+    """What is kept of a result: all that is no tensor of continuous values."""
+    if isinstance(value, torch.Tensor):
+        return value.detach() if value.dtype in _DISCRETE else None
+    return value
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

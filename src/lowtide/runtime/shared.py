@@ -1,0 +1,349 @@
+"""One budget for several programs of a step: graphs of ``torch.compile``, or parts of a model.
+
+Graphs run in order in the forward pass and in reverse in the backward pass. While graph i runs, the graphs before it
+hold what they saved and what they returned, and the graphs after it have left gradients behind: those of parameters stay (one
+per parameter, however many graphs read it), those of what an earlier graph returned stay until it takes them. Python code
+between the graphs may hold memory, too; that is measured, where a pass of a graph begins. So the step fits where, for every i::
+
+    between(i) + sum of saved(j) for j < i  +  peak(i)  +  gradients left by j > i   <=   budget
+
+and where no gap between them took more than the rest of the budget. A graph becomes known when it is first called: it gets a
+first plan for what the graphs before it leave, which saves the share that graphs have been given so far (at first, as little
+as it can) where others will follow. Where that does not suffice, the step goes on with the lowest plan that the graph has (said
+in the log). After a step with first plans, and after one that did not fit (a graph that is known ran a second time, or at
+another shape, before the backward pass), all graphs are planned together (``lowtide.sharing``): only then is there a search,
+once for all of them. A budget in percent grows with the graphs that are known, so where more will come, the first cannot fail
+it either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from lowtide.budget import is_percentage, parse_budget
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.memory.allocators import PeakWindow, allocated_bytes, meter_of
+from lowtide.pipeline import FIRST_PLANNER, check_device, make_program_plan, program_costs, share_planners, with_aside
+from lowtide.planning import Plan
+from lowtide.program import Program
+from lowtide.runtime.entry import Entry, with_plan
+from lowtide.runtime.forward_pass import ForwardPass, gradients_of, left_gradient_bytes
+from lowtide.runtime.planned import Planned
+from lowtide.runtime.step import ModelCall
+from lowtide.runtime.step_record import Gap, StepRecord
+from lowtide.settings import Settings, searches
+from lowtide.sharing import Constraint, Footprint, Member, choose, peak_bytes, sequential_constraints
+from lowtide.sharing.assignment import as_alone, plan_alone, saved_fraction
+
+_LOG = logging.getLogger(__name__)
+
+
+class SharedBudget:
+    """``ran`` are the forward passes of the current step, in order: a graph may run several times, by different plans, too.
+    What waits from earlier steps (a loss that is kept, say) is a part of every step. ``resident_bytes`` of a total budget are
+    taken.
+    """
+
+    def __init__(self, settings: Settings, what: str = "graphs") -> None:
+        self.settings = settings
+        self.what = what  # the programs are, for messages
+        self.resident_bytes = 0
+        self.give_way: Callable[[int], bool] | None = None  # asked for so many bytes, whether the next step needs less
+        self.steps = 0
+        self.ran: list[ForwardPass] = []
+        self.gaps: list[Gap] = []
+        self.record = StepRecord()
+        # Whether steps differ, so that all are planned as the fullest: adds what may run as well to the passes of a record.
+        self.expected: Callable[[list[ForwardPass]], list[ForwardPass]] | None = None
+        self.exceeded = False
+        self._granted_bytes = 0  # of a budget in percent, for the step that took most
+        self.fraction = 0.0  # of what graphs would save, the part that they save by the plans in force
+        self._first_plans = False  # whether the current step runs by one
+        self.device = torch.device("cpu")
+        self._between_bytes = 0
+        self._known: dict[Entry, tuple[Member, Footprint]] = {}  # what each takes by its plan
+        self._level_bytes: int | None = None  # when the latest forward pass had ended, or the step began
+        self._start_bytes = 0  # level when the step began, but for what waited from earlier ones
+        self._window: PeakWindow | None = None
+        self._ending = False  # whether it is told of the end of a backward pass
+        self._within = False  # a call that says itself when it begins
+
+    @contextlib.contextmanager
+    def call(self, device: torch.device) -> Iterator[None]:
+        """The call of a model, inside of which all graphs run: what is allocated before the first of them counts, too."""
+        self._begin(device)
+        self._within = True
+        try:
+            yield
+        finally:
+            self._within = False
+
+    def _begin(self, device: torch.device) -> None:
+        """In a new step where most of what ran waits no more for its backward pass."""
+        self.device = device
+        self._end_gap(noted=False)  # whatever ran since: the optimizer, say
+        pending = [one for one in self.ran if one.is_pending]
+        if 2 * len(pending) <= len(self.ran):
+            self._note_step()
+            self._grant()
+            if self.exceeded or self._first_plans or not self._fits():
+                self._replan()
+            self.steps += 1
+            self.gaps.clear()
+            self._between_bytes = 0
+            for one in pending:
+                one.backward_between_bytes = None
+            self._level_bytes = allocated_bytes(device)
+            self._start_bytes = (self._level_bytes or 0) - self._saved_bytes(pending)
+        else:
+            self._count_between()
+        self.ran = pending
+        self._begin_gap()
+
+    def enter(self, device: torch.device) -> None:
+        """A graph is about to run."""
+        if not self._within:
+            self._begin(device)
+            self._end_gap()
+            return
+        self.device = device
+        self._end_gap()
+        self._count_between()
+
+    def _count_between(self) -> None:
+        level = allocated_bytes(self.device)
+        if level is not None and self._level_bytes is not None:
+            self._between_bytes += level - self._level_bytes
+        self._level_bytes = level
+
+    def add(self, graph: Planned, entry: Entry, inputs: Sequence[torch.Tensor], call: ModelCall | None) -> None:
+        """``graph`` ran by ``entry``."""
+        if call is not None:
+            gradients = tuple(gradients_of(entry, inputs, self.ran))
+            key = (id(graph), sum(1 for other in self.ran if other.graph is graph))
+            one = ForwardPass(key, graph, entry, weakref.ref(call), max(self._between_bytes, 0), gradients)
+            call.on_backward = functools.partial(self._measure_between, one)
+            call.on_end = self._begin_gap
+            self.ran.append(one)
+        self._level_bytes = allocated_bytes(self.device)
+        self._begin_gap()
+
+    def go_on(self) -> None:
+        """What was about to run was none of the graphs: code between them goes on."""
+        self._level_bytes = allocated_bytes(self.device)
+        self._begin_gap()
+
+    def _begin_gap(self) -> None:
+        self._end_gap()
+        meter = meter_of(self.device)
+        self._window = None if meter is None else PeakWindow(meter)
+
+    def _end_gap(self, noted: bool = True) -> None:
+        """Note what code between graphs held at most, beside what graphs wait with."""
+        window, self._window = self._window, None
+        if window is None:
+            return
+        peak_bytes = window.start_bytes + window.peak_bytes
+        window.close()
+        if not noted:
+            return
+        waiting = tuple(one for one in self.ran if one.is_pending)
+        self.gaps.append((max(peak_bytes - self._start_bytes - self._saved_bytes(waiting), 0), waiting))
+
+    def _saved_bytes(self, waiting: Sequence[ForwardPass]) -> int:
+        return sum(self.member(one)[1].saved_bytes for one in waiting)
+
+    def in_backward(self) -> None:
+        """A backward pass is under way, at the end of which the last gap ends."""
+        if not self._ending:
+            self._ending = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
+
+    def _backward_over(self) -> None:
+        self._ending = False
+        self._end_gap()
+
+    def _measure_between(self, one: ForwardPass) -> None:
+        """Its backward pass is about to begin: what is held by nobody that the plans know of?"""
+        self._end_gap()
+        self.in_backward()
+        level = allocated_bytes(self.device)
+        if level is None or self._level_bytes is None or one not in self.ran or len(self.ran) < 2:
+            return
+        place = self.ran.index(one)
+        (member, _), *later = map(self.member, self.ran[place:])
+        expected = left_gradient_bytes(self.ran, sums=False)[place] + member.arriving_bytes
+        released = sum(taken.saved_bytes for _, taken in later)
+        found = max(self._between_bytes, 0) + level - self._level_bytes + released - expected
+        one.backward_between_bytes = max(found, one.backward_between_bytes or 0)
+
+    def member(self, one: ForwardPass) -> tuple[Member, Footprint]:
+        """The program of a pass, and what it takes by its plan."""
+        entry = one.entry
+        if entry not in self._known:
+            member = Member(entry.program, entry.plan.costs, outputs_held=True)
+            self._known[entry] = member, member.footprint(entry.plan.schedule)
+        return self._known[entry]
+
+    def plan(self, program: Program, replaced: Entry | None, more_follow: bool, at_new_sizes: bool) -> Plan:
+        """A plan for what the forward passes before this one, and code between them, leave of the budget; in the place of
+        ``replaced``, where there is one. ``more_follow``: other graphs will run after it. ``at_new_sizes``: of a graph that is
+        known, which is no reason to plan all again where steps differ anyway."""
+        first_plans = self._first_plans
+        try:
+            return self._plan(program, replaced, more_follow)
+        finally:
+            if at_new_sizes and self.expected is not None:
+                self._first_plans = first_plans
+
+    def _plan(self, program: Program, replaced: Entry | None, more_follow: bool) -> Plan:
+        earlier, between = self._before(replaced)
+        costs = program_costs(program)
+        known = list(map(self.member, earlier))
+        own = Member(program, costs, outputs_held=True)
+        members = [*(member for member, _ in known), own]
+        bases = [*(one.between for one in earlier), (between, between)]
+        constraints = sequential_constraints(range(len(members)), bases, [*left_gradient_bytes(earlier), 0])
+        budget, reserve = self._budget(members, constraints)
+        check_device(program, budget + reserve)
+        room = budget - between - sum(taken.saved_bytes for _, taken in known)
+        known_later = more_follow and is_percentage(self.settings.given) and not self._granted_bytes
+        if known_later:  # of what is not known yet
+            room = max(room, own.keep_all.forward_bytes, own.keep_all.backward_bytes)
+        try:
+            return self._planned(own, max(room, 1), self.fraction if more_follow else 1.0)
+        except InfeasibleBudgetError as error:
+            if not earlier and not known_later:
+                raise with_aside(error, reserve) from None
+            _LOG.warning(
+                "%s %d of the step needs %d bytes and has %d left: this step may exceed the budget; all are replanned",
+                self.what.removesuffix("s"), len(members), error.minimum_bytes, room,
+            )  # fmt: skip
+            self.exceeded = True
+            return self._planned(own, error.minimum_bytes, 0.0)
+
+    def _before(self, replaced: Entry | None) -> tuple[list[ForwardPass], int]:
+        """What ran before ``replaced``, or before now, and what code between held then."""
+        for place, one in enumerate(self.ran):
+            if one.entry is replaced:
+                return self.ran[:place], one.between_bytes
+        return self.ran, max(self._between_bytes, 0)
+
+    def _planned(self, member: Member, room: int, fraction: float) -> Plan:
+        """A plan within ``room`` bytes that saves about this fraction of what the program would save without one, or more where
+        that cannot be. Raises ``InfeasibleBudgetError``."""
+        limit = member.output_bytes + int(fraction * max(member.eager.saved_bytes - member.output_bytes, 0))
+        between = max(room - limit - member.arriving_bytes, 0) if fraction < 1 else 0
+        while True:
+            try:
+                return self._within_room(member, room, between)
+            except InfeasibleBudgetError as error:
+                if not between:
+                    raise
+                missing = error.minimum_bytes - room
+                between = between - missing if missing < between / 2 else 0
+
+    def _within_room(self, member: Member, room: int, between: int) -> Plan:
+        settings = dataclasses.replace(
+            self.settings, budget=room, total_budget=None, reserve=0, between_bytes=between, planning="wait"
+        )
+        if searches(self.settings.planner):
+            with contextlib.suppress(InfeasibleBudgetError):
+                first = dataclasses.replace(settings, planner=FIRST_PLANNER)
+                plan = make_program_plan(member.program, first, costs=member.costs)
+                self._first_plans = self._first_plans or plan.overhead > 0
+                return as_alone(plan, member)
+        return as_alone(make_program_plan(member.program, settings, costs=member.costs), member)
+
+    def _note_step(self) -> None:
+        """For the plans of the next one."""
+        if self.expected is None:
+            self.record.replace(self.ran, self.gaps)
+            return
+        self.record.merge(self.ran, self.gaps, lambda one: self.member(one)[0].eager.saved_bytes)
+        self.record.passes = self.expected(self.record.passes)
+
+    def _fits(self) -> bool:
+        """Whether what ran stays within the budget together."""
+        if not self.record.are_several:
+            return True
+        constraints = self.record.constraints(range(len(self.record.passes)))
+        known = list(map(self.member, self.record.passes))
+        budget, _ = self._budget([member for member, _ in known], constraints)
+        over = peak_bytes(constraints, [taken for _, taken in known]) - budget
+        if over > 0:
+            _LOG.warning(
+                "the %d %s of the step exceed the budget of %d bytes by %d (code between them held up to %d): all are "
+                "replanned",
+                len(known), self.what, budget, over, self.record.most_between,
+            )  # fmt: skip
+        return over <= 0
+
+    def _grant(self) -> None:
+        """A step that takes less, of a short last batch, say, may have the memory of the one that took most."""
+        if self.record.are_several and is_percentage(self.settings.given):
+            passes = self.record.passes
+            members = [self.member(one)[0] for one in passes]
+            self._granted_bytes, _ = self._budget(members, self.record.constraints(range(len(passes))))
+
+    def _replan(self) -> None:
+        """Plan all that ran in the last step together."""
+        self.exceeded = self._first_plans = False
+        passes = self.record.passes
+        members = {one.entry: self.member(one)[0] for one in passes}
+        self._known.clear()
+        if not self.record:  # the step was broken off
+            return
+        entries = list(members)
+        constraints = self.record.constraints([entries.index(one.entry) for one in passes])
+        budget, reserve = self._budget([*members.values()], constraints)
+        settings = dataclasses.replace(self.settings, budget=budget, total_budget=None, reserve=0)
+        planning, quick = share_planners(settings)
+        if quick is not None and self.settings.planning == "background":  # rather than have training wait
+            planning, quick = quick, None
+        try:
+            chosen = choose([*members.values()], constraints, budget, planning, quick)
+        except InfeasibleBudgetError as error:
+            if self.give_way is not None and self.give_way(error.minimum_bytes - budget):
+                self.exceeded, self.record = True, StepRecord()
+                return
+            raise self._infeasible(error, budget, reserve) from None
+        self.fraction = saved_fraction(chosen, [*members.values()])
+        plans = dict(zip(entries, map(plan_alone, chosen, members.values()), strict=True))
+        for graph in dict.fromkeys(one.graph for one in passes):
+            for known in graph.entries.values():
+                known[:] = [with_plan(entry, plans.get(entry)) for entry in known]
+                for entry in known:
+                    entry.for_masks.clear()
+                    entry.for_masks[entry.program.mask] = entry
+
+    def _infeasible(self, error: InfeasibleBudgetError, budget: int, reserve: int) -> InfeasibleBudgetError:
+        between = self.record.most_between
+        held = f", {between} of them for code between them" if between else ""
+        advice = "avoid the graph breaks" if self.what == "graphs" else "run the model under lowtide.online"
+        own = InfeasibleBudgetError(
+            f"the {len(self.record.passes)} {self.what} of the step need {error.minimum_bytes} bytes together{held}, more than "
+            f"the budget of {budget}; raise it, or {advice}.",
+            minimum_bytes=error.minimum_bytes,
+            budget_bytes=budget,
+        )
+        return with_aside(own, reserve)
+
+    def _budget(self, members: Sequence[Member], constraints: Sequence[Constraint]) -> tuple[int, int]:
+        """The bytes that the graphs share, and those beside them of the budget; a percentage is of the peak of the graphs
+        together without recomputation."""
+        keep_all = peak_bytes(constraints, [member.keep_all for member in members])
+        reserve = parse_budget(self.settings.reserve, keep_all, what="reserve") if self.settings.reserve else 0
+        if self.settings.total_budget is not None:
+            aside = reserve + self.resident_bytes
+            return max(
+                parse_budget(self.settings.total_budget, keep_all + aside) - aside, self._granted_bytes, 1
+            ), aside
+        return max(parse_budget(self.settings.given, keep_all) - reserve, self._granted_bytes), reserve

@@ -1,0 +1,60 @@
+"""The planned ``forward`` of one of several programs that share a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.capture import Captured
+from lowtide.pipeline import fused
+from lowtide.planning import Plan
+from lowtide.program import Program
+from lowtide.program.results import GradientMask
+from lowtide.runtime.entry import Entry, Sample
+from lowtide.runtime.planned import Planned
+from lowtide.runtime.shared import SharedBudget
+
+
+class SharingForward(Planned):
+    """A module that runs by the plans of ``shared``. ``more_follow``: others run after it in the same step."""
+
+    more_follow = True
+
+    def __init__(self, module: nn.Module, shared: SharedBudget) -> None:
+        super().__init__(module, dataclasses.replace(shared.settings, planning="wait"))
+        self.shared = shared
+        self._replaced: Entry | None = None  # by what is being planned in the backward pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.shared.enter(self._device_of(args))
+        return super().__call__(*args, **kwargs)
+
+    def _device_of(self, args: Sequence[Any]) -> torch.device:
+        tensors = (each for each in (*args, *self.model.parameters()) if isinstance(each, torch.Tensor))
+        return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+
+    def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = super().run(entry, inputs)
+        call = next((getattr(output.grad_fn, "call", None) for output in outputs if output.grad_fn is not None), None)
+        self.shared.add(self, entry, inputs, call)
+        return outputs
+
+    def planned(self, captured: Captured, sample: Sample) -> tuple[Program, Plan]:
+        program = fused(captured.program, self.settings)
+        return program, self.shared.plan(program, self._replaced, self.more_follow, bool(self.entries))
+
+    def entry_for(self, mask: GradientMask, old: Entry) -> Entry:
+        """In the backward pass, in the place of what ran in the forward pass."""
+        self._replaced = old
+        try:
+            new = super().entry_for(mask, old)
+        finally:
+            self._replaced = None
+        for one in self.shared.ran:
+            if one.entry is old:
+                one.entry = new
+        return new

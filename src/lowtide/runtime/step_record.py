@@ -1,0 +1,68 @@
+"""What ran in a step, for planning the next ones; of a model whose steps differ, the fullest step that they make up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from lowtide.runtime.forward_pass import ForwardPass, left_gradient_bytes
+from lowtide.sharing import Constraint, sequential_constraints
+
+Key = tuple[int, int]
+Gap = tuple[int, tuple[ForwardPass, ...]]  # most bytes held by no program, and who waited for its backward pass
+
+
+class StepRecord:
+    """``passes`` in order; ``gaps``: the most bytes that no program held while passes up to this one waited."""
+
+    def __init__(self) -> None:
+        self.passes: list[ForwardPass] = []
+        self.gaps: dict[Key | None, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.passes or self.gaps)
+
+    def replace(self, ran: Sequence[ForwardPass], gaps: Sequence[Gap]) -> None:
+        """The last step alone."""
+        self.passes, self.gaps = [], {}
+        self.merge(ran, gaps, lambda _: 0)
+
+    def merge(self, ran: Sequence[ForwardPass], gaps: Sequence[Gap], size: Callable[[ForwardPass], int]) -> None:
+        """Another step: what is new in it runs too, in its place; of what ran in both, the larger one by ``size`` counts."""
+        place = 0
+        for one in ran:
+            known = next((i for i, other in enumerate(self.passes) if other.key == one.key), None)
+            if known is None:
+                self.passes.insert(place, one)
+            else:
+                place = known
+                other = self.passes[place]
+                larger = one if size(one) >= size(other) else other
+                between = [max(pair) for pair in zip(one.between, other.between, strict=True)]
+                self.passes[place] = dataclasses.replace(
+                    larger, between_bytes=between[0], backward_between_bytes=between[1]
+                )
+            place += 1
+        for held, waiting in gaps:
+            last = waiting[-1].key if waiting else None
+            self.gaps[last] = max(held, self.gaps.get(last, 0))
+
+    @property
+    def are_several(self) -> bool:
+        """Whether the plan of one program does not tell all."""
+        return len(self.passes) > 1 or any(self.gaps.values())
+
+    @property
+    def most_between(self) -> int:
+        """The most that code between programs held."""
+        return max([*self.gaps.values(), *(max(one.between) for one in self.passes)], default=0)
+
+    def constraints(self, order: Sequence[int]) -> list[Constraint]:
+        """Of the passes, by members in this ``order``, and of the gaps between."""
+        places = {one.key: place + 1 for place, one in enumerate(self.passes)}
+        gaps = [
+            Constraint(held, -1, False, tuple(order[: places.get(last, 0) if last else 0]))
+            for last, held in self.gaps.items()
+        ]
+        between = [one.between for one in self.passes]
+        return sequential_constraints(order, between, left_gradient_bytes(self.passes)) + gaps

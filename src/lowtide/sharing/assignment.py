@@ -1,0 +1,63 @@
+"""How a program that shares a budget runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lowtide.ir import keep_all_schedule, simulate
+from lowtide.planning import Plan, make_plan
+from lowtide.sharing.constraints import Footprint, Member
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a program's planner is given: bytes that it may take while it runs, ``between_bytes`` of them for others while it
+    waits for its backward pass."""
+
+    budget_bytes: int
+    between_bytes: int
+
+
+Planning = Callable[[Member, Share], Plan]  # raises InfeasibleBudgetError
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """How a member runs, and the memory that it takes then: by ``plan``, made for ``share``, or without one, keeping all."""
+
+    footprint: Footprint
+    share: Share | None = None
+    plan: Plan | None = None
+
+    def time_ns(self, member: Member) -> int:
+        return member.costs.total_time_ns if self.plan is None else self.plan.time_ns
+
+
+def plan_alone(chosen: Assignment, member: Member) -> Plan:
+    """The plan of an assignment, which was made with room for others, as one of the graph alone."""
+    graph, costs = member.program.graph, member.costs
+    if chosen.plan is None:
+        keep_all = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+        return make_plan(graph, costs, budget=keep_all, planner="keep-all")
+    return as_alone(chosen.plan, member)
+
+
+def as_alone(plan: Plan, member: Member) -> Plan:
+    """A plan that was made with room for others, as one of the program by itself."""
+    graph, costs = member.program.graph, member.costs
+    if plan.costs is costs:
+        return plan
+    keep_all = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+    peak = simulate(graph, costs, plan.schedule).peak_bytes
+    return dataclasses.replace(
+        plan, costs=costs, peak_bytes=peak, unconstrained_peak_bytes=keep_all, lower_bound_ns=None
+    )
+
+
+def saved_fraction(chosen: Sequence[Assignment], members: Sequence[Member]) -> float:
+    """Of what the members would save beyond their outputs without plans, the part that they save."""
+    taken = sum(one.footprint.saved_bytes - member.output_bytes for one, member in zip(chosen, members, strict=True))
+    most = sum(member.eager.saved_bytes - member.output_bytes for member in members)
+    return min(max(taken / most, 0.0), 1.0) if most > 0 else 1.0

@@ -1,0 +1,78 @@
+"""What is left of a shared budget, given to the members to which it is worth most.
+
+Every member may run by any assignment of its menu. From the ones that were chosen, members change to quicker ones as long as
+all constraints hold: the time saved per byte that is saved for longer decides, and among equal members the later one goes
+first, since fewer others run while it waits. A greedy solution of a multiple-choice knapsack with a row per constraint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtide.sharing.assignment import Assignment
+from lowtide.sharing.constraints import Constraint, Footprint, Member
+
+
+def upgraded(
+    members: Sequence[Member],
+    constraints: Sequence[Constraint],
+    chosen: Sequence[Assignment],
+    menus: Sequence[Sequence[Assignment]],
+    budget_bytes: int,
+) -> list[Assignment]:
+    """``chosen`` with quicker assignments for some members; what fitted into ``budget_bytes`` still does."""
+    rows = _Rows(constraints, len(members))
+    result = list(chosen)
+    totals = rows.totals([one.footprint for one in result])
+    candidates = []
+    for index, (member, own) in enumerate(zip(members, chosen, strict=True)):
+        for option in menus[index]:
+            gain = own.time_ns(member) - option.time_ns(member)
+            more = max(option.footprint.saved_bytes - own.footprint.saved_bytes, 1)
+            if gain > 0:
+                candidates.append((gain / more, index, option))
+    for _, index, option in sorted(candidates, key=lambda one: one[:2], reverse=True):
+        own, member = result[index], members[index]
+        if option.time_ns(member) >= own.time_ns(member):
+            continue
+        tried = totals + rows.change(index, own.footprint, option.footprint)
+        if int(tried.max(initial=0)) <= budget_bytes:
+            result[index], totals = option, tried
+    return result
+
+
+class _Rows:
+    """Constraints as columns: how often each member is in each of them, in which role."""
+
+    def __init__(self, constraints: Sequence[Constraint], members: int) -> None:
+        shape = (len(constraints), members)
+        self.base = np.array([one.base_bytes for one in constraints], dtype=np.int64)
+        self.saved, self.entering, self.forward, self.backward = (np.zeros(shape, dtype=np.int64) for _ in range(4))
+        for row, one in enumerate(constraints):
+            for member in one.saved:
+                self.saved[row, member] += 1
+            if one.running >= 0:
+                (self.backward if one.backward else self.forward)[row, one.running] = 1
+            elif one.entering >= 0:
+                self.entering[row, one.entering] = 1
+
+    def totals(self, footprints: Sequence[Footprint]) -> npt.NDArray[np.int64]:
+        found = self.base.copy()
+        for index, footprint in enumerate(footprints):
+            found += self._of(index, footprint)
+        return found
+
+    def change(self, member: int, before: Footprint, after: Footprint) -> npt.NDArray[np.int64]:
+        return self._of(member, after) - self._of(member, before)
+
+    def _of(self, member: int, own: Footprint) -> npt.NDArray[np.int64]:
+        found: npt.NDArray[np.int64] = (
+            self.saved[:, member] * own.saved_bytes
+            + self.entering[:, member] * own.entering_bytes
+            + self.forward[:, member] * own.forward_bytes
+            + self.backward[:, member] * own.backward_bytes
+        )
+        return found
