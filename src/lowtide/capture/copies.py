@@ -64,7 +64,7 @@ def copy_without_data(
             "model itself is left alone. Keep what copy.deepcopy refuses outside of the model, in a variable say."
         ) from error
     if planned is not None:
-        del clone.__dict__["forward"]
+        clone.__dict__.pop("forward", None)
         if planned.had_instance_forward:
             memo[id(model)] = clone
             clone.forward = copy.deepcopy(planned.original_forward, memo)

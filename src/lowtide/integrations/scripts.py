@@ -1,0 +1,173 @@
+"""A training script as it is: run as Python runs it, and what it trains planned where it is found (``integrations.roots``)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import CodeType, TracebackType
+from typing import Any
+
+from torch import nn
+
+from lowtide.api import plans, rematerialize
+from lowtide.capture.sharded import is_sharded
+from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
+from lowtide.integrations import roots
+from lowtide.integrations.roots import Root, Roots
+from lowtide.units import format_bytes, format_percent
+
+INTERRUPTED = 130
+_OURS = (__file__, roots.__file__, runpy.__file__, "<frozen runpy>")
+
+
+def run_script(target: str, arguments: Sequence[str], *, as_module: bool) -> int:
+    """Run a file, or a module by its name, as ``python`` does; returns the exit code.
+
+    Raises ``PlanError`` where there is no such file or module, and whatever error of this package ends the script.
+    """
+    folder = os.getcwd() if as_module else os.path.dirname(os.path.realpath(target))
+    with _process(target, arguments, folder):
+        try:
+            if as_module:
+                runpy.run_module(target, run_name="__main__", alter_sys=True)
+            else:
+                _require_file(target)
+                runpy.run_path(target, run_name="__main__")
+        except LowtideError:
+            raise
+        except SystemExit as ended:
+            return _exit_code(ended)
+        except BaseException as error:  # noqa: BLE001 - the interpreter's own last resort
+            own = _without_our_frames(error.__traceback__)
+            if own is None and isinstance(error, ImportError):
+                raise PlanError(f"{target} cannot be run: {error}.") from None
+            sys.excepthook(type(error), error.with_traceback(own), own)
+            return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _require_file(path: str) -> None:
+    if not os.path.exists(path):
+        raise PlanError(f"there is no script {path}; give a file, or a module with -m.")
+
+
+@contextlib.contextmanager
+def _process(target: str, arguments: Sequence[str], folder: str) -> Iterator[None]:
+    """Inside, arguments and the first folder of the path are those of the script."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [target, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def _exit_code(ended: SystemExit) -> int:
+    if ended.code is None or isinstance(ended.code, int):
+        return ended.code or 0
+    print(ended.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
+    return 1
+
+
+def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
+    if traceback is None:
+        return None
+    rest = _without_our_frames(traceback.tb_next)
+    code: CodeType = traceback.tb_frame.f_code
+    if code.co_filename in _OURS:
+        return rest
+    return TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
+
+
+def planned_roots(settings: Mapping[str, Any], skip: Collection[str], say: Callable[[str], None]) -> Roots:
+    """Inside, what a script trains is rematerialized with these ``settings``, at its first call; what cannot be runs as it is.
+
+    ``skip``: names of classes to leave alone. ``say`` is told once of each model what becomes of it. A budget that is too small
+    for one is the script's ``InfeasibleBudgetError``.
+    """
+
+    def found(root: Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        reason = f"{type(module).__name__} was named by --skip" if type(module).__name__ in skip else _reason(module)
+        root.outside = reason or _planned(root, module, args, kwargs, settings)
+        say(f"{root.name} {f'runs without a plan: {root.outside}' if root.outside else _promise(module)}")
+
+    return Roots(found)
+
+
+def _promise(module: nn.Module) -> str:
+    made = plans(module)
+    if not made:
+        return "is planned"
+    peak, whole = format_bytes(made[0].peak_bytes), format_bytes(made[0].unconstrained_peak_bytes)
+    return f"is planned: a pass takes {peak} instead of {whole}, {format_percent(made[0].overhead)} longer"
+
+
+def _reason(module: nn.Module) -> str:
+    """Why a module is not even tried; empty if it is."""
+    if type(module).__module__.startswith("torch.nn.modules") and next(module.children(), None) is None:
+        return "it is one operator, of which there is nothing to run again"
+    if isinstance(module, nn.DataParallel):
+        return "DataParallel runs copies of the model that are new in every step; use DistributedDataParallel"
+    if type(module).__name__ == "FullyShardedDataParallel" or any(map(is_sharded, module.modules())):
+        return "it is sharded; plan its blocks with lowtide.integrations.fsdp.rematerialize_blocks"
+    return ""
+
+
+def _planned(
+    root: Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Mapping[str, Any]
+) -> str:
+    """Rematerialize a root; returns why that cannot be."""
+    compiler = settings.get("compiler") or ("inductor" if root.compiled else "eager")
+    try:
+        rematerialize(module, args, kwargs, **{**settings, "compiler": compiler})
+    except InfeasibleBudgetError as error:
+        root.outside = "the budget is too small for it"
+        raise InfeasibleBudgetError(
+            f"{root.name}: {error} (lowtide run --skip {type(module).__name__} leaves this model alone)",
+            minimum_bytes=error.minimum_bytes,
+            operator=error.operator,
+            source=error.source,
+            budget_bytes=error.budget_bytes,
+            aside_bytes=error.aside_bytes,
+        ) from None
+    except LowtideError as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - training goes on
+        return f"an internal error, please report it ({type(error).__name__}: {error})"
+    return ""
+
+
+def facts(root: Root) -> dict[str, Any]:
+    """A model's part of the summary, as plain data."""
+    plan = root.plan
+    return {
+        "model": root.name,
+        "budget_bytes": plan and plan.budget_bytes,
+        "planned_peak_bytes": plan and plan.peak_bytes,
+        "unconstrained_peak_bytes": plan and plan.unconstrained_peak_bytes,
+        "overhead_percent": plan and 100 * plan.overhead,
+        "plans": root.plans,
+        "planned_calls": root.planned_calls,
+        "calls": root.calls,
+        "measured_peak_bytes": root.measured_bytes,
+        "outside": root.outside,
+    }
+
+
+HEADER = ("model", "without", "budget", "planned", "measured", "overhead", "plans", "calls by a plan")
+
+
+def cells(root: Root) -> tuple[str, ...]:
+    """A model's row of the summary, below ``HEADER``."""
+    plan = root.plan
+    calls = f"{root.planned_calls} of {root.calls}"
+    measured = "-" if root.measured_bytes is None else format_bytes(root.measured_bytes)
+    if plan is None:
+        return root.name, "-", "-", "-", measured, "-", "0", calls
+    amounts = map(format_bytes, (plan.unconstrained_peak_bytes, plan.budget_bytes, plan.peak_bytes))
+    return root.name, *amounts, measured, format_percent(plan.overhead), str(root.plans), calls
