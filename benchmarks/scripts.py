@@ -13,6 +13,7 @@ import argparse
 import gzip
 import json
 import os
+import pickle
 import platform
 import re
 import shutil
@@ -55,7 +56,8 @@ def _tokens(folder: Path) -> None:
     data = folder / "data" / "shakespeare_char"
     random = np.random.default_rng(0)
     for name in ("train", "val"):
-        random.integers(0, 256, 20_000, dtype=np.uint16).tofile(data / f"{name}.bin")
+        random.integers(0, 65, 20_000, dtype=np.uint16).tofile(data / f"{name}.bin")
+    (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65}))
 
 
 def _words(folder: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_graph_to_plan(option: str, trace: str, tmp_path: Path, capsys: pytest
 
 
 def test_too_small_a_budget(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", trace, "--budget", "2", "--json"]) == 3
+    assert main(["trace", trace, "--budget", "2B", "--json"]) == 3
     printed, message = capsys.readouterr()
     assert json.loads(printed)["status"] == "OOM"
     assert "nothing left to evict when" in message

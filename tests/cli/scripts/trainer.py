@@ -3,7 +3,7 @@
 import tempfile
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments, set_seed
 
 LENGTH = 32
 
@@ -26,6 +26,7 @@ def main() -> None:
             use_cpu=True, save_strategy="no", disable_tqdm=True, eval_strategy="epoch",
         )  # fmt: skip
         trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=Windows(), eval_dataset=Windows())
+        trainer.remove_callback(PrinterCallback)  # it prints times
         trainer.train()
     for entry in trainer.state.log_history:
         print(
