@@ -22,8 +22,8 @@ _EXAMPLES = 'give bytes as an int, a string with a unit such as "8GiB" or "700 M
 def parse_budget(budget: int | str, unconstrained_peak_bytes: int, *, what: str = "budget") -> int:
     """``budget`` in bytes, rounded down; a percentage is of ``unconstrained_peak_bytes``.
 
-    Raises ``PlanError``, naming ``what``, for anything that is not a positive amount, and for a text that is a number of at most
-    100 alone: a percentage may have been meant.
+    Raises ``PlanError``, naming ``what``, for anything that is not a positive amount, and for a text that is a number up to 100
+    alone: a percentage may have been meant.
     """
     refused = PlanError(f"{budget!r} is not a {what}; {_EXAMPLES}.")
     if isinstance(budget, str):

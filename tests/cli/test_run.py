@@ -63,9 +63,7 @@ def _model(summary: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def test_a_plain_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The same losses; every call by a plan, of which the short last batch has its own; the peak as promised; the exit code."""
     words = ["plain.py", "7", "3"]
     expected = _alone(words, monkeypatch, capsys)
@@ -114,7 +112,9 @@ def test_trainers(
     assert capsys.readouterr().out == expected
     first = summary["models"][0]
     assert first["planned_calls"] == first["calls"] > 5
-    assert summary["peak_bytes"] <= first["budget_bytes"] * 1.01  # the loss of the Lightning script is outside of its model
+    assert (
+        summary["peak_bytes"] <= first["budget_bytes"] * 1.01
+    )  # the loss of the Lightning script is outside of its model
 
 
 def test_a_script_that_fails(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """``lowtide compare FILE...``: planners side by side on graphs from files; needs neither a model nor torch.
 
-Percentages of ``--budgets`` refer to the peak without recomputation; a number alone is bytes. A planner that fails is a cell of the table, never
-the end of it.
+Percentages of ``--budgets`` refer to the peak without recomputation; a number alone is bytes. A planner that fails is a cell
+of the table, never the end of it.
 """
 
 from __future__ import annotations

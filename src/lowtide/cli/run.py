@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.options import add_planner_options
-from lowtide.errors import PlanError
+from lowtide.errors import ExecutionError, PlanError
 from lowtide.report.tables import fact_lines, table_lines
 from lowtide.report.writers import writer_of
 from lowtide.settings import Settings
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lowtide.integrations.roots import Roots
 
 SUMMARY_FORMAT = "lowtide-run/1"
+_MOST_ROWS, _MOST_NAMES = 30, 5
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +77,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         with found:
             return run_script(target, arguments, as_module=as_module)
+    except ExecutionError:
+        names = " ".join(f"--skip {root.name.partition(' ')[0]}" for root in found.roots if not root.outside)
+        say(f"a planned model was used in a way that a plan cannot follow; leave it alone with {names}")
+        raise
     finally:
         if found.roots or sys.exc_info()[0] is None:
             _summarize(found, options.report)
@@ -124,9 +129,10 @@ def _summarize(found: Roots, report: str | None) -> None:
     if not found.roots:
         say("nothing was planned: no module was called in training mode (model.train()) with gradients")
     else:
-        lines = table_lines([HEADER, *map(cells, found.roots)])
-        outside = [f"outside of any plan, {root.name}: {root.outside}" for root in found.roots if root.outside]
-        say("\n".join(["what was trained, bytes of its largest pass", *lines, *outside, *_process_lines()]))
+        lines = table_lines([HEADER, *map(cells, found.roots[:_MOST_ROWS])])
+        more = len(found.roots) - _MOST_ROWS
+        lines += [f"and {more} more"] if more > 0 else []
+        say("\n".join(["what was trained, bytes of its largest pass", *lines, *_outside(found), *_process_lines()]))
     if report is None:
         return
     if report.endswith(".json") and not report.endswith(".trace.json"):
@@ -138,6 +144,21 @@ def _summarize(found: Roots, report: str | None) -> None:
     if plans:
         max(plans, key=lambda plan: plan.unconstrained_peak_bytes).report(report)
     say(f"report written to {report}" if plans else f"there is no plan to write to {report}")
+
+
+def _outside(found: Roots) -> list[str]:
+    """What ran without a plan, a line for each reason."""
+    names: dict[str, list[str]] = {}
+    for root in found.roots:
+        if root.outside:
+            names.setdefault(root.outside, []).append(root.name)
+    shown = ((_few(alike), reason) for reason, alike in names.items())
+    return [f"outside of any plan, {alike}: {reason}" for alike, reason in shown]
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def _process_lines() -> list[str]:

@@ -15,21 +15,21 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lowtide.capture import capture
-from lowtide.errors import LowtideError
-from lowtide.integrations.roots import Root, Roots
+from lowtide.integrations.roots import Root, Roots, not_planned, refused
 from lowtide.ir import Costs
 from lowtide.pipeline import make_program_plan, program_costs
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.progress import Progress
 from lowtide.report.curve import CURVE_PLANNER, Curve, CurvePoint, make_curve
+from lowtide.report.modules import merge_repeats
 from lowtide.report.report import Report
-from lowtide.report.tables import fact_lines
-from lowtide.report.text import module_table
+from lowtide.report.tables import fact_lines, table_lines
 from lowtide.settings import Settings
-from lowtide.units import format_bytes, format_percent
+from lowtide.units import format_bytes, format_percent, format_time
 
 SHARES = (90, 80, 70, 60, 50, 40, 30)  # percent of the peak: the budgets that are priced
+_MOST_ROWS = 40
 WORTHWHILE = 0.1  # the overhead up to which less memory is suggested
 
 
@@ -59,6 +59,7 @@ class Watch:
         self._steps, self._say = steps, say
         self._done: Counter[int] = Counter()  # steps by the optimizer's id
         self._modules: list[nn.Module] = []
+        self._optimizer: Optimizer | None = None  # that has not made a step
 
     def __enter__(self) -> Watch:
         self._hook = register_optimizer_step_post_hook(self._stepped)
@@ -73,17 +74,18 @@ class Watch:
         self._modules.clear()
 
     def _found(self, root: Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        try:
+        reason = not_planned(module)
+        if reason:
+            root.outside = reason
+            return
+        with refused(root):
             with torch.enable_grad():
                 program = capture(module, args, kwargs).program
-            costs = program_costs(program)
-        except LowtideError as error:
-            root.outside = str(error)
-            self._say(f"{root.name} cannot be planned as a whole: {error}")
-            return
-        root.outside = "it is watched"
-        self._modules.append(module)
-        self.watched.append(Watched(root, program, costs, _state_bytes(module)))
+            self.watched.append(Watched(root, program, program_costs(program), _state_bytes(module)))
+            self._modules.append(module)
+        if root.outside:
+            self._say(f"{root.name} cannot be planned as a whole: {root.outside}")
+        root.outside = root.outside or "it is watched"
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for watched, module in zip(self.watched, self._modules, strict=True):
@@ -95,12 +97,11 @@ class Watch:
             raise Enough(0)
 
     def _pass_ended(self) -> None:
-        if self.roots.passes >= self._steps and not self._done and not _any_optimizer():
+        if self.roots.passes < self._steps or self._done or self._optimizer is not None:
+            return
+        self._optimizer = next((one for one in gc.get_objects() if isinstance(one, Optimizer)), None)
+        if self._optimizer is None and self.watched:
             raise Enough(0)
-
-
-def _any_optimizer() -> bool:
-    return any(isinstance(one, Optimizer) for one in gc.get_objects())
 
 
 def _state_bytes(module: nn.Module) -> dict[str, int]:
@@ -134,7 +135,7 @@ class Advice:
         facts["a forward and backward pass"] = f"{format_bytes(self.plain.peak_bytes)} predicted{measured}"
         parts = [
             "\n".join([f"{self.name}: where memory goes", *fact_lines(facts)]),
-            "\n".join(["saved for the backward pass, without a budget", *module_table(self.plain.as_report())]),
+            "\n".join(["saved for the backward pass, without a budget", *_modules(self.plain)]),
             f"what a budget of the pass costs\n{self.curve}",
             self._suggestion(command),
         ]
@@ -147,6 +148,16 @@ class Advice:
         saved, share = format_bytes(whole - point.budget_bytes), -(-100 * point.budget_bytes // max(whole, 1))
         costs = format_percent(self.curve.overhead(point.time_ns))
         return f"{command.format(budget=f'{share}%')}\n  takes {saved} less, and {costs} longer per pass (predicted)"
+
+
+def _modules(plan: Plan) -> list[str]:
+    rows = merge_repeats(plan.as_report().rows)
+    most = sorted(rows, key=lambda row: -row.saved_bytes)[:_MOST_ROWS]
+    cells = [
+        (row.name or "(model)", format_bytes(row.saved_bytes), format_time(row.time_ns)) for row in rows if row in most
+    ]
+    more = [f"and {len(rows) - len(most)} more, smaller ones"] if len(rows) > len(most) else []
+    return [*table_lines([("module", "saved", "time"), *cells]), *more]
 
 
 def advise(watched: Watched, on_progress: Progress | None = None) -> Advice:

@@ -21,8 +21,9 @@ from torch._dynamo.decorators import skip
 from torch._dynamo.variables import nn_module
 
 from lowtide.api import restore, runtime_of
+from lowtide.capture.sharded import is_sharded
 from lowtide.capture.trace.patches import replaced
-from lowtide.errors import CaptureError
+from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError
 from lowtide.memory.allocators import PeakWindow, meter_of
 from lowtide.planning import Plan
 from lowtide.runtime.model import Rematerialized
@@ -60,6 +61,21 @@ class Root:
             self.plans = max(self.plans, sum(map(len, runtime.entries.values())))
             if self.plan is None or plan.unconstrained_peak_bytes >= self.plan.unconstrained_peak_bytes:
                 self.plan = plan
+
+
+@contextlib.contextmanager
+def refused(root: Root) -> Iterator[None]:
+    """Inside, what keeps a model from being planned becomes what is told of it, and training goes on without a plan. A budget
+    that is too small is an error still."""
+    try:
+        yield
+    except InfeasibleBudgetError:
+        root.outside = "the budget is too small for it"
+        raise
+    except LowtideError as error:
+        root.outside = str(error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+        root.outside = f"an internal error, please report it ({type(error).__name__}: {error})"
 
 
 class _Thread(threading.local):
@@ -122,6 +138,10 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
         """Call a module that is in no other root."""
         root = self._known.get(module)
         if root is None:
+            if (
+                torch._C._current_graph_task_id() != -1
+            ):  # a backward pass, of which activation checkpointing calls modules
+                return self._original(module, *args, **kwargs)
             parameters = [parameter.requires_grad for parameter in module.parameters()]
             if not parameters or is_wrapper(module) or torch.compiler.is_compiling() or is_transformed():
                 return self._original(module, *args, **kwargs)
@@ -211,6 +231,17 @@ def is_wrapper(module: nn.Module) -> bool:
         return len(module.device_ids) <= 1  # of more it makes copies, each time anew
     # A LightningModule reaches its trainer and all of its state, which no plan could be guarded by.
     return any(kind.__name__ in ("LightningModule", "DeepSpeedEngine") for kind in type(module).__mro__)
+
+
+def not_planned(module: nn.Module) -> str:
+    """Why it is not even tried to plan a module; empty if it is."""
+    if type(module).__module__.startswith("torch.nn.modules") and next(module.children(), None) is None:
+        return "it is one operator, of which there is nothing to run again"
+    if isinstance(module, nn.DataParallel):
+        return "DataParallel runs copies of the model that are new in every step; use DistributedDataParallel"
+    if type(module).__name__ == "FullyShardedDataParallel" or any(map(is_sharded, module.modules())):
+        return "it is sharded; plan its blocks with lowtide.integrations.fsdp.rematerialize_blocks"
+    return ""
 
 
 @contextlib.contextmanager

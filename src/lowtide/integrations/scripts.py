@@ -13,10 +13,9 @@ from typing import Any
 from torch import nn
 
 from lowtide.api import plans, rematerialize
-from lowtide.capture.sharded import is_sharded
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
 from lowtide.integrations import roots
-from lowtide.integrations.roots import Root, Roots
+from lowtide.integrations.roots import Root, Roots, not_planned, refused
 from lowtide.units import format_bytes, format_percent
 
 INTERRUPTED = 130
@@ -92,8 +91,10 @@ def planned_roots(settings: Mapping[str, Any], skip: Collection[str], say: Calla
     """
 
     def found(root: Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        reason = f"{type(module).__name__} was named by --skip" if type(module).__name__ in skip else _reason(module)
-        root.outside = reason or _planned(root, module, args, kwargs, settings)
+        reason = f"{type(module).__name__} was named by --skip" if type(module).__name__ in skip else ""
+        root.outside = reason or not_planned(module)
+        if not root.outside:
+            _plan(root, module, args, kwargs, settings)
         say(f"{root.name} {f'runs without a plan: {root.outside}' if root.outside else _promise(module)}")
 
     return Roots(found)
@@ -107,39 +108,20 @@ def _promise(module: nn.Module) -> str:
     return f"is planned: a pass takes {peak} instead of {whole}, {format_percent(made[0].overhead)} longer"
 
 
-def _reason(module: nn.Module) -> str:
-    """Why a module is not even tried; empty if it is."""
-    if type(module).__module__.startswith("torch.nn.modules") and next(module.children(), None) is None:
-        return "it is one operator, of which there is nothing to run again"
-    if isinstance(module, nn.DataParallel):
-        return "DataParallel runs copies of the model that are new in every step; use DistributedDataParallel"
-    if type(module).__name__ == "FullyShardedDataParallel" or any(map(is_sharded, module.modules())):
-        return "it is sharded; plan its blocks with lowtide.integrations.fsdp.rematerialize_blocks"
-    return ""
-
-
-def _planned(
+def _plan(
     root: Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Mapping[str, Any]
-) -> str:
-    """Rematerialize a root; returns why that cannot be."""
+) -> None:
     compiler = settings.get("compiler") or ("inductor" if root.compiled else "eager")
     try:
-        rematerialize(module, args, kwargs, **{**settings, "compiler": compiler})
+        with refused(root):
+            rematerialize(module, args, kwargs, **{**settings, "compiler": compiler})
     except InfeasibleBudgetError as error:
-        root.outside = "the budget is too small for it"
-        raise InfeasibleBudgetError(
-            f"{root.name}: {error} (lowtide run --skip {type(module).__name__} leaves this model alone)",
-            minimum_bytes=error.minimum_bytes,
-            operator=error.operator,
-            source=error.source,
-            budget_bytes=error.budget_bytes,
-            aside_bytes=error.aside_bytes,
-        ) from None
-    except LowtideError as error:
-        return str(error)
-    except Exception as error:  # noqa: BLE001 - training goes on
-        return f"an internal error, please report it ({type(error).__name__}: {error})"
-    return ""
+        text = f"{root.name}: {error} (lowtide run --skip {type(module).__name__} leaves this model alone)"
+        figures = {
+            name: getattr(error, name)
+            for name in ("minimum_bytes", "operator", "source", "budget_bytes", "aside_bytes")
+        }
+        raise InfeasibleBudgetError(text, **figures) from None
 
 
 def facts(root: Root) -> dict[str, Any]:

@@ -35,11 +35,10 @@ def summary_text(report: Report) -> str:
         least = report.least_overhead
         facts["overhead's lower bound"] = "none known" if least is None else format_percent(least)
     lines = [report.heading, *fact_lines(facts | report.details)]
-    return "\n".join([*lines, "", *module_table(report)] if planned else lines)
+    return "\n".join([*lines, "", *_module_table(report)] if planned else lines)
 
 
-def module_table(report: Report) -> list[str]:
-    """Lines of a table: what is saved and recomputed per module."""
+def _module_table(report: Report) -> list[str]:
     rows = merge_repeats(report.rows)
     lines = table_lines([_HEADER, *(row.cells() for row in rows[:_MOST_ROWS])])
     if left := rows[_MOST_ROWS:]:
