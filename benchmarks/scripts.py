@@ -92,7 +92,10 @@ _LANGUAGE = ("main.py", "--epochs=2", "--log-interval=5", "--dropout=0.2")
 _IMAGES = ("main.py", "--dummy", "--seed=0", "-p=1", "-b=8", "-j=2", "--lr=0.01")
 SCRIPTS = (
     Script("nanoGPT", "nanoGPT", (*_GPT, "--compile=False"), ("GPT",), _tokens),
-    Script("nanoGPT, compiled, no dropout", "nanoGPT", (*_GPT, "--compile=True", "--dropout=0.0"), ("GPT",), _tokens, exact=False),
+    Script(
+        "nanoGPT, compiled, no dropout", "nanoGPT",
+        (*_GPT, "--compile=True", "--dropout=0.0"), ("GPT",), _tokens, exact=False,
+    ),
     Script(
         "word_language_model, Transformer", "pytorch-examples/word_language_model",
         (*_LANGUAGE, "--model=Transformer", "--lr=1"), ("TransformerModel",), _words,
@@ -137,6 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="part of the names of those to run")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # which jobs in a shell's background ignore, and their children
     path = options.results / "scripts.json"
     known = {each["script"]: each for each in json.loads(path.read_text())["scripts"]} if path.exists() else {}
     wrong = 0

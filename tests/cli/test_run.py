@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from lowtide.cli.main import main
+from lowtide.integrations import roots
 
 SCRIPTS = Path(__file__).parent / "scripts"
 IGNORED = ["ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"]  # the trainers' own
@@ -160,6 +161,45 @@ def test_compiled_and_saved_models(tmp_path: Path, capsys: pytest.CaptureFixture
     model = _model(summary, "Sequential")
     assert model["planned_calls"] == model["calls"] == 2
     assert model["planned_peak_bytes"] <= model["budget_bytes"]
+
+
+@pytest.mark.filterwarnings(*IGNORED)
+def test_wrapped_copied_and_checkpointed_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model inside DistributedDataParallel is planned; not what a checkpoint calls again, nor ever new copies."""
+    monkeypatch.setattr(roots, "_MOST_GONE", 2)
+    script = tmp_path / "wrapped.py"
+    script.write_text(
+        "import copy, gc, torch, torch.distributed as dist\n"
+        "from torch import nn\n"
+        "from torch.utils.checkpoint import checkpoint\n"
+        "class Net(nn.Sequential): pass\n"
+        "class Checked(nn.Sequential):\n"
+        "    def forward(self, x): return checkpoint(super().forward, x, use_reentrant=False)\n"
+        "def layers(kind): return kind(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)))\n"
+        "torch.manual_seed(0)\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "wrapped, checked, single = nn.parallel.DistributedDataParallel(layers(Net)), layers(Checked), layers(nn.Sequential)\n"
+        "for _ in range(5):\n"
+        "    x = torch.randn(64, 32)\n"
+        "    loss = wrapped(x).sum() + checked(x).sum() + copy.deepcopy(single)(x).sum()\n"
+        "    loss.backward()\n"
+        "    print(loss.item().hex())\n"
+        "    del loss\n"
+        "    gc.collect()\n"
+        "dist.destroy_process_group()\n"
+    )
+    expected = _alone([str(script)], monkeypatch, capsys)
+    code, summary = _run(["--budget", "100%"], [str(script)], tmp_path)
+    assert code == 0, capsys.readouterr().err
+    assert capsys.readouterr().out == expected
+    net, checked, *copies = summary["models"]
+    assert (net["model"], net["planned_calls"], net["calls"]) == ("Net", 5, 5)
+    assert (checked["model"], checked["planned_calls"], checked["calls"]) == ("Checked", 0, 5)
+    assert [copied["planned_calls"] for copied in copies] == [1, 1, 0]
+    assert copies[-1]["calls"] == 3
+    assert "come and go" in copies[-1]["outside"]
 
 
 def test_online(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         with found:
             return run_script(target, arguments, as_module=as_module)
     except ExecutionError:
-        names = " ".join(f"--skip {root.name.partition(' ')[0]}" for root in found.roots if not root.outside)
+        names = " ".join(f"--skip {root.kind}" for root in found.roots if not root.outside)
         say(f"a planned model was used in a way that a plan cannot follow; leave it alone with {names}")
         raise
     finally:

@@ -30,17 +30,21 @@ from lowtide.runtime.model import Rematerialized
 from lowtide.runtime.transforms import is_transformed
 
 _Call = Callable[..., Any]
+_MOST_GONE = 16  # models of one class that were found and are no more
+_COME_AND_GO = "models of this class come and go, and a plan for each would take longer than it lasts"
 
 
 class Root:
-    """What is known of a trained module. ``outside``: why it runs without a plan; empty where it has one.
+    """What is known of a trained ``module``, of class ``kind``. ``outside``: why it runs without a plan, or empty.
 
     ``plan`` is the one of the largest pass so far and ``plans`` how many there are; ``measured_bytes`` the highest peak of a
     pass in which it was called once and no plan was made, where the memory is the CPU's.
     """
 
-    def __init__(self, name: str, compiled: bool) -> None:
-        self.name = name
+    def __init__(self, module: nn.Module, number: int, compiled: bool) -> None:
+        self.module = weakref.ref(module)
+        self.kind = type(module).__name__
+        self.name = self.kind if number == 1 else f"{self.kind} ({number})"
         self.compiled = compiled
         self.outside = ""
         self.calls = self.planned_calls = self.plans = 0
@@ -109,10 +113,8 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
         with contextlib.ExitStack() as stack:
             stack.enter_context(replaced(nn.Module, "__call__", call))
             stack.enter_context(replaced(torch.autograd, "backward", self._backward(torch.autograd.backward)))
-            for users in (
-                utils,
-                nn_module,
-            ):  # Dynamo goes on to the forward pass of what has the function that it knows
+            # Dynamo inlines the forward pass of modules that have the function that it knows.
+            for users in (utils, nn_module):
                 stack.enter_context(replaced(users, "unpatched_nn_module_call", call))
             stack.enter_context(_pickled_without_plans())
             self._stack = stack.pop_all()
@@ -138,9 +140,7 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
         """Call a module that is in no other root."""
         root = self._known.get(module)
         if root is None:
-            if (
-                torch._C._current_graph_task_id() != -1
-            ):  # a backward pass, of which activation checkpointing calls modules
+            if torch._C._current_graph_task_id() != -1:  # activation checkpointing calls it, in a backward pass
                 return self._original(module, *args, **kwargs)
             parameters = [parameter.requires_grad for parameter in module.parameters()]
             if not parameters or is_wrapper(module) or torch.compiler.is_compiling() or is_transformed():
@@ -157,11 +157,17 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
 
     def _new_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root:
         inner = inside_of(module)
-        alike = sum(root.name.partition(" ")[0] == type(inner).__name__ for root in self.roots)
-        name = type(inner).__name__ + (f" ({alike + 1})" if alike else "")
-        root = Root(name, inner is not module or inner._compiled_call_impl is not None)
+        kind = type(inner).__name__
+        alike = [root for root in self.roots if root.kind == kind]
+        come_and_go = sum(root.module() is None for root in alike) >= _MOST_GONE
+        if come_and_go and alike[-1].outside == _COME_AND_GO:
+            return alike[-1]  # one row for all that follow
+        root = Root(inner, len(alike) + 1, inner is not module or inner._compiled_call_impl is not None)
         self._begin_pass(inner)
         self.roots.append(root)
+        if come_and_go:
+            root.outside = _COME_AND_GO
+            return root
         self._thread.inside = True
         try:
             self._found(root, inner, args, kwargs)

@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -74,13 +74,15 @@ def _exit_code(ended: SystemExit) -> int:
 
 
 def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
-    if traceback is None:
-        return None
-    rest = _without_our_frames(traceback.tb_next)
-    code: CodeType = traceback.tb_frame.f_code
-    if code.co_filename in _OURS:
-        return rest
-    return TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
+    entries = []
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename not in _OURS:
+            entries.append(traceback)
+        traceback = traceback.tb_next
+    rest = None
+    for entry in reversed(entries):
+        rest = TracebackType(rest, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return rest
 
 
 def planned_roots(settings: Mapping[str, Any], skip: Collection[str], say: Callable[[str], None]) -> Roots:
