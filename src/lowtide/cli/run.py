@@ -45,6 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_script_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = f"{parser.prog} [options] (SCRIPT | -m MODULE) ARGS"
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="a module, and its arguments"
     )
