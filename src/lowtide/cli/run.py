@@ -148,13 +148,13 @@ def _summarize(found: Roots, report: str | None) -> None:
 
 
 def _outside(found: Roots) -> list[str]:
-    """What ran without a plan, a line for each reason."""
+    """What ran without a plan or in parts, a line for each reason."""
     names: dict[str, list[str]] = {}
     for root in found.roots:
-        if root.outside:
-            names.setdefault(root.outside, []).append(root.name)
-    shown = ((_few(alike), reason) for reason, alike in names.items())
-    return [f"outside of any plan, {alike}: {reason}" for alike, reason in shown]
+        reason = f"outside of any plan: {root.outside}" if root.outside else root.in_parts
+        if reason:
+            names.setdefault(reason, []).append(root.name)
+    return [f"{_few(alike)}: {reason}" for reason, alike in names.items()]
 
 
 def _few(names: list[str]) -> str:

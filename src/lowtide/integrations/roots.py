@@ -50,19 +50,24 @@ class Root:
         self.calls = self.planned_calls = self.plans = 0
         self.plan: Plan | None = None
         self.measured_bytes: int | None = None
-        self._latest: Plan | None = None
+        self.in_parts = ""  # into how many a model was taken apart, and why
         self._ran = 0
 
     def note(self, runtime: Rematerialized | None) -> None:
         """What the latest call ran, by the planned forward that the module has."""
         self.calls += 1
-        if runtime is None or runtime.latest is None or runtime.ran == self._ran:
+        if runtime is None:
             return
-        self._ran, plan = runtime.ran, runtime.latest.plan
-        self.planned_calls += 1
-        if plan is not self._latest:
-            self._latest = plan
-            self.plans = max(self.plans, sum(map(len, runtime.entries.values())))
+        parts = getattr(runtime, "parts", None)  # of a model that is no single program
+        planned = [runtime] if parts is None else parts.planned()
+        ran = sum(one.ran for one in planned)
+        self.planned_calls += ran > self._ran
+        self._ran = ran
+        self.plans = max(self.plans, sum(len(entries) for one in planned for entries in one.entries.values()))
+        if parts is not None:
+            self.in_parts = f"planned in {len(planned)} parts, since {parts.why}"
+        elif runtime.latest is not None:
+            plan = runtime.latest.plan
             if self.plan is None or plan.unconstrained_peak_bytes >= self.plan.unconstrained_peak_bytes:
                 self.plan = plan
 

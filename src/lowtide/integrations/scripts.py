@@ -139,6 +139,7 @@ def facts(root: Root) -> dict[str, Any]:
         "planned_calls": root.planned_calls,
         "calls": root.calls,
         "measured_peak_bytes": root.measured_bytes,
+        "in_parts": root.in_parts,
         "outside": root.outside,
     }
 
@@ -152,6 +153,6 @@ def cells(root: Root) -> tuple[str, ...]:
     calls = f"{root.planned_calls} of {root.calls}"
     measured = "-" if root.measured_bytes is None else format_bytes(root.measured_bytes)
     if plan is None:
-        return root.name, "-", "-", "-", measured, "-", "0", calls
+        return root.name, "-", "-", "-", measured, "-", str(root.plans), calls
     amounts = map(format_bytes, (plan.unconstrained_peak_bytes, plan.budget_bytes, plan.peak_bytes))
     return root.name, *amounts, measured, format_percent(plan.overhead), str(root.plans), calls
