@@ -125,6 +125,8 @@ def test_a_script_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
     traceback = said[said.index("Traceback") : said.index("ValueError: the script's own")]
     assert traceback.count("File ") == traceback.count("raises.py") + traceback.count("nn/modules/module.py")
     assert "1 of 1" in said
+    assert main(["run", "--budget", "60%", "raises.py"]) == 1  # a model so small ends nothing
+    assert "more than 60% of its pass, but little" in capsys.readouterr().err
 
 
 def test_an_impossible_budget(capsys: pytest.CaptureFixture[str]) -> None:

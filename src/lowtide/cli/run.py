@@ -117,9 +117,14 @@ def _online(options: argparse.Namespace) -> Iterator[None]:
         print("\n".join(["lowtide: the script ran online", *fact_lines(counted)]), file=sys.stderr)
 
 
+def _speaks() -> bool:
+    """Whether this is the first of the processes that train together, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def say(line: str) -> None:
-    """A line about the script; of several processes that train together, the first one's."""
-    if os.environ.get("RANK", "0") == "0":
+    """A line about the script."""
+    if _speaks():
         print(f"lowtide: {line}", file=sys.stderr, flush=True)
 
 
@@ -127,6 +132,8 @@ def _summarize(found: Roots, report: str | None) -> None:
     from lowtide.integrations.scripts import HEADER, cells, facts
 
     sys.stdout.flush()
+    if not _speaks():
+        return
     if not found.roots:
         say("nothing was planned: no module was called in training mode (model.train()) with gradients")
     else:

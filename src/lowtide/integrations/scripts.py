@@ -13,12 +13,14 @@ from typing import Any
 from torch import nn
 
 from lowtide.api import plans, rematerialize
+from lowtide.budget import is_percentage
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
 from lowtide.integrations import roots
 from lowtide.integrations.roots import Root, Roots, not_planned, refused
 from lowtide.units import format_bytes, format_percent
 
 INTERRUPTED = 130
+_SMALL_BYTES = 1 << 20  # a pass below this is not worth an error
 _OURS = (__file__, roots.__file__, runpy.__file__, "<frozen runpy>")
 
 
@@ -118,6 +120,10 @@ def _plan(
         with refused(root):
             rematerialize(module, args, kwargs, **{**settings, "compiler": compiler})
     except InfeasibleBudgetError as error:
+        if is_percentage(settings["budget"]) and error.minimum_bytes < _SMALL_BYTES:
+            least, budget = format_bytes(error.minimum_bytes), settings["budget"]
+            root.outside = f"it needs {least}, which is more than {budget} of its pass, but little"
+            return
         text = f"{root.name}: {error} (lowtide run --skip {type(module).__name__} leaves this model alone)"
         figures = {
             name: getattr(error, name)
