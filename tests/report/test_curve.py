@@ -70,6 +70,15 @@ def test_quicker_and_better_bounded_points_count_for_their_neighbours() -> None:
     assert slow.time_ns not in [point.time_ns for point in curve.points]
 
 
+def test_given_budgets() -> None:
+    """Each that can be met is a point, those that cannot are not, and the least that can stays the last."""
+    whole = make_curve(GRAPH, COSTS, points=2).unconstrained_peak_bytes
+    budgets = [whole * share // 100 for share in (80, 60)]
+    curve = make_curve(GRAPH, COSTS, budgets=[*budgets, 1])
+    assert [point.budget_bytes for point in curve.points] == [whole, *budgets, curve.minimum_bytes]
+    assert all(point.peak_bytes <= point.budget_bytes for point in curve.points)
+
+
 def test_golden() -> None:
     assert str(make_curve(GRAPH, COSTS, points=4)) == GOLDEN
 

@@ -1,7 +1,7 @@
 """``lowtide compare FILE...``: planners side by side on graphs from files; needs neither a model nor torch.
 
-Percentages of ``--budgets`` refer to the peak without recomputation. A planner that fails is a cell of the table, never
-the end of it.
+Percentages of ``--budgets`` refer to the peak without recomputation; a number alone is bytes. A planner that fails is a cell
+of the table, never the end of it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OF_HIGHSPY = ("checkmate", "checkmate-approx")  # planners that need it
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help="lowtide-dag/1, lowtide-graph/1 or a saved plan")
-    parser.add_argument("--budgets", required=True, metavar="LIST", help='for instance "70%%,50%%,30%%" or "8GiB,4GiB"')
+    parser.add_argument("--budgets", required=True, metavar="LIST", help='"70%%,50%%,30%%" of the peak, or "8GiB,4GiB"')
     parser.add_argument("--planners", metavar="LIST", help='for instance "auto,chen-sqrt" (default: all)')
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="per cell, each then in its own process")
     parser.add_argument("--seed", type=seed, default=0, help="seed of the planners (default: 0)")

@@ -7,13 +7,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lowtide.cli import compare, demo, env, max_batch, plan, planners, report, solve, trace
+from lowtide.cli import advise, compare, demo, env, max_batch, plan, planners, report, run, solve, trace
 from lowtide.errors import InfeasibleBudgetError, LowtideError, ScheduleError
 from lowtide.version import __version__
 
 DONE, INTERRUPTED = 0, 130
 _CODES = {InfeasibleBudgetError: 3, ScheduleError: 1, LowtideError: 2}  # the first that fits; 1 is a defect
 _COMMANDS = {
+    run: "run a training script inside a budget",
+    advise: "watch a training script, and say what each budget costs",
     demo: "train a small GPT-2 inside a budget",
     plan: "plan the training pass of a model",
     max_batch: "find the largest batch for a memory budget",

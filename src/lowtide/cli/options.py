@@ -15,6 +15,14 @@ def add_planner_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=seed, default=0, help="seed of the planner (default: 0)")
 
 
+def positive(text: str) -> int:
+    """For ``type=``: a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
+
+
 def seed(text: str) -> int:
     """For ``type=``: a whole number of at least 0."""
     number = int(text)

@@ -111,11 +111,13 @@ def make_curve(
     planner: str = CURVE_PLANNER,
     seed: int = 0,
     known: Iterable[CurvePoint] = (),
+    budgets: Sequence[int] = (),
     on_progress: Progress | None = None,
 ) -> Curve:
     """Plan at ``points`` budgets from the unconstrained peak to the least that ``planner`` meets, denser towards the least.
 
-    ``known``: what other plans of the graph reached; their budgets are points as well.
+    ``known``: what other plans of the graph reached; their budgets are points as well. ``budgets``: instead of ``points``,
+    these bytes; those that ``planner`` does not meet are left out.
     """
     if not 2 <= points <= _MOST_POINTS:
         raise PlanError(f"a curve has from 2 to {_MOST_POINTS} points, not {points}: each is a plan of its own.")
@@ -131,7 +133,7 @@ def make_curve(
         found.append(lowest)
     # The steps shrink on the way down, as overhead rises most at the end.
     shares = [(1 - step / (points - 1)) ** 1.5 for step in range(1, points)]
-    budgets = [lowest.budget_bytes + int((whole - lowest.budget_bytes) * share) for share in shares]
+    budgets = budgets or [lowest.budget_bytes + int((whole - lowest.budget_bytes) * share) for share in shares]
     for done, budget in enumerate(dict.fromkeys(budgets)):
         if on_progress is not None:
             on_progress("planning at several budgets", done / len(budgets))

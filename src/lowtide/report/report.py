@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lowtide.errors import LowtideError, PlanError
@@ -24,7 +25,7 @@ class Report:
 
     ``heading`` and ``details`` are for the text. ``decided_by``: the planner or heuristic. ``rows``: what is saved and
     recomputed per ``unit`` (``module`` or ``operator``). ``lower_bound_ns``: no schedule within the budget takes less, where
-    known.
+    known. ``beside``: bytes that are not the run's, such as optimizer states, by name.
     """
 
     title: str
@@ -41,6 +42,7 @@ class Report:
     lower_bound_ns: int | None = None
     curve: Curve | None = None
     measured: Measurement | None = None
+    beside: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def end_ns(self) -> int:

@@ -43,6 +43,7 @@ class Planned(Programs):
         self.original_forward = original_forward
         self.had_instance_forward = had_instance_forward
         functools.update_wrapper(self, original_forward, updated=())
+        self.ran = 0  # calls that ran by a plan
         self._said_transformed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +107,7 @@ class Planned(Programs):
 
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The forward outputs of the planned program."""
-        self.latest = entry
+        self.latest, self.ran = entry, self.ran + 1
         return run(entry.lowered, inputs, lambda mask: self.entry_for(mask, entry).lowered)
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Entry | None:

@@ -1,0 +1,56 @@
+"""``lowtide advise train.py ARGS``: a few steps of a training script are watched, and then it is stopped.
+
+Then: what memory goes where, in parameters, optimizer states and the modules' activations, and what each budget from 90 down to
+30 % of a pass would cost. ``-o advise.html`` writes a page, of each model where several are trained. ``-m MODULE ARGS`` runs
+a module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from lowtide.cli.options import positive
+from lowtide.cli.run import add_script_options, say, script_of
+from lowtide.errors import LowtideError
+from lowtide.progress import progress_bar
+from lowtide.report.writers import write_report, writer_of
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=positive, default=3, metavar="N", help="optimizer steps to watch (default: 3)")
+    parser.add_argument("-o", "--output", metavar="FILE", help=".html, .txt...: a page per model")
+    add_script_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    target, arguments, as_module = script_of(options)
+    if options.output:
+        writer_of(options.output)  # an unknown extension is an error now
+    from lowtide.integrations.advice import Watch, advise
+    from lowtide.integrations.scripts import run_script
+
+    watch = Watch(options.steps, say)
+    with watch:
+        code = run_script(target, arguments, as_module=as_module)
+    sys.stdout.flush()
+    if not watch.watched:
+        outside = [f"{root.name}: {root.outside}" for root in watch.roots.roots]
+        none = "no module was called in training mode (model.train()) with gradients"
+        raise LowtideError(f"there is nothing to advise on: {'; '.join(outside) or none}.")
+    words = [*(["-m"] if as_module else []), target, *arguments]
+    command = f"lowtide run --budget {{budget}} {shlex.join(words)}".replace("{", "{{").replace("}", "}}")
+    command = command.replace("{{budget}}", "{budget}", 1)
+    for watched in watch.watched:
+        with progress_bar(watched.root.name) as on_progress:
+            advice = advise(watched, on_progress)
+        print(f"\n{advice.text(command)}")
+        if options.output:
+            path = Path(options.output)
+            if len(watch.watched) > 1:
+                path = path.with_name(f"{path.stem}.{watched.root.name}{path.suffix}".replace(" ", ""))
+            write_report(advice.report, path)
+            say(f"report written to {path}")
+    return code

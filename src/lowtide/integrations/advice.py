@@ -1,0 +1,178 @@
+"""Where the memory of a training script goes, and what each budget would cost: from a few steps that are watched."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from lowtide.capture import capture
+from lowtide.integrations.roots import Root, Roots, not_planned, refused
+from lowtide.ir import Costs
+from lowtide.pipeline import make_program_plan, program_costs
+from lowtide.planning import Plan
+from lowtide.program import Program
+from lowtide.progress import Progress
+from lowtide.report.curve import CURVE_PLANNER, Curve, CurvePoint, make_curve
+from lowtide.report.modules import merge_repeats
+from lowtide.report.report import Report
+from lowtide.report.tables import fact_lines, table_lines
+from lowtide.settings import Settings
+from lowtide.units import format_bytes, format_percent, format_time
+
+SHARES = (90, 80, 70, 60, 50, 40, 30)  # percent of the peak: the budgets that are priced
+_MOST_ROWS = 40
+WORTHWHILE = 0.1  # the overhead up to which less memory is suggested
+
+
+class Enough(SystemExit):
+    """The script has run as many steps as were asked for."""
+
+
+@dataclass
+class Watched:
+    """A trained module, its ``program`` at its first call, and what it takes ``beside`` a pass, by name in bytes."""
+
+    root: Root
+    program: Program
+    costs: Costs
+    beside: dict[str, int] = field(default_factory=dict)
+
+
+class Watch:
+    """Inside, what a script trains is captured at its first call and runs as it is; after ``steps`` steps ``Enough`` is raised.
+
+    A step is one of an optimizer, or a backward pass where there is no optimizer. ``watched`` holds what was captured.
+    """
+
+    def __init__(self, steps: int, say: Callable[[str], None]) -> None:
+        self.watched: list[Watched] = []
+        self.roots = Roots(self._found, ended=self._pass_ended)
+        self._steps, self._say = steps, say
+        self._done: Counter[int] = Counter()  # steps by the optimizer's id
+        self._modules: list[nn.Module] = []
+        self._optimizer: Optimizer | None = None  # that has not made a step
+
+    def __enter__(self) -> Watch:
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+        self.roots.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.roots.__exit__(kind, error, traceback)
+        self._hook.remove()
+        self._modules.clear()
+
+    def _found(self, root: Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        reason = not_planned(module)
+        if reason:
+            root.outside = reason
+            return
+        with refused(root):
+            with torch.enable_grad():
+                program = capture(module, args, kwargs).program
+            self.watched.append(Watched(root, program, program_costs(program), _state_bytes(module)))
+            self._modules.append(module)
+        if root.outside:
+            self._say(f"{root.name} cannot be planned as a whole: {root.outside}")
+        root.outside = root.outside or "it is watched"
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for watched, module in zip(self.watched, self._modules, strict=True):
+            states = [optimizer.state[p] for p in module.parameters() if p in optimizer.state]
+            name = f"states of {type(optimizer).__name__}"
+            watched.beside[name] = sum(_tensor_bytes(state.values()) for state in states)
+        self._done[id(optimizer)] += 1
+        if self._done[id(optimizer)] >= self._steps and self.watched:
+            raise Enough(0)
+
+    def _pass_ended(self) -> None:
+        if self.roots.passes < self._steps or self._done or self._optimizer is not None:
+            return
+        self._optimizer = next((one for one in gc.get_objects() if isinstance(one, Optimizer)), None)
+        if self._optimizer is None and self.watched:
+            raise Enough(0)
+
+
+def _state_bytes(module: nn.Module) -> dict[str, int]:
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    beside = {"parameters": _tensor_bytes(module.parameters()), "buffers": _tensor_bytes(module.buffers())}
+    return beside | {"gradients, within the pass": _tensor_bytes(trained)}
+
+
+def _tensor_bytes(values: Iterable[Any]) -> int:
+    """Of the storages behind the tensors among ``values``, each once."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@dataclass(frozen=True)
+class Advice:
+    """``plain``: the plan without recomputation, with the curve; ``suggested`` the point of it that is advised, if one is."""
+
+    name: str
+    plain: Plan
+    curve: Curve
+    suggested: CurvePoint | None
+    beside: Mapping[str, int]
+    measured_bytes: int | None
+    report: Report  # of the plan for what is suggested
+
+    def text(self, command: str) -> str:
+        """What goes where, module by module, what each budget costs, and the ``command`` to type."""
+        facts = {name: format_bytes(count) for name, count in self.beside.items() if count}
+        measured = "" if self.measured_bytes is None else f", {format_bytes(self.measured_bytes)} measured"
+        facts["a forward and backward pass"] = f"{format_bytes(self.plain.peak_bytes)} predicted{measured}"
+        parts = [
+            "\n".join([f"{self.name}: where memory goes", *fact_lines(facts)]),
+            "\n".join(["saved for the backward pass, without a budget", *_modules(self.plain)]),
+            f"what a budget of the pass costs\n{self.curve}",
+            self._suggestion(command),
+        ]
+        return "\n\n".join(parts)
+
+    def _suggestion(self, command: str) -> str:
+        point, whole = self.suggested, self.curve.unconstrained_peak_bytes
+        if point is None:
+            return "no budget below the whole pass is met: nothing would be gained"
+        saved, share = format_bytes(whole - point.budget_bytes), -(-100 * point.budget_bytes // max(whole, 1))
+        costs = format_percent(self.curve.overhead(point.time_ns))
+        return f"{command.format(budget=f'{share}%')}\n  takes {saved} less, and {costs} longer per pass (predicted)"
+
+
+def _modules(plan: Plan) -> list[str]:
+    rows = merge_repeats(plan.as_report().rows)
+    most = sorted(rows, key=lambda row: -row.saved_bytes)[:_MOST_ROWS]
+    cells = [
+        (row.name or "(model)", format_bytes(row.saved_bytes), format_time(row.time_ns)) for row in rows if row in most
+    ]
+    more = [f"and {len(rows) - len(most)} more, smaller ones"] if len(rows) > len(most) else []
+    return [*table_lines([("module", "saved", "time"), *cells]), *more]
+
+
+def advise(watched: Watched, on_progress: Progress | None = None) -> Advice:
+    """Price the budgets of ``SHARES`` for what was watched: seconds for each."""
+    program, costs = watched.program, watched.costs
+    plain = make_program_plan(program, Settings(budget="100%"), costs=costs)
+    whole = plain.unconstrained_peak_bytes
+    budgets = [whole * share // 100 for share in SHARES]
+    curve = make_curve(program.graph, costs, budgets=budgets, on_progress=on_progress)
+    less = [point for point in curve.points if point.budget_bytes < whole]
+    cheap = [point for point in less if curve.overhead(point.time_ns) <= WORTHWHILE]
+    suggested = cheap[-1] if cheap else (less[0] if less else None)
+    plan = plain
+    if suggested is not None:
+        plan = make_program_plan(program, Settings(budget=suggested.budget_bytes, planner=CURVE_PLANNER), costs=costs)
+    report = dataclasses.replace(plan, known_curve=curve).as_report()
+    report = dataclasses.replace(report, beside=watched.beside)
+    return Advice(watched.root.name, plain, curve, suggested, watched.beside, watched.root.measured_bytes, report)

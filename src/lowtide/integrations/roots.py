@@ -1,0 +1,278 @@
+"""The modules that a program trains, found as they are called, so that a script can be planned or watched as it is.
+
+A root is a module that is called in training mode with gradients enabled, has parameters that require one, and is not inside
+the call of another root. It is found by its first call: inside ``Roots``, ``nn.Module.__call__`` is a function that looks at
+three flags, and goes on as before for everything that is no root. No hook is registered, and nothing is left in a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import utils
+from torch._dynamo.decorators import skip
+from torch._dynamo.variables import nn_module
+
+from lowtide.api import restore, runtime_of
+from lowtide.capture.sharded import is_sharded
+from lowtide.capture.trace.patches import replaced
+from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError
+from lowtide.memory.allocators import PeakWindow, meter_of
+from lowtide.planning import Plan
+from lowtide.runtime.model import Rematerialized
+from lowtide.runtime.transforms import is_transformed
+
+_Call = Callable[..., Any]
+_MOST_GONE = 16  # models of one class that were found and are no more
+_COME_AND_GO = "models of this class come and go, and a plan for each would take longer than it lasts"
+
+
+class Root:
+    """What is known of a trained ``module``, of class ``kind``. ``outside``: why it runs without a plan, or empty.
+
+    ``plan`` is the one of the largest pass so far and ``plans`` how many there are; ``measured_bytes`` the highest peak of a
+    pass in which it was called once and no plan was made, where the memory is the CPU's.
+    """
+
+    def __init__(self, module: nn.Module, number: int, compiled: bool) -> None:
+        self.module = weakref.ref(module)
+        self.kind = type(module).__name__
+        self.name = self.kind if number == 1 else f"{self.kind} ({number})"
+        self.compiled = compiled
+        self.outside = ""
+        self.calls = self.planned_calls = self.plans = 0
+        self.plan: Plan | None = None
+        self.measured_bytes: int | None = None
+        self.in_parts = ""  # into how many a model was taken apart, and why
+        self._ran = 0
+
+    def note(self, runtime: Rematerialized | None) -> None:
+        """What the latest call ran, by the planned forward that the module has."""
+        self.calls += 1
+        if runtime is None:
+            return
+        parts = runtime.parts
+        planned = [runtime, *(parts.planned() if parts else ())]
+        ran = sum(one.ran for one in planned)
+        self.planned_calls += ran > self._ran
+        self._ran = ran
+        self.plans = max(self.plans, sum(len(entries) for one in planned for entries in one.entries.values()))
+        if parts is not None:
+            self.in_parts = f"planned in {len(planned) - 1} parts, since {parts.why}"
+        elif runtime.latest is not None:
+            plan = runtime.latest.plan
+            if self.plan is None or plan.unconstrained_peak_bytes >= self.plan.unconstrained_peak_bytes:
+                self.plan = plan
+
+
+@contextlib.contextmanager
+def refused(root: Root) -> Iterator[None]:
+    """Inside, what keeps a model from being planned becomes what is told of it, and training goes on without a plan. A budget
+    that is too small is an error still."""
+    try:
+        yield
+    except InfeasibleBudgetError:
+        root.outside = "the budget is too small for it"
+        raise
+    except LowtideError as error:
+        root.outside = str(error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+        root.outside = f"an internal error, please report it ({type(error).__name__}: {error})"
+
+
+class _Thread(threading.local):
+    inside = False  # the call of a root, or of what trains nothing
+
+
+class Roots(contextlib.AbstractContextManager["Roots"]):
+    """Inside, ``found(root, module, args, kwargs)`` is called for every root at its first call, before it runs, and ``ended()``
+    after each backward pass.
+
+    ``module`` is what is to be planned: of one that ``torch.compile`` made, the module inside. A root that has a plan runs
+    it instead of the compiled one.
+    """
+
+    def __init__(self, found: _Call, ended: Callable[[], None] = lambda: None) -> None:
+        self.roots: list[Root] = []
+        self.peak_bytes = 0  # of all passes in which no plan was made, above the level when they began
+        self.passes = 0
+        self._found, self._ended = found, ended
+        self._known: weakref.WeakKeyDictionary[nn.Module, Root] = weakref.WeakKeyDictionary()
+        self._thread = _Thread()
+        self._window: PeakWindow | None = None
+        self._in_pass: list[Root] = []
+        self._plans_before = 0
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Roots:
+        meter_of(torch.device("cpu"))  # counts from now on
+        self._original: _Call = nn.Module.__call__
+        call = self._patch()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(replaced(nn.Module, "__call__", call))
+            stack.enter_context(replaced(torch.autograd, "backward", self._backward(torch.autograd.backward)))
+            # Dynamo inlines the forward pass of modules that have the function that it knows.
+            for users in (utils, nn_module):
+                stack.enter_context(replaced(users, "unpatched_nn_module_call", call))
+            stack.enter_context(_pickled_without_plans())
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        self._end_pass(counts=False)
+
+    def _patch(self) -> _Call:
+        original, thread = self._original, self._thread
+
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if thread.inside or not module.training or not torch.is_grad_enabled():
+                return original(module, *args, **kwargs)
+            return self._outermost(module, args, kwargs)
+
+        return skip(call)  # of what Dynamo compiles: what it calls may be
+
+    def _outermost(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module that is in no other root."""
+        root = self._known.get(module)
+        if root is None:
+            if torch._C._current_graph_task_id() != -1:  # activation checkpointing calls it, in a backward pass
+                return self._original(module, *args, **kwargs)
+            parameters = [parameter.requires_grad for parameter in module.parameters()]
+            if not parameters or is_wrapper(module) or torch.compiler.is_compiling() or is_transformed():
+                return self._original(module, *args, **kwargs)
+            if any(parameters):
+                root = self._known[module] = self._new_root(module, args, kwargs)
+        self._thread.inside = True
+        try:
+            if root is None:
+                return self._original(module, *args, **kwargs)
+            return self._call(root, module, args, kwargs)
+        finally:
+            self._thread.inside = False
+
+    def _new_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root:
+        inner = inside_of(module)
+        kind = type(inner).__name__
+        alike = [root for root in self.roots if root.kind == kind]
+        come_and_go = sum(root.module() is None for root in alike) >= _MOST_GONE
+        if come_and_go and alike[-1].outside == _COME_AND_GO:
+            return alike[-1]  # one row for all that follow
+        root = Root(inner, len(alike) + 1, inner is not module or inner._compiled_call_impl is not None)
+        self._begin_pass(inner)
+        self.roots.append(root)
+        if come_and_go:
+            root.outside = _COME_AND_GO
+            return root
+        self._thread.inside = True
+        try:
+            self._found(root, inner, args, kwargs)
+        finally:
+            self._thread.inside = False
+        return root
+
+    def _call(self, root: Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inner = inside_of(module)
+        self._begin_pass(inner)
+        self._in_pass.append(root)
+        if not root.outside:
+            try:
+                result = inner._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            except CaptureError as error:  # of other shapes or flags than those that there is a plan for
+                root.outside = str(error)
+                restore(inner)
+            else:
+                root.note(runtime_of(inner))
+                return result
+        root.note(None)
+        return self._original(module, *args, **kwargs)
+
+    def _begin_pass(self, module: nn.Module) -> None:
+        device = next(module.parameters()).device.type
+        meter = meter_of(torch.device("cpu")) if device == "cpu" else None  # CUDA's statistics belong to the script
+        if self._window is None and meter is not None:
+            self._window, self._plans_before = PeakWindow(meter), self._plans()
+
+    def _plans(self) -> int:
+        return sum(root.plans + bool(root.outside) for root in self.roots)
+
+    def _backward(self, original: _Call) -> _Call:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if self._in_pass:
+                self._end_pass(counts=True)
+                self._ended()
+            return result
+
+        return backward
+
+    def _end_pass(self, counts: bool) -> None:
+        called, window = self._in_pass, self._window
+        self._in_pass, self._window, self.passes = [], None, self.passes + counts
+        if window is None:
+            return
+        peak = window.peak_bytes
+        window.close()
+        if counts and self._plans_before == self._plans():
+            self.peak_bytes = max(self.peak_bytes, peak)
+            if len(called) == 1:
+                called[0].measured_bytes = max(called[0].measured_bytes or 0, peak)
+
+
+def inside_of(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` was given, of one that it made; else the module."""
+    inner = module.__dict__.get("_modules", {}).get("_orig_mod")
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether what is trained is called inside of ``module``: it distributes a model, or runs a trainer's step."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return True
+    if isinstance(module, nn.DataParallel):
+        return len(module.device_ids) <= 1  # of more it makes copies, each time anew
+    # A LightningModule reaches its trainer and all of its state, which no plan could be guarded by.
+    return any(kind.__name__ in ("LightningModule", "DeepSpeedEngine") for kind in type(module).__mro__)
+
+
+def not_planned(module: nn.Module) -> str:
+    """Why it is not even tried to plan a module; empty if it is."""
+    if type(module).__module__.startswith("torch.nn.modules") and next(module.children(), None) is None:
+        return "it is one operator, of which there is nothing to run again"
+    if isinstance(module, nn.DataParallel):
+        return "DataParallel runs copies of the model that are new in every step; use DistributedDataParallel"
+    if type(module).__name__ == "FullyShardedDataParallel" or any(map(is_sharded, module.modules())):
+        return "it is sharded; plan its blocks with lowtide.integrations.fsdp.rematerialize_blocks"
+    return ""
+
+
+@contextlib.contextmanager
+def _pickled_without_plans() -> Iterator[None]:
+    """Inside, modules are saved and copied as they are without this package."""
+
+    def reduce(module: nn.Module, protocol: Any) -> Any:
+        reduced = object.__reduce_ex__(module, protocol)
+        if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+            return reduced
+        planned: Any = reduced[2].get("forward")
+        if not getattr(planned, "_lowtide_runtime", False):
+            return reduced
+        state = {name: value for name, value in reduced[2].items() if name != "forward"}
+        if planned.had_instance_forward:
+            state["forward"] = planned.original_forward
+        return (*reduced[:2], state, *reduced[3:])
+
+    nn.Module.__reduce_ex__ = reduce  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del nn.Module.__reduce_ex__

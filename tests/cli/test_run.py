@@ -1,0 +1,290 @@
+"""``lowtide run`` and ``lowtide advise`` on training scripts that know nothing of them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide.cli.main import main
+from lowtide.integrations import roots
+
+SCRIPTS = Path(__file__).parent / "scripts"
+IGNORED = ["ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"]  # the trainers' own
+
+
+@pytest.fixture(autouse=True)
+def _at_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Scripts run in their folder, and leave nothing of a run behind."""
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(SCRIPTS)
+    call, backward = nn.Module.__call__, torch.autograd.backward
+    argv, path = sys.argv, list(sys.path)
+    yield
+    assert nn.Module.__call__ is call
+    assert torch.autograd.backward is backward
+    assert "__reduce_ex__" not in vars(nn.Module)
+    assert (sys.argv, sys.path) == (argv, path)
+    for name in ("package", "package.gan"):
+        sys.modules.pop(name, None)
+
+
+def _alone(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a script prints without lowtide."""
+    with monkeypatch.context() as context, contextlib.suppress(SystemExit):
+        context.setattr(sys, "argv", words[1:] if words[0] == "-m" else words)
+        context.setattr(sys, "path", [str(SCRIPTS), *sys.path])
+        if words[0] == "-m":
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+    return capsys.readouterr().out
+
+
+def _run(options: list[str], words: list[str], tmp_path: Path) -> tuple[int, dict[str, Any]]:
+    report = tmp_path / "run.json"
+    code = main(["run", *options, "--report", str(report), *words])
+    return code, json.loads(report.read_text())
+
+
+def _model(summary: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = (model for model in summary["models"] if model["model"] == name)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same losses; every call by a plan, of which the short last batch has its own; the peak as promised; the exit code."""
+    words = ["plain.py", "7", "3"]
+    expected = _alone(words, monkeypatch, capsys)
+    code, summary = _run(["--budget", "70%"], words, tmp_path)
+    printed, said = capsys.readouterr()
+    assert code == 3
+    assert printed == expected
+    net = _model(summary, "Net")
+    assert net["planned_calls"] == net["calls"] == 6
+    assert net["plans"] == 2
+    assert 0 < net["measured_peak_bytes"] <= net["planned_peak_bytes"] <= net["budget_bytes"]
+    assert net["budget_bytes"] == net["unconstrained_peak_bytes"] * 70 // 100
+    assert said.count("Net is planned") == 1
+    assert "6 of 6" in said
+
+
+def test_several_roots_of_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two models by turns are planned; what does not train is not found; what cannot be planned runs, and is named."""
+    words = ["-m", "package.gan", "--steps", "3"]
+    expected = _alone(words, monkeypatch, capsys)
+    code, summary = _run(["--budget", "80%"], words, tmp_path)
+    printed, said = capsys.readouterr()
+    assert code == 0
+    assert printed == expected
+    assert [model["model"] for model in summary["models"]] == ["Generator", "Discriminator", "Scale"]
+    for name, calls in (("Generator", 3), ("Discriminator", 9)):
+        model = _model(summary, name)
+        assert model["planned_calls"] == model["calls"] == calls
+        assert model["planned_peak_bytes"] <= model["budget_bytes"]
+    assert _model(summary, "Scale")["calls"] == 3
+    assert "depends on the values" in _model(summary, "Scale")["outside"]
+    assert said.count("Scale runs without a plan") == 1
+
+
+@pytest.mark.parametrize(("script", "module"), [("trainer", "transformers"), ("lightning", "pytorch_lightning")])
+@pytest.mark.filterwarnings(*IGNORED)
+def test_trainers(
+    script: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(module)
+    expected = _alone([f"{script}.py"], monkeypatch, capsys)
+    code, summary = _run(["--budget", "60%"], [f"{script}.py"], tmp_path)
+    assert code == 0
+    assert capsys.readouterr().out == expected
+    first = summary["models"][0]
+    assert first["planned_calls"] == first["calls"] > 5
+    assert (
+        summary["peak_bytes"] <= first["budget_bytes"] * 1.01
+    )  # the loss of the Lightning script is outside of its model
+
+
+def test_a_script_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own traceback, without ours; what it trained until then is told."""
+    assert main(["run", "--budget", "100%", "raises.py"]) == 1
+    said = capsys.readouterr().err
+    traceback = said[said.index("Traceback") : said.index("ValueError: the script's own")]
+    assert traceback.count("File ") == traceback.count("raises.py") + traceback.count("nn/modules/module.py")
+    assert "1 of 1" in said
+    assert main(["run", "--budget", "60%", "raises.py"]) == 1  # a model so small ends nothing
+    assert "more than 60% of its pass, but little" in capsys.readouterr().err
+
+
+def test_an_impossible_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ends the script at once, with the least that would do; the model may be left alone instead."""
+    assert main(["run", "--budget", "1KiB", "plain.py", "0", "0"]) == 3
+    said = capsys.readouterr().err
+    assert "the smallest budget it can meet is" in said
+    assert main(["run", "--budget", "1KiB", "--skip", "Net", "plain.py", "0", "0"]) == 0
+    assert "0 of 6" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings(*IGNORED)
+def test_compiled_and_saved_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that ``torch.compile`` made is planned in the compiled one's place; copies and saved models are as without us."""
+    script = tmp_path / "compiled.py"
+    script.write_text(
+        "import copy, io, torch\n"
+        "from torch import nn\n"
+        "torch.manual_seed(0)\n"
+        "model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))\n"
+        "compiled = torch.compile(model)\n"
+        "for _ in range(2):\n"
+        "    compiled(torch.randn(512, 64)).square().mean().backward()\n"
+        "assert 'forward' not in vars(copy.deepcopy(model))\n"
+        "torch.save(model, file := io.BytesIO())\n"
+        "assert b'lowtide' not in file.getvalue()\n"
+        "other = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend='eager', fullgraph=True)\n"
+        "def step(x): return model[0](x).sum()\n"
+        "torch.compile(step, backend='eager', fullgraph=True)(torch.randn(2, 64)).backward()\n"
+        "model.eval()(torch.randn(2, 64))\n"
+    )
+    code, summary = _run(["--budget", "80%", "--compiler", "eager"], [str(script)], tmp_path)
+    assert code == 0, capsys.readouterr().err
+    model = _model(summary, "Sequential")
+    assert model["planned_calls"] == model["calls"] == 2
+    assert model["planned_peak_bytes"] <= model["budget_bytes"]
+
+
+@pytest.mark.filterwarnings(*IGNORED)
+def test_wrapped_copied_and_checkpointed_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model inside DistributedDataParallel is planned, and one that checkpoints itself; not ever new copies."""
+    monkeypatch.setattr(roots, "_MOST_GONE", 2)
+    script = tmp_path / "wrapped.py"
+    script.write_text(
+        "import copy, gc, torch, torch.distributed as dist\n"
+        "from torch import nn\n"
+        "from torch.utils.checkpoint import checkpoint\n"
+        "class Net(nn.Sequential): pass\n"
+        "class Checked(nn.Sequential):\n"
+        "    def forward(self, x): return checkpoint(super().forward, x, use_reentrant=False)\n"
+        "def layers(kind): return kind(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)))\n"
+        "torch.manual_seed(0)\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "wrapped, checked, single = nn.parallel.DistributedDataParallel(layers(Net)), layers(Checked), layers(nn.Sequential)\n"
+        "for _ in range(5):\n"
+        "    x = torch.randn(64, 32)\n"
+        "    loss = wrapped(x).sum() + checked(x).sum() + copy.deepcopy(single)(x).sum()\n"
+        "    loss.backward()\n"
+        "    print(loss.item().hex())\n"
+        "    del loss\n"
+        "    gc.collect()\n"
+        "dist.destroy_process_group()\n"
+    )
+    expected = _alone([str(script)], monkeypatch, capsys)
+    code, summary = _run(["--budget", "100%"], [str(script)], tmp_path)
+    assert code == 0, capsys.readouterr().err
+    assert capsys.readouterr().out == expected
+    net, checked, *copies = summary["models"]
+    assert (net["model"], net["planned_calls"], net["calls"]) == ("Net", 5, 5)
+    assert (checked["model"], checked["planned_calls"], checked["calls"]) == ("Checked", 5, 5)
+    assert [copied["planned_calls"] for copied in copies] == [1, 1, 0]
+    assert copies[-1]["calls"] == 3
+    assert "come and go" in copies[-1]["outside"]
+
+
+def test_online(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-m", "package.gan", "--steps", "2"]
+    expected = _alone(words, monkeypatch, capsys)
+    gc.collect()
+    assert main(["run", "--online", "--budget", "600KiB", *words]) == 0
+    printed, said = capsys.readouterr()
+    assert printed == expected
+    assert "600.0 KiB" in said
+    assert main(["run", "--online", *words]) == 2
+    assert "in bytes" in capsys.readouterr().err
+
+
+def test_nothing_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Arguments reach the script as they are, ours included; how it ends is how we end."""
+    script = tmp_path / "plain.py"
+    script.write_text("import sys\nprint(sys.argv[1:], sys.path[0], __name__, __file__)\nsys.exit('done')\n")
+    assert main(["run", "--budget", "50%", str(script), "--budget", "3", "-m", "x"]) == 1
+    printed, said = capsys.readouterr()
+    assert printed == f"['--budget', '3', '-m', 'x'] {tmp_path} __main__ {script}\n"
+    assert said.startswith("done\n")
+    assert "no module was called in training mode" in said
+    assert main(["advise", str(script)]) == 2
+    assert "nothing to advise on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a script"),
+        (["none.py"], "there is no script none.py"),
+        (["-m", "no_such_module"], "no_such_module cannot be run"),
+        (["--budget", "50", "plain.py"], 'write "50%" or "50B"'),
+        (["--planner", "magic", "plain.py"], "no planner is named"),
+        (["--budget", "50%", "--total", "1GiB", "plain.py"], "either budget="),
+        (["--report", "x.doc", "plain.py"], "must end in"),
+    ],
+)
+def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *words]) == 2
+    printed, said = capsys.readouterr()
+    assert message in said
+    assert printed == ""
+
+
+def test_advise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stops after the steps that were asked for; the figures are those of the model, its optimizer, and its plans."""
+    pytest.importorskip("jinja2")
+    page = tmp_path / "advice.html"
+    assert main(["advise", "--steps", "2", "-o", str(page), "plain.py", "0", "0"]) == 0
+    printed, _ = capsys.readouterr()
+    steps = [line for line in printed.splitlines() if line.startswith("0 ")]
+    assert len(steps) == 1  # the second step is ended by its optimizer, before the script prints
+    facts = [line.strip().partition("  ") for line in printed.splitlines() if line.startswith("  ")]
+    parameters = (5 * (32 * 32 + 32) + 33) * 4
+    named = {name: value.strip() for name, _, value in facts}
+    assert named["parameters"] == f"{parameters / 1024:.1f} KiB"
+    assert named["states of Adam"] == f"{(2 * parameters + 12 * 4) / 1024:.1f} KiB"
+    assert "blocks.0" in printed
+    assert "90.0 %" in printed
+    assert "lowtide run --budget" in printed
+    text = page.read_text()
+    assert "states of Adam" in text
+    assert "What memory costs" in text
+
+
+def test_as_a_command(tmp_path: Path) -> None:
+    """In a process of its own, with spawned workers."""
+    script = tmp_path / "spawns.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "if __name__ == '__main__':\n"
+        "    data = torch.utils.data.TensorDataset(torch.ones(64, 16))\n"
+        "    loader = torch.utils.data.DataLoader(data, 32, num_workers=1, multiprocessing_context='spawn')\n"
+        "    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))\n"
+        "    for (x,) in loader:\n"
+        "        model(x).sum().backward()\n"
+        "    print('trained')\n"
+    )
+    words = [sys.executable, "-m", "lowtide", "run", "--budget", "100%", str(script)]
+    ended = subprocess.run(words, capture_output=True, text=True, env=os.environ, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "trained\n"
+    assert "2 of 2" in ended.stderr
