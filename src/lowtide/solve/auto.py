@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from lowtide.solve.bounds import proven_infeasible, time_bound
+from lowtide.solve.bounds import prove_time, proven_infeasible
 from lowtide.solve.minimum import lowest_candidate, smallest_exactly, starting_points, working_set_bound
 from lowtide.solve.model.sweep import Candidate, quickest
 from lowtide.solve.options import Options, between
@@ -46,6 +46,7 @@ _RUN_PART, _CHILD_PART = 8, 16  # the part of the iterations that falls to a run
 _FIRST_CHILD = 64  # stream of random numbers, after those of the first runs and of the lowest peak
 _POINTS, _POPULATION = 4, 10  # starting points that take part; sequences that are recombined
 _GENERATIONS, _LARGE_NODES, _LARGE_GENERATIONS = 60, 800, 36  # at most, and above so many nodes
+_WIDE = 0.05  # of the program's time: how far from the bound a plan may stay without another look at the bound
 _PATIENCE = 20  # generations without anything better
 
 
@@ -101,8 +102,13 @@ def _search(problem: Problem, portfolio: Portfolio, effort: int) -> Solution:
     problem.progress("proving a bound", 0.05)
     known_ns = portfolio.time_ns(best)
     bound_effort = min(effort, _BOUND_EFFORT if nodes <= _BOUND_NODES else 1)
-    bound_ns = time_bound(portfolio.floor, budget, effort=bound_effort, known_ns=known_ns)
-    found = _anneal(problem, portfolio, fitting, int(_EFFORT[effort] * portfolio.iterations), bound_ns)
+    bound = prove_time(portfolio.floor, budget, effort=bound_effort, known_ns=known_ns)
+    found = _anneal(problem, portfolio, fitting, int(_EFFORT[effort] * portfolio.iterations), bound.ns)
+    reached_ns = portfolio.time_ns(quickest(found, 1)[0])
+    if reached_ns - bound.ns > _WIDE * portfolio.model.least_ns:
+        problem.progress("proving a bound", 1.0)
+        bound = bound.refined(effort, reached_ns)
+    bound_ns = bound.ns
     problem.progress("done", 1.0)
     solution = answer("auto", problem, [portfolio.schedule(point) for point in quickest(found, 6)])
     status = Status.OPTIMAL if solution.time_ns <= bound_ns else solution.status
