@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lowtide.ir import Costs, Graph, Schedule, schedule_from_sequence
+from lowtide.ir import Compute, Costs, Graph, Schedule, schedule_from_sequence
 from lowtide.native import core
 from lowtide.solve.block_programs import Rockmate
 from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.blocks.sequences import block_sequences, table_sequences
 from lowtide.solve.greedy import greedy_sequences
 from lowtide.solve.model.classes import Classes, node_classes
-from lowtide.solve.model.compact import CompactGraph, Indices, bounding_model, compact, decode, encode_keep_all
+from lowtide.solve.model.compact import CompactGraph, Indices, bounding_model, compact, decode, encode, encode_keep_all
 from lowtide.solve.model.sweep import Candidate, sweep
 from lowtide.solve.search.anneal import AnnealSettings, make_state
 from lowtide.solve.search.segments import segment_sequences
@@ -65,6 +65,10 @@ class Portfolio:
 
     def schedule_of(self, nodes: Iterable[int]) -> Schedule:
         return schedule_from_sequence(self.graph, self.model.sequence(nodes))
+
+    def of_schedule(self, schedule: Schedule) -> Candidate:
+        """The candidate that computes what the schedule computes, in the same order."""
+        return self.measure([encode(self.model, (step.op for step in schedule.steps if isinstance(step, Compute)))])[0]
 
     def measure(self, sequences: Iterable[Indices]) -> list[Candidate]:
         """Each sequence swept once, unused recomputes dropped."""
