@@ -88,7 +88,7 @@ def times_above(graph: Graph, costs: Costs, lowest_schedule: Schedule, seed: int
     for step, factor in enumerate(_ABOVE):
         budget = int(least.peak_bytes * factor)
         streams = range(_ABOVE_STREAM + 2 * step, _ABOVE_STREAM + 2 * step + 2)
-        runs = [AnnealRun(best, stream, heat) for stream, heat in zip(streams, _ABOVE_HEATS, strict=True)]
+        runs = [AnnealRun(best, stream, heat, strict=True) for stream, heat in zip(streams, _ABOVE_HEATS, strict=True)]
         for candidate in portfolio.round(runs, budget, int(_ABOVE_SHARE * portfolio.iterations), 0):
             result = simulate(graph, costs, portfolio.schedule(candidate))
             if result.peak_bytes <= budget and result.time_ns < best_ns:

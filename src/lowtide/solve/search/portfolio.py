@@ -26,15 +26,18 @@ from lowtide.solve.threads import in_threads
 
 _STREAMS = 1024  # of random numbers per seed
 _MANY_NODES = 4000  # from which on the iterations grow more slowly than the program
+_STRICT = 1000.0  # times the pressure: more than a step back over the budget could save
 _COLD = 0.01  # last temperature, in mean node times
 
 
 class AnnealRun(NamedTuple):
-    """An annealing run: where it starts, its stream of random numbers, its first temperature in mean node times."""
+    """An annealing run: where it starts, its stream of random numbers, its first temperature in mean node times. ``strict``:
+    once within the budget it stays there, for budgets so small that swinging about them finds nothing."""
 
     start: Candidate
     stream: int
     hot: float
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,6 +118,8 @@ class Portfolio:
                 pressure=float(self.model.time_ns.sum() + 1) / room,
                 target_ns=bound_ns - self.model.least_ns,
             )
+            if run.strict:
+                settings = settings._replace(pressure=_STRICT * settings.pressure, rate=1.0)
             return self._run(run.start, settings, run.stream)
 
         return [candidate for candidate in in_threads(anneal, runs) if candidate is not None]
