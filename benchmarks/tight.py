@@ -4,8 +4,8 @@
 the least budget known of each (that of ``minimum_peak`` when it was first asked for, kept in the results so that every run is
 asked the same). With ``--published``, at the budgets of published results instead, where the instances are present.
 
-A run has a ``--label`` and is a column of the table (*before* and *after* are the versions before and after many cuts and strict
-runs came in); cells that the label has already are kept unless ``--again`` is given.
+A run has a ``--label`` and is a column of the table (*before* and *after*: without and with many cuts and strict runs);
+cells that the label has already are kept unless ``--again`` is given.
 """
 
 from __future__ import annotations
