@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError, ScheduleError
 from lowtide.ir.serial import dag_from_json
 from lowtide.planning import Plan, make_plan
+from tests.solve.small_graphs import chain
 from tests.support.chains import LAYER_BYTES, chain_dag
 
 GRAPH, COSTS = dag_from_json(chain_dag())
@@ -55,6 +58,33 @@ def test_infeasible_names_a_reachable_minimum_and_the_bottleneck() -> None:
     assert minimum > 2 * LAYER_BYTES
     assert caught.value.operator in {op.name for op in GRAPH.ops}
     assert _plan(budget=minimum).peak_bytes <= minimum
+
+
+def test_infeasible_says_what_the_least_budget_costs_and_what_a_little_more_saves() -> None:
+    graph, costs = chain(40, size=1000)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        make_plan(graph, costs, budget=3000, planner="auto{effort=1}")
+    error = caught.value
+    (least, dear), (more, less) = error.overheads
+    assert (least, more) == (error.minimum_bytes, error.minimum_bytes * 102 // 100)
+    assert 0 < less <= dear
+    assert f"{least} bytes" in error.message and f"at about {100 * dear:.0f} % more time" in error.message
+    for budget, overhead in error.overheads:
+        better = make_plan(graph, costs, budget=budget, planner="auto{effort=1}")
+        assert better.overhead <= overhead + 0.05  # what was named is there to be had
+    with pytest.raises(InfeasibleBudgetError, match=r"% more time\. The bottleneck") as caught:
+        make_plan(graph, costs, budget=3000, planner="chen-sqrt")
+    assert [budget for budget, _ in caught.value.overheads] == [caught.value.minimum_bytes]
+
+
+def test_a_little_more_than_the_least_budget_is_named_where_it_saves_much() -> None:
+    graph, costs = chain(24, size=1000)
+    costs = dataclasses.replace(costs, storage_bytes=costs.storage_bytes - (np.arange(48) % 5 == 0) * 300)
+    with pytest.raises(InfeasibleBudgetError, match="; with 2 % more, ") as caught:
+        make_plan(graph, costs, budget=2000, planner="auto{effort=1}")
+    (_, dear), (more, less) = caught.value.overheads
+    assert less < dear
+    assert f"{more} bytes" in caught.value.message and f"it is about {100 * less:.0f} %" in caught.value.message
 
 
 def test_unknown_planner() -> None:

@@ -42,7 +42,9 @@ class InfeasibleBudgetError(PlanError):
 
     ``minimum_bytes`` is the smallest budget for which a schedule is known, ``operator`` the op at the bottleneck and
     ``source`` the user's ``file:line`` of that op. ``budget_bytes`` is what the planner was given, 0 where that is not known;
-    ``aside_bytes`` what is reserved or resident beside it, and part of ``minimum_bytes``.
+    ``aside_bytes`` what is reserved or resident beside it, and part of ``minimum_bytes``. ``overheads`` are budgets from
+    ``minimum_bytes`` on, each with the overhead of a schedule that a brief search found within it (0.5: half again the time
+    without rematerialization); empty where none is known.
     """
 
     _: KW_ONLY
@@ -51,6 +53,7 @@ class InfeasibleBudgetError(PlanError):
     source: str = ""
     budget_bytes: int = 0
     aside_bytes: int = 0
+    overheads: tuple[tuple[int, float], ...] = ()
 
 
 class ScheduleError(LowtideError):

@@ -284,6 +284,7 @@ def with_aside(error: InfeasibleBudgetError, aside: int) -> InfeasibleBudgetErro
         source=error.source,
         budget_bytes=error.budget_bytes,
         aside_bytes=aside,
+        overheads=tuple((budget_bytes + aside, overhead) for budget_bytes, overhead in error.overheads),
     )
 
 

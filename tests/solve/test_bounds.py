@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -10,11 +11,14 @@ import pytest
 from lowtide.errors import PlanError
 from lowtide.ir import keep_all_schedule, simulate
 from lowtide.solve.auto import Auto
-from lowtide.solve.bounds import INFEASIBLE_NS, least_time, peak_bound, proven_infeasible, time_bound
+from lowtide.solve.bounds import INFEASIBLE_NS, least_time, peak_bound, prove_time, proven_infeasible, time_bound
+from lowtide.solve.bounds.cuts import on_windows
 from lowtide.solve.bounds.dual import improve, no_dual
 from lowtide.solve.bounds.liveness import liveness
-from lowtide.solve.bounds.relaxation import relax
+from lowtide.solve.bounds.refine import refine
+from lowtide.solve.bounds.relaxation import all_windows, relax
 from lowtide.solve.model.compact import compact
+from lowtide.solve.model.structure import resident_bytes
 from lowtide.solve.problem import Problem, Status
 from lowtide.solve.search.exact import shortest
 from tests.solve.brute_force import brute_force
@@ -41,7 +45,8 @@ def test_never_above_brute_force(seeds: range) -> None:
             if optimum is None:
                 continue  # any number bounds nothing at all
             assert not proven_infeasible(model, budget), (seed, budget)
-            assert least_time(model) <= time_bound(model, budget, effort=2) <= optimum, (seed, budget)
+            bound = prove_time(model, budget, effort=2)
+            assert least_time(model) <= bound.ns <= bound.refined(2).ns <= optimum, (seed, budget)
 
 
 @pytest.mark.parametrize("effort", [1, 2, 3, 4])
@@ -55,10 +60,8 @@ def test_never_above_the_optimum_of_chains(effort: int) -> None:
             optimum = shortest(model, budget)
             assert optimum is not None
             if optimum.feasible:  # below, any number bounds nothing at all
-                assert least_time(model) <= time_bound(model, budget, effort=effort) <= optimum.time_ns, (
-                    length,
-                    budget,
-                )
+                bound = prove_time(model, budget, effort=effort)
+                assert least_time(model) <= bound.ns <= bound.refined(effort).ns <= optimum.time_ns, (length, budget)
                 feasible += 1
     assert feasible == 8
 
@@ -78,7 +81,8 @@ def test_never_above_the_optimum_of_larger_graphs() -> None:
             optimum = shortest(model, budget)
             if optimum is not None:
                 for effort in (3, 4):
-                    assert time_bound(floor, budget, effort=effort) <= optimum.time_ns, (seed, budget)
+                    bound = prove_time(floor, budget, effort=effort)
+                    assert bound.ns <= bound.refined(effort).ns <= optimum.time_ns, (seed, budget)
                 compared += 1
     assert compared > 60
 
@@ -105,13 +109,39 @@ def test_bound_of_auto_on_longer_chains() -> None:
             assert least_time(model) < bound <= solution.time_ns
 
 
+def test_many_cuts_see_operators_that_are_recomputed_several_times() -> None:
+    """A chain with room for four storages: most operators have to run three times or more, which three cuts do not see."""
+    graph, costs = chain(16)
+    model = compact(graph, costs)
+    found = Auto(effort=1).solve(Problem(graph, costs, 4 * 4))
+    bound = prove_time(model, 4 * 4)
+    refined = bound.refined(3)
+    assert bound.ns + 8 < refined.ns <= found.time_ns
+    assert found.lower_bound_ns is not None and bound.ns < found.lower_bound_ns <= refined.ns
+    assert bound.refined(3, bound.ns).ns == bound.ns  # where a schedule is known that is as quick
+
+
+def test_a_split_begins_at_the_bound_before_it() -> None:
+    """The multipliers of some windows prove as much for the windows that their gaps are split into."""
+    graph, costs = chain(12)
+    model = compact(graph, costs)
+    facts = liveness(model, 7 * 4)
+    coarse = on_windows(facts, None, all_windows([12, 16], model.nodes), 10_000_000)
+    halves = {(12, 16): ((12, 14), (14, 16)), (16, 25): ((16, 19), (19, 25)), (14, 19): ((14, 16), (16, 19))}
+    gaps = {part: () for window in halves.values() for part in window}
+    for windows in (all_windows([12, 14, 16, 19], model.nodes), {**coarse.program.windows, **gaps, **halves}):
+        assert on_windows(facts, coarse, windows, 0, 0).dual.bound >= coarse.dual.bound - 1e-9
+    levels = [refine(facts, coarse, resident_bytes(model)[1], cuts, 10_000_000, 1.0).dual.bound for cuts in (2, 3, 6)]
+    assert coarse.dual.bound == levels[0] and all(more >= less - 1e-9 for less, more in itertools.pairwise(levels))
+
+
 def test_a_smaller_budget_never_lowers_the_bound_of_fixed_cuts() -> None:
     graph, costs = chain(10)
     model = compact(graph, costs)
     top = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
     shares = []
     for budget in range(top // 3, top, 4):
-        program = relax(liveness(model, budget), [10])
+        program = relax(liveness(model, budget), all_windows([10], model.nodes))
         shares.append(improve(program, no_dual(program), 20_000).bound)
     assert all(more <= less + 1e-6 for less, more in zip(shares, shares[1:], strict=False))
     assert shares[0] > shares[-1]
@@ -122,7 +152,7 @@ def test_any_multipliers_prove_a_bound() -> None:
     graph, costs = chain(8)
     model = compact(graph, costs)
     budget = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes // 2
-    program = relax(liveness(model, budget), [8, 10])
+    program = relax(liveness(model, budget), all_windows([8, 10], model.nodes))
     best = improve(program, no_dual(program), 20_000)
     draw = np.random.default_rng(0)
     for _ in range(50):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from lowtide.budget import parse_budget
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Compute, Costs, Graph, Schedule, keep_all_schedule, simulate
 from lowtide.planning.plan import Plan
-from lowtide.solve import Problem, Progress, Solution, format_spec, get_planner, minimum_peak, solve
+from lowtide.solve import Problem, Progress, Solution, format_spec, get_planner, minimum_peak, solve, times_above
 from lowtide.units import format_bytes
 
 Better = Callable[[int, Callable[[], Plan | None]], None]
@@ -85,18 +85,37 @@ def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner
     if lowest is None:
         reached, lowest = minimum_peak(problem.graph, problem.costs, problem.seed)
         minimum = reached if minimum is None else minimum
-    step = lowest.steps[simulate(problem.graph, problem.costs, lowest).peak_step]
+    run = simulate(problem.graph, problem.costs, lowest)
+    step = lowest.steps[run.peak_step]
     op = problem.graph.ops[step.op] if isinstance(step, Compute) else problem.graph.ops[0]
     place = (f" of {op.module}" if op.module else "") + (f" ({op.source})" if op.source else "")
-    hint = "" if planner.startswith("auto") else " Planner auto may reach less."
+    searched = planner.startswith("auto")
+    hint = "" if searched else " Planner auto may reach less."
     percent = 100 * (minimum or 0) / max(unconstrained, 1)
+    times = (
+        times_above(problem.graph, problem.costs, lowest, problem.seed) if searched else [(minimum or 0, run.time_ns)]
+    )
+    whole = max(simulate(problem.graph, problem.costs, keep_all_schedule(problem.graph)).time_ns, 1)
+    overheads = tuple((least, time_ns / whole - 1) for least, time_ns in times)
     return InfeasibleBudgetError(
         f"planner {planner} found no schedule within {problem.budget_bytes} bytes ({format_bytes(problem.budget_bytes)}); the "
         f"smallest budget it can meet is {minimum} bytes ({format_bytes(minimum or 0)}, {percent:.1f}% of the "
-        f"{format_bytes(unconstrained)} without rematerialization). The bottleneck is {op.name}{place}.{hint} Raise the "
-        "budget, or make the batch or the sequence smaller.",
+        f"{format_bytes(unconstrained)} without rematerialization){_cost_of(overheads)}. The bottleneck is {op.name}{place}."
+        f"{hint} Raise the budget, or make the batch or the sequence smaller.",
         minimum_bytes=minimum or 0,
         operator=op.name,
         source=op.source,
         budget_bytes=problem.budget_bytes,
+        overheads=overheads,
     )
+
+
+def _cost_of(overheads: Sequence[tuple[int, float]]) -> str:
+    """What the least budget costs, and what a larger one would save."""
+    (least, overhead), *larger = overheads
+    texts = [f"at about {100 * overhead:.0f} % more time"]
+    for budget, less in larger:
+        more, percent = 100 * (budget / max(least, 1) - 1), f"{100 * less:.0f} %"
+        if f"{100 * overhead:.0f} %" != percent:
+            texts.append(f"with {more:.0f} % more, {budget} bytes ({format_bytes(budget)}), it is about {percent}")
+    return ", " + "; ".join(texts)

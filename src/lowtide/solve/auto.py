@@ -22,9 +22,10 @@ the same seed then reaches.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
-from lowtide.solve.bounds import proven_infeasible, time_bound
+from lowtide.solve.bounds import prove_time, proven_infeasible
 from lowtide.solve.minimum import lowest_candidate, smallest_exactly, starting_points, working_set_bound
 from lowtide.solve.model.sweep import Candidate, quickest
 from lowtide.solve.options import Options, between
@@ -42,10 +43,15 @@ _BOUND_EFFORT, _BOUND_NODES = 3, 1400  # the most for the lower bound, in its ow
 _HOT_NODES = 1200
 _HOT, _WARM = (2.0,) * 8, (1.0, 0.3)
 _CHILDREN = (0.1, 0.04)  # those of a generation, which go on two threads
+_STRICT = (0.3, 1.0)  # those of every third one far from the bound, which stay within the budget
 _RUN_PART, _CHILD_PART = 8, 16  # the part of the iterations that falls to a run, and to a child's
-_FIRST_CHILD = 64  # stream of random numbers, after those of the first runs and of the lowest peak
+_FIRST_STRICT, _FIRST_CHILD = (
+    40,
+    64,
+)  # streams of random numbers, other than those of the first runs and of the lowest peak
 _POINTS, _POPULATION = 4, 10  # starting points that take part; sequences that are recombined
 _GENERATIONS, _LARGE_NODES, _LARGE_GENERATIONS = 60, 800, 36  # at most, and above so many nodes
+_WIDE = 0.05  # of the program's time: how far from the bound a plan may stay without another look at the bound
 _PATIENCE = 20  # generations without anything better
 
 
@@ -101,8 +107,13 @@ def _search(problem: Problem, portfolio: Portfolio, effort: int) -> Solution:
     problem.progress("proving a bound", 0.05)
     known_ns = portfolio.time_ns(best)
     bound_effort = min(effort, _BOUND_EFFORT if nodes <= _BOUND_NODES else 1)
-    bound_ns = time_bound(portfolio.floor, budget, effort=bound_effort, known_ns=known_ns)
-    found = _anneal(problem, portfolio, fitting, int(_EFFORT[effort] * portfolio.iterations), bound_ns)
+    bound = prove_time(portfolio.floor, budget, effort=bound_effort, known_ns=known_ns)
+    found = _anneal(problem, portfolio, fitting, int(_EFFORT[effort] * portfolio.iterations), bound.ns)
+    reached = quickest(found, 1)[0]
+    if _far(portfolio, reached, bound.ns):
+        problem.progress("proving a bound", 1.0)
+        bound = bound.refined(effort, portfolio.time_ns(reached))
+    bound_ns = bound.ns
     problem.progress("done", 1.0)
     solution = answer("auto", problem, [portfolio.schedule(point) for point in quickest(found, 6)])
     status = Status.OPTIMAL if solution.time_ns <= bound_ns else solution.status
@@ -135,6 +146,11 @@ def _offer(problem: Problem, portfolio: Portfolio, found: Candidate) -> None:
     problem.better(portfolio.time_ns(found), lambda: answer("auto", problem, [portfolio.schedule(found)]))
 
 
+def _far(portfolio: Portfolio, best: Candidate, bound_ns: int) -> bool:
+    """Whether the best stays so far above the bound, where there is one, that more has to be tried on both sides."""
+    return bound_ns > 0 and portfolio.time_ns(best) - bound_ns > _WIDE * portfolio.model.least_ns
+
+
 def _anneal(
     problem: Problem, portfolio: Portfolio, points: list[Candidate], iterations: int, bound_ns: int
 ) -> list[Candidate]:
@@ -148,6 +164,11 @@ def _anneal(
     warm = _WARM if met else _WARM * 4  # where nothing hot comes down to the budget, or where it would take too long
     runs = [AnnealRun(quickest(points, 1)[0], stream, heat) for stream, heat in enumerate(warm, len(_HOT))]
     met += portfolio.round(runs, budget, part, bound_ns)
+    known = survivors([*met, *quickest(points, _POINTS)], _POINTS)
+    if _far(portfolio, known[0], bound_ns):
+        pairs = itertools.product(known, _STRICT)
+        runs = [AnnealRun(start, stream, heat, True) for stream, (start, heat) in enumerate(pairs, _FIRST_STRICT)]
+        met += portfolio.round(runs, budget, part, bound_ns)
     population = survivors([*met, *quickest(points, _POINTS)], _POPULATION)
     _offer(problem, portfolio, population[0])
     return _recombine(problem, portfolio, population, iterations // _CHILD_PART, bound_ns)
@@ -167,7 +188,11 @@ def _recombine(
         problem.progress("recombining", 0.3 + 0.7 * generation / generations)
         starts = portfolio.measure(children(population, len(_CHILDREN), rng))
         stream = _FIRST_CHILD + len(_CHILDREN) * generation
-        runs = [AnnealRun(starts[child], stream + child, heat) for child, heat in enumerate(_CHILDREN)]
+        strict = generation % 3 == 2 and _far(portfolio, best, bound_ns)
+        if strict:
+            starts[0] = best
+        heats = _STRICT if strict else _CHILDREN
+        runs = [AnnealRun(starts[child], stream + child, heat, strict) for child, heat in enumerate(heats)]
         met = portfolio.round(runs, problem.budget_bytes, iterations, bound_ns)
         population = survivors([*population, *met], _POPULATION)
         if population[0].recompute_ns < best.recompute_ns:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _STREAMS = (60, 61, 62)  # of the runs from each starting point
 _BRIEF = 0.2  # of the iterations of a search at default effort
+_ABOVE = (1.0, 1.02)  # times the least budget: what is said of budgets at and just above it
+_ABOVE_STREAM, _ABOVE_HEATS, _ABOVE_SHARE = 50, (2.0, 0.3), 0.04
 _BLOCKS_SHARE = 0.25  # of the peak without recomputation: the budget that block programs are asked for
 
 
@@ -72,6 +74,27 @@ def sequence_within(graph: Graph, costs: Costs, budget_bytes: int, seed: int = 0
     schedule = portfolio.schedule(found)
     computes = tuple(step.op for step in schedule.steps if isinstance(step, Compute))
     return simulate(graph, costs, schedule).peak_bytes, computes
+
+
+def times_above(graph: Graph, costs: Costs, lowest_schedule: Schedule, seed: int = 0) -> list[tuple[int, int]]:
+    """Budgets in bytes, the peak of ``lowest_schedule`` and 2 % more, each with the time in ns of a schedule within it: what a
+    brief search makes of ``lowest_schedule``, far from the best but mostly far quicker than that. Deterministic."""
+    from lowtide.solve.search.portfolio import AnnealRun, make_portfolio
+
+    portfolio = make_portfolio(graph, costs, seed)
+    least = simulate(graph, costs, lowest_schedule)
+    best, best_ns = portfolio.of_schedule(lowest_schedule), least.time_ns
+    found = []
+    for step, factor in enumerate(_ABOVE):
+        budget = int(least.peak_bytes * factor)
+        streams = range(_ABOVE_STREAM + 2 * step, _ABOVE_STREAM + 2 * step + 2)
+        runs = [AnnealRun(best, stream, heat, strict=True) for stream, heat in zip(streams, _ABOVE_HEATS, strict=True)]
+        for candidate in portfolio.round(runs, budget, int(_ABOVE_SHARE * portfolio.iterations), 0):
+            result = simulate(graph, costs, portfolio.schedule(candidate))
+            if result.peak_bytes <= budget and result.time_ns < best_ns:
+                best, best_ns = candidate, result.time_ns
+        found.append((budget, best_ns))
+    return found
 
 
 def peak_lower_bound(graph: Graph, costs: Costs) -> int:

@@ -3,8 +3,8 @@
 Solves: how much recomputation no schedule can avoid. Valid for every order-preserving schedule with recomputation
 anywhere, the forward pass included, any number of times; not tight in general. The relaxation
 (``relaxation``) looks at the memory of a few instants only, chosen by ``cuts``; its bound follows from
-multipliers (``dual``), so that no exact solver is needed, and is tightened by branching (``branch``).
-What must be resident for certain (``liveness``) tightens it and bounds the peak.
+multipliers (``dual``), so that no exact solver is needed, and is tightened by branching (``branch``), and by many more instants
+where plans stay far above it (``refine``). What must be resident for certain (``liveness``) tightens it and bounds the peak.
 
 Assumes a model that counts no byte too many (``CompactGraph.bounding``); the bounds of others are trivial but valid. Views
 cost their time once, saved generator states nothing. Complexity: O(n^2) for liveness, then a fixed number of iterations
@@ -15,14 +15,16 @@ on programs of a few entries per node and pair of cuts. Source: the rows are tho
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.extras import MissingExtraError
 from lowtide.solve.bounds.branch import branch
-from lowtide.solve.bounds.cuts import Trials, choose_cuts
+from lowtide.solve.bounds.cuts import Relaxed, Trials, choose_cuts
 from lowtide.solve.bounds.liveness import Liveness, liveness
+from lowtide.solve.bounds.refine import refine
 from lowtide.solve.bounds.relaxation import Covering
 from lowtide.solve.milp.linear import INFINITY, LinearProgram, SolverOptions, solve_program
 from lowtide.solve.model.compact import CompactGraph
@@ -46,26 +48,69 @@ _EFFORTS = {  # what is tried for the cuts, splits x entries in branching, secon
 }
 
 
+_REFINED = {  # cuts, and iterations x entries of a level
+    1: (12, 20_000_000),
+    2: (24, 50_000_000),
+    3: (45, 100_000_000),
+    4: (90, 200_000_000),
+    5: (180, 1_000_000_000),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TimeBound:
+    """A bound on the time of every schedule within a budget, and what it follows from. ``ns`` is ``INFEASIBLE_NS`` where none
+    fits; ``share`` is that of the recomputes in the time of all nodes."""
+
+    model: CompactGraph
+    facts: Liveness | None = None
+    relaxed: Relaxed | None = None
+    share: float = 0.0
+
+    @property
+    def ns(self) -> int:
+        base = least_time(self.model)
+        if self.facts is not None and not self.facts.feasible:
+            return INFEASIBLE_NS
+        unit = int(np.gcd.reduce(np.concatenate((self.model.time_ns, self.model.view_time_ns))))
+        if unit == 0:
+            return base
+        # Times are multiples of the unit.
+        return base + unit * max(math.ceil(self.share * int(self.model.time_ns.sum()) / unit - _ROUNDING), 0)
+
+    def refined(self, effort: int, known_ns: int | None = None) -> TimeBound:
+        """A bound at least as high, from many more instants: slower, for where ``known_ns``, the time of a schedule that fits,
+        is far above. ``effort``: 1 to 5."""
+        if self.facts is None or self.relaxed is None or (known_ns is not None and self.ns >= known_ns):
+            return self
+        kept = resident_bytes(self.model)[1]
+        found = refine(self.facts, self.relaxed, kept, *_REFINED[effort], _enough(self.model, known_ns))
+        return TimeBound(self.model, self.facts, found, max(self.share, found.dual.bound))
+
+
 def time_bound(model: CompactGraph, budget_bytes: int, *, effort: int = 3, known_ns: int | None = None) -> int:
     """Nanoseconds that no schedule within ``budget_bytes`` undercuts; ``INFEASIBLE_NS`` where none fits. Raises ``PlanError``.
 
     ``effort``: 1 to 5. ``known_ns``: time of a schedule that fits; stops early once the bound has reached it.
     """
+    return prove_time(model, budget_bytes, effort=effort, known_ns=known_ns).ns
+
+
+def prove_time(model: CompactGraph, budget_bytes: int, *, effort: int = 3, known_ns: int | None = None) -> TimeBound:
+    """As ``time_bound``, with what the bound follows from, so that it can be refined."""
     if effort not in _EFFORTS:
         raise PlanError(f"time bound: effort is {effort}, but goes from 1 to 5; write for instance effort=3")
-    base = least_time(model)
     if not _tractable(model):
-        return base
+        return TimeBound(model)
     live = liveness(model, budget_bytes)
-    if not live.feasible:
-        return INFEASIBLE_NS
-    scale = int(model.time_ns.sum())
-    if scale == 0:
-        return base
-    enough = math.inf if known_ns is None else (known_ns - base) / scale
-    share = _share_bound(live, *_EFFORTS[effort], enough)
-    unit = int(np.gcd.reduce(np.concatenate((model.time_ns, model.view_time_ns))))
-    return base + unit * max(math.ceil(share * scale / unit - _ROUNDING), 0)  # times are multiples of the unit
+    if not live.feasible or not model.time_ns.any():
+        return TimeBound(model, live)
+    return _share_bound(live, *_EFFORTS[effort], _enough(model, known_ns))
+
+
+def _enough(model: CompactGraph, known_ns: int | None) -> float:
+    """The share of recomputes at which a bound has reached what is known."""
+    return math.inf if known_ns is None else (known_ns - least_time(model)) / int(model.time_ns.sum())
 
 
 def peak_bound(model: CompactGraph) -> int:
@@ -98,16 +143,15 @@ def _tractable(model: CompactGraph) -> bool:
     return model.bounding and (model.nodes + 2) * max(len(model.storage_node), model.nodes) <= _MAX_CELLS
 
 
-def _share_bound(facts: Liveness, trials: Trials, work: int, seconds: float, enough: float) -> float:
-    """A bound on the recompute time as a share of the time of all nodes."""
+def _share_bound(facts: Liveness, trials: Trials, work: int, seconds: float, enough: float) -> TimeBound:
     relaxed = choose_cuts(facts, resident_bytes(facts.model)[1], trials, enough)
     if relaxed is None:
-        return 0.0
+        return TimeBound(facts.model, facts)
     splits = work // max(len(relaxed.program.index), 1)
-    bound = max(branch(relaxed.program, relaxed.dual, splits, enough), 0.0)
-    if seconds > 0 and bound < enough:
-        bound = max(bound, _whole_bound(relaxed.program, seconds) or 0.0)
-    return bound
+    share = max(branch(relaxed.program, relaxed.dual, splits, enough), 0.0)
+    if seconds > 0 and share < enough:
+        share = max(share, _whole_bound(relaxed.program, seconds) or 0.0)
+    return TimeBound(facts.model, facts, relaxed, share)
 
 
 def _whole_bound(program: Covering, seconds: float) -> float | None:

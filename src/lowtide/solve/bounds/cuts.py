@@ -17,7 +17,7 @@ import numpy as np
 
 from lowtide.solve.bounds.dual import Dual, improve, no_dual
 from lowtide.solve.bounds.liveness import Liveness
-from lowtide.solve.bounds.relaxation import Covering, Floats, IndexBlock, relax
+from lowtide.solve.bounds.relaxation import Covering, Floats, IndexBlock, Windows, all_windows, relax
 from lowtide.solve.model.compact import Numbers
 
 _WORTH = 2e-5  # a further cut must add this share of the program's time
@@ -75,15 +75,22 @@ def _best_trial(
 
 
 def _with_cut(facts: Liveness, known: Relaxed | None, instant: int, work: int) -> Relaxed:
-    program = relax(facts, sorted((*(known.program.cuts if known else ()), instant)))
+    cuts = sorted((*(known.program.cuts if known else ()), instant))
+    return on_windows(facts, known, all_windows(cuts, facts.model.nodes), work)
+
+
+def on_windows(facts: Liveness, known: Relaxed | None, windows: Windows, work: int, most: int = _MOST) -> Relaxed:
+    """The relaxation for these windows, its multipliers begun at the known ones and improved with ``work`` iterations x
+    entries, at most ``most`` iterations."""
+    program = relax(facts, windows)
     if known is None:
         return _more(Relaxed(program, no_dual(program)), work)
     cost: Floats = facts.model.time_ns / max(int(facts.model.time_ns.sum()), 1)
-    return _more(Relaxed(program, _transfer(known.program, known.dual, program, cost)), work)
+    return _more(Relaxed(program, _transfer(known.program, known.dual, program, cost)), work, most)
 
 
-def _more(relaxed: Relaxed, work: int) -> Relaxed:
-    iterations = min(max(work // max(len(relaxed.program.index), 1), _LEAST), _MOST)
+def _more(relaxed: Relaxed, work: int, most: int = _MOST) -> Relaxed:
+    iterations = min(max(work // max(len(relaxed.program.index), 1), _LEAST), most)
     return Relaxed(relaxed.program, improve(relaxed.program, relaxed.dual, iterations))
 
 
@@ -100,15 +107,14 @@ def _transfer(old: Covering, dual: Dual, new: Covering, cost: Floats) -> Dual:
     x = _match(old.column_blocks, dual.x, new.column_blocks, len(new.cost))
     y = _match(old.row_blocks, dual.y, new.row_blocks, len(new.right))
     old_links = [block for block in old.row_blocks if block.key[0] == "link"]
-    matched = {block.key for block in old_links}
-    gaps = set(zip(old.cuts, (*old.cuts[1:], cost.size), strict=True)) if old.cuts else set()
     for block in new.row_blocks:
-        kind, begin, end = block.key
-        if kind != "link" or block.key in matched or (begin, end) not in gaps:
-            continue
+        split = (block.key[1], block.key[2])
+        if block.key[0] != "link" or split not in old.windows or old.windows[split]:
+            continue  # not a gap until now
         left = cost.copy()
         for link in old_links:
-            if link.key[1] <= begin and end <= link.key[2]:
+            whole = (link.key[1], link.key[2])
+            if split in old.windows[whole] and split not in new.windows[whole]:
                 left[link.members] -= dual.y[link.first : link.first + len(link.members)]
         y[block.first : block.first + len(block.members)] = np.maximum(left[block.members], 0.0)
     return Dual(dual.bound, x, y)

@@ -1,24 +1,25 @@
 """The linear relaxation behind the time bounds: what must be kept or recomputed across a few instants.
 
 Glossary: a *cut* is the instant at which some node is first computed; the cuts t_1 < ... < t_K split the program into
-*gaps* (the last one reaches the end; before t_1 everything is free). For every *window* of consecutive gaps, from cut a
-to cut e, with s a storage computed before cut a and p(s) its node:
+*gaps* (the last one reaches the end; before t_1 everything is free). For every *window* of consecutive gaps that is looked
+at, from cut a to cut e, with s a storage computed before cut a and p(s) its node:
 
     S[a, s]      s is live at cut a                                R[a, e, i]   node i is recomputed in the window
     S[a, s] + R[a, e, p(s)] >= 1               s is read by a first compute inside the window
     S[a, s] + R[a, e, p(s)] >= S[e, s]         what is live at its end was kept or recomputed
     S[a, s] + R[a, e, p(s)] >= R[a, e, j]      for every s that node j reads: recomputing needs the inputs
-    sum of R[f, f + 1, i] over its gaps >= R[a, e, i]
+    sum of R[f, g, i] over its parts >= R[a, e, i]             its parts are gaps or shorter windows that cover it
     sum of bytes(s) S[a, s] + what the node of cut a allocates and needs as workspace <= budget
 
 The cost is the time of the recomputes counted once per gap. Every schedule within the budget gives a solution that
 costs no more than it does, so the minimum, any dual solution's value too, bounds every schedule. What holds for gaps
-implies nothing of the sort for windows in the linear relaxation: fractions add up over gaps, so windows count.
+implies nothing of the sort for windows in the linear relaxation: fractions add up over gaps, so windows count. Every gap
+has to be among the windows; which others are is free (``all_windows`` for a few cuts, ``refine`` for many).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,10 @@ from lowtide.solve.model.compact import Flags, Indices, Numbers
 
 Floats = npt.NDArray[np.float64]
 Key = tuple[str, int, int]
+Window = tuple[int, int]
+"""The nodes of the cuts at which it begins and ends; ``nodes + 1`` is the end of the program."""
+Windows = Mapping[Window, Sequence[Window]]
+"""Windows with their parts, none for gaps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +53,7 @@ class Covering:
     of the program's time; ``weight`` is a storage's share of the budget for the S columns, 0 for the others."""
 
     cuts: tuple[int, ...]
+    windows: Windows
     row_blocks: tuple[IndexBlock, ...]
     column_blocks: tuple[IndexBlock, ...]
     cost: Floats
@@ -59,19 +65,27 @@ class Covering:
     matrix: core.Matrix  # A by rows and by columns
 
 
-def relax(live: Liveness, cuts: Sequence[int]) -> Covering:
-    """The relaxation for ascending ``cuts``."""
-    return _Builder(live, cuts).build()
+def relax(live: Liveness, windows: Windows) -> Covering:
+    """The relaxation that looks at the cuts at which windows begin."""
+    return _Builder(live, windows).build()
+
+
+def all_windows(cuts: Sequence[int], nodes: int) -> Windows:
+    """Every window between ascending ``cuts`` of a program of ``nodes`` nodes, each with its gaps."""
+    line = [*cuts, nodes + 1]
+    gaps = list(zip(line[:-1], line[1:], strict=True))
+    spans = ((a, e) for a in range(len(cuts)) for e in range(a + 1, len(line)))
+    return {(line[a], line[e]): gaps[a:e] if e > a + 1 else () for a, e in spans}
 
 
 class _Builder:
     """Columns and rows under construction; tables hold column numbers, -1 where there is none."""
 
-    def __init__(self, facts: Liveness, cuts: Sequence[int]) -> None:
+    def __init__(self, facts: Liveness, windows: Windows) -> None:
         self.facts = facts
         self.model = facts.model
-        self.cuts = [*cuts, facts.model.nodes + 1]
-        self.count = len(cuts)
+        self.windows = windows
+        self.cuts = sorted({begin for begin, _ in windows})
         self.base = self.model.storage_node.astype(np.int64)
         self.costs: list[Floats] = []
         self.weights: list[Floats] = []
@@ -79,21 +93,20 @@ class _Builder:
         self.entries: list[tuple[Numbers, Numbers, Floats]] = []
         self.rights: list[Floats] = []
         self.rows = 0
-        self.certain: list[Flags] = []
-        self.live: list[Numbers] = []
-        self.again: dict[tuple[int, int], Numbers] = {}
+        self.certain: dict[int, Flags] = {}  # cut -> storage
+        self.live: dict[int, Numbers] = {}  # cut -> storage -> column
+        self.again: dict[Window, Numbers] = {}  # window -> node -> column
         self.row_blocks: list[IndexBlock] = []
         self.column_blocks: list[IndexBlock] = []
 
     def build(self) -> Covering:
-        for cut in self.cuts[:-1]:
+        for cut in self.cuts:
             self._live_columns(cut)
-        windows = [(a, e) for a in range(self.count) for e in range(a + 1, self.count + 1)]
-        for first, end in windows:
-            self._again_columns(first, end)
-        for first, end in windows:
-            self._window_rows(first, end)
-        for cut in range(self.count):
+        for window in self.windows:
+            self._again_columns(window)
+        for window in self.windows:
+            self._window_rows(window)
+        for cut in self.cuts:
             self._memory_row(cut)
         rows, columns, values = (np.concatenate(parts) for parts in zip(*self.entries, strict=True))
         order = np.argsort(rows, kind="stable")
@@ -101,7 +114,8 @@ class _Builder:
         np.cumsum(np.bincount(rows, minlength=self.rows), out=start[1:])
         cost, index, value = np.concatenate(self.costs), columns[order].astype(np.int32), values[order]
         return Covering(
-            cuts=tuple(self.cuts[:-1]),
+            cuts=tuple(self.cuts),
+            windows=self.windows,
             row_blocks=tuple(self.row_blocks),
             column_blocks=tuple(self.column_blocks),
             cost=cost,
@@ -117,17 +131,17 @@ class _Builder:
         certain = self.facts.certain_at(cut)
         free = (self.base < cut) & ~certain & (self.facts.last_need >= cut)
         weights = self.model.storage_bytes[free] / max(self.facts.room_bytes, 1)
-        self.certain.append(certain)
-        self.live.append(self._add_columns(("live", cut, 0), free, np.zeros(int(free.sum())), weights))
+        self.certain[cut] = certain
+        self.live[cut] = self._add_columns(("live", cut, 0), free, np.zeros(int(free.sum())), weights)
 
-    def _again_columns(self, first: int, end: int) -> None:
+    def _again_columns(self, window: Window) -> None:
         """Nodes that have an open slot in the window; a recompute costs its time once per gap."""
-        begin, last = self.cuts[first], self.cuts[end]
+        begin, last = window
         possible = np.zeros(self.model.nodes + 1, np.bool_)
         possible[:begin] = self.facts.open_slots[:begin, begin + 1 : last + 1].any(axis=1)
         cost = self.model.time_ns[possible] / max(int(self.model.time_ns.sum()), 1)
-        cost = cost if end == first + 1 else np.zeros(len(cost))
-        self.again[first, end] = self._add_columns(("again", begin, last), possible, cost, np.zeros(len(cost)))
+        cost = np.zeros(len(cost)) if self.windows[window] else cost
+        self.again[window] = self._add_columns(("again", begin, last), possible, cost, np.zeros(len(cost)))
 
     def _add_columns(self, key: Key, chosen: Flags, cost: Floats, weight: Floats) -> Numbers:
         table = np.full(len(chosen), -1, np.int64)
@@ -138,21 +152,21 @@ class _Builder:
         self.weights.append(weight)
         return table
 
-    def _window_rows(self, first: int, end: int) -> None:
-        model, begin, last = self.model, self.cuts[first], self.cuts[end]
-        live, again = self.live[first], self.again[first, end]
-        if end > first + 1:
+    def _window_rows(self, window: Window) -> None:
+        model, (begin, last) = self.model, window
+        live, again = self.live[begin], self.again[window]
+        if self.windows[window]:
             nodes = np.nonzero(again >= 0)[0]
-            parts = [self.again[gap, gap + 1][nodes] for gap in range(first, end)]
-            self._add_rows([*((part, 1.0) for part in parts), (again[nodes], -1.0)], 0.0, ("link", begin, last), nodes)
+            parts = [(self.again[part][nodes], 1.0) for part in self.windows[window]]
+            self._add_rows([*parts, (again[nodes], -1.0)], 0.0, ("link", begin, last), nodes)
         inside = (model.read_node > begin) & (model.read_node < last)
-        open_before = (self.base < begin) & ~self.certain[first]
+        open_before = (self.base < begin) & ~self.certain[begin]
         needed = np.zeros(len(self.base), np.bool_)
         needed[model.reads[inside]] = True
-        if end < self.count:
-            needed |= self.certain[end]
-            kept = np.nonzero(open_before & ~needed & (self.live[end] >= 0))[0]
-            terms = [(live[kept], 1.0), (again[self.base[kept]], 1.0), (self.live[end][kept], -1.0)]
+        if last in self.live:
+            needed |= self.certain[last]
+            kept = np.nonzero(open_before & ~needed & (self.live[last] >= 0))[0]
+            terms = [(live[kept], 1.0), (again[self.base[kept]], 1.0), (self.live[last][kept], -1.0)]
             self._add_rows(terms, 0.0, ("keep", begin, last), kept)
         demanded = np.nonzero(open_before & needed)[0]
         terms = [(live[demanded], 1.0), (again[self.base[demanded]], 1.0)]
@@ -164,11 +178,11 @@ class _Builder:
 
     def _memory_row(self, cut: int) -> None:
         columns = self.live[cut][self.live[cut] >= 0]
-        taken = int(self.facts.instant_bytes[self.cuts[cut]])
+        taken = int(self.facts.instant_bytes[cut])
         rows = np.full(len(columns), self.rows, np.int64)
-        self.entries.append((rows, columns, -self.weights[cut]))
+        self.entries.append((rows, columns, -self.weights[self.cuts.index(cut)]))
         self.rights.append(np.array([taken / max(self.facts.room_bytes, 1) - 1.0]))
-        self.row_blocks.append(IndexBlock(("memory", self.cuts[cut], 0), self.rows, np.zeros(1, np.int64)))
+        self.row_blocks.append(IndexBlock(("memory", cut, 0), self.rows, np.zeros(1, np.int64)))
         self.rows += 1
 
     def _add_rows(self, terms: Sequence[tuple[Numbers, float]], right: float, key: Key, members: Numbers) -> None:

@@ -111,6 +111,17 @@ def encode_keep_all(model: CompactGraph) -> Indices:
     return np.arange(model.nodes + 1, dtype=np.int32)
 
 
+def encode(model: CompactGraph, ops: Iterable[int]) -> Indices:
+    """The codes of op ids in the order in which they are computed; views are left out, as are recomputes of dead ops."""
+    node_of = {int(op): node for node, op in enumerate(model.op_of_node)}
+    codes: list[int] = []
+    seen: set[int] = set()
+    for node in (node_of[op] for op in ops if op in node_of):
+        codes.append(~node if node in seen else node)
+        seen.add(node)
+    return np.array([*codes, model.nodes], np.int32)
+
+
 def decode(model: CompactGraph, codes: Indices) -> list[int]:
     """Op ids of an encoded sequence, the end left out."""
     nodes = np.where(codes < 0, ~codes, codes)

@@ -3,7 +3,8 @@
 Cost of a sequence, in nanoseconds: ``time_weight`` x recompute time + ``pressure`` x (largest excess over the budget +
 the mean excess over steps x 4). The pressure (nanoseconds per byte) rises while the current sequence is over the
 budget and falls while it fits, so that the search swings about the boundary of what is feasible, where good sequences
-are.
+are. With ``rate`` 1 the pressure stays as it is: where it is high, what fits is not left again, which finds more where the
+budget is so small that little fits.
 
 With ``lower`` > 0 the budget follows the search down: whenever a sequence fits, the budget becomes its peak less that
 fraction, and the run ends at ``target_bytes``. This minimises the peak. Without, it ends at ``target_ns``, which a lower

@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lowtide.ir import Costs, Graph, Schedule, schedule_from_sequence
+from lowtide.ir import Compute, Costs, Graph, Schedule, schedule_from_sequence
 from lowtide.native import core
 from lowtide.solve.block_programs import Rockmate
 from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.blocks.sequences import block_sequences, table_sequences
 from lowtide.solve.greedy import greedy_sequences
 from lowtide.solve.model.classes import Classes, node_classes
-from lowtide.solve.model.compact import CompactGraph, Indices, bounding_model, compact, decode, encode_keep_all
+from lowtide.solve.model.compact import CompactGraph, Indices, bounding_model, compact, decode, encode, encode_keep_all
 from lowtide.solve.model.sweep import Candidate, sweep
 from lowtide.solve.search.anneal import AnnealSettings, make_state
 from lowtide.solve.search.segments import segment_sequences
@@ -26,15 +26,18 @@ from lowtide.solve.threads import in_threads
 
 _STREAMS = 1024  # of random numbers per seed
 _MANY_NODES = 4000  # from which on the iterations grow more slowly than the program
+_STRICT = 1000.0  # times the pressure: more than a step back over the budget could save
 _COLD = 0.01  # last temperature, in mean node times
 
 
 class AnnealRun(NamedTuple):
-    """An annealing run: where it starts, its stream of random numbers, its first temperature in mean node times."""
+    """An annealing run: where it starts, its stream of random numbers, its first temperature in mean node times. ``strict``:
+    once within the budget it stays there, for budgets so small that swinging about them finds nothing."""
 
     start: Candidate
     stream: int
     hot: float
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +68,10 @@ class Portfolio:
 
     def schedule_of(self, nodes: Iterable[int]) -> Schedule:
         return schedule_from_sequence(self.graph, self.model.sequence(nodes))
+
+    def of_schedule(self, schedule: Schedule) -> Candidate:
+        """The candidate that computes what the schedule computes, in the same order."""
+        return self.measure([encode(self.model, (step.op for step in schedule.steps if isinstance(step, Compute)))])[0]
 
     def measure(self, sequences: Iterable[Indices]) -> list[Candidate]:
         """Each sequence swept once, unused recomputes dropped."""
@@ -111,6 +118,8 @@ class Portfolio:
                 pressure=float(self.model.time_ns.sum() + 1) / room,
                 target_ns=bound_ns - self.model.least_ns,
             )
+            if run.strict:
+                settings = settings._replace(pressure=_STRICT * settings.pressure, rate=1.0)
             return self._run(run.start, settings, run.stream)
 
         return [candidate for candidate in in_threads(anneal, runs) if candidate is not None]
