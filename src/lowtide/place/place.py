@@ -1,0 +1,155 @@
+"""A placement: an offset for every buffer, within a capacity or as low as it goes, and how far that is from the least."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.errors import PlanError, ScheduleError
+from lowtide.native import core
+from lowtide.place.buffers import Buffers, Numbers, sections
+from lowtide.place.checker import fault
+from lowtide.place.orders import order_keys, simple_placements
+from lowtide.place.search import Search
+from lowtide.solve.problem import Status, check_seed
+
+MOST_VISITS = 8 * 10**8
+"""Of a search that no time limit ends: seconds, and the same placement on every machine."""
+_NEAR = 1e-4  # of the load; capacities are not told apart more finely than that where nothing is proven
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """``offsets`` in bytes, one a buffer; none where no placement within the capacity was found.
+
+    ``reserved_bytes`` is where the highest buffer ends; where nothing fits the capacity, that of the lowest placement that was
+    found. ``status``: ``OPTIMAL``, nothing takes up less; ``FEASIBLE``, within the capacity, if there is one;
+    ``INFEASIBLE``, proven not to fit; ``UNSOLVED``, not found in the time or visits given. ``lower_bound_bytes``: no placement
+    takes up less; it is the load, the most that is live at one time, unless the search has proven more. ``seconds`` is what
+    it took.
+    """
+
+    status: Status
+    offsets: Numbers
+    reserved_bytes: int
+    lower_bound_bytes: int
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """How far ``reserved_bytes`` is certain to lie within the least possible, as a fraction of that."""
+        return self.reserved_bytes / self.lower_bound_bytes - 1 if self.lower_bound_bytes else 0.0
+
+
+def place(
+    buffers: Buffers,
+    capacity: int | None = None,
+    *,
+    start: Numbers | None = None,
+    seed: int = 0,
+    seconds: float = math.inf,
+    most_visits: float = MOST_VISITS,
+) -> Placement:
+    """Place ``buffers`` within ``capacity`` bytes, or as low as can be found. ``start``: offsets that are known already.
+
+    Ends at the latest after about ``most_visits`` of the search or ``seconds``; without a limit on the time the same arguments
+    give the same offsets. Raises ``PlanError`` where ``start`` is no placement and for a seed that is none.
+    """
+    check_seed(seed)
+    run = _Run(buffers, capacity, seed, seconds, most_visits)
+    if start is not None:
+        wrong = fault(buffers, start)
+        if wrong:
+            raise PlanError(f"the offsets that are given are no placement: {wrong}.")
+        run.keep(start)
+    if not run.done():
+        run.try_orders()
+        run.search()
+    return run.placement()
+
+
+class _Run:
+    """One placement being made: the bound and the best so far."""
+
+    def __init__(self, buffers: Buffers, capacity: int | None, seed: int, seconds: float, most_visits: float) -> None:
+        self.began = time.perf_counter()
+        self.buffers, self.capacity, self.seconds, self.visits_left = buffers, capacity, seconds, most_visits
+        self.there = np.flatnonzero(buffers.size)  # those with bytes; the others lie anywhere
+        solid = Buffers(buffers.lower[self.there], buffers.upper[self.there], buffers.padded[self.there])
+        found = sections(solid)
+        self.grain = int(np.gcd.reduce(solid.size)) if len(solid) else 1  # offsets are sums of sizes
+        self.keys = order_keys(solid, found)
+        self.native = core.Buffers(found.first, found.last, solid.size)
+        self.attempts = Search(self.native, self.keys, seed)
+        self.lower = int(found.load_bytes.max(initial=0))
+        self.offsets: Numbers | None = None if len(solid) else np.zeros(len(buffers), np.int64)
+        self.reserved = 0
+
+    def done(self) -> bool:
+        target = self.lower if self.capacity is None else self.capacity
+        return self.offsets is not None and self.reserved <= target
+
+    def hopeless(self) -> bool:
+        return self.capacity is not None and self.lower > self.capacity
+
+    def keep(self, offsets: Numbers) -> None:
+        """Take offsets of all buffers where they are the best so far."""
+        reserved = self.buffers.reserved_bytes(offsets)
+        if self.offsets is None or reserved < self.reserved:
+            self.offsets, self.reserved = offsets, reserved
+
+    def keep_of_those_with_bytes(self, offsets: Numbers) -> None:
+        whole = np.zeros(len(self.buffers), np.int64)
+        whole[self.there] = offsets
+        self.keep(whole)
+
+    def out_of_time(self) -> bool:
+        return self.visits_left <= 0 or self.seconds_left() <= 0
+
+    def seconds_left(self) -> float:
+        return self.seconds - (time.perf_counter() - self.began)
+
+    def try_orders(self) -> None:
+        for offsets in simple_placements(self.native, self.keys):
+            self.keep_of_those_with_bytes(offsets)
+            if self.done() or self.seconds_left() <= 0:
+                return
+
+    def search(self) -> None:
+        """Within the capacity; without one at the bound, then halfway from what was not found to the best, and so on."""
+        near, low = max(self.grain, int(self.lower * _NEAR)), self.lower
+        while not (self.done() or self.hopeless() or self.out_of_time()):
+            target = self.lower if self.capacity is None else self.capacity // self.grain * self.grain
+            while not self.out_of_time():
+                status = self.attempt(target)
+                if status is Status.INFEASIBLE:
+                    self.lower = target + self.grain
+                if status is Status.INFEASIBLE or self.capacity is not None or self.done():
+                    break
+                low = target if status is Status.UNSOLVED else low
+                if self.reserved - low <= near:
+                    break
+                target = low + (self.reserved - low) // 2 // self.grain * self.grain
+
+    def attempt(self, capacity: int) -> Status:
+        found = self.attempts.within(capacity, self.visits_left, self.seconds_left())
+        self.visits_left -= found.visits
+        if found.status is Status.FEASIBLE:
+            self.keep_of_those_with_bytes(found.offsets)
+        return found.status
+
+    def placement(self) -> Placement:
+        offsets = self.offsets
+        if offsets is None:
+            raise ScheduleError("no placement was made, which is a defect of lowtide")
+        wrong = fault(self.buffers, offsets)
+        if wrong:
+            raise ScheduleError(f"a placement is wrong, which is a defect of lowtide: {wrong}")
+        status = Status.OPTIMAL if self.reserved <= self.lower else Status.FEASIBLE
+        if self.capacity is not None and self.reserved > self.capacity:
+            status = Status.INFEASIBLE if self.hopeless() else Status.UNSOLVED
+            offsets = np.zeros(0, np.int64)
+        return Placement(status, offsets, self.reserved, self.lower, time.perf_counter() - self.began)
