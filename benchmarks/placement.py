@@ -17,9 +17,10 @@ from typing import Any
 
 from lowtide.budget import parse_budget
 from lowtide.ir import keep_all_schedule, load_instance, simulate
-from lowtide.place import lay_out, place, read_buffers
-from lowtide.solve import Problem, solve
+from lowtide.place import lay_out, place, read_buffers, solve_placed
+from lowtide.solve import Problem
 from lowtide.store import write_atomically
+from lowtide.units import overhead_percent
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -55,19 +56,24 @@ def main() -> None:
 def plan_row(name: str, budget: str) -> dict[str, Any]:
     graph, costs = load_instance(HERE / "graphs" / f"{name}.json")
     whole = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
-    solution = solve(Problem(graph, costs, parse_budget(budget, whole)), PLANNER)
-    if solution.schedule is None:
+    problem = Problem(graph, costs, parse_budget(budget, whole))
+    placed = solve_placed(problem, PLANNER)
+    counted = placed.counted
+    if counted.schedule is None or placed.layout is None:
         return {"graph": name, "budget": budget, "buffers": None}
     began = time.perf_counter()
-    layout = lay_out(graph, costs, solution.schedule)
+    layout = lay_out(graph, costs, counted.schedule)
     return {
         "graph": name,
         "budget": budget,
         "buffers": len(layout.placement.offsets),
-        "peak_bytes": solution.peak_bytes,
+        "peak_bytes": counted.peak_bytes,
         "reserved_bytes": layout.reserved_bytes,
         "lower_bound_bytes": layout.placement.lower_bound_bytes + graph.fixed_bytes,
         "seconds": round(time.perf_counter() - began, 2),
+        "overhead_percent": overhead_percent(counted.time_ns, costs.total_time_ns),
+        "placed_overhead_percent": overhead_percent(placed.solution.time_ns, costs.total_time_ns),
+        "within_budget": placed.layout.reserved_bytes <= problem.budget_bytes,
     }
 
 
@@ -99,17 +105,22 @@ def document(results: dict[str, Any]) -> str:
         f"- processor: {results['processor']}",
         f"- load at the start: {results['load']}",
         "",
-        "| graph | budget | buffers | reserved / peak | bound / peak | seconds |",
-        "|---|---:|---:|---:|---:|---:|",
+        "The last columns: the overhead in percent with the budget on counted bytes, and on the bytes of the addresses.",
+        "",
+        "| graph | budget | buffers | reserved / peak | bound / peak | seconds | overhead | on addresses |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in results["plans"]:
         if row["buffers"] is None:
-            lines.append(f"| {row['graph']} | {row['budget']} | no plan | | | |")
+            lines.append(f"| {row['graph']} | {row['budget']} | no plan | | | | | |")
             continue
         ratio, bound = (row[key] / row["peak_bytes"] for key in ("reserved_bytes", "lower_bound_bytes"))
-        lines.append(
-            f"| {row['graph']} | {row['budget']} | {row['buffers']} | {ratio:.6f} | {bound:.6f} | {row['seconds']:.2f} |"
+        placed = f"{row['placed_overhead_percent']:.3f}" if row["within_budget"] else "over the budget"
+        cells = (
+            *(row[key] for key in ("graph", "budget", "buffers")),
+            *(f"{ratio:.6f}", f"{bound:.6f}", f"{row['seconds']:.2f}", f"{row['overhead_percent']:.3f}", placed),
         )
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     if results["instances"]:
         lines += [
             "",

@@ -14,7 +14,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr Number unsupported = std::numeric_limits<Number>::max() / 4;
 constexpr Index deepest = 3000;            // calls within one another, for the sake of the stack
-constexpr std::size_t large = 400;          // buffers
+constexpr std::size_t large = 150;          // buffers
 constexpr Index stride = 8;
 constexpr std::size_t most_dead = 1 << 21;  // states remembered
 

@@ -101,7 +101,9 @@ def test_the_addresses_of_a_schedule(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert all(start + size <= other or other + data["ops"][i]["bytes"] <= start for i, other in at.items())
         at[op] = start
     assert result["peak_bytes"] <= result["reserved_bytes"] <= 1.01 * result["peak_bytes"]
+    assert result["reserved_bytes"] <= result["budget_bytes"]
+    assert result["counted_overhead_percent"] <= result["overhead_percent"]
     assert main(command) == 0
-    assert "  reserved  " in capsys.readouterr().out
+    assert "  reserved " in capsys.readouterr().out
     assert main(["solve", str(path), "--min-peak", "--planner", "greedy", "--layout", "--align", "512", "--json"]) == 0
     assert all(offset % 512 == 0 for offset in json.loads(capsys.readouterr().out)["offsets"])

@@ -77,6 +77,17 @@ def test_what_fills_a_capacity_is_placed_in_it(count: int, gap: float) -> None:
         assert buffers.reserved_bytes(found.offsets) <= 4096
 
 
+def test_many_buffers_of_all_sizes() -> None:
+    """Full to the byte with 300; and 150 large ones with 250 small ones between them, almost down to the bound."""
+    full = Buffers.of(filled_rectangle(0, 300, height=1 << 20))
+    assert place(full, 1 << 20).status is Status.OPTIMAL
+    large = filled_rectangle(1, 200, height=1 << 24, gap=0.25)
+    mixed = Buffers.of(large + [(lower * 100, upper * 100, 64 * size) for lower, upper, size in random_rows(2, 250)])
+    found = place(mixed, most_visits=10**8)
+    assert fault(mixed, found.offsets) is None
+    assert mixed.load_bytes <= found.reserved_bytes <= 1.01 * mixed.load_bytes
+
+
 def test_the_same_arguments_give_the_same_offsets() -> None:
     buffers = Buffers.of(filled_rectangle(5, 80, gap=0.05))
     first, second = (place(buffers, seed=3) for _ in range(2))

@@ -3,7 +3,8 @@
 The steps of ``--json`` are ``["compute", op]`` and ``["free", op]``. In a graph where one op owns several storages, or
 none, the number after ``"free"`` is the storage's; random ops add ``["save_rng", op]`` and ``["restore_rng", op]``.
 With ``--layout``, ``offsets`` says where in one block of memory each ``["compute", op]`` puts its result, in their order and in
-bytes, and ``reserved_bytes`` how many that takes, workspaces and what is resident throughout included.
+bytes, and ``reserved_bytes`` how many that takes, workspaces and what is resident throughout included; the budget is then on
+these.
 The certified gap is how far the schedule's time lies above the proven lower bound, in percent of that bound.
 """
 
@@ -29,7 +30,7 @@ from lowtide.ir import (
     schedule_to_json,
     simulate,
 )
-from lowtide.place import DEVICE_ALIGNMENT, Layout, lay_out
+from lowtide.place import DEVICE_ALIGNMENT, Layout, PlacedSolution, lay_out, solve_placed
 from lowtide.planning import infeasible
 from lowtide.progress import Progress, progress_bar
 from lowtide.report.curve import lowest_schedule
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     find = _smallest_budget if options.min_peak else _within_budget
     with progress_bar() as on_progress:
         found = find(graph, costs, unconstrained, options, on_progress)
-    if options.layout:
+    if options.layout and options.min_peak:
         _add_addresses(found, lay_out(graph, costs, found.schedule, alignment=options.align, seed=options.seed))
     written = schedule_to_json(found.schedule)
     if options.output:
@@ -85,13 +86,26 @@ def _add_addresses(found: Found, layout: Layout) -> None:
     found.facts["reserved"] = f"{format_bytes(reserved)} ({reserved} bytes) with addresses, {bound}"
 
 
+def _add_cost(found: Found, placed: PlacedSolution, budget: int, least_ns: int) -> None:
+    """What it costs that addresses, not counted bytes, are within the budget."""
+    counted = overhead_percent(placed.counted.time_ns, least_ns)
+    found.summary["counted_overhead_percent"] = counted
+    cost = overhead_percent(placed.solution.time_ns, least_ns) - counted
+    over = found.summary["reserved_bytes"] - budget
+    if over > 0:
+        found.facts["placement"] = f"{over} bytes over the budget; raise it by as much, or plan for less"
+    else:
+        found.facts["placement"] = f"{cost:.3f} points of overhead more than with counted bytes in the budget"
+
+
 def _within_budget(
     graph: Graph, costs: Costs, unconstrained: int, options: argparse.Namespace, on_progress: Progress | None
 ) -> Found:
     """What the planner finds within ``--budget``."""
     budget = parse_budget(options.budget, unconstrained)
     problem = Problem(graph, costs, budget, options.seed, on_progress)
-    solution = solve(problem, options.planner)
+    placed = solve_placed(problem, options.planner, alignment=options.align) if options.layout else None
+    solution = placed.solution if placed else solve(problem, options.planner)
     found, bound, least = solution.schedule is not None, solution.lower_bound_ns, costs.total_time_ns
     peak, time_ns = solution.peak_bytes, solution.time_ns
     overhead, gap = overhead_percent(time_ns, least), 100 * (time_ns / bound - 1) if found and bound else None
@@ -124,7 +138,11 @@ def _within_budget(
     computes = sum(isinstance(step, Compute) for step in solution.schedule.steps)
     facts["time"] = f"{format_time(time_ns)} in {computes} computes"
     heading = f"{solution.status.value} by {solution.planner} in {solution.solve_seconds:.2f} s"
-    return Found(solution.schedule, summary, heading, facts)
+    answer = Found(solution.schedule, summary, heading, facts)
+    if placed and placed.layout:
+        _add_addresses(answer, placed.layout)
+        _add_cost(answer, placed, budget, least)
+    return answer
 
 
 def _smallest_budget(

@@ -1,5 +1,6 @@
 """Placement: from buffers with lifetimes to offsets in one block of memory. No torch."""
 
+from lowtide.place.budget import PlacedSolution, solve_placed
 from lowtide.place.buffers import Buffers
 from lowtide.place.checker import fault
 from lowtide.place.files import read_buffers, write_buffers
@@ -11,10 +12,12 @@ __all__ = [
     "MOST_VISITS",
     "Buffers",
     "Layout",
+    "PlacedSolution",
     "Placement",
     "fault",
     "lay_out",
     "place",
     "read_buffers",
+    "solve_placed",
     "write_buffers",
 ]

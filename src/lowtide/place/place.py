@@ -12,13 +12,14 @@ from lowtide.errors import PlanError, ScheduleError
 from lowtide.native import core
 from lowtide.place.buffers import Buffers, Numbers, sections
 from lowtide.place.checker import fault
-from lowtide.place.orders import order_keys, simple_placements
+from lowtide.place.orders import Rule, order_keys, simple_placements
 from lowtide.place.search import Search
 from lowtide.solve.problem import Status, check_seed
 
-MOST_VISITS = 8 * 10**8
+MOST_VISITS = 6 * 10**8
 """Of a search that no time limit ends: seconds, and the same placement on every machine."""
-_NEAR = 1e-4  # of the load; capacities are not told apart more finely than that where nothing is proven
+_WAYS = (0.0, 0.125, 0.25, 0.5)  # of the way from the bound to the best, one an attempt of those made together
+_LARGE = (1e-3, 1e-4)  # of the load: a size from which on a buffer is large
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +68,7 @@ def place(
         run.keep(start)
     if not run.done():
         run.try_orders()
+        run.try_large_first()
         run.search()
     return run.placement()
 
@@ -78,7 +80,8 @@ class _Run:
         self.began = time.perf_counter()
         self.buffers, self.capacity, self.seconds, self.visits_left = buffers, capacity, seconds, most_visits
         self.there = np.flatnonzero(buffers.size)  # those with bytes; the others lie anywhere
-        solid = Buffers(buffers.lower[self.there], buffers.upper[self.there], buffers.padded[self.there])
+        self.seed = seed
+        self.solid = solid = Buffers(buffers.lower[self.there], buffers.upper[self.there], buffers.padded[self.there])
         found = sections(solid)
         self.grain = int(np.gcd.reduce(solid.size)) if len(solid) else 1  # offsets are sums of sizes
         self.keys = order_keys(solid, found)
@@ -118,28 +121,38 @@ class _Run:
             if self.done() or self.seconds_left() <= 0:
                 return
 
-    def search(self) -> None:
-        """Within the capacity; without one at the bound, then halfway from what was not found to the best, and so on."""
-        near, low = max(self.grain, int(self.lower * _NEAR)), self.lower
-        while not (self.done() or self.hopeless() or self.out_of_time()):
-            target = self.lower if self.capacity is None else self.capacity // self.grain * self.grain
-            while not self.out_of_time():
-                status = self.attempt(target)
-                if status is Status.INFEASIBLE:
-                    self.lower = target + self.grain
-                if status is Status.INFEASIBLE or self.capacity is not None or self.done():
-                    break
-                low = target if status is Status.UNSOLVED else low
-                if self.reserved - low <= near:
-                    break
-                target = low + (self.reserved - low) // 2 // self.grain * self.grain
+    def try_large_first(self) -> None:
+        """Search for a placement of the large buffers alone, of which there are fewer, and put the small ones into the gaps."""
+        size = self.solid.size
+        for share in _LARGE:
+            large = np.flatnonzero(size >= share * self.lower)
+            if len(large) > 0.9 * len(size) or self.done() or self.out_of_time():
+                continue
+            alone = Buffers(self.solid.lower[large], self.solid.upper[large], size[large])
+            visits = min(self.visits_left / 4, MOST_VISITS / 4)
+            found = place(alone, seed=self.seed, seconds=self.seconds_left() / 4, most_visits=visits)
+            small = np.setdiff1d(np.arange(len(size)), large)
+            order = np.concatenate([large[np.argsort(found.offsets)], small[np.argsort(-size[small], kind="stable")]])
+            self.keep_of_those_with_bytes(self.native.fit(order.astype(np.int32), Rule.FIRST))
 
-    def attempt(self, capacity: int) -> Status:
-        found = self.attempts.within(capacity, self.visits_left, self.seconds_left())
-        self.visits_left -= found.visits
-        if found.status is Status.FEASIBLE:
-            self.keep_of_those_with_bytes(found.offsets)
-        return found.status
+    def search(self) -> None:
+        while not (self.done() or self.hopeless() or self.out_of_time()):
+            capacities = self.capacities()
+            for capacity, found in zip(
+                capacities, self.attempts.within(capacities, self.visits_left, self.seconds_left()), strict=True
+            ):
+                self.visits_left -= found.visits
+                if found.status is Status.INFEASIBLE:
+                    self.lower = max(self.lower, capacity + self.grain)
+                elif found.status is Status.FEASIBLE:
+                    self.keep_of_those_with_bytes(found.offsets)
+
+    def capacities(self) -> list[int]:
+        """What the next attempts try: the capacity; without one the bound, and some way from there to the best."""
+        if self.capacity is not None:
+            return [self.capacity // self.grain * self.grain] * len(_WAYS)
+        gap = self.reserved - self.lower
+        return [self.lower + int(gap * way) // self.grain * self.grain for way in _WAYS]
 
     def placement(self) -> Placement:
         offsets = self.offsets

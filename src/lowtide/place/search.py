@@ -25,6 +25,7 @@ lengths follow Luby's sequence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,15 +37,14 @@ from lowtide.place.orders import ORDERS, Keys, sorted_by
 from lowtide.solve.problem import Status
 from lowtide.solve.threads import in_threads
 
-AT_ONCE = 4  # attempts whose outcomes are waited for together, on however many cores
 _STATUS = (Status.FEASIBLE, Status.INFEASIBLE, Status.UNSOLVED)
 _FADING, _FRESH = 0.9, 40  # what is left of blame from one attempt to the next; attempts after which it is forgotten
 _SECOND = 1e9  # as good as without a limit, and not too long for a clock
 
 
 class Outcome(NamedTuple):
-    """What attempts within a capacity came to: ``FEASIBLE`` with offsets, ``INFEASIBLE`` where there is no placement, or
-    ``UNSOLVED``. ``visits``: of a buffer in a section, the measure of their work."""
+    """What an attempt within a capacity came to: ``FEASIBLE`` with offsets, ``INFEASIBLE`` where there is no placement, or
+    ``UNSOLVED``. ``visits``: of a buffer in a section, the measure of its work."""
 
     status: Status
     offsets: Numbers
@@ -62,38 +62,33 @@ class Search:
         self.logs = {name: np.log(keys[name].astype(np.float64)) for name in names}
         self.blame = np.zeros(len(keys["size"]))
         # Of a short attempt: enough to place all buffers a few times without going back.
-        self.visits = min(2 * int(keys["sections"].sum()) * len(keys["sections"]), 3 * 10**7)
+        self.visits = min(2 * int(keys["sections"].sum()) * len(keys["sections"]), 2 * 10**7)
         self.made = 0
 
-    def within(self, capacity: int, most_visits: float, seconds: float) -> Outcome:
-        """The next attempts, with so many visits together and at most so long; of those that end the first counts."""
-        share = max(1, int(min(most_visits, 1e15)) // AT_ONCE)
-        limits = []
-        for _ in range(AT_ONCE):
+    def within(self, capacities: Sequence[int], most_visits: float, seconds: float) -> list[Outcome]:
+        """An attempt for each capacity, with so many visits together and at most so long."""
+        share = max(1, int(min(most_visits, 1e15)) // len(capacities))
+        asked = []
+        for capacity in capacities:
             rank = self._next_rank()
             self.made += 1
-            limits.append((rank, min(self.visits * luby(self.made), share)))
-        found = in_threads(lambda limit: self.native.pack(limit[0], capacity, limit[1], min(seconds, _SECOND)), limits)
+            asked.append((rank, capacity, min(self.visits * luby(self.made), share), min(seconds, _SECOND)))
+        found = in_threads(lambda one: self.native.pack(*one), asked)
         for _, _, blame, _ in found:
             self.blame = _FADING * self.blame + blame / max(int(blame.sum()), 1)
-        work = sum(visits for *_, visits in found)
-        outcomes = [Outcome(_STATUS[status], offsets, work) for status, offsets, *_ in found]
-        return next((one for one in outcomes if one.status is not Status.UNSOLVED), outcomes[0])
+        return [Outcome(_STATUS[status], offsets, visits) for status, offsets, _, visits in found]
 
     def _next_rank(self) -> Indices:
         """By buffer, who comes first among those that lie equally low."""
-        if self.made < len(ORDERS):
-            order = sorted_by(self.keys, ORDERS[self.made])
-        else:
-            order = np.argsort(-self._weights(), kind="stable").astype(np.int32)
+        if self.made % _FRESH == 0:
+            self.blame[:] = 0
+        order = sorted_by(self.keys, ORDERS[self.made]) if self.made < len(ORDERS) else _heaviest_first(self._weights())
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order), dtype=np.int32)
         return rank
 
     def _weights(self) -> npt.NDArray[np.float64]:
         random, logs = self.random, self.logs
-        if self.made % _FRESH == 0:
-            self.blame[:] = 0
         angle = np.radians(random.uniform(-20.0, 55.0))
         length = logs[("lifetime", "sections")[random.integers(2)]]
         contention = (0.0, 1.0, 3.0, 1000.0)[random.integers(4)] * logs["contention"]
@@ -102,6 +97,10 @@ class Search:
         if self.blame.any() and random.random() < 0.75:
             weights = weights + 2.0 * random.random() * np.log(1e-3 + self.blame / self.blame.max())
         return weights
+
+
+def _heaviest_first(weights: npt.NDArray[np.float64]) -> Indices:
+    return np.argsort(-weights, kind="stable").astype(np.int32)
 
 
 def luby(i: int) -> int:
