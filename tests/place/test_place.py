@@ -83,7 +83,7 @@ def test_many_buffers_of_all_sizes() -> None:
     assert place(full, 1 << 20).status is Status.OPTIMAL
     large = filled_rectangle(1, 200, height=1 << 24, gap=0.25)
     mixed = Buffers.of(large + [(lower * 100, upper * 100, 64 * size) for lower, upper, size in random_rows(2, 250)])
-    found = place(mixed, most_visits=10**8)
+    found = place(mixed, most_visits=10**7)
     assert fault(mixed, found.offsets) is None
     assert mixed.load_bytes <= found.reserved_bytes <= 1.01 * mixed.load_bytes
 
@@ -123,6 +123,14 @@ def test_a_placement_to_start_from() -> None:
         place(Buffers.of([(0, 1, 5), (0, 1, 5)]), start=np.zeros(2, np.int64))
     with pytest.raises(PlanError, match="seed is -1"):
         place(Buffers.of(rows), seed=-1)
+
+
+def test_more_pairs_than_memory_holds() -> None:
+    crowd = np.zeros(21_000, np.int64)
+    with pytest.raises(PlanError, match="220489500 pairs of the 21000 buffers are live together"):
+        place(Buffers(crowd, crowd + 1, crowd + 1))
+    apart = np.arange(21_000)
+    assert place(Buffers(apart, apart + 1, crowd + 1)).reserved_bytes == 1
 
 
 def test_nothing_to_place() -> None:

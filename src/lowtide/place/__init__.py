@@ -4,7 +4,7 @@ from lowtide.place.budget import PlacedSolution, solve_placed
 from lowtide.place.buffers import Buffers
 from lowtide.place.checker import fault
 from lowtide.place.files import read_buffers, write_buffers
-from lowtide.place.place import MOST_VISITS, Placement, place
+from lowtide.place.placement import MOST_VISITS, Placement, place
 from lowtide.place.schedule import DEVICE_ALIGNMENT, Layout, lay_out
 
 __all__ = [

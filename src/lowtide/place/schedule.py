@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lowtide.ir import Allocation, Compute, Costs, Graph, Kind, Schedule, simulate
 from lowtide.place.buffers import Buffers
-from lowtide.place.place import MOST_VISITS, Placement, place
+from lowtide.place.placement import MOST_VISITS, Placement, place
 
 DEVICE_ALIGNMENT = 64
 """Bytes. PyTorch's CPU allocator aligns to that many, and kernels may choose their way by it, so results stay the same."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from lowtide.errors import PlanError, ScheduleError
 from lowtide.native import core
-from lowtide.place.buffers import Buffers, Numbers, sections
+from lowtide.place.buffers import Buffers, Numbers, Sections, sections
 from lowtide.place.checker import fault
 from lowtide.place.orders import Rule, order_keys, simple_placements
 from lowtide.place.search import Search
@@ -19,6 +19,7 @@ from lowtide.solve.problem import Status, check_seed
 MOST_VISITS = 6 * 10**8
 """Of a search that no time limit ends: seconds, and the same placement on every machine."""
 _WAYS = (0.0, 0.125, 0.25, 0.5)  # of the way from the bound to the best, one an attempt of those made together
+_MOST_PAIRS = 2 * 10**8  # of buffers that are live together: 1.6 GB of memory
 _LARGE = (1e-3, 1e-4)  # of the load: a size from which on a buffer is large
 
 
@@ -57,7 +58,8 @@ def place(
     """Place ``buffers`` within ``capacity`` bytes, or as low as can be found. ``start``: offsets that are known already.
 
     Ends at the latest after about ``most_visits`` of the search or ``seconds``; without a limit on the time the same arguments
-    give the same offsets. Raises ``PlanError`` where ``start`` is no placement and for a seed that is none.
+    give the same offsets. Raises ``PlanError`` where ``start`` is no placement, for a seed that is none, and for more than
+    200 million pairs of buffers that are live together.
     """
     check_seed(seed)
     run = _Run(buffers, capacity, seed, seconds, most_visits)
@@ -83,6 +85,7 @@ class _Run:
         self.seed = seed
         self.solid = solid = Buffers(buffers.lower[self.there], buffers.upper[self.there], buffers.padded[self.there])
         found = sections(solid)
+        _check_pairs(found)
         self.grain = int(np.gcd.reduce(solid.size)) if len(solid) else 1  # offsets are sums of sizes
         self.keys = order_keys(solid, found)
         self.native = core.Buffers(found.first, found.last, solid.size)
@@ -166,3 +169,15 @@ class _Run:
             status = Status.INFEASIBLE if self.hopeless() else Status.UNSOLVED
             offsets = np.zeros(0, np.int64)
         return Placement(status, offsets, self.reserved, self.lower, time.perf_counter() - self.began)
+
+
+def _check_pairs(found: Sections) -> None:
+    """Raises ``PlanError`` where more pairs of buffers are live together than there is memory to hold them."""
+    count = len(found.first)
+    apart = int(np.searchsorted(np.sort(found.last), found.first, side="right").sum())
+    pairs = count * (count - 1) // 2 - apart
+    if pairs > _MOST_PAIRS:
+        raise PlanError(
+            f"{pairs} pairs of the {count} buffers are live together, more than the {_MOST_PAIRS} that can be placed; "
+            "join buffers with the same lifetime, or leave out small ones."
+        )
