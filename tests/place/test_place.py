@@ -83,7 +83,7 @@ def test_many_buffers_of_all_sizes() -> None:
     assert place(full, 1 << 20).status is Status.OPTIMAL
     large = filled_rectangle(1, 200, height=1 << 24, gap=0.25)
     mixed = Buffers.of(large + [(lower * 100, upper * 100, 64 * size) for lower, upper, size in random_rows(2, 250)])
-    found = place(mixed, most_visits=10**7)
+    found = place(mixed, most_visits=10**8)
     assert fault(mixed, found.offsets) is None
     assert mixed.load_bytes <= found.reserved_bytes <= 1.01 * mixed.load_bytes
 
