@@ -10,7 +10,7 @@ import numpy as np
 
 from lowtide.errors import PlanError, ScheduleError
 from lowtide.native import core
-from lowtide.place.buffers import Buffers, Numbers, Sections, sections
+from lowtide.place.buffers import Buffers, Indices, Numbers, Sections, sections
 from lowtide.place.checker import fault
 from lowtide.place.orders import Rule, order_keys, simple_placements
 from lowtide.place.search import Search
@@ -62,23 +62,60 @@ def place(
     200 million pairs of buffers that are live together.
     """
     check_seed(seed)
-    run = _Run(buffers, capacity, seed, seconds, most_visits)
-    if start is not None:
-        wrong = fault(buffers, start)
-        if wrong:
-            raise PlanError(f"the offsets that are given are no placement: {wrong}.")
-        run.keep(start)
-    if not run.done():
-        run.try_orders()
-        run.try_large_first()
-        run.search()
-    return run.placement()
+    wrong = None if start is None else fault(buffers, start)
+    if wrong:
+        raise PlanError(f"the offsets that are given are no placement: {wrong}.")
+    began, load = time.perf_counter(), buffers.load_bytes
+    offsets, found = np.zeros(len(buffers), np.int64), [Placement(Status.OPTIMAL, np.zeros(0, np.int64), 0, 0, 0.0)]
+    for part in _apart(buffers):
+        piece = Buffers(buffers.lower[part], buffers.upper[part], buffers.size[part], buffers.alignment)
+        tops = np.cumsum(piece.padded)
+        if tops[-1] <= load and (capacity is None or load <= capacity):
+            offsets[part] = tops - piece.padded  # simply one on the other
+            continue
+        left = seconds - (time.perf_counter() - began)
+        enough = max(one.reserved_bytes for one in found)
+        run = _Run(piece, capacity, seed, left, most_visits, max(enough, load))
+        if start is not None:
+            run.keep(start[part])
+        found.append(run.placement())
+        solved = found[-1].status.solved
+        if solved:
+            offsets[part] = found[-1].offsets
+        most_visits = run.visits_left if solved else 0.0
+    return _joined(buffers, capacity, offsets, found, time.perf_counter() - began)
+
+
+def _apart(buffers: Buffers) -> list[Indices]:
+    """The buffers in groups of which no two have members that are live at the same time."""
+    order = np.argsort(buffers.lower, kind="stable")
+    ends = np.maximum.accumulate(buffers.upper[order])
+    cuts = np.flatnonzero(buffers.lower[order][1:] >= ends[:-1]) + 1
+    return [group.astype(np.int32) for group in np.split(order, cuts) if len(group)]
+
+
+def _joined(
+    buffers: Buffers, capacity: int | None, offsets: Numbers, found: list[Placement], seconds: float
+) -> Placement:
+    """One placement of groups that were placed apart."""
+    lower = max(buffers.load_bytes, *(one.lower_bound_bytes for one in found))
+    failed = [one.status for one in found if not one.status.solved]
+    if failed:
+        status = Status.INFEASIBLE if Status.INFEASIBLE in failed else Status.UNSOLVED
+        return Placement(status, np.zeros(0, np.int64), max(one.reserved_bytes for one in found), lower, seconds)
+    wrong = fault(buffers, offsets)
+    if wrong:
+        raise ScheduleError(f"a placement is wrong, which is a defect of lowtide: {wrong}")
+    reserved = buffers.reserved_bytes(offsets)
+    return Placement(Status.OPTIMAL if reserved <= lower else Status.FEASIBLE, offsets, reserved, lower, seconds)
 
 
 class _Run:
-    """One placement being made: the bound and the best so far."""
+    """One placement being made: the bound and the best so far. ``enough``: bytes below which nothing is gained."""
 
-    def __init__(self, buffers: Buffers, capacity: int | None, seed: int, seconds: float, most_visits: float) -> None:
+    def __init__(
+        self, buffers: Buffers, capacity: int | None, seed: int, seconds: float, most_visits: float, enough: int
+    ) -> None:
         self.began = time.perf_counter()
         self.buffers, self.capacity, self.seconds, self.visits_left = buffers, capacity, seconds, most_visits
         self.there = np.flatnonzero(buffers.size)  # those with bytes; the others lie anywhere
@@ -93,9 +130,10 @@ class _Run:
         self.lower = int(found.load_bytes.max(initial=0))
         self.offsets: Numbers | None = None if len(solid) else np.zeros(len(buffers), np.int64)
         self.reserved = 0
+        self.enough = enough
 
     def done(self) -> bool:
-        target = self.lower if self.capacity is None else self.capacity
+        target = max(self.lower, self.enough) if self.capacity is None else self.capacity
         return self.offsets is not None and self.reserved <= target
 
     def hopeless(self) -> bool:
@@ -154,16 +192,18 @@ class _Run:
         """What the next attempts try: the capacity; without one the bound, and some way from there to the best."""
         if self.capacity is not None:
             return [self.capacity // self.grain * self.grain] * len(_WAYS)
-        gap = self.reserved - self.lower
-        return [self.lower + int(gap * way) // self.grain * self.grain for way in _WAYS]
+        least = max(self.lower, self.enough // self.grain * self.grain)
+        gap = self.reserved - least
+        return [least + int(gap * way) // self.grain * self.grain for way in _WAYS]
 
     def placement(self) -> Placement:
+        if not self.done():
+            self.try_orders()
+            self.try_large_first()
+            self.search()
         offsets = self.offsets
         if offsets is None:
             raise ScheduleError("no placement was made, which is a defect of lowtide")
-        wrong = fault(self.buffers, offsets)
-        if wrong:
-            raise ScheduleError(f"a placement is wrong, which is a defect of lowtide: {wrong}")
         status = Status.OPTIMAL if self.reserved <= self.lower else Status.FEASIBLE
         if self.capacity is not None and self.reserved > self.capacity:
             status = Status.INFEASIBLE if self.hopeless() else Status.UNSOLVED
