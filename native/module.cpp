@@ -5,8 +5,10 @@
 
 #include "allocator.hpp"
 #include "dual.hpp"
+#include "fit.hpp"
 #include "greedy.hpp"
 #include "liveness.hpp"
+#include "pack.hpp"
 #include "python.hpp"
 #include "table.hpp"
 
@@ -121,6 +123,19 @@ void bind_bounds(nb::module_& module) {
     });
 }
 
+void bind_placement(nb::module_& module) {
+    nb::class_<Buffers>(module, "Buffers")
+        .def(nb::init<Indices, Indices, Numbers>())
+        .def("fit", [](const Buffers& self, Indices order, int rule) {
+            return array_of(unlocked([&] { return fit(self, order, static_cast<Rule>(rule)); }));
+        })
+        .def("pack", [](const Buffers& self, Indices rank, Number capacity, Number most_visits, double most_seconds) {
+            Packing found = unlocked([&] { return pack(self, rank, capacity, most_visits, most_seconds); });
+            return nb::make_tuple(static_cast<int>(found.status), array_of(std::move(found.offsets)),
+                                  array_of(std::move(found.blame)), found.visits);
+        });
+}
+
 // What is asked for room, as a Python function. Blocks may be allocated while the interpreter ends, so it is never freed.
 nb::object& room_maker() {
     static auto* function = new nb::object();
@@ -185,5 +200,6 @@ NB_MODULE(_native, module) {
     lowtide::bind_search(module);
     lowtide::bind_blocks(module);
     lowtide::bind_bounds(module);
+    lowtide::bind_placement(module);
     lowtide::bind_counter(module);
 }

@@ -101,6 +101,19 @@ def ascend(
     iterations: int,
 ) -> tuple[float, _Floats, _Floats, float]: ...
 
+class Buffers:
+    """Buffers to be placed: live from section ``first`` to before section ``last``, with ``size`` bytes, at least one."""
+
+    def __init__(self, first: _Indices, last: _Indices, size: _Numbers) -> None: ...
+    def fit(self, order: _Indices, rule: int) -> _Numbers:
+        """Offsets by buffer, placed one after the other by ``lowtide.place.orders.Rule``."""
+
+    def pack(
+        self, rank: _Indices, capacity: int, most_visits: int, most_seconds: float
+    ) -> tuple[int, _Numbers, _Numbers, int]:
+        """0 and offsets by buffer where a placement within ``capacity`` is found, 1 where there is none, 2 where the search
+        gave up; then, by buffer, how often it was one of those that had too many bytes, and the visits that it took."""
+
 class AllocationCounter:
     """Level and peak of the bytes that the CPU allocator has handed out since the counter was installed."""
 

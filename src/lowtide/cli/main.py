@@ -1,4 +1,4 @@
-"""``lowtide COMMAND``: errors become exit codes, 0 done, 2 bad usage or input, 3 infeasible budget."""
+"""``lowtide COMMAND``: errors become exit codes, 0 done, 2 bad usage or input, 3 infeasible budget or capacity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lowtide.cli import advise, compare, demo, env, max_batch, plan, planners, report, run, solve, trace
+from lowtide.cli import advise, compare, demo, env, max_batch, place, plan, planners, report, run, solve, trace
 from lowtide.errors import InfeasibleBudgetError, LowtideError, ScheduleError
 from lowtide.version import __version__
 
@@ -20,6 +20,7 @@ _COMMANDS = {
     plan: "plan the training pass of a model",
     max_batch: "find the largest batch for a memory budget",
     solve: "plan a graph from a file",
+    place: "give buffers from a file their offsets",
     compare: "compare planners on graphs from files",
     trace: "replay a recorded program within a budget",
     report: "make a page, a trace or a picture of a plan",

@@ -2,6 +2,9 @@
 
 The steps of ``--json`` are ``["compute", op]`` and ``["free", op]``. In a graph where one op owns several storages, or
 none, the number after ``"free"`` is the storage's; random ops add ``["save_rng", op]`` and ``["restore_rng", op]``.
+With ``--layout``, ``offsets`` says where in one block of memory each ``["compute", op]`` puts its result, in their order and in
+bytes, and ``reserved_bytes`` how many that takes, workspaces and what is resident throughout included; the budget is then on
+these.
 The certified gap is how far the schedule's time lies above the proven lower bound, in percent of that bound.
 """
 
@@ -12,7 +15,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowtide.budget import parse_budget
 from lowtide.cli.options import add_budget_option, add_planner_options
@@ -27,6 +30,7 @@ from lowtide.ir import (
     schedule_to_json,
     simulate,
 )
+from lowtide.place import DEVICE_ALIGNMENT, Layout, PlacedSolution, lay_out, solve_placed
 from lowtide.planning import infeasible
 from lowtide.progress import Progress, progress_bar
 from lowtide.report.curve import lowest_schedule
@@ -36,6 +40,15 @@ from lowtide.store import write_atomically
 from lowtide.units import format_bytes, format_percent, format_time, overhead_percent
 
 
+class Found(NamedTuple):
+    """A schedule, what ``--json`` prints beside it, and the text."""
+
+    schedule: Schedule
+    summary: dict[str, Any]
+    heading: str
+    facts: dict[str, str]
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE.json", help="lowtide-dag/1, lowtide-graph/1 or a saved plan")
     target = parser.add_mutually_exclusive_group(required=True)
@@ -43,6 +56,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     target.add_argument("--min-peak", action="store_true", help="find the smallest budget, and a bound below it")
     add_planner_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object, the schedule included")
+    parser.add_argument("--layout", action="store_true", help="give every tensor of the schedule an address")
+    text = f"of addresses, in bytes (default: {DEVICE_ALIGNMENT}, and 1 for costs of no device)"
+    parser.add_argument("--align", type=int, metavar="BYTES", help=text)
     parser.add_argument("-o", "--output", metavar="FILE", help="write the schedule (lowtide-schedule/1)")
 
 
@@ -51,22 +67,45 @@ def run(options: argparse.Namespace) -> int:
     unconstrained = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
     find = _smallest_budget if options.min_peak else _within_budget
     with progress_bar() as on_progress:
-        schedule, summary, lines = find(graph, costs, unconstrained, options, on_progress)
-    written = schedule_to_json(schedule)
+        found = find(graph, costs, unconstrained, options, on_progress)
+    if options.layout and options.min_peak:
+        _add_addresses(found, lay_out(graph, costs, found.schedule, alignment=options.align, seed=options.seed))
+    written = schedule_to_json(found.schedule)
     if options.output:
         write_atomically(Path(options.output), json.dumps(written))
         print(f"schedule written to {options.output}", file=sys.stderr)
-    print(json.dumps(summary | {"schedule": written["steps"]}) if options.json else "\n".join(lines))
+    text = "\n".join([found.heading, *fact_lines(found.facts)])
+    print(json.dumps(found.summary | {"schedule": written["steps"]}) if options.json else text)
     return 0
+
+
+def _add_addresses(found: Found, layout: Layout) -> None:
+    reserved, placement = layout.reserved_bytes, layout.placement
+    found.summary.update(offsets=layout.of_computes(), reserved_bytes=reserved)
+    bound = f"at most {100 * placement.gap:.3f} % above the least" if placement.gap else "no placement takes up less"
+    found.facts["reserved"] = f"{format_bytes(reserved)} ({reserved} bytes) with addresses, {bound}"
+
+
+def _add_cost(found: Found, placed: PlacedSolution, budget: int, least_ns: int) -> None:
+    """What it costs that addresses, not counted bytes, are within the budget."""
+    counted = overhead_percent(placed.counted.time_ns, least_ns)
+    found.summary["counted_overhead_percent"] = counted
+    cost = overhead_percent(placed.solution.time_ns, least_ns) - counted
+    over = found.summary["reserved_bytes"] - budget
+    if over > 0:
+        found.facts["placement"] = f"{over} bytes over the budget; raise it by as much, or plan for less"
+    else:
+        found.facts["placement"] = f"{cost:.3f} points of overhead more than with counted bytes in the budget"
 
 
 def _within_budget(
     graph: Graph, costs: Costs, unconstrained: int, options: argparse.Namespace, on_progress: Progress | None
-) -> tuple[Schedule, dict[str, Any], list[str]]:
-    """What the planner finds within ``--budget``: the schedule, what ``--json`` prints beside it, and the text."""
+) -> Found:
+    """What the planner finds within ``--budget``."""
     budget = parse_budget(options.budget, unconstrained)
     problem = Problem(graph, costs, budget, options.seed, on_progress)
-    solution = solve(problem, options.planner)
+    placed = solve_placed(problem, options.planner, alignment=options.align) if options.layout else None
+    solution = placed.solution if placed else solve(problem, options.planner)
     found, bound, least = solution.schedule is not None, solution.lower_bound_ns, costs.total_time_ns
     peak, time_ns = solution.peak_bytes, solution.time_ns
     overhead, gap = overhead_percent(time_ns, least), 100 * (time_ns / bound - 1) if found and bound else None
@@ -99,12 +138,16 @@ def _within_budget(
     computes = sum(isinstance(step, Compute) for step in solution.schedule.steps)
     facts["time"] = f"{format_time(time_ns)} in {computes} computes"
     heading = f"{solution.status.value} by {solution.planner} in {solution.solve_seconds:.2f} s"
-    return solution.schedule, summary, [heading, *fact_lines(facts)]
+    answer = Found(solution.schedule, summary, heading, facts)
+    if placed and placed.layout:
+        _add_addresses(answer, placed.layout)
+        _add_cost(answer, placed, budget, least)
+    return answer
 
 
 def _smallest_budget(
     graph: Graph, costs: Costs, unconstrained: int, options: argparse.Namespace, on_progress: Progress | None
-) -> tuple[Schedule, dict[str, Any], list[str]]:
+) -> Found:
     """The same of the smallest budget that the planner reaches, and the proven bound below every budget."""
     began = time.perf_counter()
     schedule = lowest_schedule(graph, costs, options.planner, options.seed, on_progress)
@@ -132,4 +175,4 @@ def _smallest_budget(
         "overhead": f"{overhead:.3f} % at that budget",
     }
     heading = f"smallest budget reached by {options.planner} in {seconds:.2f} s"
-    return schedule, summary, [heading, *fact_lines(facts)]
+    return Found(schedule, summary, heading, facts)

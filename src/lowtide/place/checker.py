@@ -1,0 +1,37 @@
+"""What is wrong with a placement. A sweep over time that knows nothing of how placements are made."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+from lowtide.place.buffers import Buffers, Numbers
+
+
+def fault(buffers: Buffers, offsets: Numbers, names: Sequence[object] | None = None) -> str | None:
+    """The first thing wrong with ``offsets`` (one a buffer, in bytes), in words: one below 0 or not a multiple of the
+    alignment, or two buffers that share a byte while both are live. ``None`` where nothing is. Buffers are called by ``names``,
+    else by number. Takes n log n steps and the insertions into a list of what is live."""
+    called = names if names is not None else range(len(buffers))
+    if len(offsets) != len(buffers):
+        return f"there are {len(offsets)} offsets for {len(buffers)} buffers"
+    starts, sizes = offsets.tolist(), buffers.size.tolist()
+    for i, offset in enumerate(starts):
+        if offset < 0 or offset % buffers.alignment:
+            return f"buffer {called[i]} is at offset {offset}, which is no multiple of {buffers.alignment} from 0 on"
+    # Buffers that go at a time make room for those that come at it.
+    events = [(time, 1, i) for i, time in enumerate(buffers.lower.tolist())]
+    events += [(time, 0, i) for i, time in enumerate(buffers.upper.tolist())]
+    live: list[tuple[int, int]] = []  # (offset, buffer), by offset
+    for time, comes, i in sorted(event for event in events if sizes[event[2]]):
+        entry = (starts[i], i)
+        place = bisect.bisect_left(live, entry)
+        if not comes:
+            del live[place]
+            continue
+        for _, other in live[max(place - 1, 0) : place + 1]:
+            if starts[i] < starts[other] + sizes[other] and starts[other] < starts[i] + sizes[i]:
+                ranges = " and ".join(f"{starts[j]} to {starts[j] + sizes[j]}" for j in (other, i))
+                return f"buffers {called[other]} and {called[i]} are both live at {time} and overlap: bytes {ranges}"
+        live.insert(place, entry)
+    return None

@@ -1,0 +1,223 @@
+"""A placement: an offset for every buffer, within a capacity or as low as it goes, and how far that is from the least."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.errors import PlanError, ScheduleError
+from lowtide.native import core
+from lowtide.place.buffers import Buffers, Indices, Numbers, Sections, sections
+from lowtide.place.checker import fault
+from lowtide.place.orders import Rule, order_keys, simple_placements
+from lowtide.place.search import Search
+from lowtide.solve.problem import Status, check_seed
+
+MOST_VISITS = 6 * 10**8
+"""Of a search that no time limit ends: seconds, and the same placement on every machine."""
+_WAYS = (0.0, 0.125, 0.25, 0.5)  # of the way from the bound to the best, one an attempt of those made together
+_MOST_PAIRS = 2 * 10**8  # of buffers that are live together: 1.6 GB of memory
+_LARGE = (1e-3, 1e-4)  # of the load: a size from which on a buffer is large
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """``offsets`` in bytes, one a buffer; none where no placement within the capacity was found.
+
+    ``reserved_bytes`` is where the highest buffer ends; where nothing fits the capacity, that of the lowest placement that was
+    found. ``status``: ``OPTIMAL``, nothing takes up less; ``FEASIBLE``, within the capacity, if there is one;
+    ``INFEASIBLE``, proven not to fit; ``UNSOLVED``, not found in the time or visits given. ``lower_bound_bytes``: no placement
+    takes up less; it is the load, the most that is live at one time, unless the search has proven more. ``seconds`` is what
+    it took.
+    """
+
+    status: Status
+    offsets: Numbers
+    reserved_bytes: int
+    lower_bound_bytes: int
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """How far ``reserved_bytes`` is certain to lie within the least possible, as a fraction of that."""
+        return self.reserved_bytes / self.lower_bound_bytes - 1 if self.lower_bound_bytes else 0.0
+
+
+def place(
+    buffers: Buffers,
+    capacity: int | None = None,
+    *,
+    start: Numbers | None = None,
+    seed: int = 0,
+    seconds: float = math.inf,
+    most_visits: float = MOST_VISITS,
+) -> Placement:
+    """Place ``buffers`` within ``capacity`` bytes, or as low as can be found. ``start``: offsets that are known already.
+
+    Ends at the latest after about ``most_visits`` of the search or ``seconds``; without a limit on the time the same arguments
+    give the same offsets. Raises ``PlanError`` where ``start`` is no placement, for a seed that is none, and for more than
+    200 million pairs of buffers that are live together.
+    """
+    check_seed(seed)
+    wrong = None if start is None else fault(buffers, start)
+    if wrong:
+        raise PlanError(f"the offsets that are given are no placement: {wrong}.")
+    began, load = time.perf_counter(), buffers.load_bytes
+    offsets, found = np.zeros(len(buffers), np.int64), [Placement(Status.OPTIMAL, np.zeros(0, np.int64), 0, 0, 0.0)]
+    for part in _apart(buffers):
+        piece = Buffers(buffers.lower[part], buffers.upper[part], buffers.size[part], buffers.alignment)
+        tops = np.cumsum(piece.padded)
+        if tops[-1] <= load and (capacity is None or load <= capacity):
+            offsets[part] = tops - piece.padded  # simply one on the other
+            continue
+        left = seconds - (time.perf_counter() - began)
+        enough = max(one.reserved_bytes for one in found)
+        run = _Run(piece, capacity, seed, left, most_visits, max(enough, load))
+        if start is not None:
+            run.keep(start[part])
+        found.append(run.placement())
+        solved = found[-1].status.solved
+        if solved:
+            offsets[part] = found[-1].offsets
+        most_visits = run.visits_left if solved else 0.0
+    return _joined(buffers, capacity, offsets, found, time.perf_counter() - began)
+
+
+def _apart(buffers: Buffers) -> list[Indices]:
+    """The buffers in groups of which no two have members that are live at the same time."""
+    order = np.argsort(buffers.lower, kind="stable")
+    ends = np.maximum.accumulate(buffers.upper[order])
+    cuts = np.flatnonzero(buffers.lower[order][1:] >= ends[:-1]) + 1
+    return [group.astype(np.int32) for group in np.split(order, cuts) if len(group)]
+
+
+def _joined(
+    buffers: Buffers, capacity: int | None, offsets: Numbers, found: list[Placement], seconds: float
+) -> Placement:
+    """One placement of groups that were placed apart."""
+    lower = max(buffers.load_bytes, *(one.lower_bound_bytes for one in found))
+    failed = [one.status for one in found if not one.status.solved]
+    if failed:
+        status = Status.INFEASIBLE if Status.INFEASIBLE in failed else Status.UNSOLVED
+        return Placement(status, np.zeros(0, np.int64), max(one.reserved_bytes for one in found), lower, seconds)
+    wrong = fault(buffers, offsets)
+    if wrong:
+        raise ScheduleError(f"a placement is wrong, which is a defect of lowtide: {wrong}")
+    reserved = buffers.reserved_bytes(offsets)
+    return Placement(Status.OPTIMAL if reserved <= lower else Status.FEASIBLE, offsets, reserved, lower, seconds)
+
+
+class _Run:
+    """One placement being made: the bound and the best so far. ``enough``: bytes below which nothing is gained."""
+
+    def __init__(
+        self, buffers: Buffers, capacity: int | None, seed: int, seconds: float, most_visits: float, enough: int
+    ) -> None:
+        self.began = time.perf_counter()
+        self.buffers, self.capacity, self.seconds, self.visits_left = buffers, capacity, seconds, most_visits
+        self.there = np.flatnonzero(buffers.size)  # those with bytes; the others lie anywhere
+        self.seed = seed
+        self.solid = solid = Buffers(buffers.lower[self.there], buffers.upper[self.there], buffers.padded[self.there])
+        found = sections(solid)
+        _check_pairs(found)
+        self.grain = int(np.gcd.reduce(solid.size)) if len(solid) else 1  # offsets are sums of sizes
+        self.keys = order_keys(solid, found)
+        self.native = core.Buffers(found.first, found.last, solid.size)
+        self.attempts = Search(self.native, self.keys, seed)
+        self.lower = int(found.load_bytes.max(initial=0))
+        self.offsets: Numbers | None = None if len(solid) else np.zeros(len(buffers), np.int64)
+        self.reserved = 0
+        self.enough = enough
+
+    def done(self) -> bool:
+        target = max(self.lower, self.enough) if self.capacity is None else self.capacity
+        return self.offsets is not None and self.reserved <= target
+
+    def hopeless(self) -> bool:
+        return self.capacity is not None and self.lower > self.capacity
+
+    def keep(self, offsets: Numbers) -> None:
+        """Take offsets of all buffers where they are the best so far."""
+        reserved = self.buffers.reserved_bytes(offsets)
+        if self.offsets is None or reserved < self.reserved:
+            self.offsets, self.reserved = offsets, reserved
+
+    def keep_of_those_with_bytes(self, offsets: Numbers) -> None:
+        whole = np.zeros(len(self.buffers), np.int64)
+        whole[self.there] = offsets
+        self.keep(whole)
+
+    def out_of_time(self) -> bool:
+        return self.visits_left <= 0 or self.seconds_left() <= 0
+
+    def seconds_left(self) -> float:
+        return self.seconds - (time.perf_counter() - self.began)
+
+    def try_orders(self) -> None:
+        for offsets in simple_placements(self.native, self.keys):
+            self.keep_of_those_with_bytes(offsets)
+            if self.done() or self.seconds_left() <= 0:
+                return
+
+    def try_large_first(self) -> None:
+        """Search for a placement of the large buffers alone, of which there are fewer, and put the small ones into the gaps."""
+        size = self.solid.size
+        for share in _LARGE:
+            large = np.flatnonzero(size >= share * self.lower)
+            if len(large) > 0.9 * len(size) or self.done() or self.out_of_time():
+                continue
+            alone = Buffers(self.solid.lower[large], self.solid.upper[large], size[large])
+            visits = min(self.visits_left / 4, MOST_VISITS / 4)
+            found = place(alone, seed=self.seed, seconds=self.seconds_left() / 4, most_visits=visits)
+            small = np.setdiff1d(np.arange(len(size)), large)
+            order = np.concatenate([large[np.argsort(found.offsets)], small[np.argsort(-size[small], kind="stable")]])
+            self.keep_of_those_with_bytes(self.native.fit(order.astype(np.int32), Rule.FIRST))
+
+    def search(self) -> None:
+        while not (self.done() or self.hopeless() or self.out_of_time()):
+            capacities = self.capacities()
+            for capacity, found in zip(
+                capacities, self.attempts.within(capacities, self.visits_left, self.seconds_left()), strict=True
+            ):
+                self.visits_left -= found.visits
+                if found.status is Status.INFEASIBLE:
+                    self.lower = max(self.lower, capacity + self.grain)
+                elif found.status is Status.FEASIBLE:
+                    self.keep_of_those_with_bytes(found.offsets)
+
+    def capacities(self) -> list[int]:
+        """What the next attempts try: the capacity; without one the bound, and some way from there to the best."""
+        if self.capacity is not None:
+            return [self.capacity // self.grain * self.grain] * len(_WAYS)
+        least = max(self.lower, self.enough // self.grain * self.grain)
+        gap = self.reserved - least
+        return [least + int(gap * way) // self.grain * self.grain for way in _WAYS]
+
+    def placement(self) -> Placement:
+        if not self.done():
+            self.try_orders()
+            self.try_large_first()
+            self.search()
+        offsets = self.offsets
+        if offsets is None:
+            raise ScheduleError("no placement was made, which is a defect of lowtide")
+        status = Status.OPTIMAL if self.reserved <= self.lower else Status.FEASIBLE
+        if self.capacity is not None and self.reserved > self.capacity:
+            status = Status.INFEASIBLE if self.hopeless() else Status.UNSOLVED
+            offsets = np.zeros(0, np.int64)
+        return Placement(status, offsets, self.reserved, self.lower, time.perf_counter() - self.began)
+
+
+def _check_pairs(found: Sections) -> None:
+    """Raises ``PlanError`` where more pairs of buffers are live together than there is memory to hold them."""
+    count = len(found.first)
+    apart = int(np.searchsorted(np.sort(found.last), found.first, side="right").sum())
+    pairs = count * (count - 1) // 2 - apart
+    if pairs > _MOST_PAIRS:
+        raise PlanError(
+            f"{pairs} pairs of the {count} buffers are live together, more than the {_MOST_PAIRS} that can be placed; "
+            "join buffers with the same lifetime, or leave out small ones."
+        )

@@ -1,0 +1,95 @@
+"""The addresses of a schedule: every allocation that the simulator counts gets an offset in one block of memory.
+
+A tensor, its second copy, a workspace and a saved generator state are buffers; time is counted in steps. A tensor that is
+written over another one lies where that lay, so that the two are one buffer. What is resident throughout (``fixed_bytes``)
+needs no place of its own: it counts in what is reserved, behind the block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lowtide.ir import Allocation, Compute, Costs, Graph, Kind, Schedule, simulate
+from lowtide.place.buffers import Buffers
+from lowtide.place.placement import MOST_VISITS, Placement, place
+
+DEVICE_ALIGNMENT = 64
+"""Bytes. PyTorch's CPU allocator aligns to that many, and kernels may choose their way by it, so results stay the same."""
+Offsets = int | None | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A schedule with its addresses. ``allocations`` are the simulator's, and ``offsets[i]`` is where the i-th begins, ``None``
+    for what is resident throughout. ``reserved_bytes``: the block and what is resident throughout."""
+
+    schedule: Schedule
+    allocations: tuple[Allocation, ...]
+    offsets: tuple[int | None, ...]
+    reserved_bytes: int
+    placement: Placement
+
+    def of_computes(self) -> list[Offsets]:
+        """By compute of the schedule: the offset of the tensor that it makes, a list of them in the order of the storages where
+        it makes several, ``None`` where it makes none."""
+        made: dict[int, list[int]] = {}
+        by_storage = zip(self.allocations, self.offsets, strict=True)
+        for each, offset in sorted(by_storage, key=lambda pair: (pair[0].first, pair[0].storage or 0)):
+            if each.storage is not None and offset is not None:
+                made.setdefault(each.first, []).append(offset)
+        computes = (i for i, step in enumerate(self.schedule.steps) if isinstance(step, Compute))
+        return [_one_or_all(made.get(i, [])) for i in computes]
+
+
+def _one_or_all(offsets: list[int]) -> Offsets:
+    return offsets if len(offsets) > 1 else next(iter(offsets), None)
+
+
+def lay_out(
+    graph: Graph,
+    costs: Costs,
+    schedule: Schedule,
+    *,
+    alignment: int | None = None,
+    capacity: int | None = None,
+    seed: int = 0,
+    seconds: float = math.inf,
+    most_visits: float = MOST_VISITS,
+) -> Layout:
+    """Offsets for a valid schedule, as low as ``place`` finds them, or within ``capacity`` bytes, what is resident throughout
+    included: where that is not found, ``placement`` says so and all offsets are ``None``. ``alignment``: ``DEVICE_ALIGNMENT``
+    by default, and 1 where the costs are of no device, whose sizes may be in any unit."""
+    if alignment is None:
+        alignment = DEVICE_ALIGNMENT if costs.device else 1
+    allocations = simulate(graph, costs, schedule).allocations
+    buffers, members = buffers_of(schedule, allocations, alignment)
+    room = None if capacity is None else capacity - graph.fixed_bytes
+    found = place(buffers, room, seed=seed, seconds=seconds, most_visits=most_visits)
+    there = found.status.solved
+    offsets = tuple(int(found.offsets[member]) if there and member is not None else None for member in members)
+    return Layout(schedule, allocations, offsets, found.reserved_bytes + graph.fixed_bytes, found)
+
+
+def buffers_of(
+    schedule: Schedule, allocations: tuple[Allocation, ...], alignment: int
+) -> tuple[Buffers, list[int | None]]:
+    """The buffers of what ``simulate`` allocated, and which one each allocation is, ``None`` for ``Kind.FIXED``."""
+    rows: list[tuple[int, int, int]] = []
+    members: list[int | None] = []
+    live: dict[int, int] = {}  # storage -> the buffer of its latest tensor
+    for each in allocations:
+        step = schedule.steps[each.first] if schedule.steps else None
+        over = live.get(step.into) if isinstance(step, Compute) and step.into is not None else None
+        if each.kind is Kind.FIXED:
+            members.append(None)
+            continue
+        if each.kind is Kind.TENSOR and over is not None and rows[over][1] == each.first:
+            rows[over] = (rows[over][0], each.last + 1, each.bytes)
+            members.append(over)
+        else:
+            members.append(len(rows))
+            rows.append((each.first, each.last + 1, each.bytes))
+        if each.kind is Kind.TENSOR and each.storage is not None:
+            live[each.storage] = members[-1] or 0
+    return Buffers.of(rows, alignment), members
