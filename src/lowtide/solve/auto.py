@@ -51,7 +51,8 @@ _FIRST_STRICT, _FIRST_CHILD = (
 )  # streams of random numbers, other than those of the first runs and of the lowest peak
 _POINTS, _POPULATION = 4, 10  # starting points that take part; sequences that are recombined
 _GENERATIONS, _LARGE_NODES, _LARGE_GENERATIONS = 60, 800, 36  # at most, and above so many nodes
-_WIDE = 0.05  # of the program's time: how far from the bound a plan may stay without another look at the bound
+# How far from the bound, in parts of the program's time, a plan may stay before the bound and the search try more.
+_WIDE_BOUND, _WIDE_PLAN = 0.05, 0.1
 _PATIENCE = 20  # generations without anything better
 
 
@@ -110,7 +111,7 @@ def _search(problem: Problem, portfolio: Portfolio, effort: int) -> Solution:
     bound = prove_time(portfolio.floor, budget, effort=bound_effort, known_ns=known_ns)
     found = _anneal(problem, portfolio, fitting, int(_EFFORT[effort] * portfolio.iterations), bound.ns)
     reached = quickest(found, 1)[0]
-    if _far(portfolio, reached, bound.ns):
+    if _far(portfolio, reached, bound.ns, _WIDE_BOUND):
         problem.progress("proving a bound", 1.0)
         bound = bound.refined(effort, portfolio.time_ns(reached))
     bound_ns = bound.ns
@@ -146,9 +147,9 @@ def _offer(problem: Problem, portfolio: Portfolio, found: Candidate) -> None:
     problem.better(portfolio.time_ns(found), lambda: answer("auto", problem, [portfolio.schedule(found)]))
 
 
-def _far(portfolio: Portfolio, best: Candidate, bound_ns: int) -> bool:
-    """Whether the best stays so far above the bound, where there is one, that more has to be tried on both sides."""
-    return bound_ns > 0 and portfolio.time_ns(best) - bound_ns > _WIDE * portfolio.model.least_ns
+def _far(portfolio: Portfolio, best: Candidate, bound_ns: int, wide: float) -> bool:
+    """Whether the best stays further above the bound, where there is one, than this part of the program's time."""
+    return bound_ns > 0 and portfolio.time_ns(best) - bound_ns > wide * portfolio.model.least_ns
 
 
 def _anneal(
@@ -165,7 +166,7 @@ def _anneal(
     runs = [AnnealRun(quickest(points, 1)[0], stream, heat) for stream, heat in enumerate(warm, len(_HOT))]
     met += portfolio.round(runs, budget, part, bound_ns)
     known = survivors([*met, *quickest(points, _POINTS)], _POINTS)
-    if _far(portfolio, known[0], bound_ns):
+    if _far(portfolio, known[0], bound_ns, _WIDE_PLAN):
         pairs = itertools.product(known, _STRICT)
         runs = [AnnealRun(start, stream, heat, True) for stream, (start, heat) in enumerate(pairs, _FIRST_STRICT)]
         met += portfolio.round(runs, budget, part, bound_ns)
@@ -188,7 +189,7 @@ def _recombine(
         problem.progress("recombining", 0.3 + 0.7 * generation / generations)
         starts = portfolio.measure(children(population, len(_CHILDREN), rng))
         stream = _FIRST_CHILD + len(_CHILDREN) * generation
-        strict = generation % 3 == 2 and _far(portfolio, best, bound_ns)
+        strict = generation % 3 == 2 and _far(portfolio, best, bound_ns, _WIDE_PLAN)
         if strict:
             starts[0] = best
         heats = _STRICT if strict else _CHILDREN
