@@ -45,15 +45,6 @@ def test_not_positive(budget: Any) -> None:
         parse_budget(budget, PEAK)
 
 
-@pytest.mark.parametrize("budget", ["50", "100", "1"])
-def test_a_bare_number_that_may_be_a_percentage(budget: str) -> None:
-    """As text it is neither; as a number it is bytes, and so is any larger one."""
-    with pytest.raises(PlanError, match=f'write "{budget}%" or "{budget}B"'):
-        parse_budget(budget, PEAK)
-    assert parse_budget(int(budget), PEAK) == parse_budget(f"{budget}B", PEAK) == int(budget)
-    assert parse_budget("101", PEAK) == 101
-
-
 def test_a_fraction_is_no_percentage() -> None:
     with pytest.raises(PlanError, match=r'for that part of the peak write "40%"'):
         parse_budget(0.4, PEAK)  # type: ignore[arg-type]

@@ -22,8 +22,7 @@ _EXAMPLES = 'give bytes as an int, a string with a unit such as "8GiB" or "700 M
 def parse_budget(budget: int | str, unconstrained_peak_bytes: int, *, what: str = "budget") -> int:
     """``budget`` in bytes, rounded down; a percentage is of ``unconstrained_peak_bytes``.
 
-    Raises ``PlanError``, naming ``what``, for anything that is not a positive amount, and for a text that is a number up to 100
-    alone: a percentage may have been meant.
+    Raises ``PlanError``, naming ``what``, for anything that is not a positive amount.
     """
     refused = PlanError(f"{budget!r} is not a {what}; {_EXAMPLES}.")
     if isinstance(budget, str):
@@ -43,8 +42,6 @@ def parse_budget(budget: int | str, unconstrained_peak_bytes: int, *, what: str 
         fraction = isinstance(budget, float) and 0 < budget < 1
         meant = f' (for that part of the peak write "{100 * float(budget):g}%")' if fraction else ""
         raise PlanError(f"a {what} of {budget!r} is {amount} bytes, which is not positive{meant}; {_EXAMPLES}.")
-    if isinstance(budget, str) and not unit and amount <= 100:
-        raise PlanError(f'a {what} of {budget!r} may mean a percentage or bytes; write "{budget}%" or "{budget}B".')
     return amount
 
 

@@ -42,10 +42,10 @@ def test_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(result) == KEYS
     assert (result["status"], result["budget_bytes"], result["unconstrained_peak_bytes"]) == ("ok", 24, 49)
     assert result["slowdown"] == pytest.approx(result["time_ns"] / result["base_ns"], abs=1e-6)
-    assert main(["trace", trace, "--budget", "30%,2B", "--heuristic", "lru,dtr-eq", "--json"]) == 0
+    assert main(["trace", trace, "--budget", "30%,2", "--heuristic", "lru,dtr-eq", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["heuristic"], row["budget"]) for row in rows] == [
-        ("lru", "30%"), ("lru", "2B"), ("dtr-eq", "30%"), ("dtr-eq", "2B"),
+        ("lru", "30%"), ("lru", "2"), ("dtr-eq", "30%"), ("dtr-eq", "2"),
     ]  # fmt: skip
     assert [row["status"] for row in rows] == ["thrash", "OOM", "ok", "OOM"]
     assert (rows[0]["slowdown"], rows[0]["operator"]) == (None, "forward")
@@ -88,7 +88,7 @@ def test_a_graph_to_plan(option: str, trace: str, tmp_path: Path, capsys: pytest
 
 
 def test_too_small_a_budget(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", trace, "--budget", "2B", "--json"]) == 3
+    assert main(["trace", trace, "--budget", "2", "--json"]) == 3
     printed, message = capsys.readouterr()
     assert json.loads(printed)["status"] == "OOM"
     assert "nothing left to evict when" in message
