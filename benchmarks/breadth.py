@@ -196,7 +196,14 @@ def _planned(name: str, budget: int | str, compiler: str, options: argparse.Name
     model, args, kwargs = build(name)
     try:
         lowtide.rematerialize(
-            model, args, kwargs, budget=budget, planner=options.planner, compiler=compiler, planning="wait"
+            model,
+            args,
+            kwargs,
+            budget=budget,
+            planner=options.planner,
+            compiler=compiler,
+            planning="wait",
+            on_capture_error="error",
         )
     except lowtide.InfeasibleBudgetError as error:
         return _planned(name, error.minimum_bytes, compiler, options)

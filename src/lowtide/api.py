@@ -61,9 +61,8 @@ def rematerialize(
         What a call does that no plan is for (other shapes, flags, attributes): ``"plan"`` anew, run ``"eager"`` without a
         plan (warned once), or raise an ``"error"``.
     on_capture_error:
-        For a model that is no single program (it decides by data, say): plan its submodules as ``"parts"`` and run code between
-        them as it is, raise the ``"error"``, or run this thread inside ``lowtide.online(budget)`` until ``lowtide.restore``:
-        ``"online"``. Said once in the log.
+        For a model that is no single program: plan its submodules as ``"parts"`` and run code between them as it is, raise the
+        ``"error"``, or run this thread inside ``lowtide.online(budget)``: ``"online"``. Said once in the log.
     planning:
         ``"background"`` (by default, where the planner is ``auto`` and kernels are eager): training starts under a first plan,
         and better ones come in between calls, with the same results to the bit; ``"wait"``: the search ends first.
@@ -72,7 +71,7 @@ def rematerialize(
         (``False``, or with compiled kernels). So many programs are kept; the one that was used longest ago goes first.
 
     Raises ``InfeasibleBudgetError`` if no schedule fits (``minimum_bytes`` is the smallest budget for which one is known),
-    ``CaptureError`` if the model's program depends on data, and ``PlanError`` if an argument makes no sense.
+    ``CaptureError`` where it is asked for or a model has no parts, and ``PlanError`` if an argument makes no sense.
     """
     _require_plannable(model)
     given = (budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
@@ -125,7 +124,7 @@ def restore(model: Model) -> Model:
 
 
 def plans(model: nn.Module) -> list[Plan]:
-    """The plans made for ``model`` so far, one per input signature."""
+    """The plans made for ``model`` so far, one per input signature; of a model in parts, those of its parts."""
     runtime = _planned(model)
     return runtime.plans()
 

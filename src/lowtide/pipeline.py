@@ -177,7 +177,9 @@ def make_program_plan(
         known = program_costs(program, on_progress) if costs is None else costs
         return _within_budget(program, settings, known, resident, granted_bytes, search)
 
-    return agreed_plan(program, (settings, granted_bytes, resident), make) if several_processes() else make()
+    if settings.agreed and several_processes():
+        return agreed_plan(program, (settings, granted_bytes, resident), make)
+    return make()
 
 
 def adapted_plan(

@@ -25,6 +25,7 @@ class Settings:
     planning: str = "wait"
     dynamic: bool | None = False
     max_programs: int = 64
+    agreed: bool = True  # among several processes: one plans for all
     between_bytes: int = 0  # what the rest of a larger model takes between this part's two passes, within the budget
 
     def __post_init__(self) -> None:

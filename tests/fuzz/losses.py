@@ -194,30 +194,33 @@ def _short(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else str(value)[:300]
 
 
-def prepared(description: Description, budget: int | str) -> nn.Module:
+Make = Callable[[Description], nn.Module]
+
+
+def prepared(description: Description, budget: int | str, make: Make = build) -> nn.Module:
     """The module, planned."""
-    model = build(description)
+    model = make(description)
     with surroundings(description):
         lowtide.rematerialize(model, arguments(description, 0), budget=budget, planner="greedy")
     return model
 
 
-def compare(description: Description) -> Found:
-    """Train the module of a description in eager and planned."""
+def compare(description: Description, make: Make = build) -> Found:
+    """Train the module that ``make`` makes of a description in eager and planned."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            expected = train(build(description), description)
+            expected = train(make(description), description)
         except (RuntimeError, ValueError, IndexError, KeyError, TypeError, ZeroDivisionError) as error:
             return Found(Outcome.INVALID, str(error))
-        return _compare(description, expected)
+        return _compare(description, expected, make)
 
 
-def _compare(description: Description, expected: Sequence[Record]) -> Found:
+def _compare(description: Description, expected: Sequence[Record], make: Make) -> Found:
     budget: int | str = f"{description.budget}%"
     for _ in range(STEPS + 1):
         try:
-            why = difference(train(prepared(description, budget), description), expected)
+            why = difference(train(prepared(description, budget, make), description), expected)
         except InfeasibleBudgetError as error:  # at first, or for gradients that arrive otherwise than was expected
             if isinstance(budget, int) and error.minimum_bytes <= budget:
                 return Found(Outcome.DIFFERS, f"the smallest budget named, {budget} bytes, is refused: {error}")

@@ -11,7 +11,7 @@ from torch import nn
 from lowtide.api import runtime_of
 from lowtide.memory.allocators import Meter, PeakWindow, meter_of
 from lowtide.planning import Plan
-from lowtide.runtime.model import Rematerialized
+from lowtide.runtime.planned import Planned
 
 
 class PassMeter:
@@ -102,5 +102,10 @@ def _plan_count(model: nn.Module) -> int:
     return sum(len(entries) for runtime in _runtimes(model) for entries in runtime.entries.values())
 
 
-def _runtimes(model: nn.Module) -> Iterator[Rematerialized]:
-    return (runtime for module in model.modules() if (runtime := runtime_of(module)) is not None)
+def _runtimes(model: nn.Module) -> Iterator[Planned]:
+    """The planned forwards in ``model``, those of parts included."""
+    for module in model.modules():
+        runtime = runtime_of(module)
+        if runtime is not None:
+            yield runtime
+            yield from runtime.parts.planned() if runtime.parts else ()

@@ -221,7 +221,7 @@ class SharedBudget:
             return self._planned(own, max(room, 1), self.fraction if more_follow else 1.0)
         except InfeasibleBudgetError as error:
             if not earlier and not known_later:
-                raise with_aside(error, reserve) from None
+                raise with_aside(error, reserve + between) from None
             _LOG.warning(
                 "%s %d of the step needs %d bytes and has %d left: this step may exceed the budget; all are replanned",
                 self.what.removesuffix("s"), len(members), error.minimum_bytes, room,

@@ -1,0 +1,55 @@
+"""Random modules as parts of one that decides by its data are equal to eager to the bit: what they read is read elsewhere, too.
+
+``LOWTIDE_FUZZ_SEEDS=5000`` makes the wide sweep wider.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.fuzz.losses import Outcome, compare
+from tests.fuzz.modules import WIDTH, Description, build, describe
+
+_QUICK = 24
+_BLOCK = 50
+_SEEDS = int(os.environ.get("LOWTIDE_FUZZ_SEEDS", "1000"))
+
+
+class Deciding(nn.Module):
+    def __init__(self, description: Description) -> None:
+        super().__init__()
+        self.inner = build(description)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH, dtype=description.dtype))
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Any:
+        before = x * self.scale
+        first = before.sin().sum()
+        result = self.inner(ids, before, y)
+        second = (before.cos() * self.scale).sum()
+        if first.item() > 1e30:
+            return first
+        return result, first + second
+
+
+def _found(seed: int) -> str:
+    found = compare(describe(seed), Deciding)
+    return f"seed {seed}: {found.why}" if found.outcome not in (Outcome.EQUAL, Outcome.INVALID) else ""
+
+
+@pytest.mark.parametrize("seed", range(_QUICK))
+def test_a_random_module_as_a_part(seed: int) -> None:
+    why = _found(seed)
+    assert not why, why
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first", range(_QUICK, _SEEDS, _BLOCK))
+def test_random_modules_as_parts(first: int) -> None:
+    failed = [why for seed in range(first, min(first + _BLOCK, _SEEDS)) if (why := _found(seed))]
+    assert not failed, "\n".join(failed)
