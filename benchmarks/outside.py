@@ -3,8 +3,9 @@
 ``FOLDER`` has the packages of ``outside_requirements.txt`` (``pip install --no-deps --target FOLDER -r ...``). Each model is
 trained for some steps with SGD, plainly and with lowtide's default settings at ``--budget`` of the peak, in turns and from the
 same generators. ``equal``: whether losses, gradients, buffers and the generator were equal to the bit in every step.
-``peak`` is that of the last step, ``time`` the median of the last three, side by side, as shares of the plain one's; ``first``
-the seconds until the first step has ended. An infeasible budget is tried again at the smallest one that the error names.
+``peak`` is the highest of the last three steps and ``time`` their median, as shares of the plain ones' side by side;
+``first`` the seconds until the first step has ended. An infeasible budget is tried again at the smallest one that the
+error names.
 ``results/outside.json`` and ``outside.md`` have a row per model; the exit code is 1 where one is not equal.
 """
 
@@ -118,7 +119,7 @@ def _trained(name: str, sample: Sample, budget: int | str, steps: int) -> Row:
     model = copy.deepcopy(plain)
     lowtide.rematerialize(model, args, kwargs, budget=budget)
     optimizers = [torch.optim.SGD(each.parameters(), 1e-3) for each in (plain, model)]
-    equal, peaks, ratios, first = True, (0, 0), [], 0.0
+    equal, plain_peaks, peaks, ratios, first = True, [], [], [], 0.0
     for number in range(steps + _TIMED):
         state = torch.get_rng_state()
         plain_peak, plain_seconds, expected = _step(plain, sample)
@@ -126,8 +127,10 @@ def _trained(name: str, sample: Sample, budget: int | str, steps: int) -> Row:
         torch.set_rng_state(state)
         peak, seconds, loss = _step(model, sample)
         same = torch.equal(loss, expected) and torch.equal(after, torch.get_rng_state()) and _alike(model, plain)
-        equal, peaks, first = equal and same, (plain_peak, peak), first or seconds
+        equal, first = equal and same, first or seconds
         if number >= steps:
+            plain_peaks.append(plain_peak)
+            peaks.append(peak)
             ratios.append(seconds / plain_seconds)
         for optimizer in optimizers:
             optimizer.step()

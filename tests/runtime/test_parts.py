@@ -197,6 +197,42 @@ def test_what_cannot_be_planned_runs_again(caplog: pytest.LogCaptureFixture) -> 
     assert all(each.seen == [1, 2, 3, 4, 5, 6] for each in experts)
 
 
+class _Collecting(nn.Module):
+    """Decides by data, and adds to its argument: a second run would add twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        kept.append(hidden.mean())
+        return self.down(hidden * 2) if hidden.sum().item() < 1e30 else x
+
+
+class _Collector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Collecting() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept: list[torch.Tensor] = []
+        for layer in self.layers:
+            x = x + layer(x, kept)
+        return x.square().mean() + torch.stack(kept).sum()
+
+
+def test_what_adds_to_its_arguments_does_not_run_again(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, x = _Collector(), _inputs()
+    budget = lowtide.measure(lambda: model(x).backward()).peak_bytes // 2
+    lowtide.rematerialize(model, (x,), budget=budget)
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="of them for code between them"):
+        for _ in range(4):
+            model(x).backward()
+    assert "run again in the backward pass" not in caplog.text
+
+
 def test_a_budget_that_nothing_meets() -> None:
     torch.manual_seed(0)
     model, x = _Mixture(), _inputs()

@@ -53,6 +53,8 @@ class Rematerialized(Planned):
         return result
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Entry | None:
+        if self._runs_in_parts and not self.entries:
+            return None
         if self.parts is not None:
             modules = list(self.model.modules())
             key = signature(modules, inputs, names, tree)
