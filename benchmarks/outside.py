@@ -137,8 +137,9 @@ def _trained(name: str, sample: Sample, budget: int | str, steps: int) -> Row:
             optimizer.zero_grad()
     parts = model.forward.parts
     count = len(parts.planned()) if parts else 0
-    share = round(peaks[1] / max(peaks[0], 1), 3)
-    return Row(name, str(budget), equal, count, peaks[0], share, round(statistics.median(ratios), 2), round(first, 1))
+    plain_peak = max(plain_peaks)
+    share = round(max(peaks) / plain_peak, 3)
+    return Row(name, str(budget), equal, count, plain_peak, share, round(statistics.median(ratios), 2), round(first, 1))
 
 
 def _step(model: nn.Module, sample: Sample) -> tuple[int, float, torch.Tensor]:
