@@ -233,6 +233,92 @@ def test_what_adds_to_its_arguments_does_not_run_again(caplog: pytest.LogCapture
     assert "run again in the backward pass" not in caplog.text
 
 
+class _Noisy(nn.Module):
+    """Draws from a generator of its own, decides by data, and holds most of the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.generators = [torch.Generator().manual_seed(1)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Noisy:
+        other = _Noisy()
+        other.load_state_dict(self.state_dict())
+        return other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        hidden = hidden * torch.rand(hidden.shape, generator=self.generators[0])
+        return self.down(torch.tanh(hidden)) if hidden.sum().item() < 1e30 else x
+
+
+class _Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Noisy() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_what_runs_again_has_its_own_generators_and_may_do_so_twice(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = _train_alike(_Chain, 0.6, 4)
+    plain, x = _Chain(), _inputs()
+    assert "run again in the backward pass" in caplog.text
+    plain.load_state_dict(model.state_dict())
+    for ours, theirs in zip(model.layers, plain.layers, strict=True):  # type: ignore[arg-type]
+        theirs.generators[0].set_state(ours.generators[0].get_state())  # type: ignore[union-attr]
+    for each in (model, plain):
+        each.zero_grad()
+        loss = each(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert _same(model, plain)
+
+
+class _Twice(nn.Module):
+    """Reads its weight twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(F.gelu(self.linear(x)))
+
+
+class _CalledTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _Twice(), _Twice()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if x.sum().item() > 1e30:
+            return x.sum()
+        return F.linear(self.first(self.second(x)), self.first.linear.weight).square().mean()
+
+
+def test_weights_that_are_read_again_outside_of_a_call() -> None:
+    _train_alike(_CalledTwice, 0.9, 3)
+
+
+def test_a_forward_that_is_replaced_between_steps() -> None:
+    torch.manual_seed(0)
+    plain, x = _CalledTwice(), _inputs()
+    model = copy.deepcopy(plain)
+    lowtide.rematerialize(model, (x,), budget="90%")
+    for _ in range(2):
+        for each in (model, plain):
+            each.zero_grad()
+            each(x).backward()
+        assert _same(model, plain)
+        for each in (model, plain):
+            each.second.forward = lambda x, linear=each.second.linear: torch.tanh(linear(x))
+
+
 def test_a_budget_that_nothing_meets() -> None:
     torch.manual_seed(0)
     model, x = _Mixture(), _inputs()

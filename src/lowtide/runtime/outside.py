@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,13 +23,15 @@ _MARGIN = 1.1  # of the bytes that are missing
 class OutsideCall:
     """A call of a submodule, by its ``name``, whose own code runs. ``kept_bytes``: what it keeps for the backward pass, parts
     inside of it included; ``held_bytes``: the same where these keep what they would without plans; ``input_bytes``: what its
-    arguments are. ``may_run_again``: whether it left its arguments as they were."""
+    arguments are. ``may_run_again``: whether its arguments are left as they were, by itself and by what ran after it: of
+    ``given`` tensors, with the versions that they had."""
 
     name: str
     input_bytes: int
     held_bytes: int = 0
     kept_bytes: int = 0
     may_run_again: bool = True
+    given: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
     inside: list[OutsideCall] = field(default_factory=list)
 
     @property
@@ -51,6 +54,7 @@ class OutsideWatch:
         if self._steps != self.shared.steps:
             self._steps, self.calls = self.shared.steps, []
         one, given = OutsideCall(name, _bytes_of(arguments)), _contents(arguments)
+        one.given = [(weakref.ref(each), _version(each)) for each in structure.flatten(arguments)[0]]
         (self._open[-1].inside if self._open else self.calls).append(one)
         ran, before = len(self.shared.ran), self._level()
         self._open.append(one)
@@ -63,6 +67,13 @@ class OutsideWatch:
             planned = sum(member.eager.saved_bytes - taken.saved_bytes for member, taken in members)
             one.kept_bytes = max(self._level() - before, 0)
             one.held_bytes = one.kept_bytes + planned
+
+    def end(self) -> None:
+        """The call of the model has ended: what was written into since cannot be read again."""
+        for one in _every(self.calls):
+            changed = ((reference(), version) for reference, version in one.given)
+            if any(each is not None and _version(each) != version for each, version in changed):
+                one.may_run_again = False
 
     def _level(self) -> int:
         return allocated_bytes(self.shared.device) or 0
@@ -121,7 +132,11 @@ def _peak_bytes(calls: list[OutsideCall], cut: list[OutsideCall]) -> int:
 
 def _contents(arguments: Any) -> Any:
     tensors, tree = structure.flatten(arguments)
-    return [*map(id, tensors)], fingerprint(tree)
+    return [(id(each), _version(each)) for each in tensors], fingerprint(tree)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _bytes_of(arguments: Any) -> int:

@@ -167,16 +167,17 @@ class Parts:
                 type(model).__name__,
             )
         modules = [(name, module) for name, module in model.named_modules() if name and _is_tried(module)]
-        elsewhere = None
         for name, module in modules:
-            if module not in self._parts:
-                elsewhere = _shared_parameters(model) if elsewhere is None else elsewhere
+            part = self._parts.get(module)
+            if part is None or part.original_forward != module.forward:  # or its code has been replaced since
                 self._parts[module] = part = Part(module, self, name)
-                part.read_elsewhere = elsewhere.get(id(module), frozenset())
+                # Whoever calls the module again, or reads its weights, adds to their gradients.
+                part.read_elsewhere = frozenset(map(id, module.parameters()))
         self._calls += 1
         try:
             with self.shared.call(_device(model)), self._put(modules):
                 yield
+            self.watch.end()
         finally:
             self._calls -= 1
 
@@ -241,18 +242,3 @@ def _is_tried(module: nn.Module) -> bool:
 def _device(model: nn.Module) -> torch.device:
     tensors = model_state(model).tensors
     return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
-
-
-def _shared_parameters(model: nn.Module) -> dict[int, frozenset[int]]:
-    """For each submodule, by its id, the parameters in it that other modules hold as well, by their ids."""
-    holders: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders.setdefault(id(parameter), set()).add(id(module))
-    several = {parameter: by for parameter, by in holders.items() if len(by) > 1}
-    found: dict[int, frozenset[int]] = {}
-    for module in model.modules() if several else ():
-        inside = {id(one) for one in module.modules()}
-        found[id(module)] = frozenset(key for key, by in several.items() if by & inside and not by <= inside)
-    return found

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide.capture.python_state.attribute_effects import put_back, snapshot
 from lowtide.errors import ExecutionError
+from lowtide.program.objects import parts_of
 
 _ATEN = torch.ops.aten
 _DECIDING = {  # operators that make something discrete of continuous values, or a number of Python's of a tensor
@@ -45,16 +46,33 @@ def recomputed(
 ) -> Any:
     """``forward(*args, **kwargs)`` of ``module``, which keeps its arguments and decisions and runs again where the backward
     pass needs what it saved: ``on_run`` is called then."""
-    before, names, count = _State(module), tuple(kwargs), len(args)
+    before = _State(module)
+    values, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))  # each is watched for writes
     decisions: list[Any] = []
 
     def flat(*values: Any) -> Any:
-        return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+        own_args, own_kwargs = pytree.tree_unflatten(values, spec)
+        return forward(*own_args, **own_kwargs)
 
     def contexts() -> tuple[Any, Any]:
-        return _Recording(decisions), _again(module, before, decisions, on_run)
+        return _Recording(decisions), _Again(lambda: _again(module, before, decisions, on_run))
 
-    return checkpoint(flat, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+    return checkpoint(flat, *values, use_reentrant=False, context_fn=contexts)
+
+
+class _Again:
+    """A context that is entered once for each backward pass."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exception)
 
 
 @contextlib.contextmanager
@@ -77,6 +95,8 @@ class _State:
         self.registered = [(each, dict(each._buffers)) for each in module.modules()]
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
         self.generators = random.getstate(), np.random.get_state()
+        held = [one for value in self.attributes.attributes.values() for one in parts_of(value)]
+        self.own_generators = [(one, one.get_state()) for one in held if isinstance(one, torch.Generator)]
 
     def put_back(self, module: nn.Module) -> None:
         put_back(module, self.attributes)
@@ -89,6 +109,8 @@ class _State:
                     buffer.copy_(value)
         random.setstate(self.generators[0])
         np.random.set_state(self.generators[1])
+        for generator, state in self.own_generators:
+            generator.set_state(state)
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]

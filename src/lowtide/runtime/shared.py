@@ -88,6 +88,7 @@ class SharedBudget:
     def _begin(self, device: torch.device) -> None:
         """In a new step where most of what ran waits no more for its backward pass."""
         self.device = device
+        self._ending = False  # also after a backward pass that failed
         self._end_gap(noted=False)  # whatever ran since: the optimizer, say
         pending = [one for one in self.ran if one.is_pending]
         if 2 * len(pending) <= len(self.ran):
@@ -220,7 +221,7 @@ class SharedBudget:
         try:
             return self._planned(own, max(room, 1), self.fraction if more_follow else 1.0)
         except InfeasibleBudgetError as error:
-            if not earlier and not known_later:
+            if not earlier and not known_later and not (self.give_way is not None and between > 0):
                 raise with_aside(error, reserve + between) from None
             _LOG.warning(
                 "%s %d of the step needs %d bytes and has %d left: this step may exceed the budget; all are replanned",
