@@ -108,7 +108,8 @@ class Planned(Programs):
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The forward outputs of the planned program."""
         self.latest, self.ran = entry, self.ran + 1
-        return run(entry.lowered, inputs, lambda mask: self.entry_for(mask, entry).lowered)
+        in_terms = self.read_elsewhere is not None
+        return run(entry.lowered, inputs, lambda mask: self.entry_for(mask, entry).lowered, in_terms)
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Entry | None:
         """The planned program for this call, made now if it is new; ``None`` where eager was asked for, or the

@@ -97,6 +97,8 @@ class ModelCall:
             if node + 1 >= len(groups):
                 self.generator.close()
                 self.generator = None
+        if node + 1 == len(self.nodes):
+            self._add_left_terms()
         result = tuple(self.gradients.pop(term, None) for term in self.nodes[node])
         if node + 1 == len(self.nodes):
             self.gradients.clear()
@@ -106,6 +108,16 @@ class ModelCall:
             if self.on_end is not None:
                 self.on_end()
         return result
+
+    def _add_left_terms(self) -> None:
+        """Of a program for other gradients, terms for which no node has a place go to the last place that there is."""
+        places = dict(sorted(term for node in self.nodes for term in node))  # position -> its last number
+        for position, number in sorted(self.gradients):
+            last = places.get(position, 0)
+            if number > last:
+                added = self.gradients.pop((position, number))
+                before = self.gradients.get((position, last))
+                self.gradients[position, last] = added if before is None else before + added
 
     def _advance(self, lowered: Lowered, generator: Step, group: GradientGroup) -> None:
         """Run the backward program until the gradients of the group have left it."""
@@ -268,9 +280,10 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]
     return contextlib.nullcontext()
 
 
-def run(lowered: Lowered, inputs: list[torch.Tensor], for_mask: ForMask) -> list[torch.Tensor]:
-    """Forward outputs of the program on the flat ``inputs``, linked to them in the autograd graph."""
-    program, nodes = lowered.program, _nodes(lowered, inputs)
+def run(lowered: Lowered, inputs: list[torch.Tensor], for_mask: ForMask, in_terms: bool = False) -> list[torch.Tensor]:
+    """Forward outputs of the program on the flat ``inputs``, linked to them in the autograd graph. ``in_terms``: whether
+    gradients leave as the terms of their sums."""
+    program, nodes = lowered.program, _nodes(lowered, inputs, in_terms)
     call = ModelCall(lowered, for_mask, list(inputs), nodes, inputs[0].device.type)
     token = None
     for node in range(len(nodes) - 1, -1, -1):
@@ -288,13 +301,13 @@ def run(lowered: Lowered, inputs: list[torch.Tensor], for_mask: ForMask) -> list
     return outputs
 
 
-def _nodes(lowered: Lowered, inputs: Sequence[torch.Tensor]) -> tuple[Node, ...]:
+def _nodes(lowered: Lowered, inputs: Sequence[torch.Tensor], in_terms: bool) -> tuple[Node, ...]:
     """What each node returns: the terms of its group, and the last one whatever else may come for inputs that require a
     gradient."""
     groups = [[lowered.terms[index] for index in group.gradients] for group in lowered.gradient_groups] or [[]]
     terms = Counter(position for position, _ in lowered.terms)
     for position, tensor in enumerate(inputs):
         if tensor.requires_grad:
-            most = 1 if tensor.is_leaf else terms[position] + _SPARE_TERMS
+            most = terms[position] + _SPARE_TERMS if in_terms else 1
             groups[-1].extend((position, number) for number in range(terms[position], most))
     return tuple(map(tuple, groups))
