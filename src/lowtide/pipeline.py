@@ -14,6 +14,7 @@ from torch import nn
 
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Captured, Known, capture
+from lowtide.capture.convert.gradients import split_sums
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.scaled import Measured, scaled_costs
@@ -48,19 +49,28 @@ def captured_program(
     mask: GradientMask | None = None,
     like: Captured | None = None,
     follow: frozenset[AttributePath] = frozenset(),
-    read_elsewhere: frozenset[int] | None = None,
+    in_terms: bool = False,
 ) -> Captured:
     """The call operator by operator; with ``compiler="inductor"`` those that ``fused`` takes.
 
     ``like`` is another capture of the same call, where there is one; ``follow``: attributes whose tensors are inputs;
-    ``read_elsewhere``: see ``capture``.
+    ``in_terms``: gradients leave as the terms of their sums, see ``capture.convert.gradients``.
     """
-    rewrite: Callable[[torch.fx.GraphModule], None] | None = None
+    rewrites: list[Callable[[torch.fx.GraphModule], None]] = []
     if settings.compiler != "eager":
-        from lowtide.fusion import split_norms as rewrite
+        from lowtide.fusion import split_norms
+
+        rewrites.append(split_norms)
+    if in_terms:
+        rewrites.append(split_sums)
+
+    def rewrite(joint: torch.fx.GraphModule) -> None:
+        for each in rewrites:
+            each(joint)
+
     known = Known(follow=follow) if like is None else Known.of(like)
     with stage("capture"):
-        return capture(model, args, kwargs, mask=mask, rewrite=rewrite, known=known, read_elsewhere=read_elsewhere)
+        return capture(model, args, kwargs, mask=mask, rewrite=rewrite, known=known)
 
 
 def fused(program: Program, settings: Settings) -> Program:

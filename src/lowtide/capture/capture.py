@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,15 +105,13 @@ def capture(
     watch: Callable[[nn.Module], None] | None = None,
     known: Known | None = None,
     sizes: SymbolicSizes | None = None,
-    read_elsewhere: Collection[int] | None = None,
 ) -> Captured:
     """The training program of ``model(*args, **kwargs)``, and its contract.
 
     ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is
     guessed, see ``traced_model.guess_mask``. ``watch`` is shown every copy of the model before it is traced;
     ``rewrite`` may change the joint graph before it is converted. With ``sizes``, the program's sizes are symbolic, see
-    ``capture.family``. ``read_elsewhere``, of a part of a larger model: parameters, by their ids,
-    that other parts read as well.
+    ``capture.family``.
 
     The call is traced until a trace finds nothing that the next one should know. Raises ``CaptureError`` where the program
     depends on data in a way that cannot be answered before it runs, or uses something unsupported.
@@ -128,7 +126,7 @@ def capture(
         attempt: _Trace | Known = replace(known, recorder=known.recorder or RandomRecorder())
         while isinstance(attempt, Known):
             attempt = _attempt(call, attempt)
-        return _finished(call, attempt, rewrite, read_elsewhere)
+        return _finished(call, attempt, rewrite)
 
 
 def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
@@ -169,12 +167,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     return _Trace(module, metadata, traced, held, followed, effects or Effects(), tuple(mode.questions), recorder.draws)
 
 
-def _finished(
-    call: TracedCall,
-    trace: _Trace,
-    rewrite: Callable[[torch.fx.GraphModule], None] | None,
-    read_elsewhere: Collection[int] | None,
-) -> Captured:
+def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.GraphModule], None] | None) -> Captured:
     """The program of a joint graph, and the contract."""
     run, effects, held = trace.traced.run, trace.effects, trace.held
     if all(entry is False for entry in run.mask):
@@ -189,14 +182,7 @@ def _finished(
     settings = tuple(setting for setting in run.settings if setting.place not in effects.counted)
     attribute_effects.say_unknown(call.model, [place for place in run.unknown if place not in effects.counted])
     guards = _guards(call.model, trace, settings)
-    added_outside = {
-        i
-        for i, one in enumerate(inputs)
-        if read_elsewhere is not None and (not one.is_leaf or id(one) in read_elsewhere)
-    }
-    program = _assemble(
-        convert(trace.module, added_outside), trace.metadata, run, call.state, type(call.model).__name__
-    )
+    program = _assemble(convert(trace.module), trace.metadata, run, call.state, type(call.model).__name__)
     read = _read_inputs(program, trace.questions)
     count = len(inputs) - len(held)
     followed = HeldInputs(trace.held_inputs.places, frozenset(i for i in range(len(held)) if count + i not in read))

@@ -37,6 +37,7 @@ def capture_family(
     apart: bool = False,
     mask: GradientMask | None = None,
     known: Known | None = None,
+    rewrite: Callable[[torch.fx.GraphModule], None] | None = None,
 ) -> SymbolicFamily:
     """The calls like ``model(*args, **kwargs)`` whose tensors differ in their sizes at the places ``varying``.
 
@@ -44,7 +45,7 @@ def capture_family(
     captured with symbolic sizes; by itself it may be.
     """
     sizes = SymbolicSizes(varying, apart)
-    captured = capture(model, args, kwargs, mask=mask, known=known, sizes=sizes)
+    captured = capture(model, args, kwargs, mask=mask, rewrite=rewrite, known=known, sizes=sizes)
     return SymbolicFamily(captured, sizes, flat_arguments(args, kwargs)[0])
 
 

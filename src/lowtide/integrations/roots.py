@@ -27,6 +27,7 @@ from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError
 from lowtide.memory.allocators import PeakWindow, meter_of
 from lowtide.planning import Plan
 from lowtide.runtime.model import Rematerialized
+from lowtide.runtime.parts import is_one_operator
 from lowtide.runtime.transforms import is_transformed
 
 _Call = Callable[..., Any]
@@ -246,7 +247,7 @@ def is_wrapper(module: nn.Module) -> bool:
 
 def not_planned(module: nn.Module) -> str:
     """Why it is not even tried to plan a module; empty if it is."""
-    if type(module).__module__.startswith("torch.nn.modules") and next(module.children(), None) is None:
+    if is_one_operator(module):
         return "it is one operator, of which there is nothing to run again"
     if isinstance(module, nn.DataParallel):
         return "DataParallel runs copies of the model that are new in every step; use DistributedDataParallel"

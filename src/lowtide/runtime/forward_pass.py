@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -23,7 +22,7 @@ class ForwardPass:
     key: tuple[int, int]
     graph: Planned
     entry: Entry
-    call: weakref.ref[ModelCall]
+    call: Callable[[], ModelCall | None]  # a weak reference
     between_bytes: int
     gradients: tuple[tuple[int, int | tuple[int, int] | None], ...]
     backward_between_bytes: int | None = None

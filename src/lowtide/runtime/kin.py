@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lowtide.capture import Captured, Known
+from lowtide.capture.convert.gradients import split_sums
 from lowtide.capture.family import SymbolicFamily, capture_family
 from lowtide.capture.trace.sizes import Place, Shapes
 from lowtide.cost.scaled import Measured
@@ -88,7 +89,9 @@ class Kin:
         enough = len(self.shapes) >= (1 if self.at_once else _ALONE)
         return enough and shapes not in self.shapes and not self.hopeless and len(self.branches) < _MOST
 
-    def extend(self, model: nn.Module, sample: Sample, shapes: Shapes, capture: Callable[[], Captured]) -> None:
+    def extend(
+        self, model: nn.Module, sample: Sample, shapes: Shapes, capture: Callable[[], Captured], in_terms: bool
+    ) -> None:
         """Capture a family that has this call, and confirm it by the last call that was captured by itself; by this one, which
         ``capture`` captures by itself, where that tells nothing."""
         assert self.known is not None
@@ -97,6 +100,7 @@ class Kin:
         varying, apart = _all_places(seen) if self.at_once else _varying(seen)
         attributes = Known(follow=entry.captured.contract.held_inputs.attributes())
         how: dict[str, Any] = {"apart": apart, "mask": entry.captured.program.mask, "known": attributes}
+        how["rewrite"] = split_sums if in_terms else None
         try:
             with stage("capture"):
                 family = capture_family(model, sample.args, sample.kwargs, varying, **how)

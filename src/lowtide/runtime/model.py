@@ -13,7 +13,7 @@ from torch import nn
 from lowtide.dynamic.context import online
 from lowtide.errors import CaptureError, NoGradientError
 from lowtide.planning import Plan
-from lowtide.runtime.entry import Entry, Names, Sample, Signature, signature
+from lowtide.runtime.entry import Entry, Names, Sample, Signature
 from lowtide.runtime.parts import Parts
 from lowtide.runtime.planned import Planned
 from lowtide.settings import Settings
@@ -53,16 +53,15 @@ class Rematerialized(Planned):
         return result
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Entry | None:
-        if self._runs_in_parts and not self.entries:
+        if self._runs_in_parts and not self.entries:  # there is nothing to be found
             return None
-        if self.parts is not None:
-            modules = list(self.model.modules())
-            key = signature(modules, inputs, names, tree)
-            entry = self.find(key, modules, inputs) if self.entries else None
-            if entry is not None or self._runs_in_parts or key in self._apart:
-                return entry
+        return super()._entry(sample, inputs, names, tree)
+
+    def _new_entry(self, key: Signature, sample: Sample, inputs: list[torch.Tensor]) -> Entry | None:
+        if self._runs_in_parts or key in self._apart:
+            return None
         try:
-            return super()._entry(sample, inputs, names, tree)
+            return super()._new_entry(key, sample, inputs)
         except NoGradientError:
             raise
         except CaptureError as error:
@@ -72,7 +71,7 @@ class Rematerialized(Planned):
                 self._go_online(error)
             else:
                 self.parts = Parts(self.model, self.settings, error)
-                self._apart.add(signature(list(self.model.modules()), inputs, names, tree))
+                self._apart.add(key)
             return None
 
     def _go_online(self, error: CaptureError) -> None:

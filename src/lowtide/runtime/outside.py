@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from lowtide.memory.allocators import allocated_bytes
 from lowtide.program import structure
 from lowtide.program.keys import fingerprint
 from lowtide.runtime.shared import SharedBudget
+from lowtide.runtime.step import version_of
 
 _MOST_CUTS = 32
 _MARGIN = 1.1  # of the bytes that are missing
@@ -31,13 +32,20 @@ class OutsideCall:
     held_bytes: int = 0
     kept_bytes: int = 0
     may_run_again: bool = True
-    given: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
+    given: list[tuple[weakref.ref[torch.Tensor], int | None]] = field(default_factory=list)
     inside: list[OutsideCall] = field(default_factory=list)
 
     @property
     def own_bytes(self) -> int:
         """Of code between the calls inside."""
         return max(self.kept_bytes - sum(one.kept_bytes for one in self.inside), 0)
+
+    def check(self) -> None:
+        """It cannot be run again where its arguments have been written into."""
+        for reference, version in self.given:
+            tensor = reference()
+            if tensor is not None and version_of(tensor) != version:
+                self.may_run_again = False
 
 
 class OutsideWatch:
@@ -53,8 +61,9 @@ class OutsideWatch:
     def call(self, name: str, arguments: Any) -> Iterator[None]:
         if self._steps != self.shared.steps:
             self._steps, self.calls = self.shared.steps, []
-        one, given = OutsideCall(name, _bytes_of(arguments)), _contents(arguments)
-        one.given = [(weakref.ref(each), _version(each)) for each in structure.flatten(arguments)[0]]
+        tensors, tree = structure.flatten(arguments)
+        given = [(weakref.ref(each), version_of(each)) for each in tensors]
+        one, contents = OutsideCall(name, _bytes_of(tensors), given=given), _contents(tensors, tree)
         (self._open[-1].inside if self._open else self.calls).append(one)
         ran, before = len(self.shared.ran), self._level()
         self._open.append(one)
@@ -62,7 +71,8 @@ class OutsideWatch:
             yield
         finally:
             self._open.pop()
-            one.may_run_again = _contents(arguments) == given
+            one.may_run_again = _contents(*structure.flatten(arguments)) == contents
+            one.check()
             members = [self.shared.member(each) for each in self.shared.ran[ran:]]
             planned = sum(member.eager.saved_bytes - taken.saved_bytes for member, taken in members)
             one.kept_bytes = max(self._level() - before, 0)
@@ -71,9 +81,7 @@ class OutsideWatch:
     def end(self) -> None:
         """The call of the model has ended: what was written into since cannot be read again."""
         for one in _every(self.calls):
-            changed = ((reference(), version) for reference, version in one.given)
-            if any(each is not None and _version(each) != version for each, version in changed):
-                one.may_run_again = False
+            one.check()
 
     def _level(self) -> int:
         return allocated_bytes(self.shared.device) or 0
@@ -130,15 +138,11 @@ def _peak_bytes(calls: list[OutsideCall], cut: list[OutsideCall]) -> int:
     return sum(map(held, calls)) + max(one.held_bytes for one in cut)
 
 
-def _contents(arguments: Any) -> Any:
-    tensors, tree = structure.flatten(arguments)
-    return [(id(each), _version(each)) for each in tensors], fingerprint(tree)
+def _contents(tensors: Sequence[torch.Tensor], tree: Any) -> Any:
+    """Which tensors arguments hold, and what else."""
+    return [*map(id, tensors)], fingerprint(tree)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _bytes_of(arguments: Any) -> int:
-    tensors, _ = structure.flatten_distinct(arguments)
-    return sum(one.untyped_storage().nbytes() for one in tensors if one.layout is torch.strided)
+def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    distinct = {id(one): one for one in tensors if one.layout is torch.strided}
+    return sum(one.untyped_storage().nbytes() for one in distinct.values())

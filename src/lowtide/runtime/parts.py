@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,10 @@ from lowtide.errors import CaptureError, NoGradientError
 from lowtide.pipeline import state_bytes
 from lowtide.runtime.forward_pass import ForwardPass
 from lowtide.runtime.outside import OutsideWatch
+from lowtide.runtime.planned import Planned
 from lowtide.runtime.recomputed import recomputed
 from lowtide.runtime.shared import SharedBudget
-from lowtide.runtime.sharing_forward import SharingForward
+from lowtide.runtime.sharing_forward import SharingForward, device_of
 from lowtide.settings import Settings
 
 _LOG = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Part(SharingForward):
 
     def __init__(self, module: nn.Module, parts: Parts, name: str) -> None:
         super().__init__(module, parts.shared)
+        self.in_terms = True  # whoever calls the module again, or reads what it reads, adds to gradients
         self.parts = parts
         self.name = name
         self.outside: str | None = None
@@ -66,6 +68,12 @@ class Part(SharingForward):
 
     def _is_trained(self) -> bool:
         return True
+
+    @property
+    def kind(self) -> tuple[type, str] | None:
+        """Its class and the list that it is in, which others share; ``None`` where it is in none."""
+        parent, _, last = self.name.rpartition(".")
+        return (type(self.model), parent) if last.isdigit() else None
 
 
 class Parts:
@@ -120,24 +128,18 @@ class Parts:
         """With passes of modules that have not run yet, such as dropped layers: as those of their kind in the same list."""
         model = self._model()
         assert model is not None
-        order = {id(part): (number, part) for number, part in enumerate(self._in_order(model))}
-        met = {one.graph: one for one in passes}
-        like = {
-            (type(one.graph.model), _list_of(one.graph.name)): one
-            for one in met.values()
-            if isinstance(one.graph, Part)
-        }
-        missing = [
-            part for _, part in order.values() if part not in met and part.outside is None and not part.runs_again
-        ]
+        parts = list(self._in_order(model))
+        numbers: dict[Planned, int] = {part: number for number, part in enumerate(parts)}
+        met = {one.graph for one in passes}
+        like = {one.graph.kind: one for one in passes if isinstance(one.graph, Part)}
         found = list(passes)
-        for part in missing:
-            sibling = like.get((type(part.model), _list_of(part.name)))
-            if sibling is not None and _list_of(part.name):
-                number = order[id(part)][0]
-                after = [i for i, one in enumerate(found) if order.get(id(one.graph), (number,))[0] < number]
-                one = dataclasses.replace(sibling, key=(id(part), 0), call=_gone())
-                found.insert(after[-1] + 1 if after else 0, one)
+        for number, part in enumerate(parts):
+            sibling = like.get(part.kind) if part.kind else None
+            if sibling is None or part in met or part.outside is not None or part.runs_again:
+                continue
+            after = [place for place, one in enumerate(found) if numbers.get(one.graph, number) < number]
+            one = dataclasses.replace(sibling, key=(id(part), 0), call=lambda: None)
+            found.insert(after[-1] + 1 if after else 0, one)
         return found
 
     def _in_order(self, model: nn.Module) -> Iterator[Part]:
@@ -166,63 +168,46 @@ class Parts:
                 'program; on_capture_error="online" puts the model there.',
                 type(model).__name__,
             )
-        modules = [(name, module) for name, module in model.named_modules() if name and _is_tried(module)]
-        for name, module in modules:
-            part = self._parts.get(module)
-            if part is None or part.original_forward != module.forward:  # or its code has been replaced since
-                self._parts[module] = part = Part(module, self, name)
-                # Whoever calls the module again, or reads its weights, adds to their gradients.
-                part.read_elsewhere = frozenset(map(id, module.parameters()))
+        tried = [(name, module) for name, module in model.named_modules() if name and _is_tried(module)]
+        parts = [(module, self._part(name, module)) for name, module in tried]
         self._calls += 1
         try:
-            with self.shared.call(_device(model)), self._put(modules):
+            with self.shared.call(device_of(model_state(model).tensors)), _forwards(parts):
                 yield
             self.watch.end()
         finally:
             self._calls -= 1
 
-    @contextlib.contextmanager
-    def _put(self, modules: list[tuple[str, nn.Module]]) -> Iterator[None]:
-        put = []
-        try:
-            for _, module in modules:
-                put.append((module, module.__dict__.get("forward")))
-                module.__dict__["forward"] = self._parts[module]
-            yield
-        finally:
-            for module, before in put:
-                _set(module, before)
+    def _part(self, name: str, module: nn.Module) -> Part:
+        """The part that a submodule is, made anew where its code has been replaced since."""
+        part = self._parts.get(module)
+        if part is None or part.original_forward != module.forward:
+            self._parts[module] = part = Part(module, self, name)
+        return part
 
-    @contextlib.contextmanager
-    def lifted(self, part: nn.Module) -> Iterator[None]:
+    def lifted(self, part: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Inside, the submodules of a part are as they are outside of calls."""
-        lifted: list[tuple[nn.Module, Part]] = []
-        for module in part.modules():
-            own = module.__dict__.get("forward")
-            if module is not part and isinstance(own, Part) and own.parts is self:
-                lifted.append((module, own))
-                _set(module, own.original_forward if own.had_instance_forward else None)
-        try:
-            yield
-        finally:
-            for module, own in lifted:
-                module.__dict__["forward"] = own
+        installed = ((module, module.__dict__.get("forward")) for module in part.modules() if module is not part)
+        ours = [(module, own) for module, own in installed if isinstance(own, Part) and own.parts is self]
+        return _forwards([(module, own.original_forward if own.had_instance_forward else None) for module, own in ours])
+
+
+@contextlib.contextmanager
+def _forwards(given: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """Inside, modules have these in the place of their class's ``forward``, or with ``None`` that one."""
+    before = [(module, module.__dict__.get("forward")) for module, _ in given]
+    try:
+        for module, forward in given:
+            _set(module, forward)
+        yield
+    finally:
+        for module, forward in before:
+            _set(module, forward)
 
 
 def _saves_otherwise() -> bool:
     """Whether code between parts checkpoints or packs what is saved: it runs again without parts, as it must have run then."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def _list_of(name: str) -> str:
-    """The list that a module is in by its name, empty where it is in none."""
-    parent, _, last = name.rpartition(".")
-    return parent if last.isdigit() else ""
-
-
-def _gone() -> weakref.ref[Any]:
-    """A reference to nothing."""
-    return weakref.ref(type("Gone", (), {})())
 
 
 def _set(module: nn.Module, forward: Any) -> None:
@@ -233,12 +218,10 @@ def _set(module: nn.Module, forward: Any) -> None:
 
 
 def _is_tried(module: nn.Module) -> bool:
-    """Whether a plan for the module alone could free anything: not for single operators, as PyTorch's own layers are."""
-    if isinstance(module, _CONTAINERS):
-        return False
-    return any(True for _ in module.children()) or not type(module).__module__.startswith("torch.nn.modules.")
+    """Whether a plan for the module alone could free anything."""
+    return not isinstance(module, _CONTAINERS) and not is_one_operator(module)
 
 
-def _device(model: nn.Module) -> torch.device:
-    tensors = model_state(model).tensors
-    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+def is_one_operator(module: nn.Module) -> bool:
+    """Whether it is a layer of PyTorch's own, of which there is nothing to run again."""
+    return type(module).__module__.startswith("torch.nn.modules.") and next(module.children(), None) is None

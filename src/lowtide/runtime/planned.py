@@ -17,7 +17,7 @@ from lowtide.dynamic.context import is_inside
 from lowtide.errors import CaptureError, ExecutionError
 from lowtide.program import structure
 from lowtide.runtime.checked import is_due, require_same
-from lowtide.runtime.entry import Entry, Names, Sample, signature
+from lowtide.runtime.entry import Entry, Names, Sample, Signature, signature
 from lowtide.runtime.programs import Programs
 from lowtide.runtime.step import run
 from lowtide.runtime.transforms import is_transformed
@@ -108,17 +108,17 @@ class Planned(Programs):
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The forward outputs of the planned program."""
         self.latest, self.ran = entry, self.ran + 1
-        in_terms = self.read_elsewhere is not None
-        return run(entry.lowered, inputs, lambda mask: self.entry_for(mask, entry).lowered, in_terms)
+        return run(entry.lowered, inputs, lambda mask: self.entry_for(mask, entry).lowered, self.in_terms)
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Entry | None:
-        """The planned program for this call, made now if it is new; ``None`` where eager was asked for, or the
-        online mode is there."""
+        """The planned program for this call, made now if it is new; ``None`` where there is to be none."""
         modules = list(self.model.modules())
         key = signature(modules, inputs, names, tree)
-        entry = self.find(key, modules, inputs)
-        if entry is not None:
-            return entry
+        return self.find(key, modules, inputs) or self._new_entry(key, sample, inputs)
+
+    def _new_entry(self, key: Signature, sample: Sample, inputs: list[torch.Tensor]) -> Entry | None:
+        """A planned program for a call that none is known for; ``None`` where eager was asked for, or the online mode is
+        there."""
         if is_inside():
             _LOG.info("%s is not planned inside lowtide.online: it runs within that budget", type(self.model).__name__)
             return None

@@ -50,7 +50,7 @@ class Programs:
         self.entries: dict[Signature, list[Entry]] = {}
         self.latest: Entry | None = None
         self.improving = (ImprovingTogether if several_processes() else Improving)(type(model).__name__)
-        self.read_elsewhere: frozenset[int] | None = None  # of a part of a larger model, see ``capture``
+        self.in_terms = False  # whether gradients leave as the terms of their sums, since others may add to them
         self._kins = Kins(settings.dynamic if settings.compiler == "eager" else False)
         self._calls = 0
         self._captures: Counter[Signature] = Counter()
@@ -120,7 +120,7 @@ class Programs:
         if kin and shapes:
             kin.met(entry, shapes, member, measured=not adapted)
             if kin.at_once and not kin.branches and not kin.hopeless:
-                kin.extend(self.model, sample, shapes, lambda: captured)
+                kin.extend(self.model, sample, shapes, lambda: captured, self.in_terms)
         first = self.settings.planning == "background" and plan.overhead > 0
         if first and plan.planner in _FIRST and (member is None or member.branch.wants_search(entry)):
             self.improving.add(entry, plan_request(program, plan.costs, plan.budget_bytes, self.settings))
@@ -139,7 +139,7 @@ class Programs:
 
         member = kin.member(shapes, holds)
         if member is None and kin.is_new(shapes):
-            kin.extend(self.model, sample, shapes, lambda: self._captured(sample, None))
+            kin.extend(self.model, sample, shapes, lambda: self._captured(sample, None), self.in_terms)
             member = kin.member(shapes, holds)
         return kin, shapes, member
 
@@ -170,9 +170,8 @@ class Programs:
             return self._capture(sample, mask)
 
     def _capture(self, sample: Sample, mask: GradientMask | None, **known: Any) -> Captured:
-        return captured_program(
-            self.model, sample.args, sample.kwargs, self.settings, mask, read_elsewhere=self.read_elsewhere, **known
-        )
+        known["in_terms"] = self.in_terms
+        return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, **known)
 
     def _notice_changes(self, key: Signature, inputs: list[torch.Tensor]) -> None:
         """Log why no program that is known for these shapes holds; once louder, where that is so again and again."""

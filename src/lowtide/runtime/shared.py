@@ -93,8 +93,8 @@ class SharedBudget:
         pending = [one for one in self.ran if one.is_pending]
         if 2 * len(pending) <= len(self.ran):
             self._note_step()
-            self._grant()
-            if self.exceeded or self._first_plans or not self._fits():
+            fits = self._fits()
+            if self.exceeded or self._first_plans or not fits:
                 self._replan()
             self.steps += 1
             self.gaps.clear()
@@ -240,8 +240,7 @@ class SharedBudget:
     def _planned(self, member: Member, room: int, fraction: float) -> Plan:
         """A plan within ``room`` bytes that saves about this fraction of what the program would save without one, or more where
         that cannot be. Raises ``InfeasibleBudgetError``."""
-        limit = member.output_bytes + int(fraction * max(member.eager.saved_bytes - member.output_bytes, 0))
-        between = max(room - limit - member.arriving_bytes, 0) if fraction < 1 else 0
+        between = max(room - member.limit_bytes(fraction) - member.arriving_bytes, 0) if fraction < 1 else 0
         while True:
             try:
                 return self._within_room(member, room, between)
@@ -272,27 +271,23 @@ class SharedBudget:
         self.record.passes = self.expected(self.record.passes)
 
     def _fits(self) -> bool:
-        """Whether what ran stays within the budget together."""
+        """Whether what ran stays within the budget together. Of one in percent, a step that takes less (of a short last batch,
+        say) may have the memory of the one that took most."""
         if not self.record.are_several:
             return True
         constraints = self.record.constraints(range(len(self.record.passes)))
         known = list(map(self.member, self.record.passes))
         budget, _ = self._budget([member for member, _ in known], constraints)
+        if is_percentage(self.settings.given):
+            self._granted_bytes = budget
         over = peak_bytes(constraints, [taken for _, taken in known]) - budget
-        if over > 0:
+        if over > 0 and not (self.exceeded or self._first_plans):  # of which that was to be expected
             _LOG.warning(
                 "the %d %s of the step exceed the budget of %d bytes by %d (code between them held up to %d): all are "
                 "replanned",
                 len(known), self.what, budget, over, self.record.most_between,
             )  # fmt: skip
         return over <= 0
-
-    def _grant(self) -> None:
-        """A step that takes less, of a short last batch, say, may have the memory of the one that took most."""
-        if self.record.are_several and is_percentage(self.settings.given):
-            passes = self.record.passes
-            members = [self.member(one)[0] for one in passes]
-            self._granted_bytes, _ = self._budget(members, self.record.constraints(range(len(passes))))
 
     def _replan(self) -> None:
         """Plan all that ran in the last step together."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,12 +30,8 @@ class SharingForward(Planned):
         self._replaced: Entry | None = None  # by what is being planned in the backward pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.shared.enter(self._device_of(args))
+        self.shared.enter(device_of((*args, *self.model.parameters())))
         return super().__call__(*args, **kwargs)
-
-    def _device_of(self, args: Sequence[Any]) -> torch.device:
-        tensors = (each for each in (*args, *self.model.parameters()) if isinstance(each, torch.Tensor))
-        return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         outputs = super().run(entry, inputs)
@@ -58,3 +54,9 @@ class SharingForward(Planned):
             if one.entry is old:
                 one.entry = new
         return new
+
+
+def device_of(values: Iterable[Any]) -> torch.device:
+    """The first among the tensors' that is no CPU, else the CPU."""
+    devices = (value.device for value in values if isinstance(value, torch.Tensor))
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

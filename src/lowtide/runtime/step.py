@@ -67,7 +67,7 @@ class ModelCall:
         handed.clear()  # the generator must not keep what autograd is about to mark: the cycle would never be freed
         own = len(outputs) - len(kept)
         self.kept = dict(zip(kept, outputs[own:], strict=True))
-        self.versions = [_version(tensor) for tensor in self.inputs]
+        self.versions = [version_of(tensor) for tensor in self.inputs]
         self.output_versions = [(outputs[i].detach(), outputs[i]._version) for i in lowered.reads_outputs]
         return outputs[:own]
 
@@ -151,7 +151,7 @@ class ModelCall:
         generator.close()
 
     def _check_unmodified(self, read: Sequence[int]) -> None:
-        changed = [i for i in read if _version(self.inputs[i]) != self.versions[i]]
+        changed = [i for i in read if version_of(self.inputs[i]) != self.versions[i]]
         changed_output = any(tensor._version != version for tensor, version in self.output_versions)
         if changed or changed_output:
             names = self.lowered.program.state_names
@@ -162,7 +162,8 @@ class ModelCall:
             )
 
 
-def _version(tensor: torch.Tensor) -> int | None:
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Counts the writes into it."""
     return None if tensor.is_inference() else tensor._version
 
 

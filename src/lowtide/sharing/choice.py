@@ -84,8 +84,8 @@ class _Search:
 
     def _limit(self, index: int, fraction: float) -> int:
         """Bytes that a member may save; all where nothing runs while it waits."""
-        least, most = self.members[index].output_bytes, self.members[index].eager.saved_bytes
-        return least + int(fraction * max(most - least, 0)) if index in self._waiting else most
+        member = self.members[index]
+        return member.limit_bytes(fraction) if index in self._waiting else member.eager.saved_bytes
 
     def _rooms(self, limits: Sequence[int], budget_bytes: int) -> list[int]:
         """For each member, what its plan may take while it runs, when all save what they may."""

@@ -114,6 +114,10 @@ class Member:
         """Bytes of the forward outputs: what stays whatever is recomputed."""
         return self._bytes_of(self.program.graph.forward_outputs)
 
+    def limit_bytes(self, fraction: float) -> int:
+        """Its outputs and this fraction of what it saves beyond them without a plan."""
+        return self.output_bytes + int(fraction * max(self.eager.saved_bytes - self.output_bytes, 0))
+
     @functools.cached_property
     def arriving_bytes(self) -> int:
         """Bytes of the gradients that come back for the outputs."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import fx
 from torch._functorch._aot_autograd import descriptors as d
 
 from lowtide.capture.convert.builder import Builder, owned
-from lowtide.capture.convert.gradients import Gradients, split_sums
+from lowtide.capture.convert.gradients import Gradients
 from lowtide.capture.convert.refused import refuse
 from lowtide.capture.trace.fake import UNINITIALISED
 from lowtide.capture.trace.sizes import SYMBOLIC, expression
@@ -55,10 +55,8 @@ class Converted:
     kept: dict[int, int]  # overwritten flat input -> value of its copy
 
 
-def convert(module: fx.GraphModule, added_outside: Collection[int] = ()) -> Converted:
-    """Walk the joint graph once, forward operators, tangents, backward operators. ``added_outside``: flat inputs to whose
-    gradients others add."""
-    split_sums(module, added_outside)
+def convert(module: fx.GraphModule) -> Converted:
+    """Walk the joint graph once, forward operators, tangents, backward operators."""
     return _Walk(module).run()
 
 

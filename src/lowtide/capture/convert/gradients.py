@@ -4,14 +4,14 @@ The engine's ``AccumulateGrad`` keeps the tensor it is given if it has the param
 and copies it otherwise. A copy made by the engine would escape the plan, so the program makes it, right after the
 gradient is final.
 
-Where others add to the gradient, too (of a tensor that was computed before, or that another part of the model reads), the
-engine adds what comes to what is there, one term after the other. The order decides the last bit, so such a gradient
-leaves the program as the terms that it is the sum of, each in the layout that it has.
+Where others may add to the gradient, too (of what a part of a larger model reads), the engine adds what comes to what is there,
+one term after the other. The order decides the last bit, so after ``split_sums`` gradients leave the program as the terms that
+they are the sums of, each in the layout that it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,17 +35,16 @@ class Term(d.GradAOTOutput):
     count: int
 
 
-def split_sums(module: fx.GraphModule, positions: Collection[int]) -> None:
-    """Return the gradients of the flat inputs at ``positions`` as their terms; changes the joint graph's output."""
+def split_sums(module: fx.GraphModule) -> None:
+    """Return every gradient as its terms; changes the joint graph's output."""
     output = next(iter(reversed(module.graph.nodes)))
     outputs: list[Any] = []
     descriptors: list[Any] = []
     for node, descriptor in zip(output.args[0], output.meta["desc"], strict=True):
-        of = getattr(descriptor, "grad_of", None)
-        if isinstance(node, fx.Node) and isinstance(of, d.PlainAOTInput) and of.idx in positions:
+        if isinstance(node, fx.Node) and isinstance(descriptor, d.GradAOTOutput):
             terms = _terms(node)
             outputs += terms
-            descriptors += [Term(of, number, len(terms)) for number in range(len(terms))]
+            descriptors += [Term(descriptor.grad_of, number, len(terms)) for number in range(len(terms))]
         else:
             outputs.append(node)
             descriptors.append(descriptor)
