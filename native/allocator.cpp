@@ -4,6 +4,8 @@
 #include <array>
 #include <stdexcept>
 
+#include "arena.hpp"
+
 namespace lowtide {
 namespace {
 
@@ -38,22 +40,40 @@ struct Hook {
     Allocate allocate;
     Deleter deleter;
     std::size_t deleter_word;
+    std::uintptr_t device_word;
     Counter counter;
 };
 Hook* hook = nullptr;
 
 void release(void* block) {
-    hook->counter.leave(block);
+    if (lies_in_arena(block)) {
+        hook->counter.leave(block, false);
+        if (give_back(block)) return;
+    } else {
+        hook->counter.leave(block);
+    }
+    note_freed(block);
     hook->deleter(block);
+}
+
+DataPtr in_arena(void* block, std::int64_t bytes) {
+    hook->counter.enter(block, bytes, false);
+    const auto address = reinterpret_cast<std::uintptr_t>(block);
+    DataPtr made{{address, address, address, hook->device_word}};
+    made.words[hook->deleter_word] = reinterpret_cast<std::uintptr_t>(&release);
+    return made;
 }
 
 DataPtr allocate(void*, std::size_t bytes) {
     const auto wanted = static_cast<std::int64_t>(bytes);
-    DataPtr made = hook->allocate(hook->original, hook->counter.grants(wanted) ? bytes : refused);
+    const bool granted = hook->counter.grants(wanted);
+    if (void* place = granted ? placed(wanted) : nullptr; place != nullptr) return in_arena(place, wanted);
+    DataPtr made = hook->allocate(hook->original, granted ? bytes : refused);
     void* block = reinterpret_cast<void*>(made.words[0]);
     if (block != nullptr && hook->counter.enter(block, wanted)) {
         made.words[hook->deleter_word] = reinterpret_cast<std::uintptr_t>(&release);
     }
+    note_allocated(block, wanted);
     return made;
 }
 
@@ -86,7 +106,10 @@ Counter& install_counter(const AllocatorAccess& access, const void* storage, con
     const auto allocate_original = reinterpret_cast<Allocate>(methods[allocate_entry]);
     methods[allocate_entry] = reinterpret_cast<Method>(&allocate);
     methods[raw_deleter_entry] = reinterpret_cast<Method>(&raw_deleter);
-    hook = new Hook{{}, methods, original, allocate_original, deleter, deleter_word, {table_bits, std::move(make_room)}};
+    const DataPtr example = allocate_original(original, 1);
+    deleter(reinterpret_cast<void*>(example.words[0]));
+    hook = new Hook{{},           methods,          original, allocate_original, deleter,
+                    deleter_word, example.words[3], {table_bits, std::move(make_room)}};
     hook->ours.methods = hook->methods.data();
     access.set(&hook->ours, 0);
     return hook->counter;

@@ -32,7 +32,7 @@ Counter::Counter(int bits, std::function<bool(std::int64_t)> make_room)
       make_room_(std::move(make_room)) {}
 
 bool Counter::grants(std::int64_t bytes) {
-    if (bytes <= limit_ - level_) return true;
+    if (bytes <= limit_ - allocated_.level) return true;
     return current_thread() != limited_thread_ || make_room_(bytes);
 }
 
@@ -41,7 +41,7 @@ std::size_t Counter::first_slot(std::uintptr_t block) const {
     return static_cast<std::size_t>(std::uint64_t{block} * 11400714819323198485U >> hash_shift_);
 }
 
-bool Counter::enter(const void* block, std::int64_t bytes) {
+bool Counter::enter(const void* block, std::int64_t bytes, bool reserved) {
     const auto key = reinterpret_cast<std::uintptr_t>(block);
     if (key == 0) return true;
     const std::size_t first = first_slot(key);
@@ -50,14 +50,14 @@ bool Counter::enter(const void* block, std::int64_t bytes) {
         std::uintptr_t free = 0;
         if (!slot.block.compare_exchange_strong(free, key)) continue;
         slot.bytes = bytes;
-        record(bytes);
+        record(bytes, reserved);
         return true;
     }
     ++uncounted_;
     return false;
 }
 
-void Counter::leave(const void* block) {
+void Counter::leave(const void* block, bool reserved) {
     const auto key = reinterpret_cast<std::uintptr_t>(block);
     if (key == 0) return;  // a free slot has that address too
     const std::size_t first = first_slot(key);
@@ -66,26 +66,37 @@ void Counter::leave(const void* block) {
         if (slot.block != key) continue;
         const std::int64_t bytes = slot.bytes;  // before another block takes the slot
         slot.block = 0;
-        record(-bytes);
+        record(-bytes, reserved);
         return;
     }
 }
 
-void Counter::record(std::int64_t change) {
-    const std::int64_t level = level_ += change;
-    raise_peak(level);
+void Counter::record(std::int64_t change, bool reserved) {
+    const std::int64_t level = allocated_.add(change);
+    if (reserved) reserved_.add(change);
     if (logging_) write_log(level);
 }
 
-std::int64_t Counter::reset_peak() {
-    const std::int64_t level = level_;
-    peak_ = level;
-    return level;
+void Counter::reserve(std::int64_t change) {
+    ahead_ += change;
+    reserved_.add(change);
 }
 
-void Counter::raise_peak(std::int64_t peak) {
-    std::int64_t before = peak_;
-    while (before < peak && !peak_.compare_exchange_weak(before, peak)) {
+std::int64_t Counter::Gauge::add(std::int64_t change) {
+    const std::int64_t now = level += change;
+    raise_peak(now);
+    return now;
+}
+
+std::int64_t Counter::Gauge::reset_peak() {
+    const std::int64_t now = level;
+    peak = now;
+    return now;
+}
+
+void Counter::Gauge::raise_peak(std::int64_t raised) {
+    std::int64_t before = peak;
+    while (before < raised && !peak.compare_exchange_weak(before, raised)) {
     }
 }
 

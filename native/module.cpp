@@ -1,9 +1,15 @@
 // The Python module `lowtide._native`; its types stand in `src/lowtide/_native.pyi`.
+#include <algorithm>
+#include <iterator>
+
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "allocator.hpp"
+#include "arena.hpp"
 #include "dual.hpp"
 #include "fit.hpp"
 #include "greedy.hpp"
@@ -173,6 +179,11 @@ void bind_counter(nb::module_& module) {
         .def_prop_ro("level_bytes", &Counter::level)
         .def_prop_ro("peak_bytes", &Counter::peak)
         .def_prop_ro("uncounted_blocks", &Counter::uncounted)
+        .def_prop_ro("reserved_bytes", &Counter::reserved)
+        .def_prop_ro("reserved_peak_bytes", &Counter::reserved_peak)
+        .def_prop_ro("reserved_ahead_bytes", &Counter::ahead)
+        .def("reset_reserved_peak", &Counter::reset_reserved_peak)
+        .def("raise_reserved_peak", &Counter::raise_reserved_peak)
         .def("reset_peak", &Counter::reset_peak)
         .def("raise_peak", &Counter::raise_peak)
         .def("limit", [](Counter& self, std::optional<Number> bytes, nb::object function) {
@@ -191,10 +202,47 @@ void bind_counter(nb::module_& module) {
     });
 }
 
+using Pair = std::pair<Number, Number>;
+using OperatorRow = std::tuple<std::vector<Pair>, std::vector<Pair>, Pair>;
+
+Place place_of(const Pair& pair) {
+    return {pair.first, pair.second};
+}
+
+std::vector<Place> places_of(const std::vector<Pair>& pairs) {
+    std::vector<Place> places;
+    std::ranges::transform(pairs, std::back_inserter(places), place_of);
+    return places;
+}
+
+void bind_arena(nb::module_& module) {
+    nb::class_<Arena>(module, "Arena")
+        .def("__init__", [](Arena* self, Counter& counter) { new (self) Arena(counter); }, nb::keep_alive<1, 2>())
+        .def("reserve", &Arena::reserve)
+        .def_prop_ro("reserved_bytes", &Arena::bytes)
+        .def_prop_ro("counts", [](const Arena& self) {
+            const ArenaCounts counts = self.counts();
+            return nb::make_tuple(counts.placed, counts.taken, counts.crowded, counts.unexpected);
+        });
+    nb::class_<AddressTable>(module, "AddressTable")
+        .def("__init__", [](AddressTable* self, std::shared_ptr<Arena> arena, const std::vector<OperatorRow>& rows) {
+            std::vector<OperatorPlaces> places;
+            for (const auto& [tensors, copies, workspace] : rows) {
+                places.push_back({places_of(tensors), places_of(copies), place_of(workspace)});
+            }
+            new (self) AddressTable(std::move(arena), std::move(places));
+        })
+        .def("begin", &AddressTable::begin)
+        .def_static("end", &AddressTable::end)
+        .def_static("is_learning", &AddressTable::is_learning)
+        .def_static("made", [](const std::vector<std::uintptr_t>& addresses) { AddressTable::made(addresses); });
+}
+
 }  // namespace
 }  // namespace lowtide
 
 NB_MODULE(_native, module) {
+    nanobind::set_leak_warnings(false);  // models that modules hold when the interpreter ends
     module.attr("built_for") = nanobind::make_tuple(LOWTIDE_VERSION, LOWTIDE_INTERFACE);
     module.attr("sources") = LOWTIDE_SOURCES;
     lowtide::bind_search(module);
@@ -202,4 +250,5 @@ NB_MODULE(_native, module) {
     lowtide::bind_bounds(module);
     lowtide::bind_placement(module);
     lowtide::bind_counter(module);
+    lowtide::bind_arena(module);
 }

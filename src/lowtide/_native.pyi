@@ -130,6 +130,18 @@ class AllocationCounter:
     def uncounted_blocks(self) -> int:
         """Blocks that found no place in the table; 0 unless hundreds of thousands of tensors are alive."""
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory that is taken up: blocks outside of arenas, and arenas."""
+
+    @property
+    def reserved_peak_bytes(self) -> int: ...
+    @property
+    def reserved_ahead_bytes(self) -> int:
+        """Of ``reserved_bytes``, what arenas take up."""
+
+    def reset_reserved_peak(self) -> int: ...
+    def raise_reserved_peak(self, peak_bytes: int) -> None: ...
     def reset_peak(self) -> int:
         """The peak falls to the present level, which is returned."""
 
@@ -157,3 +169,39 @@ class AllocationCounter:
 
 def install_counter(functions: tuple[int, int], storage: int, data: int) -> AllocationCounter: ...
 def uninstall_counter(functions: tuple[int, int]) -> None: ...
+
+class Arena:
+    """A block of memory in which the tensors of planned steps have their places; what lies in it keeps it alive."""
+
+    def __init__(self, counter: AllocationCounter) -> None:
+        """Without memory yet. ``counter`` must be the installed one: what is reserved is recorded there."""
+
+    def reserve(self, nbytes: int) -> bool:
+        """Make the block at least so large; false where there is no memory for it."""
+
+    @property
+    def reserved_bytes(self) -> int: ...
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """Allocations that went to their places; tensors whose places were taken; what operators use inside and found no room
+        for; and allocations that were not the expected ones."""
+
+_Place = tuple[int, int]  # offset and bytes
+
+class AddressTable:
+    """The places of a step, operator by operator: of its tensors, of second copies that are gone when it ends, and of what it
+    uses inside. Every operator runs outside the arena once, while it is learned which allocation is which."""
+
+    def __init__(self, arena: Arena, rows: Sequence[tuple[Sequence[_Place], Sequence[_Place], _Place]]) -> None: ...
+    def begin(self, operator_index: int) -> None:
+        """What this thread allocates from now on is of that operator."""
+
+    @staticmethod
+    def end() -> None:
+        """What this thread allocates from now on is of no operator."""
+
+    @staticmethod
+    def is_learning() -> bool: ...
+    @staticmethod
+    def made(addresses: Sequence[int]) -> None:
+        """While it is learned: the tensors that the operator made, in the order of their places."""

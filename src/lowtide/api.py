@@ -37,13 +37,12 @@ def rematerialize(
     planning: str | None = None,
     dynamic: bool | None = None,
     max_programs: int = 64,
+    arena: bool = False,
 ) -> Model:
-    """Make ``model`` train inside a memory budget, in place; returns the same object.
+    """Make ``model``, any module, train inside a memory budget, in place; returns the same object.
 
     Parameters
     ----------
-    model:
-        Any module. Its class, parameters, ``state_dict`` keys and hooks stay.
     args, kwargs:
         A sample call. With one, the plan is made now; without, at the first call in training mode.
     budget:
@@ -69,6 +68,8 @@ def rematerialize(
     dynamic, max_programs:
         Calls of other sizes take no capture and no search, from the third shape on (``None``), at once (``True``) or never
         (``False``, or with compiled kernels). So many programs are kept; the one that was used longest ago goes first.
+    arena:
+        Every tensor of a pass has its address in memory that is held from step to step, and the budget is for addresses.
 
     Raises ``InfeasibleBudgetError`` if no schedule fits (``minimum_bytes`` is the smallest budget for which one is known),
     ``CaptureError`` where it is asked for or a model has no parts, and ``PlanError`` if an argument makes no sense.
@@ -76,7 +77,7 @@ def rematerialize(
     _require_plannable(model)
     given = (budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
     planning = planning or _usual_planning(planner, compiler)
-    runtime = Rematerialized(model, Settings(*given, planning, dynamic, max_programs))
+    runtime = Rematerialized(model, Settings(*given, planning, dynamic, max_programs, arena))
     if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
         runtime.prepare(args, kwargs or {})
     model.forward = runtime

@@ -204,7 +204,12 @@ def adapted_plan(
     were found there which fits here too, or else a first plan. Raises ``InfeasibleBudgetError``."""
 
     def adapt(request: PlanRequest) -> Plan:
-        facts: dict[str, Any] = {"budget_bytes": request.budget_bytes, "planner": "adapted", "seed": request.seed}
+        facts: dict[str, Any] = {
+            "budget_bytes": request.budget_bytes,
+            "planner": "adapted",
+            "seed": request.seed,
+            "placed": request.placed,
+        }
         plan = plan_from(program.graph, request.costs, schedules, **facts)
         return plan.begun() if plan is not None else _first_plan(request) or _searched(request)
 
@@ -235,7 +240,7 @@ def _within_budget(
 def plan_request(program: Program, costs: Costs, budget_bytes: int, settings: Settings) -> PlanRequest:
     """What ``settings`` ask of a planner for ``program``."""
     versions = (__version__, str(torch.__version__))
-    return PlanRequest(program.graph, costs, budget_bytes, settings.planner, settings.seed, versions)
+    return PlanRequest(program.graph, costs, budget_bytes, settings.planner, settings.seed, versions, settings.arena)
 
 
 def _searched(request: PlanRequest, on_progress: Progress | None = None) -> Plan:

@@ -25,6 +25,7 @@ class Settings:
     planning: str = "wait"
     dynamic: bool | None = False
     max_programs: int = 64
+    arena: bool = False
     agreed: bool = True  # among several processes: one plans for all
     between_bytes: int = 0  # what the rest of a larger model takes between this part's two passes, within the budget
 
@@ -53,6 +54,8 @@ class Settings:
             )
         if self.dynamic not in (None, True, False):
             raise PlanError(f"dynamic={self.dynamic!r} is unknown; use None, True or False.")
+        if self.arena not in (True, False):
+            raise PlanError(f"arena={self.arena!r} is unknown; use True or False.")
         if not isinstance(self.max_programs, int) or self.max_programs < 1:
             raise PlanError(f"max_programs={self.max_programs!r} must be an integer of 1 or more.")
         parse_budget(self.given, 1 << 40)  # a malformed budget is an error now, not at the first call

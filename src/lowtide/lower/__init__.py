@@ -1,6 +1,7 @@
 """From a schedule to something that runs."""
 
+from lowtide.lower.addresses import Addresses
 from lowtide.lower.eager import Lowered, Step, lower
 from lowtide.lower.gradient_groups import GradientGroup
 
-__all__ = ["GradientGroup", "Lowered", "Step", "lower"]
+__all__ = ["Addresses", "GradientGroup", "Lowered", "Step", "lower"]

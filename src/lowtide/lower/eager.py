@@ -27,7 +27,9 @@ import torch
 
 from lowtide.ir import Compute, Free, Op, RestoreRng, SaveRng, Schedule
 from lowtide.ir.graph import TANGENT_TARGET, UPDATE_TARGET
+from lowtide.lower.addresses import Addresses, ComputePlaces
 from lowtide.lower.gradient_groups import GradientGroup, group_gradients
+from lowtide.memory.arena import AddressTable, made
 from lowtide.program import generators, targets
 from lowtide.program.overwrites import keeping, written_form
 from lowtide.program.program import Program, Ref
@@ -45,7 +47,8 @@ class Lowered:
     of, and how many terms of the same came before it. ``tangents`` are the values of the gradients that arrive;
     ``random`` tells whether a generator is read. ``reads`` are the flat inputs that the program reads and does not update,
     ``reads_after`` those of them that its backward pass reads, themselves or views of them, and ``reads_outputs`` the forward
-    outputs that it reads. ``inner`` are the forward outputs that others are computed from.
+    outputs that it reads. ``inner`` are the forward outputs that others are computed from. ``table``: the places of what is
+    allocated, where there is an arena; whoever resumes the generator ends it when that comes back (``AddressTable.end``).
     """
 
     program: Program
@@ -59,6 +62,7 @@ class Lowered:
     reads_after: tuple[int, ...]
     reads_outputs: tuple[int, ...]
     inner: tuple[int, ...]
+    table: AddressTable | None = None
 
 
 def _terms(program: Program) -> tuple[tuple[int, int], ...]:
@@ -70,16 +74,20 @@ def _terms(program: Program) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def lower(program: Program, schedule: Schedule) -> Lowered:
-    """Generate and compile the step function of ``schedule``."""
-    return _Generator(program, schedule).lower()
+def lower(program: Program, schedule: Schedule, addresses: Addresses | None = None) -> Lowered:
+    """Generate and compile the step function of ``schedule``; with ``addresses``, what it allocates goes there."""
+    return _Generator(program, schedule, addresses).lower()
 
 
 class _Generator:
-    def __init__(self, program: Program, schedule: Schedule) -> None:
+    def __init__(self, program: Program, schedule: Schedule, addresses: Addresses | None) -> None:
         self.program = program
         self.graph = program.graph
         self.schedule = schedule
+        self.table = addresses.table if addresses else None
+        self.begin = self.table.begin if self.table else None
+        self.places: list[ComputePlaces] = list(addresses.computes) if addresses else []
+        self.computed = 0
         self.lines: list[str] = []
         self.namespace: dict[str, Any] = {"save_rng": generators.saved, "replayed": generators.replayed}
         self._names: dict[Any, str] = {}
@@ -130,7 +138,12 @@ class _Generator:
 
     def _step(self, step: Any) -> None:
         if isinstance(step, Compute):
+            if self.table is not None:
+                self.lines.append(f"{self._constant(self.begin)}({self.computed})")
             self._compute(step.op, step.into)
+            if self.table is not None and self.places[self.computed].is_ambiguous:
+                self._tell_apart(step.op, self.places[self.computed].storages)
+            self.computed += 1
         elif isinstance(step, Free):
             self._drop(self.graph.storages[step.storage].values)
         elif isinstance(step, SaveRng):
@@ -175,6 +188,12 @@ class _Generator:
                     self.lines.append(f"v{value} = t[{position}]")
             self.lines.append("del t")
         self.live.update(wanted)
+
+    def _tell_apart(self, op_id: int, storages: Iterable[int]) -> None:
+        """Say which of its tensors is which: they are of one size."""
+        values = {self.graph.values[v].storage: v for v in self.graph.ops[op_id].outputs if v in self.live}
+        names = (f"v{values[storage]}" if storage in values else "None" for storage in storages)
+        self.lines.append(f"{self._constant(made)}({', '.join(names)})")
 
     def _left(self, value: int, op_id: int) -> bool:
         """Whether ``op_id`` allocates the value's storage and the caller has it already."""
@@ -252,6 +271,7 @@ class _Generator:
             reads_after=tuple(i for i, storage in storages if storage in after - updated),
             reads_outputs=tuple(i for i, value in outputs if self.graph.values[value].storage in after),
             inner=self._inner_outputs(),
+            table=self.table,
         )
 
     def _inner_outputs(self) -> tuple[int, ...]:

@@ -45,7 +45,8 @@ def measure(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Measurement
         on_cpu = _measure_cpu(lambda: _synchronized(fn, *args, **kwargs))
         if window.peak_bytes == 0:
             return on_cpu
-        return Measurement(window.peak_bytes, on_cpu.time_ns, str(device), (), window.level_bytes)
+        reserved = torch.cuda.max_memory_reserved(device) - window.start_bytes
+        return Measurement(window.peak_bytes, on_cpu.time_ns, str(device), (), window.level_bytes, reserved)
 
 
 def collect_garbage() -> None:
@@ -78,7 +79,8 @@ def _measure_cpu(fn: Callable[[], Any], log_events: int = _LOG_EVENTS) -> Measur
         levels = [0, *(level for _, level in changes)]
         return Measurement(max(levels), time_ns, "cpu", tuple(changes), levels[-1])
     log = np.empty((log_events, 2), dtype=np.int64)
-    uncounted = counter.uncounted_blocks
+    uncounted, reserved_before = counter.uncounted_blocks, counter.reserved_peak_bytes
+    counter.reset_reserved_peak()
     with PeakWindow(counter) as window:
         logging = log_events > 0 and counter.start_log(log)
         start_ns = time.monotonic_ns()
@@ -86,14 +88,16 @@ def _measure_cpu(fn: Callable[[], Any], log_events: int = _LOG_EVENTS) -> Measur
             result = fn()
             time_ns = time.monotonic_ns() - start_ns
             final, peak = window.level_bytes, window.peak_bytes
+            reserved = counter.reserved_peak_bytes - window.start_bytes
             del result
         finally:
             events = counter.stop_log() if logging else 0
+            counter.raise_reserved_peak(reserved_before)
     if counter.uncounted_blocks != uncounted:
         warnings.warn("more tensors are alive than the allocation counter holds: peak_bytes is too low", stacklevel=3)
     rows = log[: min(events, log_events)] - np.array([start_ns, window.start_bytes])
     inside = rows[rows[:, 0] <= time_ns]
-    return Measurement(peak, time_ns, "cpu", tuple(map(tuple, inside.tolist())), final)
+    return Measurement(peak, time_ns, "cpu", tuple(map(tuple, inside.tolist())), final, reserved)
 
 
 def _profile(fn: Callable[[], Any]) -> tuple[list[_Level], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from lowtide.place.schedule import Layout, lay_out
@@ -20,17 +21,22 @@ class PlacedSolution:
     counted: Solution
 
 
-def solve_placed(problem: Problem, planner: str | Planner = "auto", *, alignment: int | None = None) -> PlacedSolution:
+def solve_placed(
+    problem: Problem, planner: str | Planner = "auto", *, alignment: int | None = None, apart: Collection[int] = ()
+) -> PlacedSolution:
     """The planner's answer, with ``layout.reserved_bytes`` within the budget where that is found.
 
     Where the addresses of a schedule take up more than the budget, the planner is asked again for a schedule that peaks lower
     by as much, until there are ``ATTEMPTS``; if none fits, the one that takes up least is the answer. A proven bound on the
-    time is that of the budget on counted bytes, which holds for addresses too. Raises what ``solve`` and ``lay_out`` raise."""
+    time is that of the budget on counted bytes, which holds for addresses too. ``alignment``, ``apart``: those of ``lay_out``.
+    Raises what ``solve`` and ``lay_out`` raise."""
     counted = solve(problem, planner)
     found: list[PlacedSolution] = []
     solution = counted
     while solution.schedule is not None:
-        layout = lay_out(problem.graph, problem.costs, solution.schedule, alignment=alignment, seed=problem.seed)
+        layout = lay_out(
+            problem.graph, problem.costs, solution.schedule, alignment=alignment, apart=apart, seed=problem.seed
+        )
         found.append(PlacedSolution(_bounded_as(solution, counted), layout, counted))
         over = layout.reserved_bytes - problem.budget_bytes
         lower = solution.peak_bytes - over

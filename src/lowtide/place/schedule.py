@@ -2,15 +2,18 @@
 
 A tensor, its second copy, a workspace and a saved generator state are buffers; time is counted in steps. A tensor that is
 written over another one lies where that lay, so that the two are one buffer. What is resident throughout (``fixed_bytes``)
-needs no place of its own: it counts in what is reserved, behind the block.
+needs no place of its own: it counts in what is reserved, behind the block. So do storages that others allocate, or that outlive
+the step, where the caller names them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from lowtide.ir import Allocation, Compute, Costs, Graph, Kind, Schedule, simulate
+from lowtide.ir.simulator import resident_bytes
 from lowtide.place.buffers import Buffers
 from lowtide.place.placement import MOST_VISITS, Placement, place
 
@@ -22,13 +25,17 @@ Offsets = int | None | list[int]
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A schedule with its addresses. ``allocations`` are the simulator's, and ``offsets[i]`` is where the i-th begins, ``None``
-    for what is resident throughout. ``reserved_bytes``: the block and what is resident throughout."""
+    for what has none. ``reserved_bytes``: the block, ``block_bytes``, and the most that lies apart from it at one time."""
 
     schedule: Schedule
     allocations: tuple[Allocation, ...]
     offsets: tuple[int | None, ...]
     reserved_bytes: int
     placement: Placement
+
+    @property
+    def block_bytes(self) -> int:
+        return self.placement.reserved_bytes
 
     def of_computes(self) -> list[Offsets]:
         """By compute of the schedule: the offset of the tensor that it makes, a list of them in the order of the storages where
@@ -53,43 +60,49 @@ def lay_out(
     *,
     alignment: int | None = None,
     capacity: int | None = None,
+    apart: Collection[int] = (),
     seed: int = 0,
     seconds: float = math.inf,
     most_visits: float = MOST_VISITS,
 ) -> Layout:
-    """Offsets for a valid schedule, as low as ``place`` finds them, or within ``capacity`` bytes, what is resident throughout
-    included: where that is not found, ``placement`` says so and all offsets are ``None``. ``alignment``: ``DEVICE_ALIGNMENT``
-    by default, and 1 where the costs are of no device, whose sizes may be in any unit."""
+    """Offsets for a valid schedule, as low as ``place`` finds them, or within ``capacity`` bytes, what has no place included:
+    where that is not found, ``placement`` says so and all offsets are ``None``. ``alignment``: ``DEVICE_ALIGNMENT`` by default,
+    and 1 where the costs are of no device, whose sizes may be in any unit. ``apart``: storages that get no place."""
     if alignment is None:
         alignment = DEVICE_ALIGNMENT if costs.device else 1
     allocations = simulate(graph, costs, schedule).allocations
-    buffers, members = buffers_of(schedule, allocations, alignment)
-    room = None if capacity is None else capacity - graph.fixed_bytes
-    found = place(buffers, room, seed=seed, seconds=seconds, most_visits=most_visits)
+    buffers, members = buffers_of(schedule, allocations, alignment, apart)
+    without = (each for each, member in zip(allocations, members, strict=True) if member is None)
+    outside = max(resident_bytes(((e.first, e.last, e.bytes) for e in without), len(schedule.steps)))
+    found = place(
+        buffers, None if capacity is None else capacity - outside, seed=seed, seconds=seconds, most_visits=most_visits
+    )
     there = found.status.solved
     offsets = tuple(int(found.offsets[member]) if there and member is not None else None for member in members)
-    return Layout(schedule, allocations, offsets, found.reserved_bytes + graph.fixed_bytes, found)
+    return Layout(schedule, allocations, offsets, found.reserved_bytes + outside, found)
 
 
 def buffers_of(
-    schedule: Schedule, allocations: tuple[Allocation, ...], alignment: int
+    schedule: Schedule, allocations: tuple[Allocation, ...], alignment: int, apart: Collection[int] = ()
 ) -> tuple[Buffers, list[int | None]]:
-    """The buffers of what ``simulate`` allocated, and which one each allocation is, ``None`` for ``Kind.FIXED``."""
+    """The buffers of what ``simulate`` allocated, and which one each allocation is, ``None`` for ``Kind.FIXED`` and for
+    tensors of storages ``apart``."""
     rows: list[tuple[int, int, int]] = []
     members: list[int | None] = []
-    live: dict[int, int] = {}  # storage -> the buffer of its latest tensor
+    live: dict[int | None, int | None] = {}  # storage -> the buffer of its latest tensor
     for each in allocations:
         step = schedule.steps[each.first] if schedule.steps else None
-        over = live.get(step.into) if isinstance(step, Compute) and step.into is not None else None
-        if each.kind is Kind.FIXED:
-            members.append(None)
-            continue
-        if each.kind is Kind.TENSOR and over is not None and rows[over][1] == each.first:
-            rows[over] = (rows[over][0], each.last + 1, each.bytes)
-            members.append(over)
+        into = step.into if isinstance(step, Compute) and each.kind is Kind.TENSOR else None
+        if into in live:  # it lies where that lay
+            member = live.pop(into)
+            if member is not None:
+                rows[member] = (rows[member][0], each.last + 1, each.bytes)
+        elif each.kind is Kind.FIXED or (each.kind is Kind.TENSOR and each.storage in apart):
+            member = None
         else:
-            members.append(len(rows))
+            member = len(rows)
             rows.append((each.first, each.last + 1, each.bytes))
-        if each.kind is Kind.TENSOR and each.storage is not None:
-            live[each.storage] = members[-1] or 0
+        members.append(member)
+        if each.kind is Kind.TENSOR:
+            live[each.storage] = member
     return Buffers.of(rows, alignment), members

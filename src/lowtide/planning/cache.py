@@ -27,7 +27,7 @@ from lowtide.store import Cache, cache_folder, content_key, sources_key
 FORMAT = "lowtide-cached-plan/2"
 MOST_ENTRIES = 512
 PATIENCE_SECONDS = 600.0  # for another process that searches for the same plan
-_PLANNERS = tuple(Path(__file__).parents[1] / package for package in ("ir", "solve", "eviction"))
+_PLANNERS = tuple(Path(__file__).parents[1] / package for package in ("ir", "solve", "place", "eviction"))
 _OFF = ("0", "off", "false", "no")
 
 
@@ -42,7 +42,8 @@ def plan_folder() -> Path:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is asked of a planner. ``versions``: of whatever else the plan depends on, such as torch."""
+    """What is asked of a planner. ``versions``: of whatever else the plan depends on, such as torch. ``placed``: the
+    budget is for addresses."""
 
     graph: Graph
     costs: Costs
@@ -50,11 +51,12 @@ class PlanRequest:
     planner: str
     seed: int
     versions: tuple[str, ...] = ()
+    placed: bool = False
 
     @property
     def key(self) -> str:
         """Equal for requests that have the same plan, and stable across processes."""
-        settings = (self.budget_bytes, self.planner, self.seed, self.versions)
+        settings = (self.budget_bytes, self.planner, self.seed, self.versions, self.placed)
         return content_key(
             FORMAT,
             sources_key(*_PLANNERS),
@@ -72,6 +74,7 @@ class PlanRequest:
             budget=self.budget_bytes,
             planner=self.planner,
             seed=self.seed,
+            placed=self.placed,
             on_progress=on_progress,
             on_better=on_better,
         )

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from lowtide.budget import parse_budget
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Compute, Costs, Graph, Schedule, keep_all_schedule, simulate
-from lowtide.planning.plan import Plan
+from lowtide.place import solve_placed
+from lowtide.planning.plan import Plan, storages_outside
 from lowtide.solve import Problem, Progress, Solution, format_spec, get_planner, minimum_peak, solve, times_above
 from lowtide.units import format_bytes
 
@@ -22,11 +23,13 @@ def make_plan(
     budget: int | str,
     planner: str = "auto",
     seed: int = 0,
+    placed: bool = False,
     on_progress: Progress | None = None,
     on_better: Better | None = None,
 ) -> Plan:
     """Plan ``graph`` within ``budget``. Raises ``InfeasibleBudgetError`` where the planner finds no schedule.
 
+    ``placed``: the budget is for addresses, ``reserved_bytes``; where none is found, it is the one that exceeds it least.
     ``on_better`` hears of plans that are found on the way, each quicker than those before.
     """
     unconstrained = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
@@ -51,21 +54,39 @@ def make_plan(
 
     def on_better_solution(time_ns: int, make: Callable[[], Solution]) -> None:
         if on_better is not None:
-            on_better(time_ns, lambda: plan_of(make()))
+            on_better(time_ns, lambda: _fitting(plan_of(make()), placed))
 
     problem = Problem(graph, costs, budget_bytes, seed, on_progress, on_better_solution if on_better else None)
-    solution = solve(problem, planner)
+    solution = _solved(problem, planner, placed)
     plan = plan_of(solution)
     if plan is None:
         raise infeasible(problem, solution, unconstrained, planner)
     return plan
 
 
+def _solved(problem: Problem, planner: str, placed: bool) -> Solution:
+    if not placed:
+        return solve(problem, planner)
+    return solve_placed(problem, planner, apart=storages_outside(problem.graph)).solution
+
+
+def _fitting(plan: Plan | None, placed: bool) -> Plan | None:
+    """The plan, but for one whose addresses do not fit where they should."""
+    return None if plan is None or (placed and not plan.is_placed) else plan
+
+
 def plan_from(
-    graph: Graph, costs: Costs, schedules: Iterable[Schedule], *, budget_bytes: int, planner: str, seed: int
+    graph: Graph,
+    costs: Costs,
+    schedules: Iterable[Schedule],
+    *,
+    budget_bytes: int,
+    planner: str,
+    seed: int,
+    placed: bool = False,
 ) -> Plan | None:
     """The quickest within the budget of keeping everything and of ``schedules``, which were made for the same operators at
-    other sizes; ``None`` where none fits."""
+    other sizes; ``None`` where none fits, or, if it is to be ``placed``, where its addresses do not."""
     keep_all = keep_all_schedule(graph)
     unconstrained = simulate(graph, costs, keep_all).peak_bytes
     best: tuple[int, int, Schedule] | None = None
@@ -76,7 +97,8 @@ def plan_from(
     if best is None:
         return None
     time_ns, peak_bytes, schedule = best
-    return Plan(graph, costs, schedule, planner, budget_bytes, peak_bytes, unconstrained, time_ns, None, seed)
+    plan = Plan(graph, costs, schedule, planner, budget_bytes, peak_bytes, unconstrained, time_ns, None, seed)
+    return _fitting(plan, placed)
 
 
 def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner: str) -> InfeasibleBudgetError:

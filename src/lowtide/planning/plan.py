@@ -17,9 +17,11 @@ from msgspec import Meta
 
 from lowtide.errors import PlanError, ScheduleError
 from lowtide.ir import Compute, Costs, Graph, Schedule, check, keep_all_schedule, simulate
+from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.ir.serial import graph_from_json, graph_to_json, read_json, schedule_from_json, schedule_to_json
 from lowtide.ir.simulator import Simulation
 from lowtide.memory.measurement import Measurement
+from lowtide.place import Layout, lay_out
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint, make_curve
 from lowtide.report.modules import rows_of
 from lowtide.report.profile import profile_of_schedule
@@ -101,6 +103,21 @@ class Plan:
         """Extra time over the same program without recomputation, as a fraction."""
         total = self.costs.total_time_ns
         return self.time_ns / total - 1 if total else 0.0
+
+    @property
+    def layout(self) -> Layout:
+        """The addresses of the schedule in an arena; what outlives the step lies outside. Placed anew each time."""
+        return lay_out(self.graph, self.costs, self.schedule, apart=storages_outside(self.graph), seed=self.seed)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of memory that the step takes up where every tensor has an address: ``peak_bytes``, and what is lost between them."""
+        return self.layout.reserved_bytes
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether its addresses fit the budget."""
+        return self.reserved_bytes <= self.budget_bytes
 
     def curve(
         self, *, points: int = CURVE_POINTS, planner: str = CURVE_PLANNER, on_progress: Progress | None = None
@@ -250,6 +267,13 @@ class Plan:
 
     def __str__(self) -> str:
         return summary_text(self.as_report())
+
+
+def storages_outside(graph: Graph) -> frozenset[int]:
+    """Storages that have no place in an arena: results, which the caller keeps as long as it likes, and the gradients of the
+    results, which it hands in."""
+    handed = (op.outputs[0] for op in graph.ops if op.target == TANGENT_TARGET)
+    return frozenset(graph.values[value].storage for value in (*graph.forward_outputs, *handed))
 
 
 def _costs(form: _Form, graph: Graph) -> Costs:

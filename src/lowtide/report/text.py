@@ -62,8 +62,9 @@ def _alive(run: StepProfile) -> str:
 
 def _measured(run: StepProfile, measured: Measurement) -> str:
     """Predicted beside measured."""
+    reserved = "" if measured.reserved_bytes is None else f", {format_bytes(measured.reserved_bytes)} reserved"
     facts = {
-        "peak": f"{format_bytes(run.peak_bytes)} predicted, {format_bytes(measured.peak_bytes)} measured",
+        "peak": f"{format_bytes(run.peak_bytes)} predicted, {format_bytes(measured.peak_bytes)} measured{reserved}",
         "time": f"{format_time(run.time_ns)} predicted, {format_time(measured.time_ns)} measured",
     }
     return "\n".join([f"measured on {measured.device}", *fact_lines(facts)])

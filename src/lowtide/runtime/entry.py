@@ -18,11 +18,13 @@ from lowtide.capture.contract import Conditions
 from lowtide.capture.python_state import attribute_effects
 from lowtide.capture.trace.autocast import is_kept
 from lowtide.ir import Schedule, simulate
-from lowtide.lower import Lowered, lower
+from lowtide.lower import Lowered
+from lowtide.memory.arena import Arena
 from lowtide.planning import Plan
 from lowtide.program import Program, layouts, structure
 from lowtide.program.keys import fingerprint, tensor_key
 from lowtide.program.results import GradientMask
+from lowtide.runtime.placed import lowered
 
 Signature = tuple[Any, ...]
 _MOST_SCHEDULES = 8  # that are offered to siblings
@@ -98,7 +100,7 @@ class Entry:
     the entries for the same calls whose gradients arrive otherwise, which share this and the conditions. ``before``: attributes
     of the model as the latest call found them. ``plan`` and ``lowered`` are exchanged where a better plan was found.
     ``version``: the schedules of its ``siblings`` that it knows; ``used``: when, by the count of all calls; ``calls``
-    of its own, and when it was ``made``."""
+    of its own, and when it was ``made``. ``arena``: where its tensors have their places, if there is one."""
 
     key: Signature
     captured: Captured
@@ -113,6 +115,7 @@ class Entry:
     used: int = 0
     calls: int = 0
     made: float = field(default_factory=time.monotonic)
+    arena: Arena | None = None
 
     @property
     def program(self) -> Program:
@@ -121,7 +124,7 @@ class Entry:
 
 def with_plan(entry: Entry, plan: Plan | None) -> Entry:
     """The entry run by ``plan``, or as it was."""
-    return replace(entry, plan=plan, lowered=lower(entry.program, plan.schedule)) if plan else entry
+    return replace(entry, plan=plan, lowered=lowered(entry.program, plan, entry.arena)) if plan else entry
 
 
 class Siblings:
@@ -145,9 +148,10 @@ class Siblings:
         for schedule in self.schedules:
             run = simulate(plan.graph, plan.costs, schedule)
             if run.peak_bytes <= plan.budget_bytes and run.time_ns < (1 - _GAIN) * plan.time_ns:
-                plan = plan.with_schedule(schedule, run)
+                found = plan.with_schedule(schedule, run)
+                plan = found if entry.arena is None or found.is_placed else plan
         if plan is not entry.plan:
-            entry.plan, entry.lowered = plan, lower(entry.program, plan.schedule)
+            entry.plan, entry.lowered = plan, lowered(entry.program, plan, entry.arena)
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,14 @@ import math
 import threading
 import time
 
-from lowtide.lower import Lowered, lower
+from lowtide.lower import Lowered
+from lowtide.memory.arena import Arena
 from lowtide.planning import Plan
 from lowtide.planning.background import BackgroundSearch
 from lowtide.planning.cache import PlanRequest
 from lowtide.program import Program
 from lowtide.runtime.entry import Entry
+from lowtide.runtime.placed import lowered
 from lowtide.sharing.agreement import Successors
 
 _LOG = logging.getLogger(__name__)
@@ -85,7 +87,9 @@ class Improving:
         while self._search is None and self._waiting:
             entry, request = self._waiting.pop()
             try:
-                self._search = BackgroundSearch(request, entry.plan, functools.partial(_prepared, entry.program))
+                self._search = BackgroundSearch(
+                    request, entry.plan, functools.partial(_prepared, entry.program, entry.arena)
+                )
                 self._entry = entry
             except OSError as error:
                 _LOG.warning("no search for a better plan can be started (%s); the plan in force stays", error)
@@ -177,10 +181,10 @@ class ImprovingTogether(Improving):
         if told is not None:
             at, found = told
             plan = entry.plan.improved(found, time.monotonic() - entry.made)
-            self._pending[entry] = at, plan, lower(entry.program, plan.schedule)
+            self._pending[entry] = at, plan, lowered(entry.program, plan, entry.arena)
         if successors.are_through:
             del self._heard[entry]
 
 
-def _prepared(program: Program, plan: Plan) -> tuple[Plan, Lowered]:
-    return plan, lower(program, plan.schedule)
+def _prepared(program: Program, arena: Arena | None, plan: Plan) -> tuple[Plan, Lowered]:
+    return plan, lowered(program, plan, arena)

@@ -83,8 +83,8 @@ class Parts:
         if any(map(is_sharded, model.modules())) or not any(map(_is_tried, list(model.modules())[1:])):
             raise why
         self.why = str(why)
-        # What runs in one process need not run in another, so none may wait for another's plan.
-        self.shared = SharedBudget(dataclasses.replace(settings, agreed=False), "parts")
+        # What runs in one process need not run in another, so none may wait for another's plan. Arenas of parts would add up.
+        self.shared = SharedBudget(dataclasses.replace(settings, agreed=False, arena=False), "parts")
         if settings.total_budget is not None:
             self.shared.resident_bytes = state_bytes(model)
         self._model = weakref.ref(model)

@@ -21,7 +21,7 @@ from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, ExecutionError, PlanError
-from lowtide.lower import lower
+from lowtide.memory.arena import Arena, new_arena
 from lowtide.pipeline import FIRST_PLANNER, adapted_plan, captured_program, plan_request, planned_program
 from lowtide.planning import Plan
 from lowtide.program import Program
@@ -30,6 +30,7 @@ from lowtide.progress import shown
 from lowtide.runtime.entry import Entry, Names, Sample, Signature, describe
 from lowtide.runtime.improving import Improving, ImprovingTogether
 from lowtide.runtime.kin import FamilyCall, Kin, Kins
+from lowtide.runtime.placed import lowered
 from lowtide.settings import Settings
 from lowtide.sharing.agreement import several_processes
 from lowtide.solve import format_spec, get_planner
@@ -56,6 +57,7 @@ class Programs:
         self._captures: Counter[Signature] = Counter()
         self._follow: set[AttributePath] = set()  # attributes whose tensors were seen to change
         self._warned = False
+        self._arenas: dict[torch.device, Arena | None] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -108,10 +110,11 @@ class Programs:
             adapted = member is not None and member.branch.measured and self.settings.planning == "background"
             program, plan = self._adapted(member) if member and adapted else self.planned(captured, sample)
             with stage("lowering"):
-                lowered = lower(program, plan.schedule)
+                arena = self._arena(program)
+                runs = lowered(program, plan, arena)
         conditions, for_masks = ([captured.contract.conditions], {}) if old is None else (old.conditions, old.for_masks)
         kept = sample.without_data(program.metas[0].device.type)
-        entry = Entry(key, captured, plan, lowered, conditions, kept, for_masks)
+        entry = Entry(key, captured, plan, runs, conditions, kept, for_masks, arena=arena)
         self._keep(entry)
         _LOG.info(
             "planned %s: peak %d bytes of %d (%s)",
@@ -125,6 +128,13 @@ class Programs:
         if first and plan.planner in _FIRST and (member is None or member.branch.wants_search(entry)):
             self.improving.add(entry, plan_request(program, plan.costs, plan.budget_bytes, self.settings))
         return entry
+
+    def _arena(self, program: Program) -> Arena | None:
+        """The one of all programs on that device, where there is to be one."""
+        device = program.metas[0].device
+        if self.settings.arena and device not in self._arenas:
+            self._arenas[device] = new_arena(device)
+        return self._arenas.get(device)
 
     def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
         """The kind of the call and the shapes of its tensors, where shapes may vary, and what its family tells of it."""

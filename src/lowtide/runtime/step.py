@@ -20,6 +20,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from lowtide.errors import ExecutionError
 from lowtide.lower import GradientGroup, Lowered, Step
+from lowtide.memory.arena import AddressTable
 from lowtide.program import generators, layouts
 from lowtide.program.results import GradientMask, Result, with_views
 from lowtide.runtime.result_hooks import refuse_hooks
@@ -61,8 +62,7 @@ class ModelCall:
         if lowered.random:
             self.rng_state = generators.saved(generators.default_generator(self.inputs[0].device))
         self.generator = lowered.step(list(self.inputs), self.tangents, True)
-        with below_autograd():
-            handed = next(self.generator)
+        handed = resumed(self.generator)
         outputs = list(handed)
         handed.clear()  # the generator must not keep what autograd is about to mark: the cycle would never be freed
         own = len(outputs) - len(kept)
@@ -121,8 +121,7 @@ class ModelCall:
 
     def _advance(self, lowered: Lowered, generator: Step, group: GradientGroup) -> None:
         """Run the backward program until the gradients of the group have left it."""
-        with below_autograd():
-            values = next(generator)
+        values = resumed(generator)
         for index in reversed(group.gradients):
             self.gradients[lowered.terms[index]] = values.pop()
 
@@ -143,8 +142,8 @@ class ModelCall:
         tangents: list[torch.Tensor] = []
         inputs = [self.kept.get(i, tensor) for i, tensor in enumerate(self.inputs)]
         generator = lowered.step(inputs, tangents, False)
-        with generators.replayed(self.rng_state), below_autograd():
-            next(generator)
+        with generators.replayed(self.rng_state):
+            resumed(generator)
         tangents.extend(_prepared(lowered, gradients))
         for group in lowered.gradient_groups:
             self._advance(lowered, generator, group)
@@ -262,6 +261,15 @@ class StageNode(torch.autograd.Function):
         with without_autocast(ctx.call.device_type):
             gradients = ctx.call.stage(ctx.node)
         return None, None, torch.empty(0) if ctx.chained else None, *gradients
+
+
+def resumed(generator: Step) -> list[torch.Tensor]:
+    """What the step yields next; what is allocated afterwards is not its own."""
+    with below_autograd():
+        try:
+            return next(generator)
+        finally:
+            AddressTable.end()
 
 
 @contextlib.contextmanager

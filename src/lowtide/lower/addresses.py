@@ -1,0 +1,64 @@
+"""The addresses of a schedule, compute by compute, as the arena takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lowtide.ir import Compute, Kind
+from lowtide.memory.arena import AddressTable, Arena, Place
+from lowtide.place import Layout
+
+_OUTSIDE = -1  # an offset
+
+
+class ComputePlaces(NamedTuple):
+    """Where the tensors that a compute makes go, those that it makes a second time, and what it uses inside; an offset below
+    0 is outside of the arena. ``storages`` are those of ``tensors``."""
+
+    tensors: list[Place]
+    second_copies: list[Place]
+    workspace: Place
+    storages: tuple[int, ...]
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """Whether two tensors cannot be told apart by their sizes."""
+        sizes = [size for _, size in self.tensors]
+        return len(set(sizes)) < len(sizes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Addresses:
+    """A table in an arena, and what its rows are: ``computes[i]`` is the i-th compute of the schedule."""
+
+    table: AddressTable
+    computes: tuple[ComputePlaces, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, arena: Arena) -> Addresses:
+        computes = places_of(layout)
+        return cls(AddressTable(arena, [each[:3] for each in computes]), computes)
+
+
+def places_of(layout: Layout) -> tuple[ComputePlaces, ...]:
+    """By compute of the schedule. Generator states have no places: they are the generators'."""
+    steps = layout.schedule.steps
+    found = {i: ComputePlaces([], [], (0, 0), ()) for i, step in enumerate(steps) if isinstance(step, Compute)}
+    for each, offset in zip(layout.allocations, layout.offsets, strict=True):
+        if not each.bytes or each.first not in found:
+            continue
+        own, place = found[each.first], (_OUTSIDE if offset is None else offset, each.bytes)
+        if each.kind is Kind.WORKSPACE:
+            found[each.first] = own._replace(workspace=place)
+        elif each.kind is Kind.SECOND_COPY:
+            own.second_copies.append(place)
+        elif each.kind is Kind.TENSOR and each.storage is not None and not _written(steps[each.first]):
+            own.tensors.append(place)
+            found[each.first] = own._replace(storages=(*own.storages, each.storage))
+    return tuple(found.values())
+
+
+def _written(step: object) -> bool:
+    """Whether a compute writes its tensor over another and allocates none."""
+    return isinstance(step, Compute) and step.into is not None
