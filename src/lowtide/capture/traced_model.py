@@ -20,7 +20,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.copies import State, copy_without_data
-from lowtide.capture.python_state import attribute_effects, random_numbers
+from lowtide.capture.python_state import attribute_effects, backward_effects, random_numbers
 from lowtide.capture.python_state.buffer_effects import MadeBuffer, declared_buffers, new_buffers, registered
 from lowtide.capture.python_state.caches import clear_caches_of_fakes
 from lowtide.capture.python_state.external_effects import ExternalEffects, hooks_of
@@ -163,6 +163,7 @@ class TracedModel:
         outputs, viewed = outputs_of([*flat, *without], mask + (False,) * len(without), tensors)
         requires_grad = (*(tensor.requires_grad for tensor in flat), *(False for _ in without))
         self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, buffers)
+        self._backward.enter_context(backward_effects.none_of(model, (*args, *kwargs.values())))
         self._backward.enter_context(observer.watching_again())
         return outputs
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.capture.python_state.attribute_effects import put_back, snapshot
+from lowtide.capture.python_state.external_effects import ExternalEffects
 from lowtide.errors import ExecutionError
 from lowtide.program.objects import parts_of
 
@@ -95,6 +96,7 @@ class _State:
         self.registered = [(each, dict(each._buffers)) for each in module.modules()]
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
         self.generators = random.getstate(), np.random.get_state()
+        self.outside = ExternalEffects(module, ())
         held = [one for value in self.attributes.attributes.values() for one in parts_of(value)]
         self.own_generators = [(one, one.get_state()) for one in held if isinstance(one, torch.Generator)]
 
@@ -107,6 +109,7 @@ class _State:
             for buffer, value in self.buffers:
                 with _unsafe_preserve_version_counter(buffer):
                     buffer.copy_(value)
+        self.outside.put_back()
         random.setstate(self.generators[0])
         np.random.set_state(self.generators[1])
         for generator, state in self.own_generators:
