@@ -137,7 +137,7 @@ class TracedModel:
         args, kwargs = structure.unflatten(self.call.arguments, given)
         observer = Observer(self.call.model, model, copies, self.latest_reads, [*parts_of((args, kwargs))])
         wanting = [tensor.requires_grad for tensor in tensors]
-        result = self._forward(model, args, kwargs, state, observer)
+        result, reached = self._forward(model, args, kwargs, state, observer)
         extra = new_buffers(model, names, state)
         if [tensor.requires_grad for tensor in tensors] != wanting:
             raise CaptureError(
@@ -163,7 +163,7 @@ class TracedModel:
         outputs, viewed = outputs_of([*flat, *without], mask + (False,) * len(without), tensors)
         requires_grad = (*(tensor.requires_grad for tensor in flat), *(False for _ in without))
         self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, buffers)
-        self._backward.enter_context(backward_effects.none_of(model, (*args, *kwargs.values())))
+        self._backward.enter_context(backward_effects.none_of(model, reached))
         self._backward.enter_context(observer.watching_again())
         return outputs
 
@@ -174,8 +174,8 @@ class TracedModel:
         kwargs: Mapping[str, Any],
         state: Sequence[torch.Tensor],
         observer: Observer,
-    ) -> Any:
-        """What the model returns. What it left outside of itself is refused, or undone."""
+    ) -> tuple[Any, ExternalEffects]:
+        """What the model returns, and what it can write outside of itself. What it left there is refused, or undone."""
         constant = _constant if self._reached is None else None
         try:
             # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
@@ -202,7 +202,7 @@ class TracedModel:
         if reached.lost:
             self._reached.undo()
             reached.refuse()
-        return result
+        return result, reached
 
 
 def _with_originals(result: Any, copies: Mapping[int, tuple[Any, Any]]) -> Any:

@@ -7,22 +7,22 @@ program. Nothing else that it does would happen again, so there must be nothing 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from torch import nn
 
 from lowtide.capture.python_state import attribute_effects, random_numbers
-from lowtide.capture.python_state.external_effects import ExternalEffects
+from lowtide.capture.python_state.external_effects import Reach
 from lowtide.capture.python_state.paths import named, texts
 from lowtide.errors import CaptureError
 
 
 @contextlib.contextmanager
-def none_of(model: nn.Module, arguments: Iterable[Any]) -> Iterator[None]:
+def none_of(model: nn.Module, reached: Reach) -> Iterator[None]:
     """Raises ``CaptureError`` where the backward pass inside draws from Python's or NumPy's generator, or changes attributes of
-    the model, an argument, or what its code can name. ``model`` is what was traced: its attributes are left as they are."""
-    before, reach, start = attribute_effects.snapshot(model), ExternalEffects(model, arguments), random_numbers.state()
+    the model, an argument, or what its code can name (``reached``). ``model`` is what was traced: its attributes are left as
+    they are."""
+    before, reach, start = attribute_effects.snapshot(model), reached.as_now(), random_numbers.state()
     with random_numbers.noted() as drawn:
         yield
     changes = attribute_effects.changes(model, before)

@@ -89,6 +89,12 @@ class Reach:
         """With what ``value``, a function say, can name."""
         self._collect(value, _DEPTH + 1, name)
 
+    def as_now(self) -> Reach:
+        """The same places, with what they hold now."""
+        other = Reach(self._inside)
+        other._holders = {key: one._replace(then=one.read()) for key, one in self._holders.items()}
+        return other
+
     def changed(self) -> list[str]:
         """The names of what holds something else than when it was added."""
         return [holder.changed(now) for holder, now in self._changes()]
