@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import lowtide
 from lowtide.capture import capture
 from lowtide.capture.convert.gradients import split_sums
+from lowtide.runtime.programs import Programs
 from lowtide.sharing import Constraint, Footprint
 from lowtide.sharing.assignment import Assignment
 from lowtide.sharing.upgrades import upgraded
@@ -196,6 +197,84 @@ def test_what_cannot_be_planned_runs_again(caplog: pytest.LogCaptureFixture) -> 
     experts = [module for module in model.modules() if isinstance(module, _Experts)]
     assert [each.calls for each in experts] == [6] * len(experts)
     assert all(each.seen == [1, 2, 3, 4, 5, 6] for each in experts)
+
+
+class _Chosen(nn.Module):
+    """Runs each expert on the rows that an argument names: another program for every choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(_FeedForward() for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            result = result.index_add(0, rows, expert(tokens[rows]))
+        return result
+
+
+class _Routed(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.attentions = nn.ModuleList(_Attention() for _ in range(layers))
+        self.routers = nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(layers))
+        self.chosen = nn.ModuleList(_Chosen() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for attention, router, chosen in zip(self.attentions, self.routers, self.chosen, strict=True):
+            x = x + attention(x)
+            tokens = x.flatten(0, -2)
+            x = x + chosen(tokens, router(tokens).argmax(-1)).view_as(x)
+        return x.square().mean()
+
+
+def test_a_program_that_changes_in_every_call_is_soon_none(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor are the submodules that it hands other rows in every call."""
+    captures = []
+    with pytest.MonkeyPatch.context() as patches:
+        original = Programs._capture
+
+        def counted(self: Programs, *args: Any, **kwargs: Any) -> Any:
+            captures.append(type(self.model).__name__)
+            return original(self, *args, **kwargs)
+
+        patches.setattr(Programs, "_capture", counted)
+        caplog.set_level("INFO", "lowtide")
+        model, peaks = _train_alike(_Routed, 0.7, 7)
+    assert captures.count("_Chosen") == 3 and captures.count("_FeedForward") == 9
+    assert caplog.text.count("its program is another one in every call") == 3 + 9
+    assert len(lowtide.plans(model)) == 3
+    assert len(peaks) >= 4 and peaks[-1] <= 1, peaks
+
+
+class _Alternating(nn.Module):
+    """Another program for each of two kinds of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feeds = nn.ModuleList(_FeedForward() for _ in range(2))
+        self.turn = 0
+
+    def forward(self, x: torch.Tensor, plain: bool) -> torch.Tensor:
+        return x + (self.feeds[0](x) if plain else torch.tanh(self.feeds[1](x)))
+
+
+class _Turns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Alternating() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        plain = x.sum().item() > 0
+        for layer in self.layers:
+            x = layer(x, plain)
+        return x.square().mean()
+
+
+def test_a_program_that_comes_again_stays_a_part() -> None:
+    model, _ = _train_alike(_Turns, 0.7, 6)
+    assert len(lowtide.plans(model)) == 6
 
 
 class _Collecting(nn.Module):

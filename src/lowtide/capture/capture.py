@@ -1,7 +1,7 @@
 """Capture: trace a model on fake tensors and convert the joint graph.
 
-``capture`` runs the model's Python once or twice on fake tensors. It executes no operator on real activations, allocates
-nothing of the model's size, and changes nothing of the user's.
+``capture`` runs the model's Python once or twice on fake tensors. It executes no operator on real activations and
+changes nothing of the user's; operators that others registered are tried on made-up tensors (``convert.trial``).
 """
 
 from __future__ import annotations

@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._library.custom_ops import CustomOpDef
 from torch.nn.parameter import is_lazy
 
 from lowtide.capture.python_state import random_numbers
 from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.capture.sharded import copy_module
 from lowtide.errors import CaptureError
+
+_SHARED = (ModuleType, CustomOpDef, torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # by a copy and its original
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +52,9 @@ def copy_without_data(
     """A deep copy of the module tree that holds ``others`` instead of the tensors ``state`` and shares all other tensors; and
     what each object in it is a copy of, by the id of the copy, with the copy: some are nowhere in it, and no id comes again."""
     memo: dict[int, Any] = {id(real): other for real, other in zip(state, others, strict=True)}
-    imported = [value for m in model.modules() for value in vars(m).values() if isinstance(value, ModuleType)]
+    whole = [value for m in model.modules() for value in vars(m).values() if isinstance(value, _SHARED)]
     # Generators: those behind random.uniform and the like.
-    for shared in (*held_tensors(model), *random_numbers.GENERATORS, *imported):
+    for shared in (*held_tensors(model), *random_numbers.GENERATORS, *whole):
         memo.setdefault(id(shared), shared)
     planned = planned_forward(model)
     if planned is not None:

@@ -76,6 +76,12 @@ def capture_error(error: Exception) -> CaptureError:
             source=source,
         )
     summary = str(error).strip().split("\n")[0].rstrip(".")
+    if "fake impl" in summary:
+        return CaptureError(
+            f"an operator{place} has no fake implementation, which tells what its results look like: register one "
+            f"(torch.library.register_fake), or run the model under lowtide.online ({summary}).",
+            source=source,
+        )
     summary = next((meaning for text, meaning in _MEANINGS.items() if text in summary), summary)
     return CaptureError(
         f"the program cannot be captured as one graph{place}: {type(error).__name__}: {summary}. Where model(*args, **kwargs) "

@@ -20,7 +20,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.copies import State, copy_without_data
-from lowtide.capture.python_state import attribute_effects, random_numbers
+from lowtide.capture.python_state import attribute_effects, backward_effects, random_numbers
 from lowtide.capture.python_state.buffer_effects import MadeBuffer, declared_buffers, new_buffers, registered
 from lowtide.capture.python_state.caches import clear_caches_of_fakes
 from lowtide.capture.python_state.external_effects import ExternalEffects, hooks_of
@@ -137,7 +137,7 @@ class TracedModel:
         args, kwargs = structure.unflatten(self.call.arguments, given)
         observer = Observer(self.call.model, model, copies, self.latest_reads, [*parts_of((args, kwargs))])
         wanting = [tensor.requires_grad for tensor in tensors]
-        result = self._forward(model, args, kwargs, state, observer)
+        result, reached = self._forward(model, args, kwargs, state, observer)
         extra = new_buffers(model, names, state)
         if [tensor.requires_grad for tensor in tensors] != wanting:
             raise CaptureError(
@@ -163,6 +163,7 @@ class TracedModel:
         outputs, viewed = outputs_of([*flat, *without], mask + (False,) * len(without), tensors)
         requires_grad = (*(tensor.requires_grad for tensor in flat), *(False for _ in without))
         self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, buffers)
+        self._backward.enter_context(backward_effects.none_of(model, reached))
         self._backward.enter_context(observer.watching_again())
         return outputs
 
@@ -173,8 +174,8 @@ class TracedModel:
         kwargs: Mapping[str, Any],
         state: Sequence[torch.Tensor],
         observer: Observer,
-    ) -> Any:
-        """What the model returns. What it left outside of itself is refused, or undone."""
+    ) -> tuple[Any, ExternalEffects]:
+        """What the model returns, and what it can write outside of itself. What it left there is refused, or undone."""
         constant = _constant if self._reached is None else None
         try:
             # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
@@ -201,7 +202,7 @@ class TracedModel:
         if reached.lost:
             self._reached.undo()
             reached.refuse()
-        return result
+        return result, reached
 
 
 def _with_originals(result: Any, copies: Mapping[int, tuple[Any, Any]]) -> Any:

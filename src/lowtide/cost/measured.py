@@ -29,6 +29,7 @@ from lowtide.ir import Costs, Op
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.memory.allocators import round_up
 from lowtide.memory.collector import collector_held
+from lowtide.program.foreign import declares_effect, unseen
 from lowtide.program.overwrites import overwritten_argument
 from lowtide.program.program import Call, Program, Ref
 from lowtide.program.references import map_references
@@ -163,7 +164,10 @@ def _bytes_of(program: Program, op: int, device: torch.device) -> OperatorCost |
     try:
         args, kwargs, tensors = synthetic_arguments(program, op, drawn=False)
         target, results = _runnable(call.target), list[Any]()
-        peak_bytes = peak_of(lambda: results.append(target(*args, **kwargs)), device)
+        if declares_effect(call.target):
+            return None
+        with unseen(call.target):
+            peak_bytes = peak_of(lambda: results.append(target(*args, **kwargs)), device)
         return OperatorCost(0, 0, peak_bytes, *_returned(results.pop(), call.positions, tensors))
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
         return None
@@ -172,11 +176,14 @@ def _bytes_of(program: Program, op: int, device: torch.device) -> OperatorCost |
 def measure_operator(program: Program, op: int, device: torch.device) -> OperatorCost:
     """Run one operator of ``program`` on synthetic tensors. Raises whatever it raises."""
     call = program.calls[op]
+    if declares_effect(call.target):
+        raise NotImplementedError("it has an effect")
     args, kwargs, tensors = synthetic_arguments(program, op)
     target = _runnable(call.target)
     before = _restoring(call, args)
-    output_bytes, output_groups = _returned(target(*args, **kwargs), call.positions, tensors)
-    timing = time_call(lambda: target(*args, **kwargs), device, _BUDGET_NS, before)
+    with unseen(call.target):
+        output_bytes, output_groups = _returned(target(*args, **kwargs), call.positions, tensors)
+        timing = time_call(lambda: target(*args, **kwargs), device, _BUDGET_NS, before)
     return OperatorCost(timing.time_ns, timing.spread_ns, timing.peak_bytes, output_bytes, output_groups)
 
 
@@ -227,7 +234,8 @@ def _opaque(program: Program, value: int) -> torch.Tensor | None:
         return None
     call = program.calls[producer]
     args, kwargs, _ = synthetic_arguments(program, producer)
-    result = _runnable(call.target)(*args, **kwargs)
+    with unseen(call.target):
+        result = _runnable(call.target)(*args, **kwargs)
     index = program.graph.ops[producer].outputs.index(value)
     made = result if call.positions is None else result[call.positions[index]]
     return made if isinstance(made, torch.Tensor) else None

@@ -18,20 +18,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.capture import Captured
 from lowtide.capture.copies import model_state
 from lowtide.capture.python_state.paths import named
 from lowtide.capture.sharded import is_sharded
+from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, NoGradientError
 from lowtide.pipeline import state_bytes
+from lowtide.program.results import GradientMask
+from lowtide.runtime.entry import Entry, Sample, Signature
 from lowtide.runtime.forward_pass import ForwardPass
+from lowtide.runtime.kin import FamilyCall, Kin
 from lowtide.runtime.outside import OutsideWatch
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.recomputed import recomputed
 from lowtide.runtime.shared import SharedBudget
 from lowtide.runtime.sharing_forward import SharingForward, device_of
+from lowtide.runtime.step_record import StepRecord
 from lowtide.settings import Settings
 
 _LOG = logging.getLogger(__name__)
+_MOST_NEW = 3  # programs in a row that are planned for calls none of which comes again
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, torch.jit.ScriptModule)
 
 
@@ -46,6 +53,8 @@ class Part(SharingForward):
         self.name = name
         self.outside: str | None = None
         self.runs_again = False
+        self.changes = False  # it is none because its program is another one in every call
+        self._new = 0  # programs, since one came again
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self.parts.running or _saves_otherwise():
@@ -58,6 +67,7 @@ class Part(SharingForward):
                     self.outside = ""
                 except CaptureError as error:
                     self.outside = str(error)  # alone: its traceback holds tensors
+                    self._leave()
                     _LOG.info("%s runs as it is, its submodules are tried as parts: %s", self.name, error)
                 self.shared.go_on()
         if self.runs_again:
@@ -68,6 +78,43 @@ class Part(SharingForward):
 
     def _is_trained(self) -> bool:
         return True
+
+    def find(self, key: Signature, modules: Sequence[nn.Module], inputs: list[torch.Tensor]) -> Entry | None:
+        entry = super().find(key, modules, inputs)
+        if entry is not None:
+            self._new = 0
+        return entry
+
+    def _captured(self, sample: Sample, mask: GradientMask | None) -> Captured:
+        self._count(1 if self.may_change else _MOST_NEW)
+        return super()._captured(sample, mask)
+
+    def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
+        found = super()._member(key, sample)
+        if found[2] is not None and self.parts.decides_sizes_of(self):
+            self._count(1)
+        return found
+
+    @property
+    def may_change(self) -> bool:
+        """Whether its program depends on numbers in its arguments, or they have as many rows as such numbers say."""
+        asked = () if self.latest is None else self.latest.conditions[0].questions
+        return any(one.ask != "bool" for one in asked) or self.parts.decides_sizes_of(self)
+
+    def _count(self, most: int) -> None:
+        """Raises ``CaptureError`` where programs are made in vain: for every call another one."""
+        if self._new >= most:
+            self.changes = True
+            raise CaptureError(
+                f"its program is another one in every call ({self._new + 1} in a row), which takes longer to plan than to run"
+            )
+        self._new += 1
+
+    def _leave(self) -> None:
+        """What it holds is held by code between parts from now on."""
+        if self.entries:
+            self.entries.clear()
+            self.shared.record = StepRecord()
 
     @property
     def kind(self) -> tuple[type, str] | None:
@@ -145,6 +192,10 @@ class Parts:
     def _in_order(self, model: nn.Module) -> Iterator[Part]:
         return (self._parts[module] for _, module in model.named_modules() if module in self._parts)
 
+    def decides_sizes_of(self, part: Part) -> bool:
+        """Whether a module around it hands it what depends on data: rows that were chosen, say."""
+        return any(one.changes and part.name.startswith(f"{one.name}.") for one in self._parts.values())
+
     def planned(self) -> list[Part]:
         """Those that run by plans."""
         return [part for part in self._parts.values() if part.entries]
@@ -175,6 +226,7 @@ class Parts:
             with self.shared.call(device_of(model_state(model).tensors)), _forwards(parts):
                 yield
             self.watch.end()
+            self.shared.postponed = self._steps == 1 and any(part.may_change for part in self.planned())
         finally:
             self._calls -= 1
 

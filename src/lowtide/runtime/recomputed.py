@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.capture.python_state.attribute_effects import put_back, snapshot
+from lowtide.capture.python_state.external_effects import ExternalEffects, Reach
 from lowtide.errors import ExecutionError
 from lowtide.program.objects import parts_of
 
@@ -78,7 +79,7 @@ class _Again:
 @contextlib.contextmanager
 def _again(module: nn.Module, before: _State, decisions: list[Any], on_run: Callable[[], None]) -> Iterator[None]:
     on_run()
-    now = _State(module)
+    now = _State(module, before)
     before.put_back(module)
     try:
         with _Replaying(decisions):
@@ -90,11 +91,12 @@ def _again(module: nn.Module, before: _State, decisions: list[Any], on_run: Call
 class _State:
     """What a run of the module may depend on beside its arguments and parameters."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, before: _State | None = None) -> None:
         self.attributes = snapshot(module)
         self.registered = [(each, dict(each._buffers)) for each in module.modules()]
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
         self.generators = random.getstate(), np.random.get_state()
+        self.outside: Reach = ExternalEffects(module, ()) if before is None else before.outside.as_now()
         held = [one for value in self.attributes.attributes.values() for one in parts_of(value)]
         self.own_generators = [(one, one.get_state()) for one in held if isinstance(one, torch.Generator)]
 
@@ -107,6 +109,7 @@ class _State:
             for buffer, value in self.buffers:
                 with _unsafe_preserve_version_counter(buffer):
                     buffer.copy_(value)
+        self.outside.put_back()
         random.setstate(self.generators[0])
         np.random.set_state(self.generators[1])
         for generator, state in self.own_generators:

@@ -63,6 +63,7 @@ class SharedBudget:
         # Whether steps differ, so that all are planned as the fullest: adds what may run as well to the passes of a record.
         self.expected: Callable[[list[ForwardPass]], list[ForwardPass]] | None = None
         self.exceeded = False
+        self.postponed = False  # planning all together waits for a step: what runs may be none of the graphs then
         self._granted_bytes = 0  # of a budget in percent, for the step that took most
         self.fraction = 0.0  # of what graphs would save, the part that they save by the plans in force
         self._first_plans = False  # whether the current step runs by one
@@ -94,7 +95,7 @@ class SharedBudget:
         if 2 * len(pending) <= len(self.ran):
             self._note_step()
             fits = self._fits()
-            if self.exceeded or self._first_plans or not fits:
+            if (self.exceeded or self._first_plans or not fits) and not self.postponed:
                 self._replan()
             self.steps += 1
             self.gaps.clear()

@@ -23,12 +23,14 @@ from torch._functorch._aot_autograd import descriptors as d
 from lowtide.capture.convert.builder import Builder, owned
 from lowtide.capture.convert.gradients import Gradients
 from lowtide.capture.convert.refused import refuse
+from lowtide.capture.convert.trial import Nature, nature
 from lowtide.capture.trace.fake import UNINITIALISED
 from lowtide.capture.trace.sizes import SYMBOLIC, expression
 from lowtide.capture.traced_model import origin
 from lowtide.errors import CaptureError
 from lowtide.ir import Phase
 from lowtide.program import targets
+from lowtide.program.foreign import is_foreign
 from lowtide.program.program import Call, Ref
 
 _ATEN = torch.ops.aten
@@ -70,11 +72,13 @@ class _Walk:
         self.origin: dict[int, tuple[str, str]] = {}  # autograd sequence number -> module path, source
         self.phase = Phase.FORWARD
         self.kept: dict[int, int] = {}
+        self.natures: dict[fx.Node, Nature] = {}  # of foreign operators
 
     def run(self) -> Converted:
         nodes = list(self.module.graph.nodes)
         tangents = self._placeholders(nodes)
-        live = _ancestors([nodes[-1], *(n for n in nodes if _runs_anyway(n))])
+        self.natures = {n: nature(n, self.module) for n in nodes if is_foreign(n.target)}
+        live = _ancestors([nodes[-1], *(n for n in nodes if self._runs_anyway(n))])
         calls = [n for n in nodes if n.op in ("call_function", "get_attr") and n in live and not is_size(n)]
         for node in calls:
             refuse(node, self._origin)
@@ -196,7 +200,7 @@ class _Walk:
             found = [(i, v) for i, v in enumerate(result or ()) if isinstance(v, torch.Tensor)]
             values = {i: self.builder.add_value(f"{node.name}.{i}", v, op) for i, v in found}
             self.value_of[node], outputs, positions = values, tuple(values.values()), tuple(values)
-        call, origin, flags = Call(target, args, kwargs, positions), self._origin(node), _flags(node.target)
+        call, origin, flags = Call(target, args, kwargs, positions), self._origin(node), self._flags(node)
         self.builder.add_op(node.name, self.phase, call, tensors, outputs, origin, str(node.target), **flags)
 
     def _call(self, node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[fx.Node]]:
@@ -207,6 +211,20 @@ class _Walk:
         arguments: Any = fx.map_arg((node.args, node.kwargs), reference)
         read = [each for each in node.all_input_nodes if not is_size(each)]
         return _callable(node.target), arguments[0], dict(arguments[1]), read
+
+    def _flags(self, node: fx.Node) -> dict[str, bool]:
+        flags = _flags(node.target)
+        if node in self.natures:
+            found = self.natures[node]
+            flags["random"], flags["effect"] = found.random and not found.effect, flags["effect"] or bool(found.effect)
+        return flags
+
+    def _runs_anyway(self, node: fx.Node) -> bool:
+        """Whether a node runs although nobody reads its result: it advances a generator or has an effect."""
+        if str(node.target) in _DROPPED:
+            return False
+        flags = self._flags(node)
+        return bool(flags) and (flags["random"] or flags["effect"])
 
     def _origin(self, node: fx.Node) -> tuple[str, str]:
         number = node.meta.get("seq_nr", -1)
@@ -285,14 +303,6 @@ def _ancestors(outputs: Iterable[Any]) -> set[fx.Node]:
     return found
 
 
-def _runs_anyway(node: fx.Node) -> bool:
-    """Whether a node runs although nobody reads its result: it advances a generator or has an effect."""
-    if not isinstance(node.target, torch._ops.OpOverload) or str(node.target) in _DROPPED:
-        return False
-    flags = _flags(node.target)
-    return flags["random"] or flags["effect"]
-
-
 def _reaching(forward: Sequence[fx.Node], backward: set[fx.Node]) -> set[fx.Node]:
     """Forward nodes from which data flows into the backward pass."""
     reaching: set[fx.Node] = set()
@@ -314,6 +324,7 @@ def _callable(target: Any) -> Callable[..., Any]:
 
 
 def _flags(target: Any) -> dict[str, bool]:
+    """What the schema of an operator tells."""
     if not isinstance(target, torch._ops.OpOverload):
         return {}
     return {

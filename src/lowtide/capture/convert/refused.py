@@ -31,6 +31,8 @@ def _reason(node: fx.Node) -> str:
         known = REFUSED.get(f"{name}.{node.target._overloadname}") or REFUSED.get(name)
         if known:
             return known
+        if node.target._schema.is_mutable and "backward" in node.meta.get("partitioner_tag", ""):
+            return "writes into a buffer or an argument in the backward pass. Write into it in the forward pass"
     value = node.meta.get("val")
     for tensor in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:

@@ -13,16 +13,17 @@ import copy
 import dis
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
+from torch._library.custom_ops import CustomOpDef
 
 from lowtide.capture.python_state.code_names import codes, full_name, is_standard, is_trusted, named_by, parts_of
 from lowtide.errors import CaptureError
 from lowtide.program import structure
-from lowtide.program.objects import ABSENT, PLAIN, is_open, refill
+from lowtide.program.objects import ABSENT, PLAIN, cell_value, is_open, refill
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH = 5  # of containers, objects and functions in each other
@@ -31,7 +32,7 @@ _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, coll
 _CODE = (types.FunctionType, types.MethodType, functools.partial, type)
 ARGUMENT = "an argument"
 Constant = Callable[[torch.Tensor], torch.Tensor | None]
-_STORES_GLOBAL = dis.opmap["STORE_GLOBAL"]
+_STORES_GLOBAL, _STORES_OUTSIDE = dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_DEREF"]
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, ...]:
@@ -75,7 +76,120 @@ class _Holder(NamedTuple):
         return f"{self.name}.{next(k for k in keys if self.then.get(k, ABSENT) is not now.get(k, ABSENT))}"
 
 
-class ExternalEffects:
+class Reach:
+    """What code can write: variables, and the containers, objects and classes that it can name. ``inside``: ids of objects that
+    are looked after elsewhere."""
+
+    def __init__(self, inside: Iterable[int] = ()) -> None:
+        self._inside = {*inside}
+        self._holders: dict[Any, _Holder] = {}
+        self._seen: dict[int, int] = {}
+
+    def add(self, value: Any, name: str) -> None:
+        """With what ``value``, a function say, can name."""
+        self._collect(value, _DEPTH + 1, name)
+
+    def as_now(self) -> Reach:
+        """The same places, with what they hold now."""
+        other = Reach(self._inside)
+        other._holders = {key: one._replace(then=one.read()) for key, one in self._holders.items()}
+        return other
+
+    def changed(self) -> list[str]:
+        """The names of what holds something else than when it was added."""
+        return [holder.changed(now) for holder, now in self._changes()]
+
+    def put_back(self) -> None:
+        """Let all hold what it held."""
+        for holder, _ in self._changes():
+            holder.write(holder.then)
+
+    def _changes(self) -> Iterator[tuple[_Holder, Any]]:
+        for holder in self._holders.values():
+            now = holder.read()
+            if [*map(id, _items(now))] != [*map(id, _items(holder.then))]:
+                yield holder, now
+
+    def _collect(self, value: Any, depth: int, name: str) -> None:
+        if depth == 0 or id(value) in self._inside or self._seen.get(id(value), 0) >= depth:
+            return
+        if isinstance(value, types.BuiltinMethodType):  # the append of a list
+            self._collect(value.__self__, depth - 1, name)
+        elif isinstance(value, types.MethodType) and isinstance(value.__self__, type):  # apply, of an autograd function
+            self._collect(value.__self__, depth - 1, full_name(value.__self__))
+        elif isinstance(value, CustomOpDef):
+            self._collect(value._init_fn, depth - 1, name)
+        elif isinstance(value, _CODE):
+            self._seen[id(value)] = depth
+            if not is_trusted(value):
+                self._collect_code(value, depth, name)
+        elif type(value) in _CONTAINERS:
+            self._hold(value, depth, name)
+        elif isinstance(value, (nn.Module, types.SimpleNamespace)) or (
+            not is_standard(type(value).__module__) and is_open(value)
+        ):
+            own = getattr(value, "__dict__", None)
+            if type(own) is dict:
+                self._hold(own, depth, name, of_object=True)
+
+    def _collect_code(self, value: Any, depth: int, name: str) -> None:
+        if isinstance(value, type):
+            self._note(
+                id(value), name, lambda: dict(vars(value)), functools.partial(_set_attributes, value), keyed=True
+            )
+            for attribute, member in [*vars(value).items()]:
+                for part in parts_of(member):
+                    self._collect(part, depth, f"{name}.{attribute}")
+            return
+        if isinstance(value, types.FunctionType):
+            self._hold(value.__dict__, depth, name)
+            for code in codes(value.__code__):
+                if _STORES_GLOBAL in code.co_code[::2]:
+                    for variable in code.co_names:
+                        self._note_variable(value.__globals__, variable)
+            if _STORES_OUTSIDE in value.__code__.co_code[::2]:
+                for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                    self._note_cell(cell, f"{full_name(value)}.{variable}")
+        for label, named in named_by(value):
+            self._collect(named, depth - 1, label or name)
+
+    def _note_variable(self, variables: dict[str, Any], name: str) -> None:
+        def read() -> dict[str, Any]:
+            return {name: variables[name]} if name in variables else {}
+
+        def write(value: dict[str, Any]) -> None:
+            variables.pop(name, None)
+            variables.update(value)
+
+        self._note((id(variables), name), str(variables.get("__name__")), read, write, keyed=True)
+
+    def _note_cell(self, cell: types.CellType, name: str) -> None:
+        """A variable of the function around the code."""
+
+        def read() -> list[Any]:
+            return [cell_value(cell)]
+
+        def write(value: list[Any]) -> None:
+            cell.cell_contents = value[0]
+
+        self._note(id(cell), name, read, write)
+
+    def _note(self, key: Any, name: str, read: Callable[[], Any], write: Callable[[Any], None], **flags: bool) -> None:
+        if key not in self._holders:
+            self._holders[key] = _Holder(name, read, write, read(), **flags)
+
+    def _hold(self, own: Any, depth: int, name: str, of_object: bool = False) -> None:
+        self._note(
+            id(own), name, functools.partial(copy.copy, own), functools.partial(refill, own), of_object=of_object
+        )
+        if self._seen.get(id(own), 0) < depth:
+            self._seen[id(own)] = depth
+            for item in _items(own):
+                if not isinstance(item, torch.Tensor):
+                    self._collect(item, depth - 1, name)
+
+
+class ExternalEffects(Reach):
     """Inside, ``model`` runs; afterwards what its hooks can reach outside of it is as it was, and so is what its code can reach
     where that put tensors. ``lost`` names these places. ``arguments``: all that it is called with.
 
@@ -85,38 +199,34 @@ class ExternalEffects:
     """
 
     def __init__(self, model: nn.Module, arguments: Iterable[Any], constant: Constant | None = None) -> None:
+        super().__init__(map(id, model.modules()))
         self._constant = constant
-        self._inside = set(map(id, model.modules()))
-        self._holders: dict[Any, _Holder] = {}
-        self._seen: dict[int, int] = {}
         self._filled: list[_Holder] = []
         self.lost: list[str] = []
         for module in [*model.modules()][1:]:
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
                 if not is_trusted(hook):
-                    self._collect(hook, _DEPTH + 1, full_name(hook))
+                    self.add(hook, full_name(hook))
         for argument in arguments:
-            self._collect(argument, _DEPTH + 1, ARGUMENT)
+            self.add(argument, ARGUMENT)
         for module in model.modules():
             for name, value in module.__dict__.items():
-                if isinstance(value, (types.FunctionType, types.BuiltinMethodType, functools.partial)):
-                    self._collect(value, _DEPTH + 1, f"{full_name(type(module))}.{name}")
+                if isinstance(value, (*_CODE, types.BuiltinMethodType)):
+                    self.add(value, f"{full_name(type(module))}.{name}")
         for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
-            self._collect(kind, _DEPTH + 1, full_name(kind))
+            self.add(kind, full_name(kind))
 
     def __enter__(self) -> ExternalEffects:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for holder in self._holders.values():
-            now = holder.read()
-            if [*map(id, _items(now))] != [*map(id, _items(holder.then))]:
-                left = self._left(holder, now)
-                if left is None:
-                    holder.write(holder.then)
-                elif left:
-                    holder.write(_exchanged(now, left))
-                    self._filled.append(holder)
+        for holder, now in self._changes():
+            left = self._left(holder, now)
+            if left is None:
+                holder.write(holder.then)
+            elif left:
+                holder.write(_exchanged(now, left))
+                self._filled.append(holder)
 
     def undo(self) -> None:
         """Take away what was left, too."""
@@ -151,66 +261,6 @@ class ExternalEffects:
         if must_go and holder.changed(now) not in self.lost:
             self.lost.append(holder.changed(now))
         return None if must_go else left
-
-    def _collect(self, value: Any, depth: int, name: str) -> None:
-        if depth == 0 or id(value) in self._inside or self._seen.get(id(value), 0) >= depth:
-            return
-        if isinstance(value, types.BuiltinMethodType):  # the append of a list
-            self._collect(value.__self__, depth - 1, name)
-        elif isinstance(value, _CODE):
-            self._seen[id(value)] = depth
-            if not is_trusted(value):
-                self._collect_code(value, depth, name)
-        elif type(value) in _CONTAINERS:
-            self._hold(value, depth, name)
-        elif isinstance(value, (nn.Module, types.SimpleNamespace)) or (
-            not is_standard(type(value).__module__) and is_open(value)
-        ):
-            own = getattr(value, "__dict__", None)
-            if type(own) is dict:
-                self._hold(own, depth, name, of_object=True)
-
-    def _collect_code(self, value: Any, depth: int, name: str) -> None:
-        if isinstance(value, type):
-            self._note(
-                id(value), name, lambda: dict(vars(value)), functools.partial(_set_attributes, value), keyed=True
-            )
-            for attribute, member in [*vars(value).items()]:
-                for part in parts_of(member):
-                    self._collect(part, depth, f"{name}.{attribute}")
-            return
-        if isinstance(value, types.FunctionType):
-            self._hold(value.__dict__, depth, name)
-            for code in codes(value.__code__):
-                if _STORES_GLOBAL in code.co_code[::2]:
-                    for variable in code.co_names:
-                        self._note_variable(value.__globals__, variable)
-        for label, named in named_by(value):
-            self._collect(named, depth - 1, label or name)
-
-    def _note_variable(self, variables: dict[str, Any], name: str) -> None:
-        def read() -> dict[str, Any]:
-            return {name: variables[name]} if name in variables else {}
-
-        def write(value: dict[str, Any]) -> None:
-            variables.pop(name, None)
-            variables.update(value)
-
-        self._note((id(variables), name), str(variables.get("__name__")), read, write, keyed=True)
-
-    def _note(self, key: Any, name: str, read: Callable[[], Any], write: Callable[[Any], None], **flags: bool) -> None:
-        if key not in self._holders:
-            self._holders[key] = _Holder(name, read, write, read(), **flags)
-
-    def _hold(self, own: Any, depth: int, name: str, of_object: bool = False) -> None:
-        self._note(
-            id(own), name, functools.partial(copy.copy, own), functools.partial(refill, own), of_object=of_object
-        )
-        if self._seen.get(id(own), 0) < depth:
-            self._seen[id(own)] = depth
-            for item in _items(own):
-                if not isinstance(item, torch.Tensor):
-                    self._collect(item, depth - 1, name)
 
 
 def _exchanged(held: Any, others: dict[int, Any]) -> Any:

@@ -185,6 +185,26 @@ class RandomNumbers:
             number.again()
 
 
+@contextlib.contextmanager
+def noted() -> Iterator[list[str]]:
+    """Inside, the functions of Python's and NumPy's generators that this thread calls are noted: others may draw meanwhile."""
+    called: list[str] = []
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            called.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for module in (random, np.random):
+            for name, value in [*vars(module).items()]:
+                if any(getattr(value, "__self__", None) is one for one in GENERATORS):
+                    stack.enter_context(wrapped(module, name, noting))
+        yield called
+
+
 class RandomRecorder:
     """Follows the draws of forward passes that all begin in the state ``start``, or in that of now."""
 

@@ -23,7 +23,9 @@ from torch.fx.experimental import proxy_tensor
 
 from lowtide.capture.trace.inplace import keeping_layouts
 from lowtide.capture.trace.patches import replaced, wrapped
+from lowtide.capture.trace.twins import through_twins
 from lowtide.errors import CaptureError
+from lowtide.program.foreign import is_foreign
 
 
 class _Function(nn.Module):
@@ -46,9 +48,16 @@ def _eager_dispatch() -> Iterator[None]:
         if hasattr(effects, "has_effects"):
             # Checks (of a factorisation, say) stay plain operators instead of being threaded through effect tokens.
             stack.enter_context(replaced(effects, "has_effects", lambda *_: False))
-        if hasattr(functorch_config, "backward_pass_autocast"):
-            stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
+        # Operators made of Triton's kernels stay operators.
+        for setting, value in (("backward_pass_autocast", "off"), ("decompose_custom_triton_ops", False)):
+            if hasattr(functorch_config, setting):
+                stack.enter_context(functorch_config.patch({setting: value}))
         yield
+
+
+def _or_foreign(is_impure: Callable[..., bool]) -> Callable[..., bool]:
+    """The tracer's test of what stays although nobody reads its result: foreign operators, until they have been tried."""
+    return lambda node, *args, **kwargs: is_foreign(node.target) or is_impure(node, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -57,7 +66,9 @@ def as_traced() -> Iterator[None]:
     profiler's ranges are none, and distributions do not look at the values of their arguments."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_eager_dispatch())
-        stack.enter_context(wrapped(FunctionalTensorMode, "__torch_dispatch__", keeping_layouts))
+        stack.enter_context(wrapped(torch.fx.Node, "is_impure", _or_foreign))
+        for replacing in (keeping_layouts, through_twins):
+            stack.enter_context(wrapped(FunctionalTensorMode, "__torch_dispatch__", replacing))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         ranges = torch.autograd.profiler.record_function
         stack.enter_context(replaced(ranges, "__enter__", lambda self: self))

@@ -1,0 +1,40 @@
+"""What code of the user's does in a backward pass: that of autograd functions, and hooks of tensors.
+
+It runs once, while the call is traced; a planned backward pass runs none of it. What it computes with tensors is in the
+program. Nothing else that it does would happen again, so there must be nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from lowtide.capture.python_state import attribute_effects, random_numbers
+from lowtide.capture.python_state.external_effects import Reach
+from lowtide.capture.python_state.paths import named, texts
+from lowtide.errors import CaptureError
+
+
+@contextlib.contextmanager
+def none_of(model: nn.Module, reached: Reach) -> Iterator[None]:
+    """Raises ``CaptureError`` where the backward pass inside draws from Python's or NumPy's generator, or changes attributes of
+    the model, an argument, or what its code can name (``reached``). ``model`` is what was traced: its attributes are left as
+    they are."""
+    before, reach, start = attribute_effects.snapshot(model), reached.as_now(), random_numbers.state()
+    with random_numbers.noted() as drawn:
+        yield
+    changes = attribute_effects.changes(model, before)
+    changed = reach.changed()
+    if changes:
+        changed.append(texts([*changes.tensors, *changes.plain]))
+    reach.put_back()
+    if drawn:
+        random_numbers.set_state(start)
+        changed.append(f"the state of a random generator ({drawn[0]})")
+    if changed:
+        raise CaptureError(
+            f"code that runs in the backward pass (of an autograd function, or a hook) changes {named(changed)}, which planned "
+            "calls would not. Do that outside of the passes, or run the model under lowtide.online."
+        )

@@ -1,0 +1,128 @@
+"""Functional twins of foreign operators that write into their arguments.
+
+A captured program is functional. PyTorch makes such operators functional only where they return nothing that they wrote into,
+and as a higher-order operator. So while tracing, a call of one becomes a call of an operator that is registered here for it:
+it runs the operator on copies of what it writes, and returns those beside its results; what came out is copied back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lowtide.errors import CaptureError
+from lowtide.program.foreign import is_foreign
+
+_LIBRARY = torch.library.Library("lowtide", "FRAGMENT")  # type: ignore[no-untyped-call]
+_TWINS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+Dispatch = Callable[..., Any]
+
+
+def through_twins(dispatch: Dispatch) -> Dispatch:
+    """``FunctionalTensorMode.__torch_dispatch__``, with these operators replaced."""
+
+    def run(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_foreign(func) or not func._schema.is_mutable or func.namespace == "lowtide":
+            return dispatch(mode, func, types, args, kwargs)
+        return _functionally(mode, func, args, kwargs or {})
+
+    return run
+
+
+def _functionally(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    written = _written(func, args, kwargs)
+    memory = [one.untyped_storage()._cdata for one in written]
+    if len({*memory}) < len(memory):
+        raise CaptureError(
+            f"operator {func} writes into several arguments that share memory, which a plan cannot follow. Pass tensors with "
+            "memory of their own, or run the model under lowtide.online."
+        )
+    with mode:
+        results = list(_twin(func)(*args, **kwargs))
+        for one in reversed(written):
+            one.copy_(results.pop())
+    return _returned(func, args, kwargs, results)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that it writes into, in the order of its schema."""
+    return [
+        leaf
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.is_write
+        for leaf in pytree.tree_leaves(_argument(argument, position, args, kwargs))
+        if isinstance(leaf, Tensor)
+    ]
+
+
+def _argument(argument: Any, position: int, args: Any, kwargs: Any) -> Any:
+    return args[position] if position < len(args) else kwargs.get(argument.name)
+
+
+def _returned(func: Any, args: Any, kwargs: Any, results: list[Tensor]) -> Any:
+    """What the operator returns: new tensors, and arguments that it wrote into."""
+    arguments = {
+        name: _argument(argument, position, args, kwargs)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None
+        for name in argument.alias_info.before_set
+    }
+    fresh = iter(results)
+    found = [
+        next(fresh) if one.alias_info is None else arguments[next(iter(one.alias_info.before_set))]
+        for one in func._schema.returns
+    ]
+    return None if not found else found[0] if len(found) == 1 else tuple(found)
+
+
+def _twin(func: Any) -> Callable[..., Any]:
+    """Takes what ``func`` takes; a list of what that newly returns, and of what it wrote."""
+    if func not in _TWINS:
+        schema = func._schema
+        if any(one.alias_info is None and str(one.type) != "Tensor" for one in schema.returns):
+            raise CaptureError(
+                f"operator {func} writes into arguments and returns more than tensors, which a plan cannot follow. Return "
+                "tensors, or run the model under lowtide.online."
+            )
+        name = f"{schema.name.replace('::', '_')}_{schema.overload_name or 'default'}"
+        name += f"_{len(_TWINS)}" if hasattr(torch.ops.lowtide, name) else ""
+
+        def functional(*args: Any, **kwargs: Any) -> list[Tensor]:
+            return _on_copies(func, args, kwargs)
+
+        _LIBRARY.define(f"{name}({_parameters(schema)}) -> Tensor[]", tags=func.tags)  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, functional, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"lowtide::{name}", functional, lib=_LIBRARY)
+        _TWINS[func] = getattr(torch.ops.lowtide, name).default
+    return _TWINS[func]
+
+
+def _on_copies(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    positions = enumerate(func._schema.arguments)
+    names = {one.name: place for place, one in positions if one.is_write}
+    args = [_copied(value) if place in names.values() else value for place, value in enumerate(args)]
+    kwargs = {name: _copied(value) if name in names else value for name, value in kwargs.items()}
+    result = func(*args, **kwargs)
+    values = () if result is None else result if isinstance(result, (tuple, list)) else (result,)
+    fresh = [value for value, one in zip(values, func._schema.returns, strict=True) if one.alias_info is None]
+    return [*fresh, *_written(func, args, kwargs)]
+
+
+def _copied(value: Any) -> Any:
+    """With the layouts of what it is a copy of: they choose kernels."""
+    return pytree.tree_map_only(
+        Tensor,
+        lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device).copy_(one),
+        value,
+    )
+
+
+def _parameters(schema: Any) -> str:
+    """As a schema has them, none of them written."""
+    parameters, _, _ = str(schema).partition("(")[2].rpartition(") -> ")
+    return re.sub(r"Tensor\([^()]*\)", "Tensor", parameters)

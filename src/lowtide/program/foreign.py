@@ -1,0 +1,47 @@
+"""Operators that others registered with ``torch.library``: which they are, what they declare, and how to run them unseen."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch._higher_order_ops import effects
+
+_OWN = {  # namespaces of PyTorch itself
+    *("aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional", "symm_mem", "fsdp"),
+    *("higher_order", "inductor", "mkldnn", "mkldnn_prepacked", "profiler", "quantized"),
+}
+# By operator: a context after which what its implementation can reach is as it was. Kept by whoever looked into it.
+KEEPING: dict[torch._ops.OpOverload, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
+
+
+def is_foreign(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target.namespace not in _OWN
+
+
+def declares_effect(target: Any) -> bool:
+    """Whether something happens beside what its schema tells: it says so, or else there would be nothing that it does."""
+    if not is_foreign(target):
+        return False
+    registered = getattr(effects, "_get_effect", lambda _: None)(target)
+    return registered is not None or not (target._schema.returns or target._schema.is_mutable)
+
+
+@contextlib.contextmanager
+def unseen(target: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a foreign operator may be run to learn of it: Python's and NumPy's generators, and what is known of the state
+    behind it, are afterwards as before. Of other targets nothing is expected."""
+    if not is_foreign(target):
+        yield
+        return
+    generators = random.getstate(), np.random.get_state()
+    try:
+        with KEEPING[target]() if target in KEEPING else contextlib.nullcontext():
+            yield
+    finally:
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
