@@ -124,6 +124,11 @@ class SharedBudget:
             self._between_bytes += level - self._level_bytes
         self._level_bytes = level
 
+    def set_aside(self, kept_bytes: int) -> None:
+        """Planning keeps so much (constants, workspaces of libraries), which is no memory of code between graphs."""
+        self._start_bytes += kept_bytes
+        self._level_bytes = None if self._level_bytes is None else self._level_bytes + kept_bytes
+
     def add(self, graph: Planned, entry: Entry, inputs: Sequence[torch.Tensor], call: ModelCall | None) -> None:
         """``graph`` ran by ``entry``."""
         if call is not None:
