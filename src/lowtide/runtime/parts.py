@@ -29,6 +29,7 @@ from lowtide.runtime.planned import Planned
 from lowtide.runtime.recomputed import recomputed
 from lowtide.runtime.shared import SharedBudget
 from lowtide.runtime.sharing_forward import SharingForward, device_of
+from lowtide.runtime.step_record import StepRecord
 from lowtide.settings import Settings
 
 _LOG = logging.getLogger(__name__)
@@ -48,7 +49,9 @@ class Part(SharingForward):
         self.runs_again = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not self.parts.running or _saves_otherwise():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self.original_forward(*args, **kwargs)
+        if not self.parts.running or _saves_otherwise():
             return self.original_forward(*args, **kwargs)
         if self.outside is None:
             with self.parts.lifted(self.model):
@@ -58,6 +61,9 @@ class Part(SharingForward):
                     self.outside = ""
                 except CaptureError as error:
                     self.outside = str(error)  # alone: its traceback holds tensors
+                    if self.entries:  # it was one until now, and steps that are known ran with it
+                        self.entries.clear()
+                        self.shared.record = StepRecord()
                     _LOG.info("%s runs as it is, its submodules are tried as parts: %s", self.name, error)
                 self.shared.go_on()
         if self.runs_again:
@@ -67,6 +73,9 @@ class Part(SharingForward):
             return self.original_forward(*args, **kwargs)
 
     def _is_trained(self) -> bool:
+        return True
+
+    def _may_be_apart(self) -> bool:
         return True
 
     @property
@@ -80,7 +89,7 @@ class Parts:
     """The parts of one model. ``why`` the model as a whole is none. Raises that where it has no submodules to try."""
 
     def __init__(self, model: nn.Module, settings: Settings, why: CaptureError) -> None:
-        if any(map(is_sharded, model.modules())) or not any(map(_is_tried, list(model.modules())[1:])):
+        if not can_run_in_parts(model):
             raise why
         self.why = str(why)
         # What runs in one process need not run in another, so none may wait for another's plan.
@@ -215,6 +224,11 @@ def _set(module: nn.Module, forward: Any) -> None:
         module.__dict__.pop("forward", None)
     else:
         module.__dict__["forward"] = forward
+
+
+def can_run_in_parts(model: nn.Module) -> bool:
+    """Whether it has submodules to try."""
+    return not any(map(is_sharded, model.modules())) and any(map(_is_tried, list(model.modules())[1:]))
 
 
 def _is_tried(module: nn.Module) -> bool:
