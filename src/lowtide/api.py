@@ -50,18 +50,17 @@ def rematerialize(
         string with a unit (``"8GiB"``, ``"700 MB"``) or a percentage of the peak without rematerialization (``"40%"``).
     total_budget, reserve:
         Instead of ``budget``: bytes in all, with parameters, buffers, inputs, gradients and two optimizer states for each; and
-        bytes to leave free for what the caller allocates between the passes (a loss outside the model).
+        bytes to leave free for the caller between the passes (a loss outside the model).
     planner, seed:
         Name and options of a planner, see ``lowtide planners``; the same program, costs and seed give the same plan.
     compiler:
         ``"eager"``: operators run one by one, with the same results to the bit. ``"inductor"``: chains of pointwise operators
         and reductions are compiled into fused kernels before planning, where these are quicker; results are close.
     on_new_signature:
-        What a call does that no plan is for (other shapes, flags, attributes): ``"plan"`` anew, run ``"eager"`` without a
-        plan (warned once), or raise an ``"error"``.
+        A call that no plan is for (other shapes, flags): ``"plan"`` anew, run ``"eager"`` (warned once), raise an ``"error"``.
     on_capture_error:
-        For a model that is no single program: plan its submodules as ``"parts"`` and run code between them as it is, raise the
-        ``"error"``, or run this thread inside ``lowtide.online(budget)``: ``"online"``. Said once in the log.
+        For a model that is no single program: plan its submodules as ``"parts"``, raise the ``"error"``, or run this thread
+        inside ``lowtide.online(budget)``: ``"online"``. Said once in the log.
     planning:
         ``"background"`` (by default, where the planner is ``auto`` and kernels are eager): training starts under a first plan,
         and better ones come in between calls, with the same results to the bit; ``"wait"``: the search ends first.

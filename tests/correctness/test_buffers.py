@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.ao import quantization
 
 import lowtide
 from tests.support.networks import WithLoss, generator, residual_blocks, rows
@@ -176,3 +177,27 @@ def test_spectral_norm() -> None:
         return WithLoss(nn.Sequential(*(nn.Sequential(layer, nn.GELU()) for layer in layers)))
 
     compare_training(network, rows(), budgets=("60%",))
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own, of its quantisation
+def test_statistics_that_are_fitted_to_their_input() -> None:
+    """Of quantisation: without a shape until the first call, then one for each channel."""
+    observer = quantization.MovingAveragePerChannelMinMaxObserver
+    scheme = {"dtype": torch.qint8, "qscheme": torch.per_channel_symmetric}
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 8)
+    nn.utils.parametrize.register_parametrization(
+        linear,
+        "weight",
+        quantization.FusedMovingAvgObsFakeQuantize(observer, -128, 127, **scheme),
+    )
+    plain, x = WithLoss(linear), torch.randn(4, 8)
+    planned = copy.deepcopy(plain)
+    lowtide.rematerialize(planned, (x,), budget="100%", planner="keep-all", on_capture_error="error")
+    for _ in range(3):
+        losses = [model(x) for model in (plain, planned)]
+        for model, loss in zip((plain, planned), losses, strict=True):
+            loss.backward()
+            torch.optim.SGD(model.parameters(), 0.1).step()
+        assert torch.equal(*losses)
+        assert all(map(torch.equal, plain.buffers(), planned.buffers()))

@@ -281,3 +281,41 @@ def test_an_object_that_is_a_hook_and_counts() -> None:
     with pytest.raises(lowtide.CaptureError, match="forward pass changes"):
         lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all", on_capture_error="error")
     assert hook.calls == 0
+
+
+class _Reversed(torch.autograd.Function):
+    """Its forward pass is none of its number's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, share: float) -> torch.Tensor:
+        ctx.share = share
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return -ctx.share * gradients[0], None
+
+
+def _hooked(module: Any, y: torch.Tensor) -> torch.Tensor:
+    share = module.calls
+    y.register_hook(lambda gradient: gradient * share)
+    return y * 2
+
+
+BACKWARD: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "function": lambda module, y: _Reversed.apply(y, module.calls / 10),  # type: ignore[no-untyped-call]
+    "hook": _hooked,
+}
+
+
+@pytest.mark.parametrize("case", BACKWARD)
+def test_counters_that_show_in_the_backward_pass(case: str) -> None:
+    """A schedule that scales gradients: of reversed ones, say."""
+
+    def forward(module: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        module.calls += 1
+        return BACKWARD[case](module, y)
+
+    model = Computes(forward, lambda s: setattr(s, "calls", 0))
+    with pytest.raises(lowtide.CaptureError, match=r"attributes that its own forward pass changes \(calls"):
+        lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all", on_capture_error="error")

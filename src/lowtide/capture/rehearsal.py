@@ -55,19 +55,25 @@ def rehearse(
     count = len(state) + len(followed)
     fakes = fakes_of(mode, state, (*followed, *tensors))
     clone, _ = copy_without_data(model, (*state, *followed), fakes[:count])
+    calls: list[RehearsedCall] = []
 
     def call() -> RehearsedCall:
         with mode:  # inputs of their own in each call
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in fakes[count:]]
         called, before = RehearsedCall(fakes[:count], inputs), attribute_effects.snapshot(clone)
         args, kwargs = structure.unflatten(arguments, inputs)
-        with as_traced(), untouched(), ExternalEffects(clone, (*args, *kwargs.values())), mode, called:
-            result = clone.forward(*args, **kwargs)
+        with as_traced(), untouched(), ExternalEffects(clone, (*args, *kwargs.values())), mode:
+            with called:
+                result = clone.forward(*args, **kwargs)
+            called.ended(clone, before, result)
+            if outside or (calls or [called])[0].changes.plain:
+                with called:
+                    called.differentiate(result, [*fakes[:count], *inputs])
         clear_caches_of_fakes()
-        called.ended(clone, before, result)
         return called
 
-    calls = [call(), call()]
+    for _ in range(2):
+        calls.append(call())
     if outside or _common(calls):
         calls.append(call())  # a third tells what goes on from what settles later
     if outside and calls[1].operators != calls[2].operators:
@@ -146,6 +152,7 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.changes = attribute_effects.Changes()
         self.left: dict[AttributePath, _Left] = {}
         self.kept: list[Any] = [state, inputs]
+        self._backward = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -153,14 +160,24 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        self.operators.append((str(function), tuple(map(_text, leaves))))
+        if self._backward:
+            return result
         random = torch.Tag.nondeterministic_seeded in function.tags
         self.draws += random
         self.read |= tensors
-        self.operators.append((str(function), tuple(map(_text, leaves))))
         if random or tensors & self.depending:
             self.depending |= {id(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)}
         self.kept += [leaves, result]  # no id comes again
         return result
+
+    def differentiate(self, result: Any, inputs: Sequence[torch.Tensor]) -> None:
+        """Which operators run in the backward pass: numbers that a custom function keeps, or a hook reads, are seen there."""
+        outputs = [tensor for tensor in structure.flatten(result)[0] if tensor.requires_grad]
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        if outputs and wanted:
+            self._backward = True
+            torch.autograd.grad(outputs, wanted, [torch.ones_like(one) for one in outputs], allow_unused=True)
 
     def ended(self, model: nn.Module, before: attribute_effects.Snapshot, result: Any) -> None:
         """The call is over: note what it returned, and what it left in ``model``."""

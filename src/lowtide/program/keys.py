@@ -34,7 +34,8 @@ def layout(tree: Any) -> Any:
 
 
 def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout  # compressed ones have none
+    return (tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 class _Visit:
@@ -86,7 +87,7 @@ def _parts(node: Any) -> dict[Any, Any]:
 def _is_closed(kind: type) -> bool:
     """Whether objects of the type are told apart as Python does it: members of enumerations, and what Python brings along
     (loggers, locks), but for plain holders of attributes."""
-    root = kind.__module__.partition(".")[0]
+    root = str(kind.__module__).partition(".")[0]
     return issubclass(kind, enum.Enum) or (root in sys.stdlib_module_names and kind not in _NAMESPACES)
 
 

@@ -117,7 +117,7 @@ _WHOLE = ("torch.optim.", "torch.distributions.", "torch.utils.data.", "threadin
 @functools.lru_cache(maxsize=1 << 12)
 def _reader(kind: Any) -> Callable[[Any], tuple[Any, ...]] | None:
     read = next((read for kinds, read in _HOLDERS if issubclass(kind, kinds)), None)
-    return _namespace if read is None and kind.__dictoffset__ and kind.__module__.startswith(_WHOLE) else read
+    return _namespace if read is None and kind.__dictoffset__ and str(kind.__module__).startswith(_WHOLE) else read
 
 
 def content(value: Any) -> tuple[Any, ...] | None:

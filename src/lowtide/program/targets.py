@@ -32,7 +32,10 @@ def bernoulli(
 
 
 def update(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Write a mutated buffer (or argument) back, once, at the end of the forward pass."""
+    """Write a mutated buffer (or argument) back, once, at the end of the forward pass: in the shape that it was given, where an
+    operator fits it to its input (observers of quantisation at their first call)."""
+    if target.shape != value.shape:
+        target.resize_(value.shape)
     target.copy_(value)
 
 

@@ -140,7 +140,8 @@ def kind_of(key: Signature, states: int) -> Signature:
 
 def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes | None:
     """Of a call's tensors; ``None`` where one is laid out in another way than a family's are."""
-    if not tensors or not all(tensor.is_contiguous() and tensor.storage_offset() == 0 for tensor in tensors):
+    dense = all(tensor.layout is torch.strided for tensor in tensors)
+    if not (tensors and dense and all(one.is_contiguous() and one.storage_offset() == 0 for one in tensors)):
         return None
     return tuple(tuple(tensor.shape) for tensor in tensors)
 

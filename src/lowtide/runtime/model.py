@@ -14,7 +14,7 @@ from lowtide.dynamic.context import online
 from lowtide.errors import CaptureError, NoGradientError
 from lowtide.planning import Plan
 from lowtide.runtime.entry import Entry, Names, Sample, Signature
-from lowtide.runtime.parts import Parts
+from lowtide.runtime.parts import Parts, can_run_in_parts
 from lowtide.runtime.planned import Planned
 from lowtide.settings import Settings
 
@@ -70,9 +70,13 @@ class Rematerialized(Planned):
             if self.settings.on_capture_error == "online":
                 self._go_online(error)
             else:
-                self.parts = Parts(self.model, self.settings, error)
+                self.parts = self.parts or Parts(self.model, self.settings, error)
                 self._apart.add(key)
+                self._forget(key)
             return None
+
+    def _may_be_apart(self) -> bool:
+        return self.settings.on_capture_error == "parts" and can_run_in_parts(self.model)
 
     def _go_online(self, error: CaptureError) -> None:
         """Run eagerly inside the budget from now on: forward and backward passes, and whatever this thread does else."""

@@ -57,7 +57,9 @@ class Part(SharingForward):
         self._new = 0  # programs, since one came again
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not self.parts.running or _saves_otherwise():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self.original_forward(*args, **kwargs)
+        if not self.parts.running or _saves_otherwise():
             return self.original_forward(*args, **kwargs)
         if self.outside is None:
             with self.parts.lifted(self.model):
@@ -116,6 +118,9 @@ class Part(SharingForward):
             self.entries.clear()
             self.shared.record = StepRecord()
 
+    def _may_be_apart(self) -> bool:
+        return True
+
     @property
     def kind(self) -> tuple[type, str] | None:
         """Its class and the list that it is in, which others share; ``None`` where it is in none."""
@@ -127,7 +132,7 @@ class Parts:
     """The parts of one model. ``why`` the model as a whole is none. Raises that where it has no submodules to try."""
 
     def __init__(self, model: nn.Module, settings: Settings, why: CaptureError) -> None:
-        if any(map(is_sharded, model.modules())) or not any(map(_is_tried, list(model.modules())[1:])):
+        if not can_run_in_parts(model):
             raise why
         self.why = str(why)
         # What runs in one process need not run in another, so none may wait for another's plan. Arenas of parts would add up.
@@ -267,6 +272,11 @@ def _set(module: nn.Module, forward: Any) -> None:
         module.__dict__.pop("forward", None)
     else:
         module.__dict__["forward"] = forward
+
+
+def can_run_in_parts(model: nn.Module) -> bool:
+    """Whether it has submodules to try."""
+    return not any(map(is_sharded, model.modules())) and any(map(_is_tried, list(model.modules())[1:]))
 
 
 def _is_tried(module: nn.Module) -> bool:

@@ -39,6 +39,7 @@ from lowtide.stage_times import itemised, stage, stage_seconds
 _LOG = logging.getLogger(__name__)
 _FIRST = (format_spec(get_planner(FIRST_PLANNER)), "adapted")  # plans that a search may improve
 _MANY_CAPTURES = 8  # for the same shapes: said in the log
+_MOST_CAPTURES = 4  # for the same shapes, in most calls, of what may run in parts instead
 _MOST_CONDITIONS = 16  # kept, of each
 
 
@@ -170,6 +171,11 @@ class Programs:
             if not self.entries[oldest.key]:
                 del self.entries[oldest.key]
 
+    def _forget(self, key: Signature) -> None:
+        """Drop the entries for these calls."""
+        for entry in self.entries.pop(key, []):
+            self.improving.drop(entry)
+
     def _captured(self, sample: Sample, mask: GradientMask | None) -> Captured:
         try:
             return self._capture(sample, mask, follow=frozenset(self._follow))
@@ -192,6 +198,11 @@ class Programs:
         conditions = self._latest(key).conditions[0]
         why = conditions.broken(self.model, inputs)
         self._follow |= conditions.other_tensors(self.model)
+        if times >= _MOST_CAPTURES and times > sum(entry.calls for entry in self.entries[key]) and self._may_be_apart():
+            raise CaptureError(
+                f"its program depends on what changes from call to call ({why}), and was captured {times} times for the same "
+                "shapes. Make it constant, keep it in a buffer, or pass it as a tensor that is only computed with."
+            )
         _LOG.info("%s is captured again: %s", type(self.model).__name__, why)
         if times == _MANY_CAPTURES:
             _LOG.warning(
@@ -200,6 +211,10 @@ class Programs:
                 "buffer, pass it as a tensor that is only computed with, or run the model under lowtide.online.",
                 type(self.model).__name__, times, why,
             )  # fmt: skip
+
+    def _may_be_apart(self) -> bool:
+        """Whether a ``CaptureError`` lets the call run otherwise."""
+        return False
 
     def _latest(self, key: Signature) -> Entry:
         """The program for these shapes that ran last, if one did."""

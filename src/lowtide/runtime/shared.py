@@ -9,11 +9,10 @@ between the graphs may hold memory, too; that is measured, where a pass of a gra
 
 and where no gap between them took more than the rest of the budget. A graph becomes known when it is first called: it gets a
 first plan for what the graphs before it leave, which saves the share that graphs have been given so far (at first, as little
-as it can) where others will follow. Where that does not suffice, the step goes on with the lowest plan that the graph has (said
-in the log). After a step with first plans, and after one that did not fit (a graph that is known ran a second time, or at
-another shape, before the backward pass), all graphs are planned together (``lowtide.sharing``): only then is there a search,
-once for all of them. A budget in percent grows with the graphs that are known, so where more will come, the first cannot fail
-it either.
+as it can) where others will follow. Where that does not suffice, the step goes on with its lowest plan (said in the log).
+After a step with first plans, and after one that did not fit (a graph that is known ran a second time, or at another shape,
+before the backward pass), all graphs are planned together (``lowtide.sharing``): only then is there a search, once for all of
+them. A budget in percent grows with the graphs that are known, so where more will come, the first cannot fail it either.
 """
 
 from __future__ import annotations
@@ -124,6 +123,11 @@ class SharedBudget:
         if level is not None and self._level_bytes is not None:
             self._between_bytes += level - self._level_bytes
         self._level_bytes = level
+
+    def set_aside(self, kept_bytes: int) -> None:
+        """Planning keeps so much (constants, workspaces of libraries), which is no memory of code between graphs."""
+        self._start_bytes += kept_bytes
+        self._level_bytes = None if self._level_bytes is None else self._level_bytes + kept_bytes
 
     def add(self, graph: Planned, entry: Entry, inputs: Sequence[torch.Tensor], call: ModelCall | None) -> None:
         """``graph`` ran by ``entry``."""

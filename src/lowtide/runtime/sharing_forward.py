@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from lowtide.capture import Captured
+from lowtide.memory.allocators import allocated_bytes
 from lowtide.pipeline import fused
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
-from lowtide.runtime.entry import Entry, Sample
+from lowtide.runtime.entry import Entry, Sample, Signature
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.shared import SharedBudget
 
@@ -38,6 +39,15 @@ class SharingForward(Planned):
         call = next((getattr(output.grad_fn, "call", None) for output in outputs if output.grad_fn is not None), None)
         self.shared.add(self, entry, inputs, call)
         return outputs
+
+    def _make(
+        self, key: Signature, sample: Sample, old: Entry | None = None, mask: GradientMask | None = None
+    ) -> Entry:
+        before = allocated_bytes(self.shared.device) or 0
+        try:
+            return super()._make(key, sample, old, mask)
+        finally:
+            self.shared.set_aside((allocated_bytes(self.shared.device) or 0) - before)
 
     def planned(self, captured: Captured, sample: Sample) -> tuple[Program, Plan]:
         program = fused(captured.program, self.settings)

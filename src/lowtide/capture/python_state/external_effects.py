@@ -36,9 +36,12 @@ _STORES_GLOBAL, _STORES_OUTSIDE = dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_DE
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """All forward and backward hooks of a module, and a forward method of its own."""
+    """All forward and backward hooks of a module, and a forward method of its own: where plans run in its place, that one."""
     own = module.__dict__
-    return (*(hook for name in HOOKS if own[name] for hook in own[name].values()), own.get("forward"))
+    forward: Any = own.get("forward")
+    while getattr(type(forward), "_lowtide_runtime", False):
+        forward = forward.original_forward if forward.had_instance_forward else None
+    return (*(hook for name in HOOKS if own[name] for hook in own[name].values()), forward)
 
 
 class _Holder(NamedTuple):

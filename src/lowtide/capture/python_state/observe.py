@@ -234,7 +234,7 @@ class Observer:
     def _watch(self, seen: Any, original: Any, text: str) -> None:
         """Note what is read of an object from now on."""
         kind = type(seen)
-        if kind.__module__.partition(".")[0] in _OPAQUE or not kind.__flags__ & _HEAP_TYPE:
+        if str(kind.__module__).partition(".")[0] in _OPAQUE or not kind.__flags__ & _HEAP_TYPE:
             return
         if id(kind) not in self._originals:
             self._originals[id(kind)] = kind

@@ -1,0 +1,131 @@
+"""What models of other packages do that are no single program: in parts, equal to eager to the bit."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.cost import synthetic
+
+WIDTH = 32
+
+
+def _equal_steps(model: nn.Module, x: Any, steps: int = 3, **settings: Any) -> nn.Module:
+    """The planned model, after steps with SGD in which loss, gradients, buffers and the generator were equal to eager's."""
+    plain, model = model, copy.deepcopy(model)
+    lowtide.rematerialize(model, (x,), **{"budget": "90%", **settings})
+    for seed in range(steps):
+        results = []
+        for one in (plain, model):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            one.zero_grad()
+            loss = one(x)
+            loss.backward()
+            gradients = [parameter.grad for parameter in one.parameters()]
+            results.append([loss.detach(), torch.get_rng_state(), *gradients, *(b.clone() for b in one.buffers())])
+            torch.optim.SGD(one.parameters(), 0.01).step()
+        for expected, found in zip(*results, strict=True):
+            assert (expected is None) == (found is None) and (expected is None or torch.equal(expected, found))
+    return model
+
+
+class _Hooked(nn.Module):
+    """A hook inside of it is a method of its own, and a second result has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh()), nn.Linear(4 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.net[0].register_forward_hook(self._scaled)
+
+    def _scaled(self, _: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor:
+        return self.scale * result
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.net(x)
+        return self.head(hidden), hidden
+
+
+class _Deciding(nn.Module):
+    """Decides by random numbers how often its block runs."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.rand(()).item() < 0.9:
+            x = self.block(x)[0]
+        return x.square().mean()
+
+
+def test_a_part_that_a_hook_inside_of_it_leads_to() -> None:
+    model = _equal_steps(_Deciding(_Hooked()), torch.randn(16, WIDTH))
+    assert [part.name for part in model.forward.parts.planned()] == ["block"]
+
+
+def test_what_planning_keeps_is_no_memory_between_parts() -> None:
+    """A pattern of some hundred kilobytes, to measure with, in a step that takes some ten."""
+    synthetic._pattern.cache_clear()
+    block = nn.Sequential(nn.Linear(WIDTH, 13), nn.Tanh(), nn.Linear(13, WIDTH), nn.Unflatten(0, (1, -1)))
+    model = _equal_steps(_Deciding(block), torch.randn(17, WIDTH), budget="100%")
+    assert model.forward.parts.shared.record.most_between < synthetic._pattern(torch.float32).nbytes / 2
+
+
+class _Dropping(nn.Module):
+    """Drops layers by Python's random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH)) for _ in range(6)
+        )
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if random.random() < 0.5:
+                x = x + block(x)
+        return self.head(x).square().mean()
+
+
+class _Within(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if torch.rand(()).item() >= 0 else x.sum()
+
+
+@pytest.mark.parametrize("make", [_Dropping, lambda: _Within(_Dropping())])
+def test_what_is_another_program_in_every_call_is_planned_in_smaller_parts(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = _equal_steps(make(), torch.randn(16, WIDTH), steps=8, budget="100%")
+    assert {part.name.rpartition("blocks.")[1] for part in model.forward.parts.planned()} == {"blocks."}
+    assert len(model.forward.parts.planned()) > 3 and not model.forward.entries
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_arguments_that_have_no_strides() -> None:
+    """Compressed sparse matrices: what computes with them runs as it is, what comes after it is planned."""
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH))
+
+        def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return self.block(given[0] @ given[1]).square().mean()
+
+    adjacent = (torch.rand(16, 16) > 0.7).float().to_sparse_csr()
+    model = _equal_steps(Graph(), (adjacent, torch.randn(16, WIDTH)), budget="100%")
+    assert [part.name for part in model.forward.parts.planned()] == ["block"]
