@@ -46,13 +46,13 @@ struct Hook {
 Hook* hook = nullptr;
 
 void release(void* block) {
+    note_freed(block);
     if (lies_in_arena(block)) {
         hook->counter.leave(block, false);
         if (give_back(block)) return;
     } else {
         hook->counter.leave(block);
     }
-    note_freed(block);
     hook->deleter(block);
 }
 

@@ -189,7 +189,6 @@ bool Arena::reserve(std::int64_t bytes) {
     const std::scoped_lock lock(registry().mutex);
     bytes = padded(bytes);
     if (bytes <= 0 || (block_ != nullptr && block_->bytes() >= bytes)) return true;
-    if (block_ != nullptr && block_->alive.empty()) retire(std::exchange(block_, nullptr));  // before both would be there
     Block* larger = new_block(bytes, counter_);
     if (larger == nullptr) return false;
     retire(std::exchange(block_, larger));
@@ -208,7 +207,21 @@ ArenaCounts Arena::counts() const {
 
 AddressTable::AddressTable(std::shared_ptr<Arena> arena, std::vector<OperatorPlaces> places) : arena_(std::move(arena)) {
     operators_.reserve(places.size());
-    for (OperatorPlaces& each : places) operators_.push_back({std::move(each), {}, false, 0});
+    const auto reach = [this](const Place& place) { extent_ = std::max(extent_, place.offset + padded(place.bytes)); };
+    for (OperatorPlaces& each : places) {
+        std::ranges::for_each(each.tensors, reach);
+        std::ranges::for_each(each.second_copies, reach);
+        reach(each.workspace);
+        operators_.push_back({std::move(each), {}, false, 0});
+    }
+}
+
+AddressTable::~AddressTable() {
+    if (now.table == this) now.table = nullptr;
+}
+
+bool AddressTable::reserve() {
+    return arena_->reserve(extent_);
 }
 
 void AddressTable::begin(std::int32_t operator_index) {
@@ -299,10 +312,19 @@ void* AddressTable::take(Operator& of, std::int32_t number, std::int64_t bytes) 
     return found;
 }
 
+// Wherever there is room, for an operator of which nothing is known yet.
+void* AddressTable::take_any(std::int64_t bytes) {
+    Block* block = arena_->block_;
+    void* found = block == nullptr ? nullptr : claim_any(*block, {}, bytes);
+    if (found != nullptr) note_allocated(found, bytes);
+    return found;
+}
+
 void* placed(std::int64_t bytes) {
-    if (now.table == nullptr || now.learning || bytes <= 0) return nullptr;
+    if (now.table == nullptr || bytes <= 0) return nullptr;
     AddressTable& table = *now.table;
     const std::scoped_lock lock(registry().mutex);
+    if (now.learning) return table.take_any(bytes);
     return table.take(table.operators_[static_cast<std::size_t>(now.operator_index)], now.count++, bytes);
 }
 
@@ -326,7 +348,9 @@ bool lies_in_arena(const void* block) {
     const auto address = reinterpret_cast<std::uintptr_t>(block);
     const Registry& known = registry();
     const auto used = std::span(known.blocks).first(known.used);
-    return std::ranges::any_of(used, [&](const Block& each) { return each.begin <= address && address < each.end; });
+    return std::ranges::any_of(used, [&](const Block& each) {
+        return address < each.end && each.begin != 0 && each.begin <= address;  // in that order: `begin` is written first
+    });
 }
 
 bool give_back(const void* block) {

@@ -59,11 +59,16 @@ struct OperatorPlaces {
     Place workspace;
 };
 
-// The places of a step, operator by operator. Every operator runs outside the arena once, while it is seen which of its
-// allocations are what.
+// The places of a step, operator by operator. When an operator runs first, what it allocates goes wherever there is room, while it
+// is seen which of its allocations are what.
 class AddressTable {
 public:
     AddressTable(std::shared_ptr<Arena> arena, std::vector<OperatorPlaces> places);
+    AddressTable(const AddressTable&) = delete;
+    ~AddressTable();
+
+    // Makes the block large enough for all places; false where there is no memory for it.
+    bool reserve();
 
     // What the running thread allocates from now on is of this operator, and, after `end`, of none.
     void begin(std::int32_t operator_index);
@@ -91,9 +96,11 @@ private:
 
     void learn(std::int32_t operator_index);
     void* take(Operator& of, std::int32_t number, std::int64_t bytes);
+    void* take_any(std::int64_t bytes);
 
     std::shared_ptr<Arena> arena_;
     std::vector<Operator> operators_;
+    std::int64_t extent_ = 0;
 };
 
 // The place of what the running thread allocates next, null where it has none.

@@ -232,6 +232,7 @@ void bind_arena(nb::module_& module) {
             }
             new (self) AddressTable(std::move(arena), std::move(places));
         })
+        .def("reserve", &AddressTable::reserve)
         .def("begin", &AddressTable::begin)
         .def_static("end", &AddressTable::end)
         .def_static("is_learning", &AddressTable::is_learning)

@@ -190,9 +190,12 @@ _Place = tuple[int, int]  # offset and bytes
 
 class AddressTable:
     """The places of a step, operator by operator: of its tensors, of second copies that are gone when it ends, and of what it
-    uses inside. Every operator runs outside the arena once, while it is learned which allocation is which."""
+    uses inside. What an operator allocates when it runs first goes wherever there is room: it is learned which one is which."""
 
     def __init__(self, arena: Arena, rows: Sequence[tuple[Sequence[_Place], Sequence[_Place], _Place]]) -> None: ...
+    def reserve(self) -> bool:
+        """Make the block large enough for all places; false where there is no memory for it."""
+
     def begin(self, operator_index: int) -> None:
         """What this thread allocates from now on is of that operator."""
 

@@ -76,7 +76,7 @@ def rematerialize(
     _require_plannable(model)
     given = (budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
     planning = planning or _usual_planning(planner, compiler)
-    runtime = Rematerialized(model, Settings(*given, planning, dynamic, max_programs, arena))
+    runtime = Rematerialized(model, Settings(*given, planning, dynamic, max_programs, arena=arena))
     if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
         runtime.prepare(args, kwargs or {})
     model.forward = runtime

@@ -25,9 +25,9 @@ class Settings:
     planning: str = "wait"
     dynamic: bool | None = False
     max_programs: int = 64
-    arena: bool = False
     agreed: bool = True  # among several processes: one plans for all
     between_bytes: int = 0  # what the rest of a larger model takes between this part's two passes, within the budget
+    arena: bool = False
 
     def __post_init__(self) -> None:
         if (self.budget is None) == (self.total_budget is None):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lowtide.ir import Compute, Kind
 from lowtide.memory.arena import AddressTable, Arena, Place
 from lowtide.place import Layout
+from lowtide.units import format_bytes
 
+_LOG = logging.getLogger(__name__)
 _OUTSIDE = -1  # an offset
 
 
@@ -28,17 +31,30 @@ class ComputePlaces(NamedTuple):
         return len(set(sizes)) < len(sizes)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Addresses:
-    """A table in an arena, and what its rows are: ``computes[i]`` is the i-th compute of the schedule."""
+    """A table in an arena, and what its rows are: ``computes[i]`` is the i-th compute of the schedule. ``block_bytes``: what
+    the arena must have for it; ``refused``, whether it could not get that."""
 
     table: AddressTable
     computes: tuple[ComputePlaces, ...]
+    block_bytes: int
+    refused: bool = False
 
     @classmethod
     def of(cls, layout: Layout, arena: Arena) -> Addresses:
         computes = places_of(layout)
-        return cls(AddressTable(arena, [each[:3] for each in computes]), computes)
+        return cls(AddressTable(arena, [each[:3] for each in computes]), computes, layout.block_bytes)
+
+    def reserve(self) -> None:
+        """Before a pass: a block that is large enough. Where there is no memory for one, the log says so, once, and what does
+        not lie in the arena's block lies where the allocator puts it."""
+        if not self.refused and not self.table.reserve():
+            self.refused = True
+            _LOG.warning(
+                "a block of %d bytes (%s) cannot be reserved: what finds no place in the arena lies outside of it",
+                self.block_bytes, format_bytes(self.block_bytes),
+            )  # fmt: skip
 
 
 def places_of(layout: Layout) -> tuple[ComputePlaces, ...]:

@@ -27,9 +27,9 @@ import torch
 
 from lowtide.ir import Compute, Free, Op, RestoreRng, SaveRng, Schedule
 from lowtide.ir.graph import TANGENT_TARGET, UPDATE_TARGET
-from lowtide.lower.addresses import Addresses, ComputePlaces
+from lowtide.lower.addresses import Addresses
 from lowtide.lower.gradient_groups import GradientGroup, group_gradients
-from lowtide.memory.arena import AddressTable, made
+from lowtide.memory.arena import made
 from lowtide.program import generators, targets
 from lowtide.program.overwrites import keeping, written_form
 from lowtide.program.program import Program, Ref
@@ -47,8 +47,9 @@ class Lowered:
     of, and how many terms of the same came before it. ``tangents`` are the values of the gradients that arrive;
     ``random`` tells whether a generator is read. ``reads`` are the flat inputs that the program reads and does not update,
     ``reads_after`` those of them that its backward pass reads, themselves or views of them, and ``reads_outputs`` the forward
-    outputs that it reads. ``inner`` are the forward outputs that others are computed from. ``table``: the places of what is
-    allocated, where there is an arena; whoever resumes the generator ends it when that comes back (``AddressTable.end``).
+    outputs that it reads. ``inner`` are the forward outputs that others are computed from. ``addresses``: where what is
+    allocated goes, if there is an arena: reserved before a pass; whoever resumes the generator ends the latest operator
+    (``AddressTable.end``) when that comes back.
     """
 
     program: Program
@@ -62,7 +63,7 @@ class Lowered:
     reads_after: tuple[int, ...]
     reads_outputs: tuple[int, ...]
     inner: tuple[int, ...]
-    table: AddressTable | None = None
+    addresses: Addresses | None = None
 
 
 def _terms(program: Program) -> tuple[tuple[int, int], ...]:
@@ -84,9 +85,8 @@ class _Generator:
         self.program = program
         self.graph = program.graph
         self.schedule = schedule
-        self.table = addresses.table if addresses else None
-        self.begin = self.table.begin if self.table else None
-        self.places: list[ComputePlaces] = list(addresses.computes) if addresses else []
+        self.addresses = addresses
+        self.begin = addresses.table.begin if addresses else None
         self.computed = 0
         self.lines: list[str] = []
         self.namespace: dict[str, Any] = {"save_rng": generators.saved, "replayed": generators.replayed}
@@ -138,11 +138,11 @@ class _Generator:
 
     def _step(self, step: Any) -> None:
         if isinstance(step, Compute):
-            if self.table is not None:
+            if self.addresses is not None:
                 self.lines.append(f"{self._constant(self.begin)}({self.computed})")
             self._compute(step.op, step.into)
-            if self.table is not None and self.places[self.computed].is_ambiguous:
-                self._tell_apart(step.op, self.places[self.computed].storages)
+            if self.addresses is not None and self.addresses.computes[self.computed].is_ambiguous:
+                self._tell_apart(step.op, self.addresses.computes[self.computed].storages)
             self.computed += 1
         elif isinstance(step, Free):
             self._drop(self.graph.storages[step.storage].values)
@@ -271,7 +271,7 @@ class _Generator:
             reads_after=tuple(i for i, storage in storages if storage in after - updated),
             reads_outputs=tuple(i for i, value in outputs if self.graph.values[value].storage in after),
             inner=self._inner_outputs(),
-            table=self.table,
+            addresses=self.addresses,
         )
 
     def _inner_outputs(self) -> tuple[int, ...]:

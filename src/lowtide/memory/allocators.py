@@ -46,8 +46,35 @@ class CudaMeter:
         self._raised = max(self._raised, peak_bytes)
 
 
+class ReservedMeter:
+    """Of the memory that the CPU's allocator takes up: what it has handed out outside of arenas, and all arenas."""
+
+    def __init__(self, counter: cpu_allocator.AllocationCounter) -> None:
+        self._counter = counter
+
+    @property
+    def level_bytes(self) -> int:
+        return self._counter.reserved_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._counter.reserved_peak_bytes
+
+    def reset_peak(self) -> int:
+        return self._counter.reset_reserved_peak()
+
+    def raise_peak(self, peak_bytes: int) -> None:
+        self._counter.raise_reserved_peak(peak_bytes)
+
+
 # Level and peak of the bytes that an allocator has handed out. ``reset_peak`` lowers the peak to the level, and returns it.
-Meter = CudaMeter | cpu_allocator.AllocationCounter
+Meter = CudaMeter | ReservedMeter | cpu_allocator.AllocationCounter
+
+
+@functools.cache
+def reserved_meter(counter: cpu_allocator.AllocationCounter) -> ReservedMeter:
+    """The one for a counter, so that measurements inside each other know of each other."""
+    return ReservedMeter(counter)
 
 
 @functools.cache

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from lowtide.memory import cpu_allocator
-from lowtide.memory.allocators import CudaMeter, PeakWindow
+from lowtide.memory.allocators import CudaMeter, PeakWindow, reserved_meter
 from lowtide.memory.measurement import Measurement
 
 _LOG_EVENTS = 1 << 20
@@ -79,20 +79,18 @@ def _measure_cpu(fn: Callable[[], Any], log_events: int = _LOG_EVENTS) -> Measur
         levels = [0, *(level for _, level in changes)]
         return Measurement(max(levels), time_ns, "cpu", tuple(changes), levels[-1])
     log = np.empty((log_events, 2), dtype=np.int64)
-    uncounted, reserved_before = counter.uncounted_blocks, counter.reserved_peak_bytes
-    counter.reset_reserved_peak()
-    with PeakWindow(counter) as window:
+    uncounted = counter.uncounted_blocks
+    with PeakWindow(counter) as window, PeakWindow(reserved_meter(counter)) as taken:
         logging = log_events > 0 and counter.start_log(log)
         start_ns = time.monotonic_ns()
         try:
             result = fn()
             time_ns = time.monotonic_ns() - start_ns
             final, peak = window.level_bytes, window.peak_bytes
-            reserved = counter.reserved_peak_bytes - window.start_bytes
+            reserved = taken.start_bytes + taken.peak_bytes - window.start_bytes
             del result
         finally:
             events = counter.stop_log() if logging else 0
-            counter.raise_reserved_peak(reserved_before)
     if counter.uncounted_blocks != uncounted:
         warnings.warn("more tensors are alive than the allocation counter holds: peak_bytes is too low", stacklevel=3)
     rows = log[: min(events, log_events)] - np.array([start_ns, window.start_bytes])

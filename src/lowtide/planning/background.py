@@ -126,7 +126,7 @@ class _Listener(Generic[Prepared]):
         except LowtideError as error:
             return f"a plan that it found is not sound ({error})"
         if found.time_ns < self.plan.time_ns or message.done:
-            self.plan = self.plan.improved(found, time.monotonic() - self.began)
+            self.plan = self.plan.improved(found, time.monotonic() - self.began, self.request.placed)
             prepared = self.prepare(self.plan)
             with self.changed:
                 self.latest = prepared

@@ -89,16 +89,13 @@ def plan_from(
     other sizes; ``None`` where none fits, or, if it is to be ``placed``, where its addresses do not."""
     keep_all = keep_all_schedule(graph)
     unconstrained = simulate(graph, costs, keep_all).peak_bytes
-    best: tuple[int, int, Schedule] | None = None
-    for schedule in (keep_all, *schedules):
-        run = simulate(graph, costs, schedule)
-        if run.peak_bytes <= budget_bytes and (best is None or run.time_ns < best[0]):
-            best = run.time_ns, run.peak_bytes, schedule
-    if best is None:
-        return None
-    time_ns, peak_bytes, schedule = best
-    plan = Plan(graph, costs, schedule, planner, budget_bytes, peak_bytes, unconstrained, time_ns, None, seed)
-    return _fitting(plan, placed)
+    runs = ((simulate(graph, costs, schedule), schedule) for schedule in (keep_all, *schedules))
+    fitting = [(run.time_ns, run.peak_bytes, schedule) for run, schedule in runs if run.peak_bytes <= budget_bytes]
+    for time_ns, peak_bytes, schedule in sorted(fitting, key=lambda one: one[0]):
+        plan = Plan(graph, costs, schedule, planner, budget_bytes, peak_bytes, unconstrained, time_ns, None, seed)
+        if _fitting(plan, placed) is not None:
+            return plan
+    return None
 
 
 def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner: str) -> InfeasibleBudgetError:

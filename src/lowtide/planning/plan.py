@@ -147,10 +147,11 @@ class Plan:
         """This plan as the first of a history."""
         return dataclasses.replace(self, history=(self._as_improvement(0.0),))
 
-    def improved(self, found: Plan, seconds: float) -> Plan:
+    def improved(self, found: Plan, seconds: float, placed: bool = False) -> Plan:
         """``found``, for the same problem, where it is quicker than this plan; else this one with what is known of it now.
-        ``seconds``: since the history began."""
-        if found.time_ns < self.time_ns:
+        ``seconds``: since the history began. ``placed``: one whose addresses do not fit is none, unless this one's do not."""
+        fits = not placed or found.is_placed or not self.is_placed
+        if found.time_ns < self.time_ns and fits:
             return dataclasses.replace(found, history=(*self.history, found._as_improvement(seconds)))
         bound_ns, seconds = found.lower_bound_ns, found.solve_seconds
         return dataclasses.replace(self, planner=found.planner, lower_bound_ns=bound_ns, solve_seconds=seconds)

@@ -180,7 +180,7 @@ class ImprovingTogether(Improving):
         told = successors.take()
         if told is not None:
             at, found = told
-            plan = entry.plan.improved(found, time.monotonic() - entry.made)
+            plan = entry.plan.improved(found, time.monotonic() - entry.made, entry.arena is not None)
             self._pending[entry] = at, plan, lowered(entry.program, plan, entry.arena)
         if successors.are_through:
             del self._heard[entry]

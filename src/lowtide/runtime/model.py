@@ -12,9 +12,12 @@ from torch import nn
 
 from lowtide.dynamic.context import online
 from lowtide.errors import CaptureError, NoGradientError
+from lowtide.memory.arena import Arena
 from lowtide.planning import Plan
+from lowtide.program import Program
 from lowtide.runtime.entry import Entry, Names, Sample, Signature
 from lowtide.runtime.parts import Parts, can_run_in_parts
+from lowtide.runtime.placed import lowered
 from lowtide.runtime.planned import Planned
 from lowtide.settings import Settings
 
@@ -71,9 +74,20 @@ class Rematerialized(Planned):
                 self._go_online(error)
             else:
                 self.parts = self.parts or Parts(self.model, self.settings, error)
+                self._leave_arena()
                 self._apart.add(key)
                 self._forget(key)
             return None
+
+    def _arena(self, program: Program) -> Arena | None:
+        return super()._arena(program) if self.parts is None else None
+
+    def _leave_arena(self) -> None:
+        """Programs of the whole model run without one from now on: beside it the parts would exceed the budget."""
+        self._arenas.clear()
+        self.improving.stop()
+        for entry in (one for entries in self.entries.values() for one in entries):
+            entry.arena, entry.lowered = None, lowered(entry.program, entry.plan, None)
 
     def _may_be_apart(self) -> bool:
         return self.settings.on_capture_error == "parts" and can_run_in_parts(self.model)

@@ -146,8 +146,8 @@ class Parts:
         self._calls = self._steps = 0
         self._paused = False
         _LOG.warning(
-            "%s cannot be one program, so its submodules are planned, and code between them runs as it is: %s",
-            type(model).__name__, why,
+            "%s cannot be one program, so its submodules are planned%s, and code between them runs as it is: %s",
+            type(model).__name__, ", without an arena" * settings.arena, why,
         )  # fmt: skip
 
     @property

@@ -108,10 +108,10 @@ class Programs:
                     same.conditions.insert(0, captured.contract.conditions)
                     del same.conditions[_MOST_CONDITIONS:]
                     return same
+            arena = self._arena(captured.program)
             adapted = member is not None and member.branch.measured and self.settings.planning == "background"
             program, plan = self._adapted(member) if member and adapted else self.planned(captured, sample)
             with stage("lowering"):
-                arena = self._arena(program)
                 runs = lowered(program, plan, arena)
         conditions, for_masks = ([captured.contract.conditions], {}) if old is None else (old.conditions, old.for_masks)
         kept = sample.without_data(program.metas[0].device.type)

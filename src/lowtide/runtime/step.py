@@ -59,6 +59,8 @@ class ModelCall:
     def forward(self) -> list[torch.Tensor]:
         """Run the forward program; returns the forward outputs."""
         lowered, kept = self.lowered, self.lowered.program.kept
+        if lowered.addresses is not None:
+            lowered.addresses.reserve()
         if lowered.random:
             self.rng_state = generators.saved(generators.default_generator(self.inputs[0].device))
         self.generator = lowered.step(list(self.inputs), self.tangents, True)
