@@ -109,9 +109,26 @@ class _Within(nn.Module):
 @pytest.mark.parametrize("make", [_Dropping, lambda: _Within(_Dropping())])
 def test_what_is_another_program_in_every_call_is_planned_in_smaller_parts(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
-    model = _equal_steps(make(), torch.randn(16, WIDTH), steps=8, budget="100%")
+    model = _equal_steps(make(), torch.randn(16, WIDTH), steps=24, budget="100%")
     assert {part.name.rpartition("blocks.")[1] for part in model.forward.parts.planned()} == {"blocks."}
     assert len(model.forward.parts.planned()) > 3 and not model.forward.entries
+
+
+class _Shrinking(nn.Module):
+    """Is another program in every call, whose one part is as large as the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).square().mean() * random.random()
+
+
+def test_what_does_not_fit_in_parts_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
+    model = _equal_steps(_Shrinking(), torch.randn(64, WIDTH), steps=22, budget="78%", planner="greedy")
+    assert "is captured in every call, as its parts do not fit" in caplog.text
+    assert model.forward.parts is None and model.forward.entries
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowtide.dynamic.context import online
-from lowtide.errors import CaptureError, NoGradientError
+from lowtide.errors import CaptureError, InfeasibleBudgetError, NoGradientError
 from lowtide.memory.arena import Arena
 from lowtide.planning import Plan
 from lowtide.program import Program
@@ -33,6 +33,8 @@ class Rematerialized(Planned):
         super()._begin(model, settings, original_forward, had_instance_forward)
         self.parts: Parts | None = None
         self._runs_in_parts = False  # whether a call has
+        self._was_whole = False  # though its program changes from call to call, which is why it is in parts
+        self._stays_whole = False  # since its parts do not fit the budget
         self._apart: set[Signature] = set()  # of calls that could not be captured
         self._online: online | None = None
 
@@ -44,10 +46,15 @@ class Rematerialized(Planned):
     def _run_unplanned(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.parts is None:
             return super()._run_unplanned(args, kwargs)
+        began = False
         try:
             with self.parts.installed():
+                began = True
                 result = self.original_forward(*args, **kwargs)
-        except Exception:
+        except Exception as error:
+            if isinstance(error, InfeasibleBudgetError) and not began and self._was_whole:
+                self._go_whole(error)
+                return self(*args, **kwargs)
             if not self._runs_in_parts:  # the call itself is wrong: that is no reason to run others in parts
                 self.parts = None
                 self._apart.clear()
@@ -74,6 +81,7 @@ class Rematerialized(Planned):
                 self._go_online(error)
             else:
                 self.parts = self.parts or Parts(self.model, self.settings, error)
+                self._was_whole = key in self.entries
                 self._leave_arena()
                 self._apart.add(key)
                 self._forget(key)
@@ -90,7 +98,13 @@ class Rematerialized(Planned):
             entry.arena, entry.lowered = None, lowered(entry.program, entry.plan, None)
 
     def _may_be_apart(self) -> bool:
-        return self.settings.on_capture_error == "parts" and can_run_in_parts(self.model)
+        return self.settings.on_capture_error == "parts" and not self._stays_whole and can_run_in_parts(self.model)
+
+    def _go_whole(self, error: InfeasibleBudgetError) -> None:
+        """Its parts do not fit the budget: every call is captured, which takes longer but meets it."""
+        _LOG.warning("%s is captured in every call, as its parts do not fit: %s", type(self.model).__name__, error)
+        self.parts, self._runs_in_parts, self._was_whole, self._stays_whole = None, False, False, True
+        self._apart.clear()
 
     def _go_online(self, error: CaptureError) -> None:
         """Run eagerly inside the budget from now on: forward and backward passes, and whatever this thread does else."""

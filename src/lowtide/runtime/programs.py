@@ -39,7 +39,7 @@ from lowtide.stage_times import itemised, stage, stage_seconds
 _LOG = logging.getLogger(__name__)
 _FIRST = (format_spec(get_planner(FIRST_PLANNER)), "adapted")  # plans that a search may improve
 _MANY_CAPTURES = 8  # for the same shapes: said in the log
-_MOST_CAPTURES = 4  # for the same shapes, in most calls, of what may run in parts instead
+_MOST_CAPTURES = 16  # for the same shapes, in most calls, of what may run in parts instead
 _MOST_CONDITIONS = 16  # kept, of each
 
 
