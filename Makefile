@@ -72,7 +72,7 @@ sanitize: $(STAMP)
 	cp -R src/lowtide $(SANITIZED)
 	rm -f $(SANITIZED)/lowtide/_native.*.so
 	$(BIN)/cmake --install build/checked --prefix $(SANITIZED)
-	PYTHONPATH=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
+	PYTHONPATH=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 OMP_NUM_THREADS=1 \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 		$(BIN)/python -m pytest -q -m "not slow" -p no:cacheprovider -o timeout=0 $(CHECKED)
 
