@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 import lowtide
+from tests.support.stepping import LeftBehind, assert_same, steps
 
 WIDTH = 64
 _SAMPLE = torch.zeros(8, 32, WIDTH)
@@ -262,40 +262,24 @@ class _Blocks(nn.Module):
         return x.square().mean()
 
 
-def _steps(model: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """What each of four steps left, and its peak."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
+def _forgotten() -> None:
     _STATE.update(calls=0, seen=[])
-    for number in range(4):
-        x = torch.randn(8, 32, WIDTH, generator=torch.Generator().manual_seed(number))
-        losses: list[torch.Tensor] = []
 
-        def step(x: torch.Tensor = x, losses: list[torch.Tensor] = losses) -> None:
-            losses.append(model(x))
-            losses[0].backward()
 
-        peak = lowtide.measure(step).peak_bytes
-        tensors = [losses[0], *(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
-        state = random.getstate(), str(np.random.get_state()), _STATE["calls"], len(_STATE["seen"])
-        yield [*tensors, torch.get_rng_state()], state, peak
-        optimizer.step()
-        optimizer.zero_grad()
+def _steps(model: nn.Module) -> list[LeftBehind]:
+    _forgotten()
+    return list(steps(model, (8, 32, WIDTH), 4, lambda: (_STATE["calls"], len(_STATE["seen"]))))
 
 
 def _compare(function: Function, share: float) -> tuple[nn.Module, float]:
     """The planned model, after steps that were equal to eager's to the bit; and the last peak as a share of the budget."""
     plain, model = (_seeded(function) for _ in range(2))
-    expected = list(_steps(plain))
+    expected = _steps(plain)
     budget = int(share * max(peak for _, _, peak in expected))
-    _STATE.update(calls=0, seen=[])
+    _forgotten()
     lowtide.rematerialize(model, (_SAMPLE,), budget=budget, planner="auto{effort=1}")
-    found = list(_steps(model))
-    for (tensors, state, _), (ours, own_state, _) in zip(expected, found, strict=True):
-        assert state == own_state
-        assert all(itertools.starmap(torch.equal, zip(tensors, ours, strict=True)))
+    found = _steps(model)
+    assert_same(expected, found)
     return model, found[-1][2] / budget
 
 

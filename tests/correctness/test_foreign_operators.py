@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.capture import capture
+from tests.support.stepping import LeftBehind, assert_same, steps
 
 WIDTH = 64
 _SAMPLE = torch.zeros(8, 32, WIDTH)
@@ -206,40 +206,21 @@ class _Blocks(nn.Module):
         return x.square().mean()
 
 
-def _steps(model: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """What each of three steps left, and its peak."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
+def _steps(model: nn.Module) -> list[LeftBehind]:
     _STATE["calls"] = 0
-    for number in range(3):
-        x = torch.randn(8, 32, WIDTH, generator=torch.Generator().manual_seed(number))
-        losses: list[torch.Tensor] = []
-
-        def step(x: torch.Tensor = x, losses: list[torch.Tensor] = losses) -> None:
-            losses.append(model(x))
-            losses[0].backward()
-
-        peak = lowtide.measure(step).peak_bytes
-        tensors = [losses[0], *(p.grad.clone() for p in model.parameters()), torch.get_rng_state()]
-        yield tensors, (random.getstate(), str(np.random.get_state()), _STATE["calls"]), peak
-        optimizer.step()
-        optimizer.zero_grad()
+    return list(steps(model, (8, 32, WIDTH), 3, lambda: _STATE["calls"]))
 
 
 def _compare(operator: Operator, share: float = 0.6) -> nn.Module:
     """Training is equal to eager's to the bit, and within the budget in its last step; the planned model."""
     plain, model = (_seeded(operator) for _ in range(2))
-    expected = list(_steps(plain))
+    expected = _steps(plain)
     budget = int(share * max(peak for _, _, peak in expected))
     _STATE["calls"] = 0
     lowtide.rematerialize(model, (_SAMPLE,), budget=budget)
     assert _STATE["calls"] == 0, "preparation ran an operator that counts, and left the count"
-    found = list(_steps(model))
-    for (tensors, state, _), (ours, own_state, _) in zip(expected, found, strict=True):
-        assert state == own_state
-        assert all(itertools.starmap(torch.equal, zip(tensors, ours, strict=True)))
+    found = _steps(model)
+    assert_same(expected, found)
     assert found[-1][2] <= budget
     return model
 

@@ -5,13 +5,13 @@ loses, and large blocks come from the system anew in every step, page by page. A
 so ``place`` finds the places once. The allocator in front of c10's (``memory.cpu_allocator``) then gives an allocation its
 place instead of asking for memory.
 
-Which allocation is which is told by the operator that runs and by its number in it: when an operator runs first it allocates as
-ever, and what it allocated is remembered: its tensors, its second copies of tensors that are alive still, and what it uses
-inside. An allocation that is another one than expected, or whose place is taken, by a gradient that somebody keeps or a second
-forward pass, goes to the ordinary allocator. So does, for the moment, what an operator uses inside where it takes more before
-its results are there than beside them, as convolutions of oneDNN do backward. Nothing depends on a tensor's leaving in time:
-what is kept, resized, shared with NumPy or freed by another thread stays what it is, and the memory goes with the last tensor
-that lies in it.
+Which allocation is which is told by the operator that runs and by its number in it: when an operator runs first, what it
+allocates lies wherever there is room in the block, and it is remembered what that was: its tensors, its second copies of
+tensors that are alive still, and what it uses inside. An allocation that is another one than expected, or whose place is
+taken, by a gradient that somebody keeps or a second forward pass, goes to the ordinary allocator. So does, for the moment,
+what an operator uses inside where it takes more before its results are there than beside them, as convolutions of oneDNN do
+backward. Nothing depends on a tensor's leaving in time: what is kept, resized, shared with NumPy or freed by another thread
+stays what it is, and the memory goes with the last tensor that lies in it.
 
 On CUDA there is none yet: an allocator there must know streams, and this one does not.
 """

@@ -82,9 +82,9 @@ class Rematerialized(Planned):
             else:
                 self.parts = self.parts or Parts(self.model, self.settings, error)
                 self._was_whole = key in self.entries
-                self._leave_arena()
                 self._apart.add(key)
                 self._forget(key)
+                self._leave_arena()
             return None
 
     def _arena(self, program: Program) -> Arena | None:
@@ -92,6 +92,8 @@ class Rematerialized(Planned):
 
     def _leave_arena(self) -> None:
         """Programs of the whole model run without one from now on: beside it the parts would exceed the budget."""
+        if not self._arenas:
+            return
         self._arenas.clear()
         self.improving.stop()
         for entry in (one for entries in self.entries.values() for one in entries):
