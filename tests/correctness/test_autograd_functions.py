@@ -3,9 +3,11 @@ equal to the bit in both."""
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import itertools
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -365,3 +367,46 @@ def test_effects_of_hooks_are_refused() -> None:
 
     with pytest.raises(lowtide.CaptureError, match=r"hook.* changes norms"):
         lowtide.plan(Watched(), (_SAMPLE,), budget="60%")
+
+
+class _Watch(threading.Thread):
+    """Counts and notes what passes there were, where it is told of one; ``times`` of them."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(daemon=True)
+        self.times, self.latest, self.seen = times, 0.0, list[int]()
+        self.told, self.noted = threading.Semaphore(0), threading.Semaphore(0)
+        self.start()
+
+    def run(self) -> None:
+        for number in range(self.times):
+            self.told.acquire()
+            self.latest = number + 0.5
+            _STATE["seen"].append(number)
+            self.noted.release()
+
+    def tell(self) -> None:
+        if self.is_alive():
+            self.told.release()
+            self.noted.acquire()
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["in its own state", "once, elsewhere"])
+def test_what_another_thread_does_meanwhile_is_no_effect(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own state, as a progress bar's monitor, at any time; elsewhere it does so in one trace, and in no other one."""
+    monkeypatch.setitem(_STATE, "seen", _Unfollowed() if own else [])
+    watch = _Watch(100 if own else 1)
+    monkeypatch.setitem(_STATE, "watch", watch)
+    lowtide.plan(_Blocks(_Telling), (_SAMPLE,), budget="60%")
+    assert watch.latest >= 0.5
+
+
+class _Unfollowed(collections.deque[int]):
+    """What fills itself is no container that code fills."""
+
+
+class _Telling(_Passing):
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]
+        _STATE["watch"].tell()
+        return g * 0.5

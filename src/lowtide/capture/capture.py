@@ -21,6 +21,7 @@ from lowtide.capture.contract import Captured, Conditions, Contract
 from lowtide.capture.convert.convert import Converted, convert
 from lowtide.capture.copies import State, model_state
 from lowtide.capture.python_state import attribute_effects, counters
+from lowtide.capture.python_state.backward_effects import BackwardEffectError
 from lowtide.capture.python_state.guards import Guards
 from lowtide.capture.python_state.held_inputs import HeldInputs, inputs_at
 from lowtide.capture.python_state.paths import AttributePath, sharing
@@ -63,12 +64,14 @@ class Known:
 
     ``effects``: what it does to attributes; ``None`` where that is to be found out. ``follow``: attributes whose tensors are
     inputs of the program instead of constants, more of which may be found; or just those of another program, in their order.
-    ``recorder``: in which state the generators of Python and NumPy are; by default, in that of now.
+    ``recorder``: in which state the generators of Python and NumPy are; by default, in that of now. ``changed_backward``: what
+    was another in the end of a backward pass, by the pass itself or by another thread: the pass would do it again.
     """
 
     effects: Effects | None = None
     follow: frozenset[AttributePath] | HeldInputs = frozenset()
     recorder: RandomRecorder | None = None
+    changed_backward: frozenset[str] = frozenset()
 
     @staticmethod
     def of(captured: Captured) -> Known:
@@ -147,14 +150,16 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
             names = [read.text for read in outside]
             effects = rehearse(model, call.state.tensors, held, call.tensors, call.arguments, names)
             if effects.tensors or effects.carried:
-                return Known(effects, known.attributes | effects.carried, recorder)
+                return replace(known, effects=effects, follow=known.attributes | effects.carried)
     except Exception as error:
         outside = counters.changed(traced.latest_reads)
         if recorder.used_otherwise(failed=True):
             return replace(known, effects=effects)
         written = written_attributes(model, error) - known.attributes
         if written:
-            return Known(effects, known.attributes | written, recorder)
+            return replace(known, effects=effects, follow=known.attributes | written)
+        if isinstance(error, BackwardEffectError) and not error.changed & known.changed_backward:
+            return replace(known, effects=effects, changed_backward=known.changed_backward | error.changed)
         if isinstance(error, LowtideError):
             raise
         raise capture_error(error) from error

@@ -12,6 +12,7 @@ import collections
 import copy
 import dis
 import functools
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
@@ -128,6 +129,8 @@ class Reach:
                 self._collect_code(value, depth, name)
         elif type(value) in _CONTAINERS:
             self._hold(value, depth, name)
+        elif isinstance(value, threading.Thread):
+            return  # its state is its own to change, at any time
         elif isinstance(value, (nn.Module, types.SimpleNamespace)) or (
             not is_standard(type(value).__module__) and is_open(value)
         ):
