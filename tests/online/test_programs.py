@@ -37,7 +37,7 @@ UNSTEADY = [("maml", 50), ("maml", 30), ("unrolled_gan", 40)]  # double backward
 def test_within_budget_and_equal(name: str, share: int) -> None:
     expected = eager(name)
     budget = expected.peak_bytes * share // 100
-    session = lowtide.online(budget, warn_above=_NEVER)
+    session = lowtide.online(budget, warn_above=_NEVER, planning="never")
     outcome = train(load(name)(1), session)
     assert_same(outcome, expected)
     assert outcome.peak_bytes <= budget
@@ -69,7 +69,7 @@ def test_nothing_is_evicted_where_everything_fits(name: str) -> None:
 def test_every_heuristic(heuristic: str) -> None:
     expected = eager("lstm")
     budget = expected.peak_bytes // 2
-    outcome = train(load("lstm")(1), lowtide.online(budget, heuristic=heuristic, warn_above=_NEVER))
+    outcome = train(load("lstm")(1), lowtide.online(budget, heuristic=heuristic, warn_above=_NEVER, planning="never"))
     assert_same(outcome, expected)
     assert outcome.peak_bytes <= budget
 
@@ -90,7 +90,7 @@ def test_a_budget_below_the_working_set_is_refused(name: str) -> None:
     """One operator alone needs more than a hundredth of the peak: the error says which, and where it was called."""
     budget = eager(name).peak_bytes // 100
     with pytest.raises(lowtide.OnlineBudgetError) as caught:
-        train(load(name)(1), lowtide.online(budget, warn_above=_NEVER))
+        train(load(name)(1), lowtide.online(budget, warn_above=_NEVER, planning="never"))
     assert caught.value.needed_bytes > caught.value.budget_bytes == budget
     assert caught.value.operator in str(caught.value)
     assert f"{name}.py" in caught.value.location or "site-packages" in caught.value.location

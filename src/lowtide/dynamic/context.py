@@ -10,6 +10,7 @@ from types import TracebackType
 import torch
 
 from lowtide.budget import is_amount, is_percentage, parse_budget
+from lowtide.dynamic.foresight import PLANNING, Habits
 from lowtide.dynamic.run import OnlineRun, Session, Settings
 from lowtide.dynamic.statistics import OnlineStatistics
 from lowtide.errors import ExecutionError, PlanError
@@ -58,6 +59,11 @@ class online:
         current CUDA device once the program uses CUDA, else the CPU. On CUDA, room for an operator is made before it
         starts, from what was observed of earlier calls; at first sight its scratch is unknown. Nested contexts have
         one device.
+    planning:
+        What a program does again, from the end of one backward pass to the end of the next, is planned, and evictions and
+        rebuilds follow the plan for as long as the program does: ``"background"``, where the plan gets better while the
+        program goes on (the default); ``"wait"``, where it waits for a better one; ``"never"``, by the heuristic alone, as
+        it always is where the ``policy`` is not ``"eager"``.
 
     Raises
     ------
@@ -80,6 +86,7 @@ class online:
         seed: int = 0,
         warn_above: float = 2.0,
         device: torch.device | str | None = None,
+        planning: str | None = None,
     ) -> None:
         if is_percentage(budget):
             raise PlanError(
@@ -94,8 +101,9 @@ class online:
         if not is_amount(warn_above):
             raise PlanError(f"warn_above is {warn_above!r}, but is a multiple of the program's own time, such as 2.0.")
         check_seed(seed)
+        habits = _habits(planning, policy)
         memory = _device_of_budget(device)
-        self.settings = Settings(budget_bytes, heuristic, policy, sample, record, seed, warn_above, memory)
+        self.settings = Settings(budget_bytes, heuristic, policy, sample, record, seed, warn_above, memory, habits)
         self._entered: list[Session] = []
         self._last: OnlineStatistics | None = None
 
@@ -155,6 +163,16 @@ def _forked() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
+
+
+def _habits(planning: str | None, policy: str) -> Habits | None:
+    if planning is not None and planning not in PLANNING:
+        raise PlanError(f"planning is {planning!r}, but must be one of {', '.join(map(repr, PLANNING))}.")
+    if policy != "eager":
+        if planning in ("background", "wait"):
+            raise PlanError(f"plans are made for the policy 'eager', not for {policy!r}; leave planning out.")
+        return None
+    return None if planning == "never" else Habits(planning or "background")
 
 
 def _device_of_budget(device: torch.device | str | None) -> torch.device:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lowtide.dynamic.executor import Executor
+from lowtide.dynamic.foresight import Foresight
 from lowtide.dynamic.memory import Memory
 from lowtide.dynamic.node import (
     WRITTEN,
@@ -54,6 +55,7 @@ class Engine:
         self.device = device
         self.tiny_bytes = tiny_bytes
         self.rebuilder = Rebuilder(memory, executor)
+        self.foresight: Foresight | None = None
         self.release_at = _RELEASE_EVERY
 
     # --- running ---------------------------------------------------------------------------------------------------
@@ -70,6 +72,9 @@ class Engine:
             unread = positions if len(args) > flag and args[flag] else ()
             writes += unread
         call, reads = self._recorded(operator, args, kwargs, unread)
+        backward = torch._C._current_autograd_node()
+        if self.foresight is not None:
+            self.foresight.before(operator, reads, backward=backward is not None)
         superseded: list[Node] = []
         started = memory.started
         needs = memory.lock_all((*reads, *self._nodes_in([args[place] for place in unread])) if unread else reads)
@@ -86,13 +91,16 @@ class Engine:
             memory.pool.tick(cost_ns)
             for node in reads:
                 node.accessed_ns = memory.pool.clock_ns
-            origin = current_origin()
+            origin = origin_of(backward)
             if version is not None:
                 self._written(version, superseded[0], call, reads, cost_ns)
                 version.origin = origin
             made = self._remember(result, call, reads, cost_ns)
             for node in made:
                 node.origin = origin
+            if self.foresight is not None:
+                versions = [memory.nodes[node.address] for node in superseded]
+                self.foresight.after(operator, reads, [*made, *versions], cost_ns)
             if memory.recorder is not None:
                 written = self._nodes_in(values_at(writes, args, kwargs))
                 memory.recorder.operator(operator, reads, made, written, cost_ns)
@@ -290,7 +298,11 @@ class Engine:
 
 def current_origin() -> Origin:
     """Of what is computed now."""
-    node = torch._C._current_autograd_node()
+    return origin_of(torch._C._current_autograd_node())
+
+
+def origin_of(node: Any) -> Origin:
+    """Of what is computed inside this node of autograd's, or outside of any."""
     if isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
         return Origin.GRADIENT
     return Origin.FORWARD if node is None or torch.is_grad_enabled() else Origin.BACKWARD

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, cast
 
 import torch
@@ -38,8 +38,8 @@ class Memory:
 
     Whoever reads or changes it holds ``lock``. ``policy``: under "banish", what the program released is forgotten as soon as
     nothing evicted needs it; under "ignore", it is kept until it is evicted. ``recorder``: told of every storage that the
-    program let go. ``limit_bytes``: on the level of ``meter``, ``None`` for no limit. ``refusal``: the last allocation that was
-    refused; ``interruption``: what was raised while room was made for one, where C++ cannot carry it.
+    program let go, as ``on_release`` is. ``limit_bytes``: on the level of ``meter``, ``None`` for no limit. ``refusal``: the
+    last allocation that was refused; ``interruption``: what was raised while room was made for one, where C++ cannot carry it.
     """
 
     def __init__(self, pool: Pool, meter: Meter, policy: str, recorder: Recorder | None) -> None:
@@ -48,6 +48,7 @@ class Memory:
         self.banish = policy == "banish"
         self.ignore = policy == "ignore"
         self.recorder = recorder
+        self.on_release: Callable[[Node], None] | None = None
         self.limit_bytes: int | None = None
         self.refusal: Refusal | None = None
         self.interruption: BaseException | None = None
@@ -132,6 +133,10 @@ class Memory:
     def free_bytes(self) -> int:
         """How far the level is below the limit."""
         return sys.maxsize if self.limit_bytes is None else self.limit_bytes - self.meter.level_bytes
+
+    def room_bytes(self) -> int | None:
+        """What is free, and what is taken by what could be evicted, locked or not; ``None`` without a limit."""
+        return None if self.limit_bytes is None else self.free_bytes() + self.pool.bytes
 
     def available_bytes(self) -> int:
         """What is free, and what could be evicted."""
@@ -226,6 +231,8 @@ class Memory:
             node.handle = None
             if self.recorder is not None:
                 self.recorder.released(node)
+            if self.on_release is not None:
+                self.on_release(node)
             if node.resident and node.call is not None and node.kept is None:
                 self.pool.evict(node)
             self.release(node)

@@ -20,12 +20,13 @@ the marks on our own code by which Dynamo leaves it alone (``uncompiled``).
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
@@ -83,6 +84,15 @@ class Patches:
         """Put everything back."""
         self._active = False
         self._undo.close()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, they are as if they were not made."""
+        active, self._active = self._active, False
+        try:
+            yield
+        finally:
+            self._active = active
 
     def _replace(self, owner: type, name: str, ours: Any) -> None:
         self._undo.callback(_put_back, owner, name, owner.__dict__.get(name), ours)

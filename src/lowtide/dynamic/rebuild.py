@@ -66,6 +66,19 @@ class Rebuilder:
             if not self.memory.rebuilds:
                 self.memory.counters.rematerialize_ns += statistics.now_ns() - began
 
+    def make_again(self, nodes: Sequence[Node]) -> None:
+        """Results of one call, which are gone, from what it reads; what of that is gone is rebuilt first."""
+        began = statistics.now_ns()
+        needs = self.memory.lock_all((*nodes, *nodes[0].parents))
+        try:
+            self.complete(nodes[0].parents)
+            if call := nodes[0].call:
+                self._compute(call, nodes)
+        finally:
+            self.memory.unlock_last(needs)
+            if not self.memory.rebuilds:
+                self.memory.counters.rematerialize_ns += statistics.now_ns() - began
+
     def _plan(self, targets: list[Node]) -> RebuildPlan | None:
         """Everything that is gone once, and all that is there and read kept until then; ``None`` where there is no room."""
         calls, there = calls_behind(targets, self._scratch_of)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from lowtide.dynamic.engine import Engine, current_origin
 from lowtide.dynamic.executor import executor_for
+from lowtide.dynamic.foresight import Foresight, Habits
 from lowtide.dynamic.memory import Memory, Refusal
 from lowtide.dynamic.node import Origin
 from lowtide.dynamic.operators import Operator
@@ -41,7 +42,7 @@ _PLAIN = torch.Tensor.__torch_dispatch__
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The arguments of ``lowtide.online``, checked."""
+    """The arguments of ``lowtide.online``, checked. ``habits``: what is known of the program; ``None``: nothing is planned."""
 
     budget_bytes: int
     heuristic: str
@@ -51,6 +52,7 @@ class Settings:
     seed: int
     warn_above: float
     device: torch.device
+    habits: Habits | None = None
 
 
 class OnlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -119,6 +121,9 @@ class OnlineRun:
         self.open = True
         self.warn_at_ns: float = _WARN_FROM_NS
         self.patches = Patches(self.materialize, self.mode_inside)
+        if settings.habits is not None:
+            foresight = Foresight(settings.habits, self.memory, self.engine.rebuilder, self.patches.aside)
+            self.engine.foresight, self.memory.on_release = foresight, foresight.released
 
     def mode_inside(self) -> OnlineMode | None:
         """For a thread that the calling one starts."""
@@ -182,6 +187,8 @@ class OnlineRun:
     def _failed(self, error: BaseException, operator: str, *, outermost: bool) -> None:
         """An operator raised, or an interruption struck anywhere on the way: raise what was behind it in its place."""
         if outermost:
+            if self.engine.foresight is not None:
+                self.engine.foresight.abandon()
             self.memory.recover()
         if not isinstance(error, RuntimeError):
             return
@@ -231,6 +238,8 @@ class OnlineRun:
         with self.memory.lock, _disable_current_modes(), torch.no_grad():
             self.executor.enter_thread()
             try:
+                if self.engine.foresight is not None:
+                    self.engine.foresight.end()
                 self._restore()
             finally:
                 self.executor.hold(None)

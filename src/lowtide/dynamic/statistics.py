@@ -14,7 +14,8 @@ class OnlineStatistics:
     """What a context did. Times in nanoseconds of wall time; bytes above the level at which the context was entered.
 
     ``operators`` and ``operator_ns``: run for the program, recomputation not counted. ``copies``: old contents kept because
-    what had been computed from them could not be rebuilt before they changed.
+    what had been computed from them could not be rebuilt before they changed. ``followed``: of the operators, those that ran
+    where a plan said what goes and what comes back; ``planned_evictions``: of the evictions, those that a plan said.
     """
 
     budget_bytes: int = 0
@@ -27,6 +28,8 @@ class OnlineStatistics:
     rematerializations: int = 0
     rematerialize_ns: int = 0
     copies: int = 0
+    followed: int = 0
+    planned_evictions: int = 0
 
     @property
     def overhead_percent(self) -> float:

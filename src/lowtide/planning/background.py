@@ -8,6 +8,7 @@ A thread waits for what it finds; every plan is checked and simulated again here
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import subprocess
@@ -31,14 +32,15 @@ Prepared = TypeVar("Prepared")
 
 
 class BackgroundSearch(Generic[Prepared]):
-    """A search for a better plan than ``plan``, which ``request`` asked for. It begins at once.
+    """A search for a better plan than ``plan``, which ``request`` asked for; or for the first one, where there is none yet.
+    It begins at once.
 
     ``prepare`` makes of each better plan what is to be exchanged, while training goes on; ``take`` gives the latest. The
     process ends with the search, with ``stop``, with this object and with the process that started it. Raises ``OSError`` where
     none can be started.
     """
 
-    def __init__(self, request: PlanRequest, plan: Plan, prepare: Callable[[Plan], Prepared]) -> None:
+    def __init__(self, request: PlanRequest, plan: Plan | None, prepare: Callable[[Plan], Prepared]) -> None:
         errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
         try:
             process = _started(request, plan, errors)
@@ -79,7 +81,7 @@ class _Listener(Generic[Prepared]):
     def __init__(
         self,
         request: PlanRequest,
-        plan: Plan,
+        plan: Plan | None,
         prepare: Callable[[Plan], Prepared],
         process: subprocess.Popen[bytes],
         errors: IO[bytes],
@@ -107,7 +109,10 @@ class _Listener(Generic[Prepared]):
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
             why = f"{type(error).__name__}: {error}"
         if why is not None and not self.ended:
-            _LOG.warning("the search for a better plan has ended: %s. The plan in force stays.", why)
+            if self.plan is None:
+                _LOG.info("the search for a plan has ended: %s", why)
+            else:
+                _LOG.warning("the search for a better plan has ended: %s. The plan in force stays.", why)
         self.process.stdout.close()
         self.errors.close()
         self.end()
@@ -125,8 +130,9 @@ class _Listener(Generic[Prepared]):
             found = Plan.from_json(message.plan, self.request.graph, self.request.costs)
         except LowtideError as error:
             return f"a plan that it found is not sound ({error})"
-        if found.time_ns < self.plan.time_ns or message.done:
-            self.plan = self.plan.improved(found, time.monotonic() - self.began, self.request.placed)
+        if self.plan is None or found.time_ns < self.plan.time_ns or message.done:
+            seconds = time.monotonic() - self.began
+            self.plan = self.plan.improved(found, seconds, self.request.placed) if self.plan else found
             prepared = self.prepare(self.plan)
             with self.changed:
                 self.latest = prepared
@@ -141,11 +147,11 @@ class _Listener(Generic[Prepared]):
         return f"({text[-_SHOWN:]})" if text else ""
 
 
-def _started(request: PlanRequest, plan: Plan, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+def _started(request: PlanRequest, plan: Plan | None, errors: IO[bytes]) -> subprocess.Popen[bytes]:
     if not sys.executable:
         raise FileNotFoundError("this interpreter does not know its own program")
     with tempfile.TemporaryFile() as asked:  # a file: a pipe would wait for the reader
-        pickle.dump((request, plan.time_ns), asked)
+        pickle.dump((request, math.inf if plan is None else plan.time_ns), asked)
         asked.seek(0)
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "lowtide.planning.worker"],

@@ -29,7 +29,7 @@ _LEAST_SECONDS = 0.5  # between two of them
 class _Telling:
     """Writes down plans that are better by enough than the one in force, whose time is ``time_ns``, and not too often."""
 
-    def __init__(self, time_ns: int, output: BinaryIO) -> None:
+    def __init__(self, time_ns: float, output: BinaryIO) -> None:
         self.time_ns = time_ns
         self.output = output
         self._latest = -math.inf
@@ -48,7 +48,7 @@ class _Telling:
         self.output.flush()
 
 
-def search(request: PlanRequest, time_ns: int, output: BinaryIO) -> None:
+def search(request: PlanRequest, time_ns: float, output: BinaryIO) -> None:
     """Search for the plan of ``request``, to be exchanged for one that takes ``time_ns``."""
     telling, parent = _Telling(time_ns, output), os.getppid()
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from lowtide.errors import ScheduleError
 from lowtide.ir import check, simulate
 from lowtide.progress import Progress
-from lowtide.solve.minimum import minimum_peak, peak_lower_bound, times_above, working_set_bound
+from lowtide.solve.minimum import greedy_within, minimum_peak, peak_lower_bound, times_above, working_set_bound
 from lowtide.solve.problem import Planner, Problem, Solution, Status, check_seed
 from lowtide.solve.registry import format_spec, get_planner, planner_names, planner_summary
 
@@ -21,6 +21,7 @@ __all__ = [
     "check_seed",
     "format_spec",
     "get_planner",
+    "greedy_within",
     "minimum_peak",
     "peak_lower_bound",
     "planner_names",

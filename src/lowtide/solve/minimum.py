@@ -76,6 +76,16 @@ def sequence_within(graph: Graph, costs: Costs, budget_bytes: int, seed: int = 0
     return simulate(graph, costs, schedule).peak_bytes, computes
 
 
+def greedy_within(graph: Graph, costs: Costs, budget_bytes: int, seed: int = 0) -> Schedule | None:
+    """The quickest of the greedy schedules that fit, in a fraction of a second; ``None`` where none does, which proves
+    nothing. Deterministic."""
+    from lowtide.solve.search.portfolio import make_portfolio
+
+    portfolio = make_portfolio(graph, costs, seed)
+    met = [point for point in portfolio.greedy(budget_bytes) if point.peak_bytes <= budget_bytes]
+    return portfolio.schedule(quickest(met)[0]) if met else None
+
+
 def times_above(graph: Graph, costs: Costs, lowest_schedule: Schedule, seed: int = 0) -> list[tuple[int, int]]:
     """Budgets in bytes, the peak of ``lowest_schedule`` and 2 % more, each with the time in ns of a schedule within it: what a
     brief search makes of ``lowest_schedule``, far from the best but mostly far quicker than that. Deterministic."""

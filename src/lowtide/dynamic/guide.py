@@ -1,0 +1,156 @@
+"""A schedule of a cycle, followed while the program goes through it again: what goes, and what is computed again, before each
+of its operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lowtide.dynamic import statistics
+from lowtide.dynamic.cycles import CycleGraph
+from lowtide.dynamic.memory import Memory
+from lowtide.dynamic.node import Node
+from lowtide.dynamic.rebuild import Rebuilder
+from lowtide.ir import Compute, Free
+from lowtide.ir.schedule import Step
+from lowtide.planning import Plan
+
+
+class Action(NamedTuple):
+    """``which`` of the results of the program's operator number ``operator`` are computed ``again``, or else go."""
+
+    operator: int
+    which: tuple[int, ...]
+    again: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guide:
+    """``before``: the actions before an operator, by its number. ``kept``: results that stay though the program lets them
+    go, each by the number of its operator and its place among what that made. ``peak_bytes`` of the plan, and
+    the time that it takes to compute again what it lets go."""
+
+    before: dict[int, list[Action]]
+    kept: frozenset[tuple[int, int]]
+    peak_bytes: int
+    rebuild_ns: int
+
+    @staticmethod
+    def of(cycle: CycleGraph, plan: Plan) -> Guide:
+        """What a plan for this cycle says."""
+        reader = _Reader(cycle)
+        reader.read(plan.schedule.steps)
+        rebuild_ns = plan.time_ns - cycle.costs.total_time_ns
+        return Guide(reader.before, frozenset(reader.kept), plan.peak_bytes, rebuild_ns)
+
+
+class _Reader:
+    def __init__(self, cycle: CycleGraph) -> None:
+        self.cycle = cycle
+        self.before: dict[int, list[Action]] = {}
+        self.kept: set[tuple[int, int]] = set()
+        self.next = 0  # of the program's operators
+
+    def read(self, steps: Sequence[Step]) -> None:
+        computed: set[int] = set()
+        for index, step in enumerate(steps):
+            if isinstance(step, Free):
+                self._free(step.storage)
+            elif isinstance(step, Compute):
+                operator = self.cycle.operators[step.op]
+                if step.op not in computed:
+                    computed.add(step.op)
+                    self.next = self.next if operator is None else operator + 1
+                elif operator is not None:
+                    self._again(step.op, operator, _freed_after(steps, index))
+
+    def _again(self, op: int, operator: int, freed: set[int]) -> None:
+        graph = self.cycle.graph
+        wanted = [graph.values[value].storage for value in graph.ops[op].outputs]
+        results = [self.cycle.results[storage] for storage in wanted if storage not in freed]
+        self._add(Action(operator, tuple(result[1] for result in results if result is not None), True))
+
+    def _free(self, storage: int) -> None:
+        result, released = self.cycle.results[storage], self.cycle.released[storage]
+        if result is None:
+            return
+        if released is not None and released < self.next:
+            self.kept.add(result)
+        self._add(Action(result[0], result[1:], False))
+
+    def _add(self, action: Action) -> None:
+        if action.which:
+            self.before.setdefault(self.next, []).append(action)
+
+
+def _freed_after(steps: Sequence[Step], index: int) -> set[int]:
+    """What goes as soon as the step has been taken."""
+    freed = set()
+    for step in steps[index + 1 :]:
+        if not isinstance(step, Free):
+            break
+        freed.add(step.storage)
+    return freed
+
+
+class Follower:
+    """Does in a running cycle what a guide says, as far as that can be done. ``made``: by each operator so far, what can be
+    computed again."""
+
+    def __init__(self, guide: Guide, memory: Memory, rebuilder: Rebuilder, made: list[tuple[Node, ...]]) -> None:
+        self.guide = guide
+        self.memory = memory
+        self.rebuilder = rebuilder
+        self.made = made
+        self._kept: list[Node] = []
+
+    def before(self, operator: int) -> None:
+        """This one of the program's operators comes next."""
+        for action in self.guide.before.get(operator, ()):
+            if action.operator >= len(self.made):
+                continue
+            results = self.made[action.operator]
+            nodes = [results[place] for place in action.which if place < len(results)]
+            if action.again:
+                self._again([node for node in nodes if node.evicted and node.call is not None])
+                self._keep(action.operator, action.which)
+            else:
+                for node in nodes:
+                    self._let_go(node)
+
+    def after(self, operator: int) -> None:
+        """The operator has run, and ``made`` has its results."""
+        self._keep(operator, range(len(self.made[operator])))
+
+    def end(self) -> None:
+        """What was kept for the plan goes, or stays for the program alone."""
+        for node in self._kept:
+            if node.kept is not None and node.handle is None and not node.locks and node.resident:
+                self.memory.evict(node)
+            node.kept = None if node.handle is not None else node.kept
+        self._kept.clear()
+        self.memory.release_dead()
+
+    def _again(self, nodes: list[Node]) -> None:
+        if nodes:
+            self.rebuilder.make_again(nodes)
+
+    def _keep(self, operator: int, which: Sequence[int]) -> None:
+        results = self.made[operator]
+        for place in which:
+            if (operator, place) in self.guide.kept and place < len(results):
+                node = results[place]
+                if node.call is not None and node.resident and node.kept is None:
+                    node.kept = node.held_storage()
+                    self._kept.append(node)
+
+    def _let_go(self, node: Node) -> None:
+        if node.resident and node.call is not None and not node.pinned and not node.locks:
+            counters = self.memory.counters
+            began = statistics.now_ns()
+            self.memory.evict(node)
+            counters.evictions += 1
+            counters.planned_evictions += 1
+            counters.evicted_bytes += node.size_bytes
+            counters.evict_ns += statistics.now_ns() - began

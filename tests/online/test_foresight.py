@@ -1,0 +1,338 @@
+"""Programs that do the same again and again: planned, followed, and left as soon as they do something else."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+
+WIDTH, DEPTH = 64, 10
+Step = Callable[[int], torch.Tensor]
+
+
+class _Block(nn.Module):
+    def __init__(self, norm: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm: nn.Module = nn.BatchNorm1d(2 * WIDTH) if norm else nn.Identity()
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = F.gelu(self.norm(self.first(x)))
+        return x + F.dropout(torch.relu_(self.second(inner)), self.dropout)
+
+
+class _Program:
+    """A model in training: ``step(number)`` is one step, ``state`` all that it has left."""
+
+    def __init__(self, depth: int = DEPTH, **options: float) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(_Block(**options) for _ in range(depth)))  # type: ignore[arg-type]
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
+
+    def step(self, number: int, batch: int = 256) -> torch.Tensor:
+        x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(number))
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        return [*self.model.state_dict().values(), torch.get_rng_state()]
+
+
+def _peak(program: _Program) -> int:
+    """Of a step after the first, above what is there between steps."""
+    program.step(0)
+    return lowtide.measure(program.step, 1).peak_bytes
+
+
+def _entered(session: lowtide.online, steps: int) -> Iterator[int]:
+    """The numbers of steps, each of which is taken inside."""
+    for number in range(steps):
+        with session:
+            yield number
+
+
+def _statistics(session: lowtide.online, step: Callable[[], object]) -> lowtide.OnlineStatistics:
+    with session:
+        step()
+    return session.statistics
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.2}, {"norm": True}], ids=["plain", "dropout", "norm"])
+@pytest.mark.parametrize("share", [0.7, 0.45])
+def test_what_repeats_is_planned_and_followed(options: dict[str, float], share: float) -> None:
+    """To the bit and within the budget; from the fourth step on nothing goes but by the plan."""
+    budget = int(share * _peak(_Program(**options)))
+    plain, ours = _Program(**options), _Program(**options)
+    expected = [plain.step(number) for number in range(7)]
+    left = plain.state
+    torch.manual_seed(0)
+    ours = _Program(**options)
+    ours.step(0)  # the optimizer's state is not part of the budget
+    session = lowtide.online(budget, planning="wait")
+    ruled = _statistics(session, lambda: ours.step(1))
+    for number in (2, 3):
+        _statistics(session, lambda number=number: ours.step(number))  # type: ignore[misc]
+    found = []
+    for number in (4, 5, 6):
+        statistics = _statistics(session, lambda number=number: found.append(ours.step(number)))  # type: ignore[misc]
+        assert statistics.peak_bytes <= budget
+        assert statistics.followed == statistics.operators
+        assert 0 < statistics.evictions == statistics.planned_evictions
+        assert statistics.rematerializations <= ruled.rematerializations
+    assert all(map(torch.equal, expected[4:], found))
+    assert all(map(torch.equal, left, ours.state))
+
+
+def test_one_context_around_the_whole_loop() -> None:
+    budget = int(0.5 * _peak(_Program(dropout=0.1)))
+    plain, ours = _Program(dropout=0.1), _Program(dropout=0.1)
+    expected = [plain.step(number) for number in range(8)]
+    ours = _Program(dropout=0.1)
+    found = [ours.step(0)]
+    with lowtide.online(budget, planning="wait") as session:
+        for number in range(1, 8):
+            found.append(ours.step(number))
+            statistics = session.statistics
+    assert all(map(torch.equal, expected, found))
+    assert all(map(torch.equal, plain.state, ours.state))
+    assert statistics.followed >= 3 * statistics.operators // 7
+    assert session.statistics.peak_bytes <= budget
+
+
+def test_plans_get_better_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowtide.dynamic import foresight
+
+    searches = []
+
+    class Search(foresight.BackgroundSearch[foresight.Guide]):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)  # type: ignore[arg-type]
+            searches.append(self)
+
+    monkeypatch.setattr(foresight, "BackgroundSearch", Search)
+    program = _Program()
+    budget = int(0.45 * _peak(program))
+    session = lowtide.online(budget)
+    first = [_statistics(session, lambda n=n: program.step(n)) for n in range(5)][-1]  # type: ignore[misc]
+    assert first.followed == first.operators
+    assert all(search.wait(120) for search in searches)
+    better = _statistics(session, lambda: program.step(5))
+    assert searches
+    assert better.followed == better.operators
+    assert better.rematerializations <= first.rematerializations
+    assert better.peak_bytes <= budget
+
+
+def test_shapes_each_have_a_plan_of_their_own() -> None:
+    budget = int(0.6 * _peak(_Program()))
+    plain, ours = _Program(), _Program()
+    batches = [256, 200, 256, 200, 256, 200, 256, 200, 131, 256, 200]
+    expected = [plain.step(number, batch) for number, batch in enumerate(batches)]
+    ours.step(0, 256)
+    session = lowtide.online(budget, planning="wait")
+    followed = []
+    for number, batch in [*enumerate(batches)][1:]:
+        with session:
+            assert torch.equal(ours.step(number, batch), expected[number])
+        followed.append(session.statistics.followed == session.statistics.operators)
+        assert session.statistics.peak_bytes <= budget
+    assert followed[-2:] == [True, True]
+    assert not followed[-3]  # a batch that comes once
+    assert all(map(torch.equal, plain.state, ours.state))
+
+
+def test_a_program_that_leaves_the_plan_in_the_middle() -> None:
+    """In every third step another half is taken."""
+
+    class Branching(_Program):
+        def step(self, number: int, batch: int = 256) -> torch.Tensor:
+            x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(number))
+            self.optimizer.zero_grad()
+            for place, block in enumerate(self.model):
+                x = block(x) if number % 3 or place < DEPTH // 2 else torch.tanh(block(x)) * 2
+            loss = x.square().mean()
+            loss.backward()
+            self.optimizer.step()
+            return loss.detach()
+
+    budget = int(0.5 * _peak(Branching()))
+    plain, ours = Branching(), Branching()
+    expected = [plain.step(number) for number in range(16)]
+    ours.step(0)
+    session = lowtide.online(budget, planning="wait")
+    followed = {}
+    for number in range(1, 16):
+        with session:
+            assert torch.equal(ours.step(number), expected[number])
+        statistics = session.statistics
+        assert statistics.peak_bytes <= budget
+        followed[number] = statistics.followed / statistics.operators
+    assert followed[13] == followed[14] == 1
+    assert followed[15] > 0.5  # on the way that both have, and then by its own plan
+    assert all(map(torch.equal, plain.state, ours.state))
+
+
+def test_what_never_repeats_is_not_planned() -> None:
+    model = _Program().model
+
+    def step(batch: int) -> None:
+        model.zero_grad()
+        model(torch.ones(batch, WIDTH)).square().mean().backward()
+
+    step(250)
+    session = lowtide.online(int(0.6 * lowtide.measure(step, 250).peak_bytes), planning="wait")
+    for batch in range(180, 250, 7):
+        with session:
+            step(batch)
+        assert session.statistics.followed == 0
+    habits = session.settings.habits
+    assert habits is not None and not habits.known
+
+
+def test_an_error_in_the_middle_of_a_planned_step() -> None:
+    class Failing(_Program):
+        fails = False
+
+        def step(self, number: int, batch: int = 256) -> torch.Tensor:
+            if self.fails:
+                with torch.no_grad():
+                    self.model[0](torch.zeros(batch, WIDTH))
+                torch.zeros(3) @ torch.zeros(4)
+            return super().step(number, batch)
+
+    budget = int(0.6 * _peak(Failing()))
+    plain, ours = Failing(), Failing()
+    expected = [plain.step(number) for number in range(8)]
+    ours.step(0)
+    with lowtide.online(budget, planning="wait") as session:
+        for number in range(1, 8):
+            if number == 5:
+                ours.fails = True
+                with pytest.raises(RuntimeError):
+                    ours.step(number)
+                ours.fails = False
+            assert torch.equal(ours.step(number), expected[number])
+    assert session.statistics.followed > 0
+    assert all(map(torch.equal, plain.state, ours.state))
+
+
+def test_checkpoints_and_accumulation_inside() -> None:
+    """A forward pass inside a backward pass begins no cycle; gradients that stay from cycle to cycle are what they are."""
+
+    class Accumulating(_Program):
+        def step(self, number: int, batch: int = 128) -> torch.Tensor:
+            self.optimizer.zero_grad()
+            losses = []
+            for part in range(2):
+                x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(10 * number + part))
+                for block in self.model[: DEPTH // 2]:
+                    x = checkpoint(block, x, use_reentrant=False)
+                losses.append(self.model[DEPTH // 2 :](x).square().mean())  # type: ignore[index]
+                losses[-1].backward()
+            self.optimizer.step()
+            return torch.stack(losses).detach()
+
+    budget = int(0.7 * _peak(Accumulating()))
+    plain, ours = Accumulating(), Accumulating()
+    expected = [plain.step(number) for number in range(8)]
+    assert torch.equal(ours.step(0), expected[0])
+    with lowtide.online(budget, planning="wait") as session:
+        for number in range(1, 8):
+            assert torch.equal(ours.step(number), expected[number])
+    assert session.statistics.followed > session.statistics.operators // 3
+    assert session.statistics.peak_bytes <= budget
+    assert all(map(torch.equal, plain.state, ours.state))
+
+
+def test_a_budget_that_gets_tighter_is_planned_again() -> None:
+    program = _Program()
+    peak = _peak(program)
+    session = lowtide.online(int(0.7 * peak), planning="wait")
+    with session:
+        for number in range(4):
+            program.step(number)
+        with lowtide.online(int(0.5 * peak)) as inner:
+            for number in range(4, 9):
+                program.step(number)
+        assert inner.statistics.peak_bytes <= int(0.5 * peak)
+        before = session.statistics
+        program.step(9)
+        after = session.statistics
+    assert after.planned_evictions - before.planned_evictions > 0.7 * (after.evictions - before.evictions) > 0
+
+
+def test_by_the_heuristic_alone() -> None:
+    program = _Program()
+    session = lowtide.online(int(0.6 * _peak(program)), planning="never")
+    for number in range(4):
+        with session:
+            program.step(number)
+        assert session.statistics.followed == session.statistics.planned_evictions == 0 < session.statistics.evictions
+
+
+def test_arguments() -> None:
+    with pytest.raises(
+        lowtide.PlanError, match="planning is 'later', but must be one of 'background', 'wait', 'never'"
+    ):
+        lowtide.online("1GiB", planning="later")
+    with pytest.raises(lowtide.PlanError, match="plans are made for the policy 'eager', not for 'banish'"):
+        lowtide.online("1GiB", planning="wait", policy="banish")
+    assert lowtide.online("1GiB", policy="ignore").settings.habits is None
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 200))])
+def test_random_programs(seed: int) -> None:
+    """Any order of reads, writes and releases, several results, random numbers: the plan is followed, and bits are the same."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(count: int) -> int:
+        return int(torch.randint(count, (), generator=generator))
+
+    recipe = [(pick(7), pick(6), pick(6)) for _ in range(24)]
+    leaf = torch.randn(64, 64, generator=generator)
+
+    def step() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        x = leaf.clone().requires_grad_()
+        there = [x * 1.0]
+        for kind, one, other in recipe:
+            a, b = there[one % len(there)], there[other % len(there)]
+            if kind == 0:
+                there.append(a @ b / 8)
+            elif kind == 1:
+                there.append(torch.tanh(a + b))
+            elif kind == 2:
+                there.append(F.dropout(a, 0.3))
+            elif kind == 3:
+                there += torch.chunk(torch.cat([a, b]).sigmoid(), 2)
+            elif kind == 4:
+                there.append((a * 2).mul_(0.5).relu_())
+            elif kind == 5:
+                there.append(torch.topk(a, 64, -1).values)
+            elif len(there) > 2:
+                del there[one % len(there)]
+        sum(each.square().mean() for each in there).backward()
+        assert x.grad is not None
+        return [x.grad, *(each.detach().clone() for each in there)]
+
+    expected = step()
+    peak = lowtide.measure(step).peak_bytes
+    session = lowtide.online(int(0.75 * peak), planning="wait")
+    for _ in range(5):
+        with session:
+            found = step()
+        assert session.statistics.peak_bytes <= int(0.75 * peak)
+        assert all(itertools.starmap(torch.equal, zip(expected, found, strict=True)))
+    assert session.statistics.followed > 0.8 * session.statistics.operators  # all of both passes
