@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowtide.memory.measurement import Measurement
+from lowtide.place import CudaMemory
 from lowtide.report.modules import merge_repeats
 from lowtide.report.profile import StepProfile
 from lowtide.report.report import Report
@@ -58,6 +59,16 @@ def _alive(run: StepProfile) -> str:
     if left := alive[_MOST_BLOCKS:]:
         lines.append(f"  {format_bytes(sum(block.bytes for block in left)):>10}  in {len(left)} more")
     return "\n".join(lines)
+
+
+def cuda_facts(native: CudaMemory, expandable: CudaMemory) -> dict[str, str]:
+    """What a step without addresses takes under CUDA's allocator, with segments of its own kind and with expandable ones."""
+
+    def taken(found: CudaMemory) -> str:
+        reserved, least = format_bytes(found.reserved_bytes), format_bytes(found.smallest_device_bytes)
+        return f"{reserved} reserved, {least} of a device are enough ({format_percent(found.fragmentation)} lost)"
+
+    return {"CUDA": taken(native), "CUDA, expandable": taken(expandable)}
 
 
 def _measured(run: StepProfile, measured: Measurement) -> str:
