@@ -162,12 +162,13 @@ class _ExpandablePool(_Pool):
         """The first that is large enough, in the order of the sizes, but for larger ones that come next and can grow to less: a
         block in front of a hole counts with the hole."""
         place, holes = bisect.bisect_left(self.by_size, (size, -1)), dict(self.holes)
-        grows_to = [there + holes.get(address + there, 0) for there, address in self.by_size[place:]]
-        if not grows_to:
-            return None
-        pairs = enumerate(itertools.pairwise(grows_to))
-        chosen = next((i for i, (this, larger) in pairs if larger >= this), len(grows_to) - 1)
-        return self.by_size[place + chosen][1]
+        larger = ((there + holes.get(at + there, 0), at) for there, at in itertools.islice(self.by_size, place, None))
+        grows_to, chosen = next(larger, (0, None))
+        for other, address in larger:
+            if other >= grows_to:
+                break
+            grows_to, chosen = other, address
+        return chosen
 
     def grown(self, size: int) -> int | None:
         """At the lowest address where free blocks and holes that adjoin have ``size`` bytes together. What could be mapped

@@ -7,6 +7,7 @@ ranks of a training, its graph is left out, and the costs stand by themselves.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -23,6 +24,7 @@ from lowtide.ir.simulator import Simulation
 from lowtide.memory.measurement import Measurement
 from lowtide.place import CudaMemory, Layout, cuda_memory, lay_out
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint, make_curve
+from lowtide.report.memory_map import memory_map
 from lowtide.report.modules import rows_of
 from lowtide.report.profile import profile_of_schedule
 from lowtide.report.report import Report
@@ -210,6 +212,8 @@ class Plan:
             lower_bound_ns=self.lower_bound_ns,
             curve=self.known_curve,
             measured=measurement,
+            memory_map=functools.cache(lambda: memory_map(run, self.layout)),
+            cuda=functools.cache(lambda: (self.cuda_memory(), self.cuda_memory(expandable_segments=True))),
         )
 
     def save(self, path: str | Path) -> None:
