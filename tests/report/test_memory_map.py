@@ -21,26 +21,12 @@ from lowtide.report.memory_map import Content, MemoryMap, memory_map
 from lowtide.report.profile import StepProfile, profile_of_schedule
 from lowtide.report.writers import write_report
 from lowtide.units import format_bytes
-from tests.report.reports import MEASURED, plan_report, small_plan, trace_report
+from tests.report.reports import MEASURED, check_map, plan_report, small_plan, trace_report
 from tests.solve.small_graphs import small_graph
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
 
 GRAPHS = Path(__file__).parents[2] / "benchmarks" / "graphs"
-
-
-def check_map(found: MemoryMap, run: StepProfile, plan: Plan) -> None:
-    assert max((each.end for each in found.rectangles), default=0) <= found.reserved_bytes == plan.reserved_bytes
-    levels = [0] * (len(run.spans) + 1)
-    for each in found.rectangles:
-        assert each.offset >= 0 <= each.first <= each.last <= len(run.spans)
-        for span in range(each.first, each.last + 1):
-            levels[span] += each.block.bytes
-    assert levels[:-1] == run.levels()
-    assert levels[-1] == run.final_bytes
-    for span in range(len(run.spans) + 1):
-        there = sorted((each.offset, each.end) for each in found.rectangles if each.first <= span <= each.last)
-        assert all(end <= offset for (_, end), (offset, _) in itertools.pairwise(there))
 
 
 def of_plan(graph: Graph, costs: Costs) -> tuple[MemoryMap, StepProfile, Plan]:

@@ -19,7 +19,8 @@ class CudaMemory:
 
     ``reserved_bytes`` and ``allocated_bytes``: what ``torch.cuda.max_memory_reserved`` and ``max_memory_allocated`` would say
     on a device with room for whatever is asked. With ``smallest_device_bytes``, and with any more, the allocator gives back
-    what it has cached in time and the steps run; with one byte less they run out of memory.
+    what it has cached in time and the steps run; with one byte less they run out of memory. All are beside what the device
+    holds before: the context, parameters, what an optimizer keeps.
     """
 
     reserved_bytes: int
