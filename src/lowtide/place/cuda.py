@@ -10,7 +10,7 @@ from lowtide.place.caching import CachingAllocator
 from lowtide.place.schedule import buffers_of
 
 STEPS = 10
-"""The most that are replayed; most schedules have settled after two to four."""
+"""The most that are replayed, for segments that do not settle before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class CudaMemory:
 
     @property
     def fragmentation(self) -> float:
-        """The share of ``reserved_bytes`` that is not handed out even where most is."""
+        """The share of ``reserved_bytes`` that is handed out at no time: where most is, so much is left over."""
         return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
 
