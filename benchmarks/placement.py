@@ -1,13 +1,15 @@
-"""How much memory the addresses of plans take up: ``python -m benchmarks.placement``.
+"""How much memory plans take up, with addresses and without: ``python -m benchmarks.placement``.
 
 For the graphs of ``benchmarks/graphs`` at several budgets, planned by ``auto{effort=1}``: bytes reserved over the simulated
-peak. With ``--minimalloc FOLDER``, MiniMalloc's hard instances (``NAME.CAPACITY.csv``) by several seeds, within their capacity.
+peak, by our placement and, in the model of it, by PyTorch's allocator for CUDA. With ``--minimalloc FOLDER``, MiniMalloc's
+hard instances (``NAME.CAPACITY.csv``) by several seeds, within their capacity.
 Writes ``placement.json`` and ``placement.md``.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -17,7 +19,7 @@ from typing import Any
 
 from lowtide.budget import parse_budget
 from lowtide.ir import keep_all_schedule, load_instance, simulate
-from lowtide.place import lay_out, place, read_buffers, solve_placed
+from lowtide.place import cuda_memory, lay_out, place, read_buffers, solve_placed
 from lowtide.solve import Problem
 from lowtide.store import write_atomically
 from lowtide.units import overhead_percent
@@ -63,6 +65,8 @@ def plan_row(name: str, budget: str) -> dict[str, Any]:
         return {"graph": name, "budget": budget, "buffers": None}
     began = time.perf_counter()
     layout = lay_out(graph, costs, counted.schedule)
+    seconds = time.perf_counter() - began
+    native, expandable = (cuda_memory(graph, costs, counted.schedule, expandable_segments=e) for e in (False, True))
     return {
         "graph": name,
         "budget": budget,
@@ -70,10 +74,12 @@ def plan_row(name: str, budget: str) -> dict[str, Any]:
         "peak_bytes": counted.peak_bytes,
         "reserved_bytes": layout.reserved_bytes,
         "lower_bound_bytes": layout.placement.lower_bound_bytes + graph.fixed_bytes,
-        "seconds": round(time.perf_counter() - began, 2),
+        "seconds": round(seconds, 2),
         "overhead_percent": overhead_percent(counted.time_ns, costs.total_time_ns),
         "placed_overhead_percent": overhead_percent(placed.solution.time_ns, costs.total_time_ns),
         "within_budget": placed.layout.reserved_bytes <= problem.budget_bytes,
+        "native": dataclasses.asdict(native),
+        "expandable": dataclasses.asdict(expandable),
     }
 
 
@@ -121,6 +127,7 @@ def document(results: dict[str, Any]) -> str:
             *(f"{ratio:.6f}", f"{bound:.6f}", f"{row['seconds']:.2f}", f"{row['overhead_percent']:.3f}", placed),
         )
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += allocator_table(results["plans"])
     if results["instances"]:
         lines += [
             "",
@@ -136,6 +143,28 @@ def document(results: dict[str, Any]) -> str:
         load = row["load_bytes"] / row["capacity_bytes"]
         lines.append(f"| {row['name']} | {row['buffers']} | {load:.4f} | {row['placed']} of {len(SEEDS)} | {seconds} |")
     return "\n".join(lines) + "\n"
+
+
+def allocator_table(rows: list[dict[str, Any]]) -> list[str]:
+    """What the same plans take without addresses."""
+    lines = [
+        "",
+        "## Without addresses",
+        "",
+        "The same plans under a model of PyTorch's allocator for CUDA (`lowtide.place.cuda_memory`), over the peak: what it",
+        "reserves where the device has room, and the smallest device on which it does not run out of memory, with native and",
+        "with expandable segments; the last column is our placement again.",
+        "",
+        "| graph | budget | native reserved | smallest device | expandable reserved | smallest device | placed |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in (row for row in rows if row["buffers"] is not None):
+        taken = [
+            row[kind][key] for kind in ("native", "expandable") for key in ("reserved_bytes", "smallest_device_bytes")
+        ]
+        ratios = [f"{bytes_ / row['peak_bytes']:.3f}" for bytes_ in (*taken, row["reserved_bytes"])]
+        lines.append(f"| {' | '.join([row['graph'], row['budget'], *ratios])} |")
+    return lines
 
 
 if __name__ == "__main__":

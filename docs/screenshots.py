@@ -19,6 +19,7 @@ _SHOTS = {
     "dark": (1000, 1220, True, "memory"),
     "phone": (390, 1300, False, "memory"),
     "curve": (1000, 520, False, "curve"),
+    "map": (1000, 925, False, "addresses"),
 }
 _COLOURS = 256
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError, ScheduleError
+from lowtide.ir import simulate
 from lowtide.ir.serial import dag_from_json
 from lowtide.planning import Plan, make_plan
 from tests.solve.small_graphs import chain
@@ -49,6 +50,30 @@ def test_save_and_load(tmp_path: Path) -> None:
     )
     assert (loaded.seed, loaded.lower_bound_ns, str(loaded)) == (3, plan.lower_bound_ns, str(plan))
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_addresses_are_found_once_and_for_this_schedule() -> None:
+    plan = _plan()
+    assert plan.layout is plan.layout
+    assert plan.reserved_bytes == plan.layout.reserved_bytes >= plan.peak_bytes
+    other = _plan(budget="100%")
+    changed = plan.with_schedule(other.schedule, simulate(GRAPH, COSTS, other.schedule))
+    assert changed.schedule is other.schedule
+    assert changed.layout.schedule is other.schedule
+    assert "_layout" not in str(plan.to_json().keys()) + repr(plan)
+    loaded = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert loaded.layout.offsets == plan.layout.offsets
+
+
+def test_what_a_plan_takes_on_cuda() -> None:
+    """Tensors of a kilobyte share a segment; of 3 MiB, they take segments of 20 MiB for six."""
+    assert _plan().cuda_memory().reserved_bytes == 2 << 20
+    costs = dataclasses.replace(COSTS, storage_bytes=COSTS.storage_bytes // LAYER_BYTES * (3 << 20))
+    plan = make_plan(GRAPH, costs, budget="100%")
+    for expandable in (False, True):
+        found = plan.cuda_memory(expandable_segments=expandable)
+        assert found.reserved_bytes % (20 << 20) == 0
+        assert plan.peak_bytes <= found.allocated_bytes <= found.reserved_bytes < plan.peak_bytes + (40 << 20)
 
 
 def test_infeasible_names_a_reachable_minimum_and_the_bottleneck() -> None:

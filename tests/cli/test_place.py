@@ -10,7 +10,7 @@ import pytest
 from lowtide.cli.main import main
 from lowtide.place import fault, read_buffers
 from tests.place.instances import Row, filled_rectangle
-from tests.support.chains import chain_dag
+from tests.support.chains import LAYER_BYTES, chain_dag
 
 
 def _file(folder: Path, rows: list[Row]) -> str:
@@ -103,7 +103,35 @@ def test_the_addresses_of_a_schedule(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert result["peak_bytes"] <= result["reserved_bytes"] <= 1.01 * result["peak_bytes"]
     assert result["reserved_bytes"] <= result["budget_bytes"]
     assert result["counted_overhead_percent"] <= result["overhead_percent"]
+    for kind in ("native", "expandable"):
+        cuda = result["cuda"][kind]
+        assert result["peak_bytes"] <= cuda["smallest_device_bytes"] <= cuda["reserved_bytes"] == 2 << 20  # one segment
     assert main(command) == 0
-    assert "  reserved " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "  reserved " in printed
+    assert "  CUDA, expandable  2.0 MiB reserved" in printed
     assert main(["solve", str(path), "--min-peak", "--planner", "greedy", "--layout", "--align", "512", "--json"]) == 0
     assert all(offset % 512 == 0 for offset in json.loads(capsys.readouterr().out)["offsets"])
+
+
+def test_addresses_over_the_budget_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tensors of 1000 bytes at multiples of 1024, in a budget that is full of them. Nothing is written."""
+    path, out = tmp_path / "chain.json", tmp_path / "schedule.json"
+    path.write_text(json.dumps(chain_dag()))
+    assert main(["solve", str(path), "--min-peak", "--planner", "greedy", "--json"]) == 0
+    least = json.loads(capsys.readouterr().out)["minimum_bytes"]
+    command = ["solve", str(path), "--budget", str(least), "--planner", "greedy"]
+    assert main(command) == 0
+    capsys.readouterr()
+    assert main([*command, "--layout", "--align", "1024", "--json", "-o", str(out)]) == 3
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert (result["status"], result["schedule"], result["peak_bytes"]) == ("unsolved", None, None)
+    assert printed.err.count("\n") == 1
+    reserved = least // LAYER_BYTES * 1024
+    assert f"fit {least} bytes" in printed.err
+    assert f"take up {reserved} bytes" in printed.err
+    assert not out.exists()
+    assert main([*command, "--layout", "--align", "1024"]) == 3
+    assert capsys.readouterr().out == ""
+    assert main([*command[:3], str(reserved), *command[4:], "--layout", "--align", "1024"]) == 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 from lowtide.ir.serial import dag_from_json
 from lowtide.memory.measurement import Measurement
 from lowtide.planning import Plan, make_plan
+from lowtide.report.memory_map import MemoryMap
+from lowtide.report.profile import StepProfile
 from lowtide.report.report import Report, report_of_trace
 from lowtide.trace import Created, OperatorCall, Release, Trace
 from tests.support.chains import LAYER_BYTES, chain_dag
@@ -53,3 +56,18 @@ def write_page(folder: Path, report: Report) -> Path:
     path = folder / "report.html"
     write_report(report, path)
     return path
+
+
+def check_map(found: MemoryMap, run: StepProfile, plan: Plan) -> None:
+    """Nothing is above what is reserved, no two rectangles share a byte, and they add up to the profile."""
+    assert max((each.end for each in found.rectangles), default=0) <= found.reserved_bytes == plan.reserved_bytes
+    levels = [0] * (len(run.spans) + 1)
+    for each in found.rectangles:
+        assert each.offset >= 0 <= each.first <= each.last <= len(run.spans)
+        for span in range(each.first, each.last + 1):
+            levels[span] += each.block.bytes
+    assert levels[:-1] == run.levels()
+    assert levels[-1] == run.final_bytes
+    for span in range(len(run.spans) + 1):
+        there = sorted((each.offset, each.end) for each in found.rectangles if each.first <= span <= each.last)
+        assert all(end <= offset for (_, end), (offset, _) in itertools.pairwise(there))

@@ -43,3 +43,29 @@ def test_keyboard(tmp_path: Path) -> None:
         page.press("ArrowLeft")
         assert page.run("+document.getElementById('walk').getAttribute('aria-valuenow')") == 598
         assert page.complaints == []
+
+
+_POINT_AT_PICKED = """(() => {
+  const svg = [...document.querySelectorAll('#map svg')].find(e => getComputedStyle(e).display !== 'none');
+  const box = svg.querySelector('.picked').getBoundingClientRect();
+  document.getElementById('lies').textContent = '';
+  const at = {clientX: box.left + box.width / 2, clientY: box.top + box.height / 2, bubbles: true};
+  svg.dispatchEvent(new PointerEvent('pointermove', at));
+})()"""
+
+
+def test_map_by_keyboard_and_pointer(tmp_path: Path) -> None:
+    """The tensor that the keys reach is outlined, and is the one that lies under its own middle."""
+    with Page() as page:
+        page.open(write_page(tmp_path, plan_report()))
+        page.run("document.getElementById('map').scrollIntoView()")
+        page.run("document.getElementById('map').focus()")
+        seen = set()
+        for key in ("Home", "ArrowRight", "PageUp", "ArrowLeft", "End"):
+            page.press(key)
+            words = page.run("document.getElementById('lies').textContent")
+            seen.add(words)
+            page.run(_POINT_AT_PICKED)
+            assert page.run("document.getElementById('lies').textContent") == words
+        assert len(seen) == 4  # of 24 tensors, the last twice
+        assert page.complaints == []

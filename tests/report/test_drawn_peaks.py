@@ -19,6 +19,7 @@ from lowtide.ir.serial import dag_from_json
 from lowtide.planning import Plan, make_plan
 from lowtide.report.writers import WRITERS
 from lowtide.units import format_bytes
+from tests.report.reports import check_map
 from tests.support.chains import chain_dag
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
@@ -108,6 +109,9 @@ def check_forms(plan: Plan, folder: Path) -> None:
         plan.report(path)
         if extension in DRAWN:
             assert DRAWN[extension](path) == plan.peak_bytes <= plan.budget_bytes, extension
+    report = plan.as_report()
+    assert report.memory_map is not None
+    check_map(report.memory_map(), report.run, plan)
     check_text((folder / "plan.txt").read_text(encoding="utf-8"), plan)
     page = (folder / "plan.html").read_text(encoding="utf-8")
     charts = re.findall(r'<svg (?:(?!</svg>).)*class="plain".*?</svg>', page, re.DOTALL)

@@ -1,7 +1,8 @@
 """``lowtide demo``: train a byte-level GPT-2 with plain PyTorch and with lowtide inside a budget, and compare.
 
 The text is the standard library's sources; dropout is on. Shows losses, measured and predicted peak, and step times, and
-saves a plot of memory over the step. Exit code 1 if the promise is broken: other losses, or a peak above the budget.
+saves a plot of memory over the step, and a map of the addresses that an arena would give its tensors. Exit code 1 if the
+promise is broken: other losses, or a peak above the budget.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=6, help="layers of the model (default: 6)")
     parser.add_argument("--batch", type=int, default=4, help="sequences per step (default: 4)")
     parser.add_argument("--planner", default="auto", metavar="SPEC", help="see lowtide planners (default: auto)")
-    parser.add_argument("--output", default="demo", metavar="FOLDER", help="for memory.png and result.json")
+    parser.add_argument(
+        "--output", default="demo", metavar="FOLDER", help="for memory.png, plan.map.svg and result.json"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -48,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
     write_atomically(folder / "result.json", json.dumps(result, indent=1) + "\n")
     figure = memory_figure({run.name: run.measurements[-1] for run in (plain, planned)}, plan)
     figure.savefig(folder / "memory.png", dpi=150)
-    print(f"plot        {folder / 'memory.png'}")
+    plan.report(folder / "plan.map.svg")
+    print(f"plots       {folder / 'memory.png'}, {folder / 'plan.map.svg'}")
     return 0 if result["losses_equal"] and result["parameters_equal"] and result["within_budget"] else 1
 
 

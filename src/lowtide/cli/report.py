@@ -1,8 +1,9 @@
 """``lowtide report FILE -o OUT``: a saved plan, or the trace of an online run, as a report for people or for other tools.
 
 The extension of OUT says which: .html (one self-contained page), .trace.json (Chrome Trace Events, for Perfetto), .pickle
-(a snapshot of the predicted step for pytorch.org/memory_viz), .svg (memory over the step), .txt. A plan saved without a
-curve gets one for a page, in seconds per point, unless ``--no-curve`` says otherwise.
+(a snapshot of the predicted step for pytorch.org/memory_viz), .svg (memory over the step), .map.svg (where every tensor of a
+plan lies, address against time), .txt. A plan saved without a curve gets one for a page, in seconds per point, unless
+``--no-curve`` says otherwise.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The steps of ``--json`` are ``["compute", op]`` and ``["free", op]``. In a graph
 none, the number after ``"free"`` is the storage's; random ops add ``["save_rng", op]`` and ``["restore_rng", op]``.
 With ``--layout``, ``offsets`` says where in one block of memory each ``["compute", op]`` puts its result, in their order and in
 bytes, and ``reserved_bytes`` how many that takes, workspaces and what is resident throughout included; the budget is then on
-these.
+these. ``cuda`` is what the schedule takes without them, under PyTorch's allocator for CUDA.
 The certified gap is how far the schedule's time lies above the proven lower bound, in percent of that bound.
 """
 
@@ -14,11 +14,13 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowtide.budget import parse_budget
 from lowtide.cli.options import add_budget_option, add_planner_options
+from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import (
     Compute,
     Costs,
@@ -30,12 +32,13 @@ from lowtide.ir import (
     schedule_to_json,
     simulate,
 )
-from lowtide.place import DEVICE_ALIGNMENT, Layout, PlacedSolution, lay_out, solve_placed
+from lowtide.place import DEVICE_ALIGNMENT, Layout, PlacedSolution, cuda_memory, lay_out, solve_placed
 from lowtide.planning import infeasible
 from lowtide.progress import Progress, progress_bar
 from lowtide.report.curve import lowest_schedule
 from lowtide.report.tables import fact_lines
-from lowtide.solve import Problem, peak_lower_bound, solve
+from lowtide.report.text import cuda_facts
+from lowtide.solve import Problem, Solution, Status, peak_lower_bound, solve
 from lowtide.store import write_atomically
 from lowtide.units import format_bytes, format_percent, format_time, overhead_percent
 
@@ -69,7 +72,8 @@ def run(options: argparse.Namespace) -> int:
     with progress_bar() as on_progress:
         found = find(graph, costs, unconstrained, options, on_progress)
     if options.layout and options.min_peak:
-        _add_addresses(found, lay_out(graph, costs, found.schedule, alignment=options.align, seed=options.seed))
+        layout = lay_out(graph, costs, found.schedule, alignment=options.align, seed=options.seed)
+        _add_addresses(found, graph, costs, layout)
     written = schedule_to_json(found.schedule)
     if options.output:
         write_atomically(Path(options.output), json.dumps(written))
@@ -79,23 +83,35 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_addresses(found: Found, layout: Layout) -> None:
+def _add_addresses(found: Found, graph: Graph, costs: Costs, layout: Layout) -> None:
+    """Those of ``layout``, and what CUDA's allocator would reserve without them."""
     reserved, placement = layout.reserved_bytes, layout.placement
-    found.summary.update(offsets=layout.of_computes(), reserved_bytes=reserved)
+    native, expandable = (cuda_memory(graph, costs, layout.schedule, expandable_segments=e) for e in (False, True))
+    cuda = {"native": asdict(native), "expandable": asdict(expandable)}
+    found.summary.update(offsets=layout.of_computes(), reserved_bytes=reserved, cuda=cuda)
     bound = f"at most {100 * placement.gap:.3f} % above the least" if placement.gap else "no placement takes up less"
     found.facts["reserved"] = f"{format_bytes(reserved)} ({reserved} bytes) with addresses, {bound}"
+    found.facts.update(cuda_facts(native, expandable))
 
 
-def _add_cost(found: Found, placed: PlacedSolution, budget: int, least_ns: int) -> None:
+def _add_cost(found: Found, placed: PlacedSolution, least_ns: int) -> None:
     """What it costs that addresses, not counted bytes, are within the budget."""
     counted = overhead_percent(placed.counted.time_ns, least_ns)
     found.summary["counted_overhead_percent"] = counted
     cost = overhead_percent(placed.solution.time_ns, least_ns) - counted
-    over = found.summary["reserved_bytes"] - budget
-    if over > 0:
-        found.facts["placement"] = f"{over} bytes over the budget; raise it by as much, or plan for less"
-    else:
-        found.facts["placement"] = f"{cost:.3f} points of overhead more than with counted bytes in the budget"
+    found.facts["placement"] = f"{cost:.3f} points of overhead more than with counted bytes in the budget"
+
+
+def _no_addresses(solution: Solution, layout: Layout, budget: int) -> InfeasibleBudgetError:
+    """The schedule is within the budget, its addresses are not."""
+    reserved = layout.reserved_bytes
+    return InfeasibleBudgetError(
+        f"no schedule was found whose addresses fit {budget} bytes ({format_bytes(budget)}): the lowest take up {reserved} "
+        f"bytes ({format_bytes(reserved)}), of a schedule that peaks at {solution.peak_bytes} bytes. Raise the budget by "
+        f"{reserved - budget} bytes, or plan without --layout.",
+        minimum_bytes=reserved,
+        budget_bytes=budget,
+    )
 
 
 def _within_budget(
@@ -106,12 +122,14 @@ def _within_budget(
     problem = Problem(graph, costs, budget, options.seed, on_progress)
     placed = solve_placed(problem, options.planner, alignment=options.align) if options.layout else None
     solution = placed.solution if placed else solve(problem, options.planner)
-    found, bound, least = solution.schedule is not None, solution.lower_bound_ns, costs.total_time_ns
+    layout = placed.layout if placed else None
+    over = layout is not None and layout.reserved_bytes > budget
+    found, bound, least = solution.schedule is not None and not over, solution.lower_bound_ns, costs.total_time_ns
     peak, time_ns = solution.peak_bytes, solution.time_ns
     overhead, gap = overhead_percent(time_ns, least), 100 * (time_ns / bound - 1) if found and bound else None
     lower_bound = None if bound is None else overhead_percent(bound, least)
     summary = {
-        "status": solution.status.value,
+        "status": Status.UNSOLVED.value if over else solution.status.value,
         "planner": solution.planner,
         "budget_bytes": budget,
         "peak_bytes": peak if found else None,
@@ -123,9 +141,11 @@ def _within_budget(
         "gap_percent": gap,
         "solve_seconds": round(solution.solve_seconds, 6),
     }
-    if solution.schedule is None:
+    if solution.schedule is None or over:
         if options.json:
             print(json.dumps(summary | {"schedule": None}))
+        if layout is not None:
+            raise _no_addresses(solution, layout, budget)
         raise infeasible(problem, solution, unconstrained, options.planner)
     below = "none" if lower_bound is None else f"{lower_bound:.3f} %"
     facts = {
@@ -139,9 +159,9 @@ def _within_budget(
     facts["time"] = f"{format_time(time_ns)} in {computes} computes"
     heading = f"{solution.status.value} by {solution.planner} in {solution.solve_seconds:.2f} s"
     answer = Found(solution.schedule, summary, heading, facts)
-    if placed and placed.layout:
-        _add_addresses(answer, placed.layout)
-        _add_cost(answer, placed, budget, least)
+    if placed and layout:
+        _add_cost(answer, placed, least)
+        _add_addresses(answer, graph, costs, layout)
     return answer
 
 

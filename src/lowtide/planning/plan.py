@@ -7,7 +7,8 @@ ranks of a training, its graph is left out, and the costs stand by themselves.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -21,8 +22,9 @@ from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.ir.serial import graph_from_json, graph_to_json, read_json, schedule_from_json, schedule_to_json
 from lowtide.ir.simulator import Simulation
 from lowtide.memory.measurement import Measurement
-from lowtide.place import Layout, lay_out
+from lowtide.place import CudaMemory, Layout, cuda_memory, lay_out
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint, make_curve
+from lowtide.report.memory_map import memory_map
 from lowtide.report.modules import rows_of
 from lowtide.report.profile import profile_of_schedule
 from lowtide.report.report import Report
@@ -97,6 +99,7 @@ class Plan:
     cached: bool = False
     known_curve: Curve | None = None
     history: tuple[Improvement, ...] = ()
+    _layout: Layout | None = field(default=None, init=False, repr=False)
 
     @property
     def overhead(self) -> float:
@@ -106,13 +109,24 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
-        """The addresses of the schedule in an arena; what outlives the step lies outside. Placed anew each time."""
-        return lay_out(self.graph, self.costs, self.schedule, apart=storages_outside(self.graph), seed=self.seed)
+        """The addresses of the schedule in an arena; what outlives the step lies outside. Placed when first asked for."""
+        if self._layout is None:
+            outside = storages_outside(self.graph)
+            layout = lay_out(self.graph, self.costs, self.schedule, apart=outside, seed=self.seed)
+            object.__setattr__(self, "_layout", layout)
+            return layout
+        return self._layout
 
     @property
     def reserved_bytes(self) -> int:
-        """Of memory that the step takes up where every tensor has an address: ``peak_bytes``, and what is lost between them."""
+        """Of memory that the step takes up where every tensor has an address: ``peak_bytes``, and what is lost between them.
+        Without an arena it is the allocator that decides: ``cuda_memory``."""
         return self.layout.reserved_bytes
+
+    def cuda_memory(self, *, expandable_segments: bool = False) -> CudaMemory:
+        """What the step takes of a CUDA device under PyTorch's caching allocator, in a model of it; ``expandable_segments``: as
+        with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``. Takes up to some seconds for thousands of operators."""
+        return cuda_memory(self.graph, self.costs, self.schedule, expandable_segments=expandable_segments)
 
     @property
     def is_placed(self) -> bool:
@@ -198,6 +212,8 @@ class Plan:
             lower_bound_ns=self.lower_bound_ns,
             curve=self.known_curve,
             measured=measurement,
+            memory_map=functools.cache(lambda: memory_map(run, self.layout)),
+            cuda=functools.cache(lambda: (self.cuda_memory(), self.cuda_memory(expandable_segments=True))),
         )
 
     def save(self, path: str | Path) -> None:

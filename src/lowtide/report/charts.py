@@ -61,10 +61,7 @@ def memory_chart(report: Report, size: Size, style: str = "") -> str:
     chart = Chart(size, end_ns, top)
     chart.axes(ticks(end_ns, size.across, TIME_UNITS), ticks(top, size.up, BYTE_UNITS))
     if 0 < run.boundary_ns < run.time_ns:
-        x = chart.x(run.boundary_ns)
-        chart.draw("line", x1=x, x2=x, y1=chart.top - 12, y2=chart.floor, class_="boundary")
-        chart.text(x - 6, chart.top - 8, "forward", "tick", "end")
-        chart.text(x + 6, chart.top - 8, "backward", "tick")
+        chart.boundary(run.boundary_ns)
     chart.staircase(without, SLICES, "plain")
     chart.staircase(within, SLICES, "area", closed=True)
     chart.staircase(within, SLICES, "plan")

@@ -7,6 +7,8 @@ from typing import Any
 
 from lowtide.extras import require
 from lowtide.report import charts
+from lowtide.report.map_chart import MAP_SIZES, describe, map_chart, map_data, map_title
+from lowtide.report.memory_map import Content
 from lowtide.report.modules import block_of
 from lowtide.report.profile import Span
 from lowtide.report.report import Report
@@ -28,9 +30,11 @@ def html_page(report: Report) -> str:
         "time": format_time,
         "percent": format_percent,
         "source": format_source,
-        "running": _running,
+        "running": describe,
     }
     run, curve, measured = report.run, report.curve, report.measured
+    found = report.found_map()
+    native, expandable = report.cuda() if report.cuda else (None, None)
     rows = [row for row in report.rows if report.unit == "module" or row.saved_bytes or row.recomputed_ops]
     page: str = environment.get_template("report.html").render(
         report=report,
@@ -42,16 +46,17 @@ def html_page(report: Report) -> str:
         step=_step(report),
         memory_charts=[charts.memory_chart(report, size) for size in charts.SIZES],
         curve_charts=[charts.curve_chart(curve, report.budget_bytes, size) for size in charts.SIZES] if curve else [],
+        map=found,
+        map_title=map_title(report, found) if found else "",
+        map_data=map_data(report, found) if found else None,
+        map_charts=[map_chart(report, found, size) for size in MAP_SIZES] if found else [],
+        contents=[(content.value, content.name.lower()) for content in Content],
+        native=native,
+        expandable=expandable,
         measured_charts=[charts.measured_chart(run, measured, size) for size in charts.SIZES] if measured else [],
         version=__version__,
     )
     return page
-
-
-def _running(span: Span) -> str:
-    where = f" in {span.module}" if span.module else ""
-    source = f" ({format_source(span.source)})" if span.source else ""
-    return span.name + where + source + (", again" if span.again else "")
 
 
 def _step(report: Report) -> dict[str, Any]:
@@ -65,7 +70,7 @@ def _step(report: Report) -> dict[str, Any]:
         "peak": levels.index(max(levels)) if levels else 0,
         "within": levels,
         "without": [level for level, _ in without],
-        "running": [names.setdefault(_running(report.run.spans[index]), len(names)) for _, index in within],
+        "running": [names.setdefault(describe(report.run.spans[index]), len(names)) for _, index in within],
         "names": list(names),
     }
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lowtide.errors import LowtideError, PlanError
 from lowtide.memory.measurement import Measurement
+from lowtide.place import CudaMemory
 from lowtide.report.curve import Curve, CurvePoint
+from lowtide.report.memory_map import MemoryMap
 from lowtide.report.modules import ModuleRow, rows_of
 from lowtide.report.profile import StepProfile
 from lowtide.report.replay import ENDLESS_BYTES, replay
 from lowtide.trace import Constant, ReplayStatus, Trace, simulate
 
+_LOGGER = logging.getLogger(__name__)
 _SHARES = (100, 90, 80, 70, 60, 50, 40, 30, 20)  # of the peak: the budgets of a trace's curve
 _MOST_SLOWDOWN = 3  # beyond it a trace's curve ends
 
@@ -25,7 +29,9 @@ class Report:
 
     ``heading`` and ``details`` are for the text. ``decided_by``: the planner or heuristic. ``rows``: what is saved and
     recomputed per ``unit`` (``module`` or ``operator``). ``lower_bound_ns``: no schedule within the budget takes less, where
-    known. ``beside``: bytes that are not the run's, such as optimizer states, by name.
+    known. ``beside``: bytes that are not the run's, such as optimizer states, by name. ``memory_map`` and ``cuda``: what makes
+    the map of addresses, and what the step takes of a CUDA device without them, with native and with expandable segments; they
+    take seconds, and are ``None`` for a recorded run.
     """
 
     title: str
@@ -43,11 +49,21 @@ class Report:
     curve: Curve | None = None
     measured: Measurement | None = None
     beside: Mapping[str, int] = field(default_factory=dict)
+    memory_map: Callable[[], MemoryMap] | None = None
+    cuda: Callable[[], tuple[CudaMemory, CudaMemory]] | None = None
 
     @property
     def end_ns(self) -> int:
         """Of the longer of the two runs, at least 1."""
         return max(self.run.time_ns, self.plain.time_ns, 1)
+
+    def found_map(self) -> MemoryMap | None:
+        """The map; ``None`` for a recorded run and, with a warning, where there are more tensors than can be placed."""
+        try:
+            return self.memory_map() if self.memory_map is not None else None
+        except PlanError as error:
+            _LOGGER.warning("the report has no addresses: %s", error)
+            return None
 
     @property
     def overhead(self) -> float:

@@ -27,10 +27,13 @@ class Size:
 class Chart:
     """A picture with a plot area for values up to ``largest_x`` and ``largest_y``; what is drawn adds to ``parts``."""
 
-    left, top = 64, 28
+    left = 64
 
-    def __init__(self, size: Size, largest_x: float, largest_y: float, *, reversed_x: bool = False) -> None:
+    def __init__(
+        self, size: Size, largest_x: float, largest_y: float, *, reversed_x: bool = False, top: int = 28
+    ) -> None:
         self.size, self.largest_x, self.largest_y, self.reversed_x = size, largest_x, largest_y * _HEADROOM, reversed_x
+        self.top = top
         self.right, self.floor = size.width - 24, size.height - 58
         self.parts: list[str] = []
 
@@ -53,6 +56,13 @@ class Chart:
         y = self.y(value)
         self.draw("line", x1=self.left, x2=self.right, y1=y, y2=y, class_=class_)
         return y
+
+    def boundary(self, value: float) -> None:
+        """Where the backward pass begins."""
+        x = self.x(value)
+        self.draw("line", x1=x, x2=x, y1=self.top - 12, y2=self.floor, class_="boundary")
+        self.text(x - 6, self.top - 8, "forward", "tick", "end")
+        self.text(x + 6, self.top - 8, "backward", "tick")
 
     def axes(self, across: Iterable[tuple[float, str]], up: Iterable[tuple[float, str]], below: str = "") -> None:
         """Horizontal grid lines with labels on the left, labels below, and under them what these are."""
@@ -85,6 +95,9 @@ class Chart:
             "aria-label": title,
             "data-left": self.left,
             "data-right": size.width - self.right,
+            "data-top": self.top,
+            "data-floor": self.floor,
+            "data-high": self.largest_y,
         }
         head = _tag("title", escape(title), {}) + (f"<style>{style}</style>" if style else "")
         return _tag("svg", head + "".join(self.parts), attributes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowtide.memory.measurement import Measurement
+from lowtide.place import CudaMemory
 from lowtide.report.modules import merge_repeats
 from lowtide.report.profile import StepProfile
 from lowtide.report.report import Report
@@ -15,8 +16,9 @@ _HEADER = ("module", "saved", "recomputed ops", "recompute time", "time once")
 
 
 def report_text(report: Report) -> str:
-    """The summary, what is there at the peak, the curve, and what was measured."""
+    """The summary, what is there at the peak, what is reserved, the curve, and what was measured."""
     parts = [summary_text(report), _alive(report.run)]
+    parts += [_reserved(report)] if report.cuda is not None else []
     parts += [str(report.curve)] if report.curve is not None else []
     parts += [_measured(report.run, report.measured)] if report.measured is not None else []
     return "\n\n".join(parts) + "\n"
@@ -58,6 +60,24 @@ def _alive(run: StepProfile) -> str:
     if left := alive[_MOST_BLOCKS:]:
         lines.append(f"  {format_bytes(sum(block.bytes for block in left)):>10}  in {len(left)} more")
     return "\n".join(lines)
+
+
+def _reserved(report: Report) -> str:
+    """What the step takes of a device, with addresses and without."""
+    found = report.found_map()
+    facts = {} if found is None else {"arena": f"{format_bytes(found.reserved_bytes)} reserved"}
+    facts |= cuda_facts(*report.cuda()) if report.cuda is not None else {}
+    return "\n".join(["memory with addresses, and without under PyTorch's allocator", *fact_lines(facts)])
+
+
+def cuda_facts(native: CudaMemory, expandable: CudaMemory) -> dict[str, str]:
+    """What a step without addresses takes under CUDA's allocator, with segments of its own kind and with expandable ones."""
+
+    def taken(found: CudaMemory) -> str:
+        reserved, least = format_bytes(found.reserved_bytes), format_bytes(found.smallest_device_bytes)
+        return f"{reserved} reserved, {least} of a device are enough ({format_percent(found.fragmentation)} lost)"
+
+    return {"CUDA": taken(native), "CUDA, expandable": taken(expandable)}
 
 
 def _measured(run: StepProfile, measured: Measurement) -> str:

@@ -9,6 +9,7 @@ from lowtide.errors import PlanError
 from lowtide.report.charts import memory_picture
 from lowtide.report.chrome import chrome_trace
 from lowtide.report.html import html_page
+from lowtide.report.map_chart import map_picture
 from lowtide.report.report import Report
 from lowtide.report.snapshot import memory_snapshot
 from lowtide.report.text import report_text
@@ -19,6 +20,7 @@ WRITERS: dict[str, Callable[[Report], str | bytes]] = {
     ".html": html_page,
     ".trace.json": chrome_trace,
     ".pickle": memory_snapshot,
+    ".map.svg": map_picture,
     ".svg": memory_picture,
     ".txt": report_text,
 }

@@ -1,0 +1,95 @@
+"""Where every tensor of a step lies: address against time, a rectangle for each, by the addresses that an arena gives it.
+
+What has no address (what is resident throughout, what outlives the step and is the caller's) lies above the block, one on the
+other, so that the highest rectangle ends where all that is reserved does.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lowtide.ir import Kind
+from lowtide.place import Layout
+from lowtide.report.profile import MemoryBlock, StepProfile
+
+
+class Content(enum.Enum):
+    """What a rectangle is."""
+
+    KEPT = "kept for backward"
+    PASSING = "forward only"
+    RECOMPUTED = "recomputed"
+    BACKWARD = "backward only"
+    GRADIENT = "gradients that stay"
+    OTHER = "workspaces, other"
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """``block`` at ``offset`` while the spans from ``first`` to ``last`` run; ``last`` is their number where it stays."""
+
+    block: MemoryBlock
+    content: Content
+    offset: int
+    first: int
+    last: int
+
+    @property
+    def end(self) -> int:
+        """The first byte above it."""
+        return self.offset + self.block.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMap:
+    """``reserved_bytes``: of all. ``block_bytes``: below are the addresses of an arena, from there on what lies outside."""
+
+    rectangles: tuple[Rectangle, ...]
+    reserved_bytes: int
+    block_bytes: int
+
+
+def memory_map(run: StepProfile, layout: Layout) -> MemoryMap:
+    """Of a profile and a layout of one schedule."""
+    placed = list(zip(run.blocks, layout.offsets, strict=True))
+    inside = [
+        Rectangle(block, _content(block, run), offset, block.first, block.last)
+        for block, offset in placed
+        if offset is not None and block.bytes and block.first <= block.last
+    ]
+    outside = [block for block, offset in placed if offset is None and block.bytes]
+    pieces = (
+        Rectangle(block, _content(block, run), offset, first, last)
+        for block, offset, first, last in _stacked(outside, layout.block_bytes)
+    )
+    return MemoryMap((*inside, *pieces), layout.reserved_bytes, layout.block_bytes)
+
+
+def _content(block: MemoryBlock, run: StepProfile) -> Content:
+    if block.kind is not Kind.TENSOR or block.span is None:
+        return Content.OTHER
+    if block.span.again:
+        return Content.RECOMPUTED
+    if block.span.forward:
+        return Content.KEPT if block.last >= run.boundary else Content.PASSING
+    return Content.GRADIENT if block.last == len(run.spans) else Content.BACKWARD
+
+
+def _stacked(blocks: Sequence[MemoryBlock], floor: int) -> Iterator[tuple[MemoryBlock, int, int, int]]:
+    """Block, offset, first and last span: one on the other from ``floor`` on, in order, moved down where one below ends."""
+    times = sorted({time for block in blocks for time in (block.first, block.last + 1)})
+    since: dict[int, tuple[int, int]] = {}  # block -> its offset, and from when on
+    for time in times:
+        live = [i for i, block in enumerate(blocks) if block.first <= time <= block.last]
+        offset, now = floor, dict[int, int]()
+        for i in live:
+            now[i] = offset
+            offset += blocks[i].bytes
+        for i, (before, first) in list(since.items()):
+            if now.get(i) != before:
+                yield blocks[i], before, first, time - 1
+                del since[i]
+        for i, at in now.items():
+            since.setdefault(i, (at, time))
