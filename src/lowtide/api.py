@@ -14,7 +14,7 @@ from lowtide.capture.copies import planned_forward
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import PlanError
 from lowtide.planning import Plan
-from lowtide.progress import Progress
+from lowtide.progress import Progress, told
 from lowtide.runtime.model import Rematerialized
 from lowtide.settings import Settings, searches
 
@@ -150,7 +150,8 @@ def plan(
     """Plan the training pass of ``model(*args, **kwargs)`` without changing the model.
 
     Takes the same ``budget``, ``planner`` and ``seed`` as ``rematerialize`` and raises the same errors. A model on the
-    ``meta`` device is planned with analytical costs. ``on_progress(stage, fraction)`` is called along the way.
+    ``meta`` device is planned with analytical costs. ``on_progress(stage, fraction)`` is called along the way; without it a
+    terminal or a notebook shows a bar.
     """
     if is_inside():
         raise PlanError(
@@ -158,9 +159,10 @@ def plan(
         )
     pipeline.require_module(model, "plan")
     settings = Settings(budget=budget, planner=planner, seed=seed)
-    with torch.enable_grad():
-        program = capture(model, args, kwargs).program
-    return pipeline.make_program_plan(program, settings, model, on_progress)
+    with told(type(model).__name__, on_progress) as tell:
+        with torch.enable_grad():
+            program = capture(model, args, kwargs).program
+        return pipeline.make_program_plan(program, settings, model, tell)
 
 
 def _planned(model: nn.Module) -> Rematerialized:
