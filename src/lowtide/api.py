@@ -41,6 +41,9 @@ def rematerialize(
 ) -> Model:
     """Make ``model``, any module, train inside a memory budget, in place; returns the same object.
 
+    Raises ``InfeasibleBudgetError`` if no schedule fits (``minimum_bytes`` is the smallest budget for which one is known),
+    ``CaptureError`` where it is asked for or a model has no parts, and ``PlanError`` if an argument makes no sense.
+
     Parameters
     ----------
     args, kwargs:
@@ -69,9 +72,6 @@ def rematerialize(
         (``False``, or with compiled kernels). So many programs are kept; the one that was used longest ago goes first.
     arena:
         Every tensor of a pass has its address in memory that is held from step to step, and the budget is for addresses.
-
-    Raises ``InfeasibleBudgetError`` if no schedule fits (``minimum_bytes`` is the smallest budget for which one is known),
-    ``CaptureError`` where it is asked for or a model has no parts, and ``PlanError`` if an argument makes no sense.
     """
     _require_plannable(model)
     given = (budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
