@@ -17,7 +17,7 @@ from lowtide.batches import MaxBatch
 from lowtide.dynamic.statistics import OnlineStatistics
 from lowtide.extras import EXTRAS
 from lowtide.notebook import bar
-from lowtide.place import Buffers, place
+from lowtide.place import Buffers, place, solve_placed
 from lowtide.planning import Plan
 from lowtide.report.text import module_rows
 from lowtide.solve import Problem, solve
@@ -90,6 +90,8 @@ def _results(name: str = "chain") -> dict[str, object]:
         "replay": simulate(trace_of_chain(), 6000),
         "solution": solve(Problem(plan.graph, plan.costs, plan.budget_bytes), "greedy"),
         "placement": place(buffers),
+        "layout": plan.layout,
+        "placed": solve_placed(Problem(plan.graph, plan.costs, plan.budget_bytes), "greedy"),
     }
 
 
@@ -98,7 +100,7 @@ def results() -> dict[str, object]:
     return _results()
 
 
-KINDS = ["plan", "curve", "measurement", "batch", "statistics", "replay", "solution", "placement"]
+KINDS = ["plan", "curve", "measurement", "batch", "statistics", "replay", "solution", "placement", "layout", "placed"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,6 +165,11 @@ def test_other_results_show_their_figures(results: dict[str, object]) -> None:
     assert facts["batch"]["largest batch"] == "96" and facts["batch"]["  without"] == "32"
     assert facts["statistics"]["overhead"] == "25.0 %" and facts["statistics"]["peak"] == "4.9 KiB"
     assert "25.0 %" in str(results["statistics"])
+    layout = results["layout"]
+    placed = results["placed"]
+    assert facts["placed"]["block"] == format_bytes(placed.layout.block_bytes)  # type: ignore[attr-defined]
+    assert facts["placed"]["peak"] == format_bytes(placed.solution.peak_bytes)  # type: ignore[attr-defined]
+    assert facts["layout"]["block"] == format_bytes(layout.block_bytes)  # type: ignore[attr-defined]
     replay, solution, placement = results["replay"], results["solution"], results["placement"]
     assert facts["replay"]["rematerializations"] == str(replay.rematerializations)  # type: ignore[attr-defined]
     assert facts["solution"]["peak"] == format_bytes(solution.peak_bytes)  # type: ignore[attr-defined]
