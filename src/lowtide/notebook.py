@@ -46,12 +46,8 @@ class Shown:
     @abstractmethod
     def _facts(self) -> Mapping[str, str]: ...
 
-    def _more(self) -> Sequence[str]:
-        """HTML below the facts: what ``table``, ``folded``, ``picture`` and ``note`` return."""
-        return ()
-
     def _repr_html_(self) -> str:
-        return card(self._heading(), facts_table(self._facts()), *self._more())
+        return card(self._heading(), facts_table(self._facts()))
 
 
 def card(heading: str, *parts: str) -> str:

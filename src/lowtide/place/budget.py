@@ -26,10 +26,10 @@ class PlacedSolution(Shown):
         return self.solution._heading()
 
     def _facts(self) -> dict[str, str]:
-        without = (
-            {"time, without addresses": format_time(self.counted.time_ns)} if self.counted.schedule is not None else {}
-        )
-        return {**self.solution._facts(), **without, **(self.layout._facts() if self.layout is not None else {})}
+        facts = self.solution._facts()
+        if self.layout is not None:
+            facts |= {"time, without addresses": format_time(self.counted.time_ns), **self.layout._facts()}
+        return facts
 
 
 def solve_placed(
