@@ -147,6 +147,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
         "| peak, MiB | reserved | planned | losses equal |"
     )
     lines = [
+        "# Steps with an arena",
+        "",
         "`OMP_NUM_THREADS=1 python -m benchmarks.arena`: one step, medians; MiB of a step with the arena.",
         "",
         head,

@@ -14,7 +14,7 @@ from lowtide.capture.copies import planned_forward
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import PlanError
 from lowtide.planning import Plan
-from lowtide.progress import Progress
+from lowtide.progress import Progress, told
 from lowtide.runtime.model import Rematerialized
 from lowtide.settings import Settings, searches
 
@@ -40,6 +40,9 @@ def rematerialize(
     arena: bool = False,
 ) -> Model:
     """Make ``model``, any module, train inside a memory budget, in place; returns the same object.
+
+    Raises ``InfeasibleBudgetError`` if no schedule fits (``minimum_bytes`` is the smallest budget for which one is known),
+    ``CaptureError`` where it is asked for or a model has no parts, and ``PlanError`` if an argument makes no sense.
 
     Parameters
     ----------
@@ -69,9 +72,6 @@ def rematerialize(
         (``False``, or with compiled kernels). So many programs are kept; the one that was used longest ago goes first.
     arena:
         Every tensor of a pass has its address in memory that is held from step to step, and the budget is for addresses.
-
-    Raises ``InfeasibleBudgetError`` if no schedule fits (``minimum_bytes`` is the smallest budget for which one is known),
-    ``CaptureError`` where it is asked for or a model has no parts, and ``PlanError`` if an argument makes no sense.
     """
     _require_plannable(model)
     given = (budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
@@ -150,7 +150,8 @@ def plan(
     """Plan the training pass of ``model(*args, **kwargs)`` without changing the model.
 
     Takes the same ``budget``, ``planner`` and ``seed`` as ``rematerialize`` and raises the same errors. A model on the
-    ``meta`` device is planned with analytical costs. ``on_progress(stage, fraction)`` is called along the way.
+    ``meta`` device is planned with analytical costs. ``on_progress(stage, fraction)`` is called along the way; without it a
+    terminal or a notebook shows a bar.
     """
     if is_inside():
         raise PlanError(
@@ -158,9 +159,10 @@ def plan(
         )
     pipeline.require_module(model, "plan")
     settings = Settings(budget=budget, planner=planner, seed=seed)
-    with torch.enable_grad():
-        program = capture(model, args, kwargs).program
-    return pipeline.make_program_plan(program, settings, model, on_progress)
+    with told(type(model).__name__, on_progress) as tell:
+        with torch.enable_grad():
+            program = capture(model, args, kwargs).program
+        return pipeline.make_program_plan(program, settings, model, tell)
 
 
 def _planned(model: nn.Module) -> Rematerialized:

@@ -11,6 +11,7 @@ import torch
 
 import lowtide
 from lowtide.integrations.pytorch_lightning import LowtideCallback
+from tests.integrations.launch import torchrun
 from tests.integrations.trainers import BUDGET, PLANNER, assert_same_state, gpt2, text
 
 pytestmark = [
@@ -105,3 +106,8 @@ def test_checkpoints_and_resuming(tmp_path: Path) -> None:
     assert_same_state(ours, reference)
     loaded = Language.load_from_checkpoint(tmp_path / "True.ckpt", planned=False)
     assert loaded.model is not None
+
+
+@pytest.mark.slow
+def test_two_processes() -> None:
+    assert torchrun("tests.integrations.lightning_program").count("passed") == 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.reports import HOSTILE, plan_report, trace_report, write_page
+from tests.report.reports import HOSTILE, plan_report, small_plan, trace_report, write_page
 from tests.support.browser import Page, browser_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(browser_path() is None, reason="no browser is installed")]
@@ -69,3 +69,25 @@ def test_map_by_keyboard_and_pointer(tmp_path: Path) -> None:
             assert page.run("document.getElementById('lies').textContent") == words
         assert len(seen) == 4  # of 24 tensors, the last twice
         assert page.complaints == []
+
+
+@pytest.mark.parametrize("dark_system", [False, True])
+@pytest.mark.parametrize(("ink", "paper"), [("rgb(17, 17, 17)", "#fff"), ("rgb(238, 238, 238)", "#111")])
+def test_cards_have_the_colours_of_their_notebook(tmp_path: Path, ink: str, paper: str, dark_system: bool) -> None:
+    plan = small_plan(HOSTILE)
+    assert plan.known_curve is not None
+    cards = plan._repr_html_() + plan.known_curve._repr_html_()
+    path = tmp_path / "notebook.html"
+    path.write_text(
+        f'<!DOCTYPE html><meta charset="utf-8"><body style="color: {ink}; background: {paper}">{cards}',
+        encoding="utf-8",
+    )
+    with Page(700, 800, dark=dark_system) as page:
+        page.open(path)
+        assert page.complaints == []
+        assert page.requests == [path.resolve().as_uri()]
+        assert page.run("document.documentElement.scrollWidth") <= 700
+        found = "[...document.querySelectorAll('.lowtide td')].map(e => getComputedStyle(e).color)"
+        assert set(page.run(found)) == {ink}
+        assert page.run("getComputedStyle(document.querySelector('.budget-label')).fill") == "rgb(217, 96, 31)"
+        assert page.run("document.querySelectorAll('.lowtide svg').length") == 2

@@ -18,9 +18,10 @@ from lowtide.capture import Captured
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import simulate
 from lowtide.memory.allocators import free_memory
+from lowtide.notebook import Shown
 from lowtide.pipeline import require_module
 from lowtide.planning import Plan, make_plan
-from lowtide.progress import Progress
+from lowtide.progress import Progress, told
 from lowtide.report.tables import fact_lines
 from lowtide.settings import Settings
 from lowtide.solve import working_set_bound
@@ -33,7 +34,7 @@ ONE_FORWARD_PASS = 1 / 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MaxBatch:
+class MaxBatch(Shown):
     """The largest batches that train inside ``budget_bytes`` (``total``: of everything, else of the pass alone).
 
     ``batch_without`` is the largest without lowtide, 0 where not even one sample fits. ``plan`` is the plan for ``batch``, its
@@ -64,18 +65,23 @@ class MaxBatch:
         return self.plan.overhead
 
     def __str__(self) -> str:
+        return "\n".join(fact_lines(self._facts(), indent=""))
+
+    def _heading(self) -> str:
+        return "the largest batch"
+
+    def _facts(self) -> dict[str, str]:
         whole = " (the most that was tried)" if self.limited else ""
         found = self.measured_peak_bytes
         measured = "not measured: no room on this device" if found is None else f"measured {format_bytes(found)}"
         kind = "in all" if self.total else "for the pass"
-        facts = {
+        return {
             "largest batch": f"{self.batch}{whole}",
             "  without": str(self.batch_without),
             "  budget": f"{format_bytes(self.budget_bytes)} {kind}",
             "  peak": f"{format_bytes(self.plan.peak_bytes)} for the pass, {measured}",
             "  overhead": format_percent(self.overhead),
         }
-        return "\n".join(fact_lines(facts, indent=""))
 
 
 def max_batch(
@@ -116,8 +122,9 @@ def max_batch(
         raise PlanError(f"limit is {limit}, but at least one sample is tried.")
     assert given is not None
     samples = Samples(make_sample, SMALL_BATCHES[0])
-    family = Family(model, samples, on_progress)
-    return _Search(family, settings, parse_budget(given, 1), max_overhead, limit).run()
+    with told(type(model).__name__, on_progress) as tell:
+        family = Family(model, samples, tell)
+        return _Search(family, settings, parse_budget(given, 1), max_overhead, limit).run()
 
 
 class _Search:

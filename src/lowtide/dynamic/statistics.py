@@ -6,11 +6,15 @@ import dataclasses
 import time
 from dataclasses import dataclass
 
+from lowtide.notebook import Shown
+from lowtide.report.tables import fact_lines
+from lowtide.units import format_bytes, format_percent, format_time
+
 now_ns = time.perf_counter_ns
 
 
 @dataclass(slots=True)
-class OnlineStatistics:
+class OnlineStatistics(Shown):
     """What a context did. Times in nanoseconds of wall time; bytes above the level at which the context was entered.
 
     ``operators`` and ``operator_ns``: run for the program, recomputation not counted. ``copies``: old contents kept because
@@ -35,6 +39,24 @@ class OnlineStatistics:
     def overhead_percent(self) -> float:
         """Time spent on evicting and rebuilding, over the time of the program's own operators."""
         return 100.0 * (self.evict_ns + self.rematerialize_ns) / max(self.operator_ns, 1)
+
+    def __str__(self) -> str:
+        return "\n".join([self._heading(), *fact_lines(self._facts())])
+
+    def _heading(self) -> str:
+        return "online run"
+
+    def _facts(self) -> dict[str, str]:
+        evicted = f"{self.evictions} ({format_bytes(self.evicted_bytes)}), in {format_time(self.evict_ns)}"
+        return {
+            "budget": format_bytes(self.budget_bytes),
+            "peak": format_bytes(self.peak_bytes),
+            "operators": f"{self.operators}, in {format_time(self.operator_ns)}",
+            "evictions": evicted,
+            "rematerializations": f"{self.rematerializations}, in {format_time(self.rematerialize_ns)}",
+            "copies": str(self.copies),
+            "overhead": format_percent(self.overhead_percent / 100),
+        }
 
     def since(self, before: OnlineStatistics, budget_bytes: int, peak_bytes: int) -> OnlineStatistics:
         """What has been counted since ``before``, in a context of this budget and peak."""

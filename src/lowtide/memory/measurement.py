@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from lowtide.errors import PlanError
 from lowtide.ir.serial import read_json
+from lowtide.notebook import Shown
 from lowtide.store import write_atomically
+from lowtide.units import format_bytes, format_time
 
 MEASUREMENT_FORMAT = "lowtide-measurement/1"
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(Shown):
     """What one call took.
 
     ``peak_bytes``: the most that the allocator had handed out during the call above the level at its start.
@@ -29,9 +31,20 @@ class Measurement:
     peak_bytes: int
     time_ns: int
     device: str
-    timeline: tuple[tuple[int, int], ...]
+    timeline: tuple[tuple[int, int], ...] = field(repr=False)
     final_bytes: int
     reserved_bytes: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self._heading()}: {', '.join(f'{name} {value}' for name, value in self._facts().items())}"
+
+    def _heading(self) -> str:
+        return f"measured on {self.device}"
+
+    def _facts(self) -> dict[str, str]:
+        held = {} if self.reserved_bytes is None else {"reserved": format_bytes(self.reserved_bytes)}
+        ends = {"at the end": format_bytes(self.final_bytes), "time": format_time(self.time_ns)}
+        return {"peak": format_bytes(self.peak_bytes), **held, **ends}
 
     def save(self, path: str | Path) -> None:
         """Write ``lowtide-measurement/1`` JSON, for ``lowtide report --measurement``. Raises ``PlanError``."""

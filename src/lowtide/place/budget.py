@@ -5,20 +5,31 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from lowtide.notebook import Shown
 from lowtide.place.schedule import Layout, lay_out
 from lowtide.solve import Planner, Problem, Solution, Status, solve
+from lowtide.units import format_time
 
 ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedSolution:
+class PlacedSolution(Shown):
     """``solution`` is a planner's answer and ``layout`` its addresses, ``None`` where there is no schedule. ``counted`` is the
     answer to the same problem where the budget is on counted bytes: what it is quicker by is what the placement costs."""
 
     solution: Solution
     layout: Layout | None
     counted: Solution
+
+    def _heading(self) -> str:
+        return self.solution._heading()
+
+    def _facts(self) -> dict[str, str]:
+        facts = self.solution._facts()
+        if self.layout is not None:
+            facts |= {"time, without addresses": format_time(self.counted.time_ns), **self.layout._facts()}
+        return facts
 
 
 def solve_placed(

@@ -10,11 +10,13 @@ import numpy as np
 
 from lowtide.errors import PlanError, ScheduleError
 from lowtide.native import core
+from lowtide.notebook import Shown
 from lowtide.place.buffers import Buffers, Indices, Numbers, Sections, sections
 from lowtide.place.checker import fault
 from lowtide.place.orders import Rule, order_keys, simple_placements
 from lowtide.place.search import Search
 from lowtide.solve.problem import Status, check_seed
+from lowtide.units import format_bytes
 
 MOST_VISITS = 6 * 10**8
 """Of a search that no time limit ends: seconds, and the same placement on every machine."""
@@ -24,7 +26,7 @@ _LARGE = (1e-3, 1e-4)  # of the load: a size from which on a buffer is large
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placement:
+class Placement(Shown):
     """``offsets`` in bytes, one a buffer; none where no placement within the capacity was found.
 
     ``reserved_bytes`` is where the highest buffer ends; where nothing fits the capacity, that of the lowest placement that was
@@ -39,6 +41,17 @@ class Placement:
     reserved_bytes: int
     lower_bound_bytes: int
     seconds: float
+
+    def _heading(self) -> str:
+        return f"placement: {self.status.value}"
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "buffers": str(len(self.offsets)),
+            "reserved": format_bytes(self.reserved_bytes),
+            "no placement below": format_bytes(self.lower_bound_bytes),
+            "found in": f"{self.seconds:.2f} s",
+        }
 
     @property
     def gap(self) -> float:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 from lowtide.ir import Allocation, Compute, Costs, Graph, Kind, Schedule, simulate
 from lowtide.ir.simulator import resident_bytes
+from lowtide.notebook import Shown
 from lowtide.place.buffers import Buffers
 from lowtide.place.placement import MOST_VISITS, Placement, place
+from lowtide.units import format_bytes
 
 DEVICE_ALIGNMENT = 64
 """Bytes. PyTorch's CPU allocator aligns to that many, and kernels may choose their way by it, so results stay the same."""
@@ -23,7 +25,7 @@ Offsets = int | None | list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Shown):
     """A schedule with its addresses. ``allocations`` are the simulator's, and ``offsets[i]`` is where the i-th begins, ``None``
     for what has none. ``reserved_bytes``: the block, ``block_bytes``, and the most that lies apart from it at one time."""
 
@@ -32,6 +34,17 @@ class Layout:
     offsets: tuple[int | None, ...]
     reserved_bytes: int
     placement: Placement
+
+    def _heading(self) -> str:
+        return "a schedule's addresses"
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "allocations": str(len(self.allocations)),
+            "block": format_bytes(self.block_bytes),
+            "no block below": format_bytes(self.placement.lower_bound_bytes),
+            "reserved, with what lies outside": format_bytes(self.reserved_bytes),
+        }
 
     @property
     def block_bytes(self) -> int:

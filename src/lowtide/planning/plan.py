@@ -23,6 +23,8 @@ from lowtide.ir.serial import graph_from_json, graph_to_json, read_json, schedul
 from lowtide.ir.simulator import Simulation
 from lowtide.memory.measurement import Measurement
 from lowtide.place import CudaMemory, Layout, cuda_memory, lay_out
+from lowtide.progress import told
+from lowtide.report.card import report_card
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint, make_curve
 from lowtide.report.memory_map import memory_map
 from lowtide.report.modules import rows_of
@@ -32,6 +34,7 @@ from lowtide.report.text import summary_text
 from lowtide.report.writers import write_report, writer_of
 from lowtide.solve import Progress
 from lowtide.store import write_atomically
+from lowtide.units import format_bytes, format_percent
 
 PLAN_FORMAT = "lowtide-plan/1"
 _FACTS = (
@@ -74,7 +77,7 @@ class Improvement(NamedTuple):
     overhead: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Plan:
     """A schedule of a training program within a memory budget.
 
@@ -139,15 +142,9 @@ class Plan:
         """Overhead against budget, from the unconstrained peak to the least budget that ``planner`` meets. There are
         ``points`` budgets and this plan's. The default planner takes seconds per point."""
         known = CurvePoint(self.budget_bytes, self.peak_bytes, self.time_ns, self.lower_bound_ns)
-        return make_curve(
-            self.graph,
-            self.costs,
-            points=points,
-            planner=planner,
-            seed=self.seed,
-            known=[known],
-            on_progress=on_progress,
-        )
+        with told(self.graph.name, on_progress) as tell:
+            given = (self.graph, self.costs)
+            return make_curve(*given, points=points, planner=planner, seed=self.seed, known=[known], on_progress=tell)
 
     def with_curve(
         self, *, points: int = CURVE_POINTS, planner: str = CURVE_PLANNER, on_progress: Progress | None = None
@@ -284,6 +281,13 @@ class Plan:
 
     def __str__(self) -> str:
         return summary_text(self.as_report())
+
+    def __repr__(self) -> str:
+        peaks = f"{format_bytes(self.peak_bytes)} of {format_bytes(self.unconstrained_peak_bytes)}"
+        return f"<Plan {self.graph.name}: {peaks}, {format_percent(self.overhead)} overhead, {self.planner}>"
+
+    def _repr_html_(self) -> str:
+        return report_card(self.as_report())
 
 
 def storages_outside(graph: Graph) -> frozenset[int]:

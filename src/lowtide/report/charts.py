@@ -1,25 +1,19 @@
-"""The pictures of a report: memory over the step, overhead against budget, predicted beside measured."""
+"""The pictures of a report that are drawn over time: memory over the step, predicted beside measured."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from importlib import resources
 
 from lowtide.memory.measurement import Measurement
-from lowtide.report.curve import Curve
 from lowtide.report.profile import StepProfile
 from lowtide.report.report import Report
+from lowtide.report.svg import SIZES as SIZES
 from lowtide.report.svg import Chart, Size, ticks
-from lowtide.units import BYTE_UNITS, TIME_UNITS, format_bytes, format_percent
+from lowtide.report.svg import read_template as read_template
+from lowtide.units import BYTE_UNITS, TIME_UNITS, format_bytes
 
 SLICES = 600  # of equal time, in which a chart shows the most that is there
-SIZES = (Size(960, 360, 8, 5, "wide"), Size(390, 300, 4, 4, "narrow"))
-
-
-def read_template(name: str) -> str:
-    """The text of a file in ``templates``."""
-    return resources.files("lowtide.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def highest(intervals: Iterable[tuple[int, int, int]], end_ns: int) -> list[tuple[int, int]]:
@@ -49,7 +43,7 @@ def _levels(run: StepProfile, end_ns: int) -> list[int]:
 
 def memory_picture(report: Report) -> str:
     """The memory chart as a file of its own."""
-    return memory_chart(report, SIZES[0], read_template("charts.css")) + "\n"
+    return memory_chart(report, SIZES[0], read_template("palette.css") + read_template("charts.css")) + "\n"
 
 
 def memory_chart(report: Report, size: Size, style: str = "") -> str:
@@ -88,39 +82,6 @@ def _draw_recomputation(chart: Chart, run: StepProfile, end_ns: int) -> None:
         if again:
             start, end = (chart.x(end_ns * at / SLICES) for at in (first, last))
             chart.draw("rect", x=start, y=y, width=round(max(end - start, 1), 1), height=10, class_="again")
-
-
-def curve_chart(curve: Curve, budget_bytes: int, size: Size) -> str:
-    """Overhead in percent against the budget, which shrinks to the right; the bound below; what no schedule reaches, shaded."""
-    whole = max(curve.unconstrained_peak_bytes, 1)
-    top = max(1, *(100 * curve.overhead(point.time_ns) for point in curve.points))
-    chart = Chart(size, curve.unconstrained_peak_bytes, top, reversed_x=True)
-
-    def place(budget: int, time_ns: int) -> tuple[float, float]:
-        return chart.x(budget), chart.y(max(100 * curve.overhead(time_ns), 0.0))
-
-    if curve.lower_bound_bytes > 0:
-        start = chart.x(min(curve.lower_bound_bytes, whole))
-        width, height = round(chart.x(0) - start, 1), chart.floor - chart.top
-        chart.draw("rect", x=start, y=chart.top, width=width, height=height, class_="unreachable")
-    across = [(whole * share / 100, f"{share} %") for share in (100, 80, 60, 40, 20, 0)]
-    chart.axes(across, ticks(top, size.up, {"%": 1}), "budget, % of the unconstrained peak")
-    line = [place(point.budget_bytes, point.time_ns) for point in curve.points]
-    bound = [place(p.budget_bytes, p.lower_bound_ns) for p in curve.points if p.lower_bound_ns is not None]
-    shapes = [("polygon", [*line, *bound[::-1]], "gap"), ("polyline", bound, "bound")] if bound else []
-    for name, corners, class_ in [*shapes, ("polyline", line, "plan")]:
-        chart.draw(name, points=" ".join(f"{x},{y}" for x, y in corners), class_=class_)
-    for point, (x, y) in zip(curve.points, line, strict=True):
-        own, percent = point.budget_bytes == budget_bytes, format_percent(curve.overhead(point.time_ns))
-        words = f"<title>{format_bytes(point.budget_bytes)}: {percent}</title>"
-        chart.draw("circle", words, cx=x, cy=y, r=6 if own else 4, class_="own" if own else "dot")
-        if own:
-            chart.text(x - 4, y - 12, f"this run {percent}", "own-label", "start" if x < size.width * 0.35 else "end")
-    least = curve.points[-1]
-    return chart.picture(
-        f"Overhead against budget: from nothing at {format_bytes(whole)} to {format_percent(curve.overhead(least.time_ns))} "
-        f"at {format_bytes(least.budget_bytes)}"
-    )
 
 
 def measured_chart(run: StepProfile, measured: Measurement, size: Size) -> str:

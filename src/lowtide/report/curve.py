@@ -18,6 +18,9 @@ import msgspec
 from lowtide.errors import PlanError
 from lowtide.ir import Costs, Graph, Schedule, keep_all_schedule, needed_ops, simulate
 from lowtide.ir.fields import expect_format
+from lowtide.notebook import card, note, picture, table
+from lowtide.report.overhead_chart import Priced, overhead_chart
+from lowtide.report.svg import SIZES, Size, read_template
 from lowtide.report.tables import table_lines
 from lowtide.solve import Problem, Progress, minimum_peak, peak_lower_bound, solve
 from lowtide.store import write_atomically
@@ -28,6 +31,9 @@ CURVE_PLANNER = "auto{effort=1}"
 _MOST_POINTS = 1000
 CURVE_POINTS = 8
 _HEADER = ("budget", "of the peak", "overhead", "lower bound")
+_CAPTION = (
+    "Line: overhead at each budget. Dashes: no schedule is quicker. Shaded on the right: no schedule peaks that low."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +91,22 @@ class Curve:
         write_atomically(Path(path), json.dumps(self.to_json(), indent=1) + "\n")
 
     def __str__(self) -> str:
-        rows = [_HEADER, *(self.cells(point) for point in self.points)]
-        return "\n".join([*table_lines(rows, left=0), self.limits()])
+        return "\n".join([*table_lines(self._rows(), left=0), self.limits()])
+
+    def _repr_html_(self) -> str:
+        drawn = picture(self.chart(SIZES[0]), read_template("charts.css"), _CAPTION)
+        return card("what each budget costs", table(self._rows(), left=0), note(self.limits()), drawn)
+
+    def chart(self, size: Size, own_bytes: int = 0) -> str:
+        """The curve as SVG; ``own_bytes``: the budget of the point to mark, if one is."""
+        points = []
+        for point in self.points:
+            bound = None if point.lower_bound_ns is None else self.overhead(point.lower_bound_ns)
+            points.append(Priced(point.budget_bytes, self.overhead(point.time_ns), bound))
+        return overhead_chart(points, self.unconstrained_peak_bytes, self.lower_bound_bytes, size, own_bytes)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [_HEADER, *(self.cells(point) for point in self.points)]
 
     def limits(self) -> str:
         """A sentence on the least budget."""

@@ -45,7 +45,7 @@ def html_page(report: Report) -> str:
         rows=rows[:_MOST_ROWS],
         step=_step(report),
         memory_charts=[charts.memory_chart(report, size) for size in charts.SIZES],
-        curve_charts=[charts.curve_chart(curve, report.budget_bytes, size) for size in charts.SIZES] if curve else [],
+        curve_charts=[curve.chart(size, report.budget_bytes) for size in charts.SIZES] if curve else [],
         map=found,
         map_title=map_title(report, found) if found else "",
         map_data=map_data(report, found) if found else None,

@@ -7,11 +7,10 @@ from html import escape
 from typing import Any
 
 from lowtide.errors import PlanError
-from lowtide.report.charts import read_template
 from lowtide.report.memory_map import Content, MemoryMap, Rectangle
 from lowtide.report.profile import Span, StepProfile
 from lowtide.report.report import Report
-from lowtide.report.svg import Chart, Size, ticks
+from lowtide.report.svg import Chart, Size, read_template, ticks
 from lowtide.units import BYTE_UNITS, TIME_UNITS, format_bytes, format_source, format_time
 
 MAP_SIZES = (Size(960, 520, 8, 6, "wide"), Size(390, 400, 4, 5, "narrow"))
@@ -22,7 +21,8 @@ def map_picture(report: Report) -> str:
     """The map as a file of its own. Raises ``PlanError`` for what has no addresses."""
     if report.memory_map is None:
         raise PlanError("a recorded run has no addresses to draw; a memory map (.map.svg) is made of a saved plan.")
-    return map_chart(report, report.memory_map(), MAP_SIZES[0], read_template("charts.css"), alone=True) + "\n"
+    style = read_template("palette.css") + read_template("charts.css")
+    return map_chart(report, report.memory_map(), MAP_SIZES[0], style, alone=True) + "\n"
 
 
 def map_chart(report: Report, found: MemoryMap, size: Size, style: str = "", *, alone: bool = False) -> str:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib import resources
 
 from lowtide.units import largest_unit
 
@@ -22,6 +23,14 @@ class Size:
     across: int
     up: int
     class_: str
+
+
+SIZES = (Size(960, 360, 8, 5, "wide"), Size(390, 300, 4, 4, "narrow"))
+
+
+def read_template(name: str) -> str:
+    """The text of a file in ``templates``."""
+    return resources.files("lowtide.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 class Chart:

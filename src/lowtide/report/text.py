@@ -26,6 +26,12 @@ def report_text(report: Report) -> str:
 
 def summary_text(report: Report) -> str:
     """Budget, peak, overhead; of a plan also where the peak is, and what is saved and recomputed per module."""
+    lines = [report.heading, *fact_lines(summary_facts(report))]
+    return "\n".join([*lines, "", *_module_table(report)] if report.unit == "module" else lines)
+
+
+def summary_facts(report: Report) -> dict[str, str]:
+    """What the summary says of the whole, by name."""
     planned, whole = report.unit == "module", max(report.plain.peak_bytes, 1)
     peak, share = format_bytes(report.run.peak_bytes), format_percent(report.run.peak_bytes / whole)
     budget = f"{format_bytes(report.budget_bytes)} ({format_percent(report.budget_bytes / whole)} of unconstrained)"
@@ -36,17 +42,21 @@ def summary_text(report: Report) -> str:
     if planned:
         least = report.least_overhead
         facts["overhead's lower bound"] = "none known" if least is None else format_percent(least)
-    lines = [report.heading, *fact_lines(facts | report.details)]
-    return "\n".join([*lines, "", *_module_table(report)] if planned else lines)
+    return facts | report.details
 
 
 def _module_table(report: Report) -> list[str]:
-    rows = merge_repeats(report.rows)
-    lines = table_lines([_HEADER, *(row.cells() for row in rows[:_MOST_ROWS])])
-    if left := rows[_MOST_ROWS:]:
-        saved, again = sum(row.saved_bytes for row in left), sum(row.recomputed_ns for row in left)
-        lines.append(f"and {len(left)} more: {format_bytes(saved)} saved, {format_time(again)} recomputed")
-    return lines
+    rows, left = module_rows(report)
+    return [*table_lines(rows), *filter(None, [left])]
+
+
+def module_rows(report: Report) -> tuple[list[tuple[str, ...]], str]:
+    """The table by module (or operator), with its header, and a line on the rows that it leaves out, if it does."""
+    rows, left = merge_repeats(report.rows), ""
+    if others := rows[_MOST_ROWS:]:
+        saved, again = sum(row.saved_bytes for row in others), sum(row.recomputed_ns for row in others)
+        left = f"and {len(others)} more: {format_bytes(saved)} saved, {format_time(again)} recomputed"
+    return [(report.unit, *_HEADER[1:]), *(row.cells() for row in rows[:_MOST_ROWS])], left
 
 
 def _alive(run: StepProfile) -> str:

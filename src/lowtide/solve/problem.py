@@ -12,7 +12,9 @@ from lowtide.errors import PlanError
 from lowtide.ir.costs import Costs
 from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import Schedule
+from lowtide.notebook import Shown
 from lowtide.progress import Progress
+from lowtide.units import format_bytes, format_time
 
 Better = Callable[[int, Callable[[], "Solution"]], None]
 """Called with the time of an answer on the way, in ns, and with what makes that answer."""
@@ -64,7 +66,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
+class Solution(Shown):
     """A planner's answer.
 
     ``peak_bytes`` and ``time_ns`` are those of ``schedule``, both 0 without one. ``lower_bound_ns`` is a proven bound
@@ -82,6 +84,18 @@ class Solution:
     minimum_bytes: int | None = None
     lowest_schedule: Schedule | None = None
     solve_seconds: float = 0.0
+
+    def _heading(self) -> str:
+        return f"{self.status.value} by {self.planner}"
+
+    def _facts(self) -> dict[str, str]:
+        solved = {"peak": format_bytes(self.peak_bytes), "time": format_time(self.time_ns)}
+        facts = solved if self.schedule is not None else {}
+        if self.lower_bound_ns is not None:
+            facts["no schedule takes less than"] = format_time(self.lower_bound_ns)
+        if self.minimum_bytes is not None:
+            facts["least peak known"] = format_bytes(self.minimum_bytes)
+        return {**facts, "found in": f"{self.solve_seconds:.1f} s"}
 
 
 @runtime_checkable

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 
 from lowtide.errors import LowtideError
 from lowtide.eviction import Pool
+from lowtide.notebook import Shown
 from lowtide.trace.checker import check_trace
 from lowtide.trace.model import Constant, OperatorCall, Pin, Release, Trace
 from lowtide.trace.replay import Replay, ReplayEndError, ReplayStatus, ReplayWatcher
+from lowtide.units import format_bytes, format_time
 
 POLICIES = ("eager", "ignore", "banish")
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayResult:
+class ReplayResult(Shown):
     """``base_ns``: every operator once; ``time_ns``: up to where the replay ended. ``operator`` is where it failed.
     ``evictions`` counts those that made room; ``rematerializations`` the operators that ran again."""
 
@@ -26,6 +28,18 @@ class ReplayResult:
     evictions: int
     rematerializations: int
     operator: str = ""
+
+    def _heading(self) -> str:
+        return f"replay: {self.status.value}{f', at {self.operator}' if self.operator else ''}"
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "budget": format_bytes(self.budget_bytes),
+            "peak": format_bytes(self.peak_bytes),
+            "time": f"{format_time(self.time_ns)}, {format_time(self.base_ns)} without evictions",
+            "evictions": str(self.evictions),
+            "rematerializations": str(self.rematerializations),
+        }
 
     @property
     def slowdown(self) -> float:

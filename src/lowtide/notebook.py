@@ -1,0 +1,100 @@
+"""What a notebook shows of a result: a small card of HTML that needs nothing else, in whichever colours the notebook has.
+
+Every colour is the notebook's own text colour, thinned, or a tone that stands out on white and on black alike. So a card is
+readable where the notebook is dark and the system is light, which a style that asks the system would not be.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from html import escape
+
+_STYLE = """
+.lowtide {
+  --ink: currentColor; --card: transparent; --line: color-mix(in srgb, currentColor 20%, transparent);
+  --muted: color-mix(in srgb, currentColor 70%, transparent);
+  --plan: #2f86d6; --soft: #2f86d62e; --plain: #868f9b; --budget: #d9601f; --again: #c77f16; --measured: #1a9a78;
+  --kept: #2f86d6; --passing: #8fb4d3; --recomputed: #c77f16; --backward: #9a70d2; --gradient: #1a9a78; --other: #868f9b;
+  color-scheme: inherit; color: inherit; max-width: 60rem; font: 14px/1.45 system-ui, -apple-system, "Segoe UI", sans-serif;
+}
+.lowtide .heading { font-weight: 650; margin: .2rem 0 .4rem; overflow-wrap: anywhere; }
+.lowtide .note { color: var(--muted); font-size: .92em; margin: .3rem 0; }
+.lowtide .scroll { overflow-x: auto; }
+.lowtide table { border-collapse: collapse; margin: 0; font: inherit; color: inherit; background: none; }
+.lowtide tr, .lowtide tr:nth-child(even) { background: none; }
+.lowtide th, .lowtide td { padding: .15rem .9rem .15rem 0; border: 0; border-bottom: 1px solid var(--line); text-align: left; }
+.lowtide th { color: var(--muted); font-weight: 400; }
+.lowtide td { font-variant-numeric: tabular-nums; }
+.lowtide .number { text-align: right; white-space: nowrap; }
+.lowtide details { margin: .4rem 0; }
+.lowtide summary { cursor: pointer; }
+.lowtide figure { margin: .6rem 0 0; }
+.lowtide svg { display: block; width: 100%; height: auto; }
+.lowtide .track { height: .5rem; border-radius: .25rem; background: var(--line); overflow: hidden; }
+.lowtide .done { height: 100%; background: var(--plan); }
+"""
+
+
+class Shown:
+    """A result that notebooks show as a card: its ``_heading`` and its ``_facts``, names and values as ``str`` prints them."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _heading(self) -> str: ...
+
+    @abstractmethod
+    def _facts(self) -> Mapping[str, str]: ...
+
+    def _repr_html_(self) -> str:
+        return card(self._heading(), facts_table(self._facts()))
+
+
+def card(heading: str, *parts: str) -> str:
+    """HTML of a heading and what stands below it."""
+    return f'<div class="lowtide"><style>{_STYLE}</style><div class="heading">{escape(heading)}</div>{"".join(parts)}</div>'
+
+
+def facts_table(facts: Mapping[str, str]) -> str:
+    """A row per name and value; nothing where there are none."""
+    rows = "".join(
+        f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in facts.items()
+    )
+    return f"<table>{rows}</table>" if rows else ""
+
+
+def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """The first row as a header; the first ``left`` columns are aligned on the left, the others on the right."""
+
+    def line(row: Sequence[str], tag: str) -> str:
+        return f"<tr>{''.join(_cell(text, tag, column >= left) for column, text in enumerate(row))}</tr>"
+
+    body = "".join(line(row, "td") for row in rows[1:])
+    return f'<div class="scroll"><table><thead>{line(rows[0], "th")}</thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(text: str, tag: str, number: bool) -> str:
+    class_ = ' class="number"' if number else ""
+    return f"<{tag}{class_}>{escape(text)}</{tag}>"
+
+
+def folded(summary: str, content: str) -> str:
+    """What is shown when one clicks on the ``summary``."""
+    return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+
+
+def picture(svg: str, style: str, caption: str) -> str:
+    """A chart with the rules that it is drawn by, and in words what its lines are."""
+    return f"<figure><style>{style}</style>{svg}</figure>{note(caption)}"
+
+
+def note(text: str) -> str:
+    return f'<div class="note">{escape(text)}</div>'
+
+
+def bar(words: str, fraction: float) -> str:
+    """A bar of which ``fraction`` is full, below the words."""
+    share = round(100 * min(max(fraction, 0.0), 1.0))
+    track = f'<div class="track"><div class="done" style="width: {share}%"></div></div>'
+    return card(words, f'<div role="progressbar" aria-valuenow="{share}" aria-label="{escape(words)}">{track}</div>')
