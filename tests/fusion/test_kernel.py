@@ -220,23 +220,27 @@ def test_kernels_write_over_what_dies(make: type[nn.Module]) -> None:
     ("make", "budget"),
     [
         (_Feed, "60%"),
+        (_Feed, "100%"),
         (_Gated, "85%"),
-        (_Heads, "85%"),
-        *(pytest.param(make, "100%", marks=pytest.mark.slow) for make in (_Feed, _Gated, _Heads)),
+        (_Heads, "100%"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((_Gated, "100%"), (_Heads, "85%"))),
     ],
 )
 def test_steps_with_overwriting_kernels(make: type[nn.Module], budget: str) -> None:
-    """The peak is the predicted one, with fewer bytes than new memory for every result takes; gradients are eager's."""
+    """The peak is the predicted one, gradients are eager's. Where all is kept, which no measured time decides, there are fewer
+    bytes than new memory for every result takes."""
     model, x = make(256), torch.randn(512, 256)
     model(x).backward()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     lowtide.rematerialize(model, (x,), budget=budget, planner="auto{effort=1}", compiler="inductor")
     (plan,) = lowtide.plans(model)
     into = [step for step in plan.schedule.steps if isinstance(step, Compute) and step.into is not None]
-    assert any(plan.graph.ops[step.op].target.startswith("lowtide.fused") for step in into)
     plain = without_overwriting(plan.schedule)
     with_reuse, without = (simulate(plan.graph, plan.costs, each).timeline for each in (plan.schedule, plain))
-    assert (with_reuse <= without).all() and (with_reuse < without).any()
+    assert (with_reuse <= without).all()
+    if budget == "100%":
+        assert any(plan.graph.ops[step.op].target.startswith("lowtide.fused") for step in into)
+        assert (with_reuse < without).any()
     for checks in (contextlib.nullcontext(), checked()):
         model.zero_grad()
         with checks:
