@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lowtide.memory.meter import measure
     from lowtide.planning import Plan
     from lowtide.runtime.checked import checked
+    from lowtide.whole_step import Fit, fits
 
 
 _LAZY = {
@@ -45,6 +46,8 @@ _LAZY = {
     "checked": "lowtide.runtime.checked",
     "measure": "lowtide.memory.meter",
     "Measurement": "lowtide.memory.measurement",
+    "Fit": "lowtide.whole_step",
+    "fits": "lowtide.whole_step",
 }
 
 __all__ = [
@@ -52,6 +55,7 @@ __all__ = [
     "CompiledMismatchError",
     "CostError",
     "ExecutionError",
+    "Fit",
     "InfeasibleBudgetError",
     "LowtideError",
     "MaxBatch",
@@ -62,6 +66,7 @@ __all__ = [
     "PlanError",
     "ScheduleError",
     "checked",
+    "fits",
     "max_batch",
     "measure",
     "online",

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lowtide.cli import advise, compare, demo, env, max_batch, place, plan, planners, report, run, solve, trace
+from lowtide.cli import advise, compare, demo, env, fits, max_batch, place, plan, planners, report, run, solve, trace
 from lowtide.errors import InfeasibleBudgetError, LowtideError, ScheduleError
 from lowtide.version import __version__
 
@@ -18,6 +18,7 @@ _COMMANDS = {
     advise: "watch a training script, and say what each budget costs",
     demo: "train a small GPT-2 inside a budget",
     plan: "plan the training pass of a model",
+    fits: "say whether a model trains on a device, and what takes its memory",
     max_batch: "find the largest batch for a memory budget",
     solve: "plan a graph from a file",
     place: "give buffers from a file their offsets",

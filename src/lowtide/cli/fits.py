@@ -1,0 +1,45 @@
+"""``lowtide fits PACKAGE.MODULE:CALLABLE --device A100-80GB``: whether a model trains on a device.
+
+The device need not be there, and a model that is built on the meta device takes no memory here either. The exit code is 3 where
+it does not fit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from lowtide.cli.options import add_planner_options
+from lowtide.cli.plan import sample
+from lowtide.progress import progress_bar
+
+_NO_FIT = 3
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="PACKAGE.MODULE:CALLABLE", help="returns model, args, kwargs")
+    parser.add_argument("--device", required=True, help='a name such as "A100-80GB", or its memory: "24GiB"')
+    parser.add_argument("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim (default: AdamW)")
+    parser.add_argument("--reserve", help="to be left alone (default: 1 GB of a named device)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_planner_options(parser)
+    parser.set_defaults(planner="auto{effort=1}")
+
+
+def run(options: argparse.Namespace) -> int:
+    model, args, kwargs = sample(options.target)
+    import lowtide
+
+    with progress_bar() as on_progress:
+        fit = lowtide.fits(
+            model,
+            args,
+            kwargs,
+            device=options.device,
+            optimizer=options.optimizer,
+            reserve=options.reserve,
+            planner=options.planner,
+            seed=options.seed,
+            on_progress=on_progress,
+        )
+    print(json.dumps(fit.to_json()) if options.json else fit)
+    return 0 if fit else _NO_FIT

@@ -1,0 +1,256 @@
+"""``fits``: whether a model trains on a device, what takes its memory, and what would make it fit, before anything is
+allocated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.budget import parse_budget
+from lowtide.capture import capture
+from lowtide.capture.capture import flat_arguments
+from lowtide.cost import analytical_costs
+from lowtide.cost.devices import DEVICES, get_device
+from lowtide.errors import CostError, InfeasibleBudgetError, PlanError
+from lowtide.ir import Costs, Graph, keep_all_schedule, simulate
+from lowtide.notebook import Shown
+from lowtide.pipeline import require_module
+from lowtide.planning import Plan, make_plan
+from lowtide.progress import Progress, told
+from lowtide.report.tables import fact_lines
+from lowtide.units import format_bytes, format_percent
+from lowtide.whole_step.optimizer_state import Optimizer, state_bytes
+
+_NAMED = re.compile(r"(?P<name>.+?)[-_ ]?(?P<gigabytes>\d+(\.\d+)?)\s*gb", re.IGNORECASE)
+_LARGEST = 3  # tensors that are named
+_RESERVE = 10**9  # of a named device: what its driver, its libraries and its display take
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fit(Shown):
+    """Whether a training step fits ``capacity_bytes``, of which ``reserve_bytes`` are left alone, and what it takes; all bytes.
+
+    ``pass_bytes``: the peak of a forward and backward pass that recomputes nothing, its ``gradient_bytes`` among them.
+    ``plan``: a plan for the room that the rest leaves; ``None`` where none was found, and then ``least_bytes`` is the smallest
+    peak of a pass that is known. ``largest``: the largest tensors at the peak without a plan. ``samples``: the first size of
+    the first input. Times are modelled, not measured.
+    """
+
+    model: str
+    device: str
+    capacity_bytes: int
+    reserve_bytes: int
+    parameter_bytes: int
+    buffer_bytes: int
+    input_bytes: int
+    optimizer: str
+    optimizer_bytes: int
+    gradient_bytes: int
+    pass_bytes: int
+    least_bytes: int
+    plan: Plan | None
+    largest: tuple[tuple[str, int], ...]
+    samples: int
+
+    def __bool__(self) -> bool:
+        """Whether it fits, with a plan or without."""
+        return self.plan is not None
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is there outside of the pass."""
+        return self.parameter_bytes + self.buffer_bytes + self.input_bytes + self.optimizer_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """What is left for the pass."""
+        return self.capacity_bytes - self.reserve_bytes - self.resident_bytes
+
+    @property
+    def without_bytes(self) -> int:
+        """Of the whole step without lowtide, beside what is reserved."""
+        return self.resident_bytes + self.pass_bytes
+
+    @property
+    def fits_without(self) -> bool:
+        return self.pass_bytes <= self.room_bytes
+
+    @property
+    def overhead(self) -> float | None:
+        """Extra time of a step under the plan, as a fraction; ``None`` where there is none."""
+        return None if self.plan is None else self.plan.overhead
+
+    @property
+    def missing_bytes(self) -> int:
+        """How much more memory the smallest step that is known takes; 0 where it fits."""
+        return 0 if self.plan is not None else max(self.least_bytes - self.room_bytes, 1)
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to do, or what would make it fit."""
+        if self.fits_without:
+            left = self.room_bytes - self.pass_bytes
+            return (f"fits as it is; {format_bytes(left)} are left, say for a larger batch (lowtide.max_batch)",)
+        if self.plan is not None:
+            return (
+                f"lowtide.rematerialize(model, ..., budget={self.plan.budget_bytes}) makes it fit, for about "
+                f"{format_percent(self.plan.overhead)} more time",
+            )
+        return (*self._advice_where_nothing_fits(), f"a device with {format_bytes(self.missing_bytes)} more")
+
+    def _advice_where_nothing_fits(self) -> Iterable[str]:
+        activations = self.least_bytes - self.gradient_bytes
+        room = self.room_bytes - self.gradient_bytes
+        batch = self.samples * room // max(activations, 1)
+        if 0 < batch < self.samples:
+            yield f"about {batch} samples instead of {self.samples} (lowtide.max_batch finds how many exactly)"
+        if self.optimizer_bytes >= self.missing_bytes:
+            yield (
+                f"an optimizer that keeps less: the state of {self.optimizer} is {format_bytes(self.optimizer_bytes)}, that of "
+                "SGD without momentum nothing"
+            )
+        if self.parameter_bytes + self.gradient_bytes >= 2 * self.missing_bytes:
+            yield "parameters and gradients in half the precision"
+        if self.reserve_bytes >= self.missing_bytes:
+            yield f"a smaller reserve than {format_bytes(self.reserve_bytes)}, where the device has nothing else to hold"
+
+    def to_json(self) -> dict[str, Any]:
+        """Its numbers and words as plain data."""
+        apart = ("plan", "largest")
+        numbers = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
+        return {
+            **numbers,
+            "fits": bool(self),
+            "fits_without": self.fits_without,
+            "room_bytes": self.room_bytes,
+            "missing_bytes": self.missing_bytes,
+            "peak_bytes": None if self.plan is None else self.plan.peak_bytes,
+            "overhead": self.overhead,
+            "largest": [{"tensor": name, "bytes": size} for name, size in self.largest],
+            "advice": list(self.advice),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([self._heading(), *fact_lines(self._facts())])
+
+    def _heading(self) -> str:
+        verdict = "fits" if self.fits_without else "fits with a plan" if self.plan else "does not fit"
+        room = format_bytes(self.capacity_bytes - self.reserve_bytes)
+        return f"{self.model} {verdict} on {self.device}: {format_bytes(self.without_bytes)} without a plan, of {room}"
+
+    def _facts(self) -> Mapping[str, str]:
+        least = f", at least {format_bytes(self.least_bytes)} with one" if self.plan is None else ""
+        facts = {
+            "parameters": format_bytes(self.parameter_bytes),
+            "buffers": format_bytes(self.buffer_bytes),
+            "inputs": format_bytes(self.input_bytes),
+            "optimizer": f"{format_bytes(self.optimizer_bytes)} ({self.optimizer})",
+            "gradients": format_bytes(self.gradient_bytes),
+            "pass": f"{format_bytes(self.pass_bytes)} without a plan, gradients among them{least}",
+            "left for it": format_bytes(max(self.room_bytes, 0)),
+        }
+        if self.plan is not None:
+            peak, overhead = format_bytes(self.plan.peak_bytes), format_percent(self.plan.overhead)
+            facts["with a plan"] = f"{peak} for the pass, {overhead} more time"
+        tensors = {
+            f"largest tensor {n}": f"{format_bytes(size)} {name}" for n, (name, size) in enumerate(self.largest, 1)
+        }
+        return facts | tensors | {f"advice {n}": text for n, text in enumerate(self.advice, 1)}
+
+
+def fits(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: int | str,
+    optimizer: Optimizer = "AdamW",
+    reserve: int | str | None = None,
+    planner: str = "auto{effort=1}",
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> Fit:
+    """Whether ``model(*args, **kwargs)`` trains on a device, and what takes its memory. Nothing is allocated there, or run: the
+    model and its inputs may be on the ``meta`` device.
+
+    ``device``: its memory, in bytes or with a unit (``"24GiB"``), or its name with the gigabytes that it is sold with, such as
+    ``"A100-80GB"`` (names: ``lowtide.cost.devices``), which says how quick it is, too. ``optimizer``: one of the model's
+    parameters, a class, or the name of a class of ``torch.optim``; its state is that of a step on tensors without memory.
+    ``reserve``: what is to be left alone, by default 1 GB of a named device, for its driver and libraries.
+
+    The answer counts bytes as an allocator hands them out. Operators' scratch is modelled, not measured, and so is time.
+    Raises ``PlanError`` for a device, an optimizer or an amount that makes no sense, and what capturing the model raises.
+    """
+    require_module(model, "fits")
+    name, capacity = _device(device)
+    with told(type(model).__name__, on_progress) as tell:
+        optimizer_name, optimizer_bytes = state_bytes(optimizer, model)
+        with torch.enable_grad():
+            program = capture(model, args, kwargs).program
+        graph, costs = program.graph, analytical_costs(program, name)
+        inputs, _ = flat_arguments(args, kwargs)
+        whole = simulate(graph, costs, keep_all_schedule(graph))
+        usual = 0 if name == "auto" else _RESERVE
+        fit = Fit(
+            model=type(model).__name__,
+            device=device if isinstance(device, str) else format_bytes(device),
+            capacity_bytes=capacity,
+            reserve_bytes=usual if reserve is None else 0 if reserve == 0 else parse_budget(reserve, 1, what="reserve"),
+            parameter_bytes=_bytes(model.parameters()),
+            buffer_bytes=_bytes(model.buffers()),
+            input_bytes=_bytes(inputs),
+            optimizer=optimizer_name,
+            optimizer_bytes=optimizer_bytes,
+            gradient_bytes=sum(program.metas[value].storage_bytes for _, value in program.gradients),
+            pass_bytes=whole.peak_bytes,
+            least_bytes=whole.peak_bytes,
+            plan=None,
+            largest=_largest(graph, costs, whole.live_at_peak),
+            samples=next((len(tensor) for tensor in inputs if tensor.dim()), 1),
+        )
+        return _planned(fit, graph, costs, planner, seed, tell)
+
+
+def _planned(fit: Fit, graph: Graph, costs: Costs, planner: str, seed: int, tell: Progress) -> Fit:
+    try:
+        budget = max(fit.room_bytes, 1)
+        plan = make_plan(graph, costs, budget=budget, planner=planner, seed=seed, on_progress=tell)
+    except InfeasibleBudgetError as error:
+        return replace(fit, least_bytes=error.minimum_bytes)
+    return replace(fit, plan=plan, least_bytes=plan.peak_bytes)
+
+
+def _device(device: int | str) -> tuple[str, int]:
+    """Its name in the table of devices, ``"auto"`` where it has none, and its bytes."""
+    found = _NAMED.fullmatch(device.strip()) if isinstance(device, str) else None
+    if found is not None and not found["name"].strip().replace(".", "").isdigit():
+        try:
+            return get_device(found["name"]).name, int(float(found["gigabytes"]) * 10**9)
+        except CostError:
+            names = ", ".join(f"{name}-..GB" for name in DEVICES if name != "cpu")
+            raise PlanError(
+                f"device {device!r} is not in the table, which has {names}; give its memory alone, such as "
+                f'"{found["gigabytes"]}GB", and times are those of this machine.'
+            ) from None
+    return "auto", parse_budget(device, 1, what="device memory")
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of their storages, each once."""
+    storages = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in {storage._cdata: storage for storage in storages.values()}.values())
+
+
+def _largest(graph: Graph, costs: Costs, storages: Iterable[int]) -> tuple[tuple[str, int], ...]:
+    def name(storage: int) -> str:
+        base = graph.storages[storage].base
+        op = graph.ops[base or 0]
+        return op.target + (f" of {op.module}" if op.module else "")
+
+    sizes = [(int(costs.storage_bytes[storage]), -storage) for storage in storages]
+    return tuple((name(-storage), size) for size, storage in sorted(sizes, reverse=True)[:_LARGEST])

@@ -1,0 +1,103 @@
+"""What an optimizer keeps for a model, found by letting it take a step on tensors without memory."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.errors import PlanError
+
+Optimizer = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | str
+Copies = dict[Tensor, Tensor]
+Make = Callable[[Copies], torch.optim.Optimizer]
+
+
+def named(optimizer: str) -> type[torch.optim.Optimizer]:
+    """The class of ``torch.optim`` of this name, in any case. Raises ``PlanError`` where there is none."""
+    classes = {
+        name.lower(): kind
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    if optimizer.lower() not in classes:
+        raise PlanError(f"torch.optim has no optimizer {optimizer!r}; it has {', '.join(sorted(classes))}.")
+    return classes[optimizer.lower()]
+
+
+def state_bytes(optimizer: Optimizer, model: nn.Module) -> tuple[str, int]:
+    """The optimizer's name, and the bytes of its state once it has taken a step for all parameters of ``model`` that train.
+
+    ``optimizer``: an optimizer of the model's parameters, which is left as it is; a function that makes one of a list of
+    parameters, such as a class; or the name of a class of ``torch.optim``. It steps on the meta device; one that asks for
+    values there, a parameter at a time on the CPU, with zeros. Raises ``PlanError`` where neither goes.
+    """
+    if isinstance(optimizer, str):
+        optimizer = named(optimizer)
+    make: Make
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name, make = type(optimizer).__name__, functools.partial(_like, optimizer)
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    elif callable(optimizer):
+        function: Callable[..., torch.optim.Optimizer] = optimizer
+        name, given = getattr(function, "__name__", type(function).__name__), [*model.parameters()]
+
+        def make(copies: Copies) -> torch.optim.Optimizer:
+            return function([*copies.values()])
+    else:
+        raise PlanError(
+            f"optimizer is a {type(optimizer).__name__}; give an optimizer, a class such as torch.optim.AdamW, or its name."
+        )
+    if not any(parameter.requires_grad for parameter in given):
+        return name, 0
+    with contextlib.suppress(Exception):  # whatever an optimizer raises where there are no values
+        return name, _stepped(make, given, "meta")
+    try:
+        return name, sum(_stepped(make, [parameter], "cpu") for parameter in given)
+    except Exception as error:
+        raise PlanError(f"the state of {name} could not be found out: {type(error).__name__}: {error}.") from error
+
+
+def _stepped(make: Make, parameters: list[Tensor], device: str) -> int:
+    """Bytes of the state after a step of copies of these parameters."""
+    copies: Copies = {}
+    for parameter in parameters:
+        copies[parameter] = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=device))
+        copies[parameter].grad = torch.zeros_like(copies[parameter]) if parameter.requires_grad else None
+    optimizer = make(copies)
+    optimizer.step()
+    return sum({id(one): one.untyped_storage().nbytes() for one in _tensors(optimizer.state.values())}.values())
+
+
+def _like(optimizer: torch.optim.Optimizer, copies: Copies) -> torch.optim.Optimizer:
+    """One of the same class and options for copies of its parameters; with the state only of those that do not train, which
+    some optimizers make beforehand."""
+    other: torch.optim.Optimizer = object.__new__(type(optimizer))
+    other.__dict__.update(optimizer.__dict__)
+    other.state = defaultdict(
+        dict, {copies[one]: dict(optimizer.state[one]) for one in copies if _is_idle(optimizer, one)}
+    )
+    chosen = [[copies[one] for one in group["params"] if one in copies] for group in optimizer.param_groups]
+    other.param_groups = [
+        {**group, "params": own} for group, own in zip(optimizer.param_groups, chosen, strict=True) if own
+    ]
+    return other
+
+
+def _is_idle(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    return not parameter.requires_grad and parameter in optimizer.state
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(value.values())
+    elif isinstance(value, Iterable) and not isinstance(value, str):
+        for item in value:
+            yield from _tensors(item)
