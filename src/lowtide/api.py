@@ -92,8 +92,12 @@ def _prepared(
     kwargs: Mapping[str, Any],
 ) -> Rematerialized:
     """The planned forward of ``model``, with a plan for the sample call, if there is one."""
+    if optimizer is not None and settings.arena:
+        raise PlanError(
+            "optimizer= and arena=True do not go together: the state that an optimizer creates has no place in an arena."
+        )
     runtime = Rematerialized(model, settings)
-    runtime.optimizer = None if optimizer is None else of_model(optimizer, type(model).__name__)
+    runtime.optimizer = None if optimizer is None else of_model(optimizer, model)
     if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
         runtime.prepare(args, kwargs)
     return runtime

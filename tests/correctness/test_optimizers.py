@@ -543,6 +543,10 @@ def test_restore_ends_it() -> None:
 def test_bad_input() -> None:
     with pytest.raises(lowtide.PlanError, match=r"optimizer= takes a torch.optim.Optimizer, not list"):
         lowtide.rematerialize(Net(), (_batch(0),), budget="80%", optimizer=[])  # type: ignore[arg-type]
+    with pytest.raises(lowtide.PlanError, match="none of the model's parameters"):
+        lowtide.rematerialize(Net(), (_batch(0),), budget="80%", optimizer=_sgd(Net()))
+    with pytest.raises(lowtide.PlanError, match="arena=True do not go together"):
+        lowtide.rematerialize(model := Net(), (_batch(0),), budget="80%", arena=True, optimizer=_sgd(model))
     with pytest.raises(lowtide.PlanError, match="is not rematerialized"):
         lowtide.accumulating(Net())
 

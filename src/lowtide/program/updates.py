@@ -136,8 +136,20 @@ def _inserted(
         for position in following.get(op.id, ()):
             parameter, gradient = program.inputs[position], chosen[position]
             assert parameter is not None
-            name = f"optimizer_{graph.values[parameter].name}"
-            ops.append(Op(len(ops), name, OPTIMIZER_TARGET, (parameter, gradient), (), Phase.BACKWARD, effect=True))
+            name = program.state_names[position][0]
+            read, module = (parameter, gradient), name.rpartition(".")[0]
+            ops.append(
+                Op(
+                    len(ops),
+                    f"update of {name}",
+                    OPTIMIZER_TARGET,
+                    read,
+                    (),
+                    Phase.BACKWARD,
+                    effect=True,
+                    module=module,
+                )
+            )
             calls.append(Call(steps[position], (Ref(parameter), Ref(gradient)), {}, ()))
     changed = replace(
         graph,

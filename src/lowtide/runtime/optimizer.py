@@ -18,7 +18,9 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide.errors import ExecutionError, PlanError
 from lowtide.program.program import Program
@@ -77,6 +79,7 @@ class UpdatingOptimizer:
             position
             for position, tensor in enumerate(inputs)
             if id(tensor) in groups
+            and type(tensor) is nn.Parameter
             and tensor.requires_grad
             and pointers[_pointer(tensor)] == 1
             and not _has_hooks(tensor)
@@ -303,13 +306,18 @@ class UpdatingOptimizer:
         self._known = {id(parameter) for parameter in state}
 
 
-def of_model(optimizer: Any, name: str) -> UpdatingOptimizer:
-    """Raises ``PlanError`` for what is no optimizer."""
+def of_model(optimizer: Any, model: nn.Module) -> UpdatingOptimizer:
+    """Raises ``PlanError`` for what is no optimizer, or not that of the model."""
     if not isinstance(optimizer, Optimizer):
         raise PlanError(
             f"optimizer= takes a torch.optim.Optimizer, not {type(optimizer).__name__}; of a wrapper pass what is inside."
         )
-    return UpdatingOptimizer(optimizer, name)
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in known for parameter in model.parameters()):
+        raise PlanError(
+            "the optimizer has none of the model's parameters; make it from model.parameters() of this model, on its device."
+        )
+    return UpdatingOptimizer(optimizer, type(model).__name__)
 
 
 def _accelerate_accumulates() -> bool:
@@ -345,7 +353,8 @@ def _has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def _pointer(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else id(tensor)
+    plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    return tensor.untyped_storage().data_ptr() if plain and tensor.numel() else id(tensor)
 
 
 def _values(group: dict[str, Any]) -> dict[str, Any]:
