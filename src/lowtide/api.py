@@ -99,7 +99,11 @@ def _prepared(
     runtime = Rematerialized(model, settings)
     runtime.optimizer = None if optimizer is None else of_model(optimizer, model)
     if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
-        runtime.prepare(args, kwargs)
+        try:
+            runtime.prepare(args, kwargs)
+        except BaseException:
+            runtime.end()
+            raise
     return runtime
 
 

@@ -512,6 +512,8 @@ def test_new_shapes_and_families() -> None:
         x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
         assert torch.equal(_step(*plain, x), _step(*planned, x))
     _assert_same(plain, planned)
+    x = torch.randn(61, WIDTH)
+    assert lowtide.measure(lambda: planned[0](x).backward()).peak_bytes == lowtide.plans(planned[0])[-1].peak_bytes
     assert all(any(op.target == OPTIMIZER_TARGET for op in plan.graph.ops) for plan in lowtide.plans(planned[0]))
 
 
@@ -538,6 +540,27 @@ def test_restore_ends_it() -> None:
         _step(*plain, _batch(seed))
         _step(*planned, _batch(seed))
     _assert_same(plain, planned)
+
+
+def test_a_model_may_be_moved_between_steps() -> None:
+    plain, planned = _pair(_sgd)
+    for model, optimizer in (plain, planned):
+        model(_batch(0)).backward()
+        optimizer.step()
+        model.double()
+        assert all(p.grad is None or p.grad.dtype == torch.float64 for p in model.parameters())
+        optimizer.zero_grad()
+        model(_batch(1).double()).backward()
+        optimizer.step()
+    _assert_same(plain, planned)
+
+
+def test_a_plan_that_cannot_be_made_leaves_the_optimizer_alone() -> None:
+    model = Net()
+    optimizer = _sgd(model)
+    with pytest.raises(lowtide.InfeasibleBudgetError):
+        lowtide.rematerialize(model, (_batch(0),), budget=1000, optimizer=optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_bad_input() -> None:

@@ -63,7 +63,9 @@ def test_lightning(passes: int, tmp_path: Path) -> None:
     found = []
     for planned in (False, True):
         module = Module(planned)
-        quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        quiet: Any = dict.fromkeys(
+            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+        )
         trainer = lightning.Trainer(
             max_epochs=2, accelerator="cpu", accumulate_grad_batches=passes, default_root_dir=tmp_path, **quiet
         )

@@ -92,6 +92,8 @@ class UpdatingOptimizer:
             return ""
         if plain_step(self.optimizer) is None:
             reason = f"{type(self.optimizer).__name__} is none of torch.optim's that treat every parameter by itself"
+        elif any(group.get("differentiable") for group in self.optimizer.param_groups):
+            reason = "its steps are differentiated"
         elif torch.distributed.is_available() and torch.distributed.is_initialized():
             reason = "several processes exchange them"
         if reason is not None:
@@ -229,7 +231,8 @@ class UpdatingOptimizer:
             self._updated[key] = parameter
             try:
                 if key not in self._skipped:
-                    self._used.setdefault(number, _values(group))
+                    if number not in self._used:
+                        self._used[number] = _values(group)
                     step_for(self.optimizer, group, parameter, self.optimizer.state)
             finally:
                 parameter.grad = self._spent_of(key, parameter)
