@@ -10,21 +10,21 @@ can only be seen when it is too late (a step that never came, another learning r
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import sys
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide.errors import ExecutionError, PlanError
 from lowtide.program.program import Program
 from lowtide.program.updates import with_updates
+from lowtide.runtime.leaves import accelerate_accumulates, accumulates, accumulating_nodes, has_hooks, pointer
 from lowtide.runtime.optimizer_step import ParameterStep, plain_step, step_for
 from lowtide.runtime.spent import SpentGradient
 
@@ -37,6 +37,8 @@ class Call(Protocol):
 
     generator: Any
     inputs: list[torch.Tensor]
+    received: bool
+    optimizer: UpdatingOptimizer | None
 
 
 class UpdatingOptimizer:
@@ -70,19 +72,19 @@ class UpdatingOptimizer:
     def updated(self, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """Which of the flat inputs of a call may be updated in its backward pass; none where gradients are kept."""
         inside_backward = torch._C._current_graph_task_id() != -1  # of a checkpoint, say
-        if self.accumulating or inside_backward or _accelerate_accumulates() or self._reason_to_keep() is not None:
+        if self.accumulating or inside_backward or accelerate_accumulates() or self._reason_to_keep() is not None:
             self._fill_zeroed()
             return ()
         groups = self._find_groups()
-        pointers = Counter(_pointer(tensor) for tensor in inputs)
+        pointers = Counter(pointer(tensor) for tensor in inputs)
         return tuple(
             position
             for position, tensor in enumerate(inputs)
             if id(tensor) in groups
             and type(tensor) is nn.Parameter
             and tensor.requires_grad
-            and pointers[_pointer(tensor)] == 1
-            and not _has_hooks(tensor)
+            and pointers[pointer(tensor)] == 1
+            and not has_hooks(tensor)
         )
 
     def _reason_to_keep(self) -> str | None:
@@ -117,11 +119,11 @@ class UpdatingOptimizer:
         groups = self._find_groups()
         own = set(map(id, tensors))
         others = (tensor for tensor in (*held, *program.constants.values()) if id(tensor) not in own)
-        pointers = set(map(_pointer, others))
+        pointers = set(map(pointer, others))
         steps: dict[int, ParameterStep] = {}
         made: dict[int, ParameterStep] = {}
         for position in updated:
-            if _pointer(tensors[position]) in pointers:
+            if pointer(tensors[position]) in pointers:
                 continue
             number, group = groups[id(tensors[position])]
             steps[position] = made[number] = made.get(number) or ParameterStep(self, group)
@@ -190,10 +192,10 @@ class UpdatingOptimizer:
         waiting = any(other is not call and other.generator is not None for other in self._calls)
         if waiting or self._keeping_task == torch._C._current_graph_task_id():
             return "another forward pass of the model waits for its backward pass, which adds to the same gradients"
-        if any(map(_has_hooks, parameters)):
+        if any(map(has_hooks, parameters)):
             return "hooks on parameters are to see their gradients"
-        places = _accumulating_nodes(node)
-        if any(id(parameter) not in places for parameter in parameters) or not _accumulates(
+        places = accumulating_nodes(node)
+        if any(id(parameter) not in places for parameter in parameters) or not accumulates(
             [places[id(parameter)] for parameter in parameters]
         ):
             return "the backward pass is one for some of the gradients (torch.autograd.grad, inputs=)"
@@ -323,41 +325,17 @@ def of_model(optimizer: Any, model: nn.Module) -> UpdatingOptimizer:
     return UpdatingOptimizer(optimizer, type(model).__name__)
 
 
-def _accelerate_accumulates() -> bool:
-    """Whether accelerate (and transformers' Trainer with it) says that this pass is not the last one before a step."""
-    module = sys.modules.get("accelerate.state")
-    shared = getattr(getattr(module, "GradientState", None), "_shared_state", {})
-    return not shared.get("sync_gradients", True)
-
-
-def _accumulates(nodes: Collection[Any]) -> bool:
-    """Whether the backward pass adds to ``.grad`` at all of these ``nodes``."""
+@contextlib.contextmanager
+def noting_failure(call: Call) -> Iterator[None]:
+    """What fails inside, in the backward pass of ``call``, ends it; the error says what had been updated before."""
     try:
-        return all(map(torch._C._will_engine_execute_node, nodes))
-    except RuntimeError:  # of torch.autograd.grad
-        return False
-
-
-def _accumulating_nodes(node: Any) -> dict[int, Any]:
-    """Below the chain of nodes of a call that begins with ``node``: by leaf, what adds to its gradient."""
-    found: dict[int, Any] = {}
-    chain = [node]
-    while chain:
-        for following, _ in chain.pop().next_functions:
-            if getattr(following, "call", None) is node.call:
-                chain.append(following)
-            elif hasattr(following, "variable"):
-                found[id(following.variable)] = following
-    return found
-
-
-def _has_hooks(tensor: torch.Tensor) -> bool:
-    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
-
-
-def _pointer(tensor: torch.Tensor) -> int:
-    plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
-    return tensor.untyped_storage().data_ptr() if plain and tensor.numel() else id(tensor)
+        yield
+    except BaseException as error:
+        if call.received:
+            call.generator = None  # it has ended
+        if call.optimizer is not None:
+            call.optimizer.failed(error)
+        raise
 
 
 def _values(group: dict[str, Any]) -> dict[str, Any]:

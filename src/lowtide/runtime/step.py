@@ -23,7 +23,7 @@ from lowtide.lower import GradientGroup, Lowered, Step
 from lowtide.memory.arena import AddressTable
 from lowtide.program import generators, layouts
 from lowtide.program.results import GradientMask, Result, with_views
-from lowtide.runtime.optimizer import UpdatingOptimizer
+from lowtide.runtime.optimizer import UpdatingOptimizer, noting_failure
 from lowtide.runtime.result_hooks import refuse_hooks
 
 ForMask = Callable[[GradientMask, bool], Lowered]  # whether gradients are kept
@@ -158,18 +158,6 @@ class ModelCall:
             self._advance(lowered, generator, group)
         generator.close()
 
-    @contextlib.contextmanager
-    def noting_failure(self) -> Iterator[None]:
-        """An error in the backward pass says what had been updated before."""
-        try:
-            yield
-        except BaseException as error:
-            if self.received:
-                self.generator = None  # it has ended
-            if self.optimizer is not None:
-                self.optimizer.failed(error)
-            raise
-
     def _check_unmodified(self, read: Sequence[int]) -> None:
         changed = [i for i in read if version_of(self.inputs[i]) != self.versions[i]]
         changed_output = any(tensor._version != version for tensor, version in self.output_versions)
@@ -260,7 +248,7 @@ class OutputNode(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         _check_arriving(gradients)
         _ = ctx.saved_tensors  # the engine's own error on a second backward pass without retain_graph=True
-        with ctx.call.noting_failure():
+        with noting_failure(ctx.call):
             ctx.call.receive(ctx, gradients)
         return None, None, torch.empty(0)
 
@@ -280,7 +268,7 @@ class StageNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
         _check_arriving((token,))
-        with without_autocast(ctx.call.device_type), ctx.call.noting_failure():
+        with without_autocast(ctx.call.device_type), noting_failure(ctx.call):
             gradients = ctx.call.stage(ctx.node)
         return None, None, torch.empty(0) if ctx.chained else None, *gradients
 
