@@ -99,10 +99,11 @@ class UpdatingOptimizer:
         elif torch.distributed.is_available() and torch.distributed.is_initialized():
             reason = "several processes exchange them"
         if reason is not None:
-            self._say(reason)
+            self.say(reason)
         return reason
 
-    def _say(self, reason: str) -> None:
+    def say(self, reason: str) -> None:
+        """Why gradients are kept, once in the log."""
         if reason not in self._said:
             self._said.add(reason)
             _LOG.warning("gradients of %s are kept until optimizer.step(): %s", self.name, reason)
@@ -140,7 +141,7 @@ class UpdatingOptimizer:
     def give_up(self, reason: str) -> None:
         """Keep all gradients from now on, for this reason."""
         self._refusals = _MOST_REFUSALS
-        self._say(reason)
+        self.say(reason)
 
     def called(self, call: Call) -> None:
         """A forward pass of the model has run."""
@@ -163,7 +164,7 @@ class UpdatingOptimizer:
             self._refusals += not self.accumulating
             self._fill_zeroed()
             self._keeping_task = torch._C._current_graph_task_id()
-            self._say(f"{reason}; this pass runs forward again without updates")
+            self.say(f"{reason}; this pass runs forward again without updates")
             return False
         if self._updated.keys() - self._skipped:
             raise ExecutionError(

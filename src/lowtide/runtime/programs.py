@@ -21,7 +21,7 @@ from lowtide.capture.python_state import attribute_effects, buffer_effects
 from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.capture.trace.sizes import Shapes
-from lowtide.errors import CaptureError, ExecutionError, PlanError
+from lowtide.errors import CaptureError, ExecutionError, InfeasibleBudgetError, PlanError
 from lowtide.memory.arena import Arena, new_arena
 from lowtide.pipeline import FIRST_PLANNER, Finish, adapted_plan, captured_program, plan_request, planned_program
 from lowtide.planning import Plan
@@ -239,8 +239,19 @@ class Programs:
         return self.latest if self.latest is not None and self.latest in known else known[-1]
 
     def planned(self, captured: Captured, sample: Sample, finish: Finish) -> tuple[Program, Plan]:
-        """What is to run, and its plan."""
-        return planned_program(captured, self.model, sample.args, sample.kwargs, self.settings, self._granted(), finish)
+        """What is to run, and its plan: without updates, where these do not let it meet the budget."""
+        how = (captured, self.model, sample.args, sample.kwargs, self.settings, self._granted())
+        try:
+            return planned_program(*how, finish)
+        except InfeasibleBudgetError as error:
+            if self.optimizer is None or finish(captured.program) is captured.program:
+                raise
+            try:
+                found = planned_program(*how)
+            except InfeasibleBudgetError as other:
+                raise min(error, other, key=lambda one: one.minimum_bytes) from None
+            self.optimizer.say(f"with updates between its operators {type(self.model).__name__} does not fit the budget")
+            return found
 
     def _finished(self, key: Signature, program: Program) -> Program:
         """The program with the updates of an optimizer that calls with this signature make."""
