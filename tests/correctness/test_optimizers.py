@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.ir.graph import OPTIMIZER_TARGET
+from tests.support.networks import WithLoss
 
 WIDTH = 32
 Make = Callable[[nn.Module], optim.Optimizer]
@@ -553,6 +555,43 @@ def test_a_model_may_be_moved_between_steps() -> None:
         model(_batch(1).double()).backward()
         optimizer.step()
     _assert_same(plain, planned)
+
+
+def test_no_budget_is_out_of_reach_because_of_updates(caplog: pytest.LogCaptureFixture) -> None:
+    """What backward operators that run again can save at the least budgets, updates between them cannot."""
+
+    def made() -> tuple[nn.Module, optim.Optimizer]:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.SiLU()) for _ in range(8)]
+        model = WithLoss(nn.Sequential(*layers))
+        return model, _sgd(model)
+
+    x = torch.randn(2, 4, 16, 16)
+    planner: dict[str, Any] = {"planner": "auto{effort=1}", "planning": "wait"}
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.rematerialize(made()[0], (x,), budget=1000, **planner)
+    plain, planned = made(), made()
+    lowtide.rematerialize(planned[0], (x,), budget=caught.value.minimum_bytes, optimizer=planned[1], **planner)
+    if not _updates(planned[0]):
+        assert any("does not fit the budget" in record.message for record in caplog.records)
+    for _ in range(2):
+        assert torch.equal(_step(*plain, x), _step(*planned, x))
+    _assert_same(plain, planned)
+
+
+def test_several_processes_keep_gradients(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain, planned = _pair(_sgd)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        shared = nn.parallel.DistributedDataParallel(planned[0], find_unused_parameters=True)
+        for seed in range(2):
+            _step(*plain, _batch(seed))
+            _step(shared, planned[1], _batch(seed))
+        _assert_same(plain, planned)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert sum("several processes exchange them" in record.message for record in caplog.records) == 1
 
 
 def test_a_plan_that_cannot_be_made_leaves_the_optimizer_alone() -> None:

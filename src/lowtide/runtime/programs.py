@@ -250,7 +250,9 @@ class Programs:
                 found = planned_program(*how)
             except InfeasibleBudgetError as other:
                 raise min(error, other, key=lambda one: one.minimum_bytes) from None
-            self.optimizer.say(f"with updates between its operators {type(self.model).__name__} does not fit the budget")
+            self.optimizer.say(
+                f"with updates between its operators {type(self.model).__name__} does not fit the budget"
+            )
             return found
 
     def _finished(self, key: Signature, program: Program) -> Program:
