@@ -149,8 +149,7 @@ class UpdatingOptimizer:
 
     def begin(self, call: Call, node: Any, updated: Sequence[int]) -> bool:
         """Whether the backward pass that has come to ``call``, to ``node`` in the graph of autograd, may update the flat inputs
-        ``updated``. Raises ``ExecutionError``
-        where the loop is not one of ``backward(); step(); zero_grad()``."""
+        ``updated``. Raises ``ExecutionError`` where the loop is not one of ``backward(); step(); zero_grad()``."""
         if self._under_way is not None:  # and did not come to its end
             self._skipped.update(self._updated)
             self._under_way = None
@@ -273,7 +272,7 @@ class UpdatingOptimizer:
         return ((args[0], hiding, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": hiding})
 
     def _hide(self) -> None:
-        """The step is not to see spent gradients. Raises ``ExecutionError`` where it would have been another one."""
+        """Take spent gradients from what the step sees. Raises ``ExecutionError`` where it would have been another step."""
         for number, used in self._used.items():
             now = _values(self.optimizer.param_groups[number]) if number < len(self.optimizer.param_groups) else {}
             changed = next((key for key in used if used[key] != now.get(key)), None)
@@ -301,7 +300,7 @@ class UpdatingOptimizer:
         self._skipped.clear()
 
     def _order_state(self) -> None:
-        """What is new in the order of the parameters, as a step for all of them creates it."""
+        """Put what is new into the order of the parameters, in which a step for all of them creates it."""
         state = self.optimizer.state
         if len(state) == len(self._known):
             return

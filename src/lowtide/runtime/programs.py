@@ -113,17 +113,14 @@ class Programs:
                     return same
             arena = self._arena(captured.program)
             adapted = member is not None and member.branch.measured and self.settings.planning == "background"
-            finish = functools.partial(self._finished, key)
-            program, plan = (
-                self._adapted(member, finish) if member and adapted else self.planned(captured, sample, finish)
-            )
+            program, plan = self._fitting(key, captured, sample, member if adapted else None)
             with stage("lowering"):
                 runs = lowered(program, plan, arena)
         conditions, for_masks = ([captured.contract.conditions], {}) if old is None else (old.conditions, old.for_masks)
         kept = sample.without_data(program.metas[0].device.type)
         entry = Entry(key, captured, plan, runs, conditions, kept, for_masks, arena=arena)
         self._added(entry, taken)
-        if kin and shapes:
+        if kin and shapes and program.updated == self._finished(key, captured.program).updated:
             kin.met(entry, shapes, member, measured=not adapted)
             if kin.at_once and not kin.branches and not kin.hopeless:
                 kin.extend(self.model, sample, shapes, lambda: captured, self.in_terms)
@@ -239,20 +236,26 @@ class Programs:
         return self.latest if self.latest is not None and self.latest in known else known[-1]
 
     def planned(self, captured: Captured, sample: Sample, finish: Finish) -> tuple[Program, Plan]:
-        """What is to run, and its plan: without updates, where these do not let it meet the budget."""
-        how = (captured, self.model, sample.args, sample.kwargs, self.settings, self._granted())
+        """What is to run, and its plan."""
+        return planned_program(captured, self.model, sample.args, sample.kwargs, self.settings, self._granted(), finish)
+
+    def _fitting(
+        self, key: Signature, captured: Captured, sample: Sample, member: FamilyCall | None = None
+    ) -> tuple[Program, Plan]:
+        """What is to run for calls with this signature, and its plan: without updates, where these do not let it meet the
+        budget. ``member``: what a family tells of it."""
+        finish = functools.partial(self._finished, key)
         try:
-            return planned_program(*how, finish)
+            return self.planned(captured, sample, finish) if member is None else self._adapted(member, finish)
         except InfeasibleBudgetError as error:
             if self.optimizer is None or finish(captured.program) is captured.program:
                 raise
             try:
-                found = planned_program(*how)
+                found = self.planned(captured, sample, lambda program: program)
             except InfeasibleBudgetError as other:
                 raise min(error, other, key=lambda one: one.minimum_bytes) from None
-            self.optimizer.say(
-                f"with updates between its operators {type(self.model).__name__} does not fit the budget"
-            )
+            name = type(self.model).__name__
+            self.optimizer.say(f"with updates between its operators {name} does not fit the budget")
             return found
 
     def _finished(self, key: Signature, program: Program) -> Program:
@@ -271,8 +274,8 @@ class Programs:
         same: Entry | None = next((one for one in known if one.captured is entry.captured), None)
         if same is not None:
             return same
-        with stage_seconds() as taken, shown(type(self.model).__name__), torch.enable_grad():
-            program, plan = self.planned(entry.captured, entry.sample, functools.partial(self._finished, key))
+        with stage_seconds() as taken, shown(type(self.model).__name__), torch.enable_grad(), entry.sample.autocast:
+            program, plan = self._fitting(key, entry.captured, entry.sample)
             runs = lowered(program, plan, entry.arena)
         made = Entry(key, entry.captured, plan, runs, entry.conditions, entry.sample, {}, arena=entry.arena)
         self._added(made, taken)
