@@ -23,7 +23,7 @@ from lowtide.errors import (
 from lowtide.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from lowtide.api import plan, plans, rematerialize, restore, wait
+    from lowtide.api import accumulating, plan, plans, rematerialize, restore, wait
     from lowtide.batches import MaxBatch, max_batch
     from lowtide.dynamic.context import online
     from lowtide.memory.measurement import Measurement
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "rematerialize": "lowtide.api",
+    "accumulating": "lowtide.api",
     "restore": "lowtide.api",
     "plans": "lowtide.api",
     "plan": "lowtide.api",
@@ -65,6 +66,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "ScheduleError",
+    "accumulating",
     "checked",
     "fits",
     "max_batch",

@@ -16,6 +16,7 @@ from lowtide.errors import PlanError
 from lowtide.planning import Plan
 from lowtide.progress import Progress, told
 from lowtide.runtime.model import Rematerialized
+from lowtide.runtime.optimizer import of_model
 from lowtide.settings import Settings, searches
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -38,6 +39,7 @@ def rematerialize(
     dynamic: bool | None = None,
     max_programs: int = 64,
     arena: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Model:
     """Make ``model``, any module, train inside a memory budget, in place; returns the same object.
 
@@ -70,17 +72,39 @@ def rematerialize(
     dynamic, max_programs:
         Calls of other sizes take no capture and no search, from the third shape on (``None``), at once (``True``) or never
         (``False``, or with compiled kernels). So many programs are kept; the one that was used longest ago goes first.
-    arena:
-        Every tensor of a pass has its address in memory that is held from step to step, and the budget is for addresses.
+    arena, optimizer:
+        Every tensor of a pass has its address in memory that is held from step to step, and the budget is for addresses; and
+        what updates parameters inside of the backward pass, so that gradients go at once. Loop and results stay as they are.
     """
     _require_plannable(model)
     given = (budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
     planning = planning or _usual_planning(planner, compiler)
-    runtime = Rematerialized(model, Settings(*given, planning, dynamic, max_programs, arena=arena))
-    if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
-        runtime.prepare(args, kwargs or {})
-    model.forward = runtime
+    settings = Settings(*given, planning, dynamic, max_programs, arena=arena)
+    model.forward = _prepared(model, settings, optimizer, args, kwargs or {})
     return model
+
+
+def _prepared(
+    model: nn.Module,
+    settings: Settings,
+    optimizer: torch.optim.Optimizer | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Rematerialized:
+    """The planned forward of ``model``, with a plan for the sample call, if there is one."""
+    if optimizer is not None and settings.arena:
+        raise PlanError(
+            "optimizer= and arena=True do not go together: the state that an optimizer creates has no place in an arena."
+        )
+    runtime = Rematerialized(model, settings)
+    runtime.optimizer = None if optimizer is None else of_model(optimizer, model)
+    if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
+        try:
+            runtime.prepare(args, kwargs)
+        except BaseException:
+            runtime.end()
+            raise
+    return runtime
 
 
 def _usual_planning(planner: str, compiler: str) -> str:
@@ -121,6 +145,36 @@ def restore(model: Model) -> Model:
     if runtime.had_instance_forward:
         model.forward = runtime.original_forward
     return model
+
+
+class accumulating:
+    """Inside, backward passes of a model that was rematerialized with ``optimizer=`` update nothing: gradients are added up in
+    ``.grad``, as without ``optimizer=``. The forward and backward passes of all batches but the last of a step belong inside;
+    the last one, outside, adds its gradients to those and updates::
+
+        for index, batch in enumerate(batches):
+            more = (index + 1) % 4 != 0
+            with lowtide.accumulating(model) if more else contextlib.nullcontext():
+                loss(model(batch)).backward()
+            if not more:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Without ``optimizer=`` it changes nothing. What accelerate (and the Trainer of transformers) accumulate is known without it.
+    Raises ``PlanError`` for a model that is not rematerialized.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._optimizer = _planned(model).optimizer
+
+    def __enter__(self) -> accumulating:
+        if self._optimizer is not None:
+            self._optimizer.accumulating += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._optimizer is not None:
+            self._optimizer.accumulating -= 1
 
 
 def plans(model: nn.Module) -> list[Plan]:

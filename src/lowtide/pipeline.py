@@ -34,6 +34,7 @@ from lowtide.stage_times import stage
 from lowtide.version import __version__
 
 _LOG = logging.getLogger(__name__)
+Finish = Callable[[Program], Program]
 _QUICK_SEARCH = "auto{effort=1}"
 _FEW_OPS = 100  # up to which the whole search takes about a second
 FIRST_PLANNER = "auto{effort=0}"  # for a start, where the search goes on in the background
@@ -89,15 +90,22 @@ def fused(program: Program, settings: Settings) -> Program:
 
 
 def planned_program(
-    captured: Captured, model: nn.Module, args: Any, kwargs: Any, settings: Settings, granted_bytes: int = 0
+    captured: Captured,
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    settings: Settings,
+    granted_bytes: int = 0,
+    finish: Finish = lambda program: program,
 ) -> tuple[Program, Plan]:
-    """What is to run for a call that was ``captured``, and its plan. Raises ``CaptureError`` and ``InfeasibleBudgetError``.
+    """What is to run for a call that was ``captured``, completed by ``finish``, and its plan. Raises ``CaptureError`` and
+    ``InfeasibleBudgetError``.
 
     Kernels are fixed before a plan is made, and need at once what their operators need one after the other. So where they
     cannot meet the budget, or only by much recomputation, the program is planned operator by operator too, and the quicker
     of the two is taken; not where the operators take longer without any recomputation already.
     """
-    program = fused(captured.program, settings)
+    program = finish(fused(captured.program, settings))
     answer: Plan | InfeasibleBudgetError
     try:
         answer = make_program_plan(program, settings, model, granted_bytes=granted_bytes)
@@ -108,7 +116,7 @@ def planned_program(
     if isinstance(answer, Plan) and (settings.compiler == "eager" or answer.overhead <= _COSTLY):
         return program, answer
     apart = dataclasses.replace(settings, compiler="eager", budget=answer.budget_bytes, total_budget=None, reserve=0)
-    operators = captured_program(model, args, kwargs, apart, captured.program.mask, captured).program
+    operators = finish(captured_program(model, args, kwargs, apart, captured.program.mask, captured).program)
     if (
         isinstance(answer, Plan)
         and not several_processes()  # each measures for itself, and all must go the same way
@@ -309,7 +317,8 @@ def resident_bytes(program: Program, model: nn.Module | None) -> int:
     """Parameters, buffers, inputs, existing gradients, and two optimizer states per trainable parameter (as Adam has)."""
     metas = {value: program.metas[value] for value in program.graph.inputs}
     inputs = {program.graph.values[value].storage: meta.storage_bytes for value, meta in metas.items()}
-    trainable = sum(program.metas[value].storage_bytes for _, value in program.gradients)
+    trained = [program.inputs[position] for position in {*program.updated, *dict(program.gradients)}]
+    trainable = sum(program.metas[value].storage_bytes for value in trained if value is not None)
     return sum(inputs.values()) + 2 * trainable + (gradient_bytes(model) if model else 0)
 
 

@@ -1,8 +1,8 @@
 """Validity of a schedule, independent of bytes and of the simulator.
 
 Every input is live when read, nothing is freed twice or while it is not live, outputs are there when they are due, random
-ops are replayed under their first state, effects run once and in order, and first computes keep the program's order
-(views, which cost nothing, excepted).
+ops are replayed under their first state, effects run once and in order, no parameter is read after its optimizer has updated
+it, and first computes keep the program's order (views, which cost nothing, excepted).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 from typing import NoReturn
 
 from lowtide.errors import ScheduleError
-from lowtide.ir.graph import Graph, Op, Phase
+from lowtide.ir.graph import OPTIMIZER_TARGET, Graph, Op, Phase
 from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule
 
 
@@ -34,6 +34,7 @@ class _Checker:
         self.replayed: set[int] = set()
         self.due: Op | None = None  # whose compute must come next
         self.handed: set[int] = set()
+        self.updated: set[int] = set()  # storages of parameters that are no longer what this pass reads
 
     def run(self) -> None:
         steps = self.schedule.steps
@@ -80,7 +81,8 @@ class _Checker:
             self.latest = op.id
         for value in op.inputs:
             if value not in self.values:
-                self._fail(f"{op.name} reads {self.graph.values[value].name}, which is not live")
+                gone = "updated already" if self.storage_of[value] in self.updated else "not live"
+                self._fail(f"{op.name} reads {self.graph.values[value].name}, which is {gone}")
         if op.random and again and self.due is not op:
             self._fail(f"random op {op.name} is recomputed without its generator state")
         self.due = None
@@ -92,6 +94,10 @@ class _Checker:
                 self._fail(f"{op.name} forms a view of a storage that is not live")
             if self.storage_of[value] not in kept:
                 self.values.add(value)
+        if op.target == OPTIMIZER_TARGET:
+            parameter = self.storage_of[op.inputs[0]]
+            self.updated.add(parameter)
+            self.values.difference_update(self.graph.storages[parameter].values)
 
     def _check_into(self, op: Op, into: int) -> None:
         """The op may overwrite ``into``, has one new storage, and ``into`` is freed before anything else runs."""

@@ -10,7 +10,8 @@ Grammar::
 Bytes are charged to storages, never to values, so a view costs nothing. Graph inputs (parameters, buffers, the call's
 tensors) live in *external* storages: they were allocated before the pass began, cost nothing and are never freed.
 The gradients that arrive for the forward outputs are produced by ordinary operators with target ``lowtide.tangent`` and
-the ``effect`` flag, first in the backward pass; a mutated buffer is written back by a ``lowtide.update`` op.
+the ``effect`` flag, first in the backward pass; a mutated buffer is written back by a ``lowtide.update`` op. A
+``lowtide.optimizer`` op reads a parameter and its gradient and updates the parameter: nothing reads that afterwards.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 
 TANGENT_TARGET = "lowtide.tangent"
 UPDATE_TARGET = "lowtide.update"
+OPTIMIZER_TARGET = "lowtide.optimizer"
 
 
 class Phase(enum.Enum):
@@ -35,9 +37,9 @@ class Op:
 
     ``inputs`` and ``outputs`` are value ids; an operator with several results is one op with several values. ``random``
     ops are replayed from the generator state of their first execution; ``effect`` ops run exactly once, in order;
-    ``collective`` ops are never recomputed. ``overwrites``: inputs whose storage the op's one storage may take over, where
-    nothing reads it afterwards (the two are of the same size). ``module`` is the module path, ``source`` the user's
-    ``file:line``.
+    ``collective`` ops are never recomputed, nor are ``once`` ops, since what they read may have changed. ``overwrites``:
+    inputs whose storage the op's one storage may take over, where nothing reads it afterwards (the two are of the same
+    size). ``module`` is the module path, ``source`` the user's ``file:line``.
     """
 
     id: int
@@ -49,13 +51,14 @@ class Op:
     random: bool = False
     effect: bool = False
     collective: bool = False
+    once: bool = False
     overwrites: tuple[int, ...] = ()
     module: str = ""
     source: str = ""
 
     @property
     def recomputable(self) -> bool:
-        return not (self.effect or self.collective)
+        return not (self.effect or self.collective or self.once)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ STEPS: dict[str, type[Compute] | type[Free] | type[SaveRng] | type[RestoreRng]] 
     "restore_rng": RestoreRng,
 }
 _STEP_NAMES = {kind: name for name, kind in STEPS.items()}
-FLAGS = ("random", "effect", "collective")
+FLAGS = ("random", "effect", "collective", "once")
 LISTS = ("inputs", "forward_outputs", "outputs")
 # What an op or a value may leave out.
 _OP_DEFAULTS: dict[str, Any] = {"workspace_bytes": 0, "flags": [], "overwrites": [], "module": "", "source": ""}

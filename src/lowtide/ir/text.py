@@ -11,7 +11,7 @@ Grammar, one item per line::
     op       ::= [value ("," value)*] "=" string "(" [ref ("," ref)*] ")" attribute*     its id is its position
     value    ::= ref ":s"int string type
     type     ::= word? "[" [int ("," int)*] "]"
-    attribute::= "name=" string | "random" | "effect" | "collective" | "overwrites=" ref ("," ref)*
+    attribute::= "name=" string | "random" | "effect" | "collective" | "once" | "overwrites=" ref ("," ref)*
                  | "module=" string | "source=" string | "time_ns=" int | "workspace_bytes=" int
     ref      ::= "%"int
     string   ::= word | a JSON string

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from lowtide.ir import Compute, Free, Op, RestoreRng, SaveRng, Schedule
-from lowtide.ir.graph import TANGENT_TARGET, UPDATE_TARGET
+from lowtide.ir.graph import OPTIMIZER_TARGET, TANGENT_TARGET, UPDATE_TARGET
 from lowtide.lower.addresses import Addresses
 from lowtide.lower.gradient_groups import GradientGroup, group_gradients
 from lowtide.memory.arena import made
@@ -226,9 +226,11 @@ class _Generator:
             self._drop(self.graph.storages[storage].values)
         self.lines.append("yield out")
 
-    def _reads_after(self) -> set[int]:
+    def _reads_after(self, but: str = "") -> set[int]:
+        """What the backward program reads, without operators of the target ``but``."""
         steps = self.schedule.steps[self.schedule.boundary :]
-        return {value for s in steps if isinstance(s, Compute) for value in self.graph.ops[s.op].inputs}
+        ops = (self.graph.ops[step.op] for step in steps if isinstance(step, Compute))
+        return {value for op in ops if op.target != but for value in op.inputs}
 
     def _argument(self, argument: Any) -> str:
         if isinstance(argument, Ref):
@@ -254,7 +256,7 @@ class _Generator:
         filename = f"<lowtide step {next(_FILES)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         exec(compile(source, filename, "exec"), self.namespace)
-        after = self._storages(self._reads_after())
+        after = self._storages(self._reads_after(but=OPTIMIZER_TARGET))  # an optimizer takes a parameter as it is
         # What the program updates itself is read again by operators that do not use its value (see capture.convert).
         updated = self._storages(op.inputs[0] for op in self.graph.ops if op.target == UPDATE_TARGET)
         storages = [(i, self.graph.values[v].storage) for i, v in enumerate(self.program.inputs) if v is not None]

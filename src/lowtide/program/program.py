@@ -59,7 +59,8 @@ class Program:
     other tensors that the model holds. ``tangents[i]`` is the forward output that the i-th ``lowtide.tangent`` op belongs to.
     ``gradients`` pairs a flat input with the value of its gradient. ``mask`` tells for which results a gradient is
     expected, and in which layout (``program.results.GradientMask``). ``kept`` are the flat inputs whose first values,
-    overwritten by the forward pass, are its last forward outputs.
+    overwritten by the forward pass, are its last forward outputs. ``updated`` are the flat inputs that their optimizer updates
+    inside of the backward pass (``program.updates``): their gradients are not among ``gradients``.
     """
 
     graph: Graph
@@ -74,6 +75,7 @@ class Program:
     state_names: tuple[tuple[str, ...], ...]
     parameters: int
     kept: tuple[int, ...]
+    updated: tuple[int, ...] = ()
 
     def same_as(self, other: Program, held: Collection[int]) -> bool:
         """Whether both are the same operators on the same operands, with the same results, in the same order. ``held``: the ids

@@ -80,6 +80,7 @@ class Rematerialized(Planned):
             if self.settings.on_capture_error == "online":
                 self._go_online(error)
             else:
+                self._keep_gradients("the model runs in parts")
                 self.parts = self.parts or Parts(self.model, self.settings, error)
                 self._was_whole = key in self.entries
                 self._apart.add(key)
@@ -112,12 +113,17 @@ class Rematerialized(Planned):
         """Run eagerly inside the budget from now on: forward and backward passes, and whatever this thread does else."""
         if self.settings.budget is None:
             raise error
+        self._keep_gradients("the model runs under lowtide.online")
         _LOG.warning(
             "%s cannot be captured, so it runs under lowtide.online within %s: %s",
             type(self.model).__name__, self.settings.budget, error,
         )  # fmt: skip
         self._online = online(self.settings.budget)
         self._online.__enter__()
+
+    def _keep_gradients(self, reason: str) -> None:
+        if self.optimizer is not None:
+            self.optimizer.give_up(reason)
 
     def plans(self) -> list[Plan]:
         """Those made so far, of the model or of its parts."""

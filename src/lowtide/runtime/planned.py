@@ -15,7 +15,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import CaptureError, ExecutionError
+from lowtide.lower import Lowered
 from lowtide.program import structure
+from lowtide.program.results import GradientMask
 from lowtide.runtime.checked import is_due, require_same
 from lowtide.runtime.entry import Entry, Names, Sample, Signature, signature
 from lowtide.runtime.programs import Programs
@@ -108,13 +110,25 @@ class Planned(Programs):
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The forward outputs of the planned program."""
         self.latest, self.ran = entry, self.ran + 1
-        return run(entry.lowered, inputs, lambda mask: self.entry_for(mask, entry).lowered, self.in_terms)
+
+        def for_mask(mask: GradientMask, keeps: bool) -> Lowered:
+            other = entry if mask == entry.program.mask else self.entry_for(mask, entry)
+            return (self.in_mode(other, ()) if keeps else other).lowered
+
+        return run(entry.lowered, inputs, for_mask, self.in_terms, self.optimizer)
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Entry | None:
         """The planned program for this call, made now if it is new; ``None`` where there is to be none."""
         modules = list(self.model.modules())
         key = signature(modules, inputs, names, tree)
-        return self.find(key, modules, inputs) or self._new_entry(key, sample, inputs)
+        if self.optimizer is not None:
+            key = (*key, self.optimizer.updated(inputs))
+        found = self.find(key, modules, inputs)
+        if found is None and self.optimizer is not None:
+            others = [other for other in self.entries if other[:-1] == key[:-1] and other != key]
+            known = next((entry for other in others if (entry := self.find(other, modules, inputs))), None)
+            found = None if known is None else self.in_mode(known, key[-1])
+        return found or self._new_entry(key, sample, inputs)
 
     def _new_entry(self, key: Signature, sample: Sample, inputs: list[torch.Tensor]) -> Entry | None:
         """A planned program for a call that none is known for; ``None`` where eager was asked for, or the online mode is
@@ -129,8 +143,10 @@ class Planned(Programs):
         return self._make(key, sample)
 
     def end(self) -> None:
-        """End the searches for better plans."""
+        """End the searches for better plans, and updates inside of backward passes."""
         self.improving.stop()
+        if self.optimizer is not None:
+            self.optimizer.end()
 
     @property
     def __code__(self) -> Any:

@@ -3,6 +3,7 @@ and exchanged for better ones."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 import weakref
@@ -20,9 +21,9 @@ from lowtide.capture.python_state import attribute_effects, buffer_effects
 from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.capture.trace.sizes import Shapes
-from lowtide.errors import CaptureError, ExecutionError, PlanError
+from lowtide.errors import CaptureError, ExecutionError, InfeasibleBudgetError, PlanError
 from lowtide.memory.arena import Arena, new_arena
-from lowtide.pipeline import FIRST_PLANNER, adapted_plan, captured_program, plan_request, planned_program
+from lowtide.pipeline import FIRST_PLANNER, Finish, adapted_plan, captured_program, plan_request, planned_program
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
@@ -30,6 +31,7 @@ from lowtide.progress import shown
 from lowtide.runtime.entry import Entry, Names, Sample, Signature, describe
 from lowtide.runtime.improving import Improving, ImprovingTogether
 from lowtide.runtime.kin import FamilyCall, Kin, Kins
+from lowtide.runtime.optimizer import UpdatingOptimizer
 from lowtide.runtime.placed import lowered
 from lowtide.settings import Settings
 from lowtide.sharing.agreement import several_processes
@@ -51,6 +53,7 @@ class Programs:
         self.settings = settings
         self.entries: dict[Signature, list[Entry]] = {}
         self.latest: Entry | None = None
+        self.optimizer: UpdatingOptimizer | None = None  # whose updates happen inside of backward passes
         self.improving = (ImprovingTogether if several_processes() else Improving)(type(model).__name__)
         self.in_terms = False  # whether gradients leave as the terms of their sums, since others may add to them
         self._kins = Kins(settings.dynamic if settings.compiler == "eager" else False)
@@ -110,25 +113,36 @@ class Programs:
                     return same
             arena = self._arena(captured.program)
             adapted = member is not None and member.branch.measured and self.settings.planning == "background"
-            program, plan = self._adapted(member) if member and adapted else self.planned(captured, sample)
+            program, plan = self._fitting(key, captured, sample, member if adapted else None)
             with stage("lowering"):
                 runs = lowered(program, plan, arena)
         conditions, for_masks = ([captured.contract.conditions], {}) if old is None else (old.conditions, old.for_masks)
         kept = sample.without_data(program.metas[0].device.type)
         entry = Entry(key, captured, plan, runs, conditions, kept, for_masks, arena=arena)
-        self._keep(entry)
-        _LOG.info(
-            "planned %s: peak %d bytes of %d (%s)",
-            type(self.model).__name__, plan.peak_bytes, plan.budget_bytes, itemised(taken),
-        )  # fmt: skip
-        if kin and shapes:
+        self._added(entry, taken)
+        if kin and shapes and program.updated == self._finished(key, captured.program).updated:
             kin.met(entry, shapes, member, measured=not adapted)
             if kin.at_once and not kin.branches and not kin.hopeless:
                 kin.extend(self.model, sample, shapes, lambda: captured, self.in_terms)
-        first = self.settings.planning == "background" and plan.overhead > 0
-        if first and plan.planner in _FIRST and (member is None or member.branch.wants_search(entry)):
-            self.improving.add(entry, plan_request(program, plan.costs, plan.budget_bytes, self.settings))
+        if self._searches(entry) and (member is None or member.branch.wants_search(entry)):
+            self._search(entry)
         return entry
+
+    def _added(self, entry: Entry, taken: dict[str, float]) -> None:
+        self._keep(entry)
+        _LOG.info(
+            "planned %s: peak %d bytes of %d (%s)",
+            type(self.model).__name__, entry.plan.peak_bytes, entry.plan.budget_bytes, itemised(taken),
+        )  # fmt: skip
+
+    def _searches(self, entry: Entry) -> bool:
+        """Whether a search may find a better plan for a new entry while training runs."""
+        background = self.settings.planning == "background"
+        return background and entry.plan.overhead > 0 and entry.plan.planner in _FIRST
+
+    def _search(self, entry: Entry) -> None:
+        plan = entry.plan
+        self.improving.add(entry, plan_request(entry.program, plan.costs, plan.budget_bytes, self.settings))
 
     def _arena(self, program: Program) -> Arena | None:
         """The one of all programs on that device, where there is to be one."""
@@ -154,8 +168,8 @@ class Programs:
             member = kin.member(shapes, holds)
         return kin, shapes, member
 
-    def _adapted(self, member: FamilyCall) -> tuple[Program, Plan]:
-        program, branch = member.captured.program, member.branch
+    def _adapted(self, member: FamilyCall, finish: Finish) -> tuple[Program, Plan]:
+        program, branch = finish(member.captured.program), member.branch
         known, schedules = branch.measured, branch.siblings.schedules
         return program, adapted_plan(program, self.settings, self.model, self._granted(), known, schedules)
 
@@ -221,9 +235,53 @@ class Programs:
         known = self.entries[key]
         return self.latest if self.latest is not None and self.latest in known else known[-1]
 
-    def planned(self, captured: Captured, sample: Sample) -> tuple[Program, Plan]:
+    def planned(self, captured: Captured, sample: Sample, finish: Finish) -> tuple[Program, Plan]:
         """What is to run, and its plan."""
-        return planned_program(captured, self.model, sample.args, sample.kwargs, self.settings, self._granted())
+        return planned_program(captured, self.model, sample.args, sample.kwargs, self.settings, self._granted(), finish)
+
+    def _fitting(
+        self, key: Signature, captured: Captured, sample: Sample, member: FamilyCall | None = None
+    ) -> tuple[Program, Plan]:
+        """What is to run for calls with this signature, and its plan: without updates, where these do not let it meet the
+        budget. ``member``: what a family tells of it."""
+        finish = functools.partial(self._finished, key)
+        try:
+            return self.planned(captured, sample, finish) if member is None else self._adapted(member, finish)
+        except InfeasibleBudgetError as error:
+            if self.optimizer is None or finish(captured.program) is captured.program:
+                raise
+            try:
+                found = self.planned(captured, sample, lambda program: program)
+            except InfeasibleBudgetError as other:
+                raise min(error, other, key=lambda one: one.minimum_bytes) from None
+            name = type(self.model).__name__
+            self.optimizer.say(f"with updates between its operators {name} does not fit the budget")
+            return found
+
+    def _finished(self, key: Signature, program: Program) -> Program:
+        """The program with the updates of an optimizer that calls with this signature make."""
+        if self.optimizer is None:
+            return program
+        return self.optimizer.finish(program, key[-1], model_state(self.model).tensors, held_tensors(self.model))
+
+    def in_mode(self, entry: Entry, updated: tuple[int, ...]) -> Entry:
+        """The entry for the same program in which the flat inputs ``updated`` are updated by their optimizer."""
+        key = (*entry.key[:-1], updated)
+        known = [
+            *self.entries.get(key, ()),
+            *(one for each in self.entries.get(key, ()) for one in each.for_masks.values()),
+        ]
+        same: Entry | None = next((one for one in known if one.captured is entry.captured), None)
+        if same is not None:
+            return same
+        with stage_seconds() as taken, shown(type(self.model).__name__), torch.enable_grad(), entry.sample.autocast:
+            program, plan = self._fitting(key, entry.captured, entry.sample)
+            runs = lowered(program, plan, entry.arena)
+        made = Entry(key, entry.captured, plan, runs, entry.conditions, entry.sample, {}, arena=entry.arena)
+        self._added(made, taken)
+        if self._searches(made):
+            self._search(made)
+        return made
 
     def _granted(self) -> int:
         """The most that a program of this model was given."""

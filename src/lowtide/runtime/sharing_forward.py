@@ -11,7 +11,7 @@ from torch import nn
 
 from lowtide.capture import Captured
 from lowtide.memory.allocators import allocated_bytes
-from lowtide.pipeline import fused
+from lowtide.pipeline import Finish, fused
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
@@ -49,8 +49,8 @@ class SharingForward(Planned):
         finally:
             self.shared.set_aside((allocated_bytes(self.shared.device) or 0) - before)
 
-    def planned(self, captured: Captured, sample: Sample) -> tuple[Program, Plan]:
-        program = fused(captured.program, self.settings)
+    def planned(self, captured: Captured, sample: Sample, finish: Finish) -> tuple[Program, Plan]:
+        program = finish(fused(captured.program, self.settings))
         return program, self.shared.plan(program, self._replaced, self.more_follow, bool(self.entries))
 
     def entry_for(self, mask: GradientMask, old: Entry) -> Entry:

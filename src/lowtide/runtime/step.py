@@ -23,9 +23,10 @@ from lowtide.lower import GradientGroup, Lowered, Step
 from lowtide.memory.arena import AddressTable
 from lowtide.program import generators, layouts
 from lowtide.program.results import GradientMask, Result, with_views
+from lowtide.runtime.optimizer import UpdatingOptimizer, noting_failure
 from lowtide.runtime.result_hooks import refuse_hooks
 
-ForMask = Callable[[GradientMask], Lowered]
+ForMask = Callable[[GradientMask, bool], Lowered]  # whether gradients are kept
 Node = tuple[tuple[int, int], ...]
 _SPARE_TERMS = 6  # of a gradient, where a program for other gradients has more of them than the one that ran forward
 
@@ -34,7 +35,8 @@ _SPARE_TERMS = 6  # of a gradient, where a program for other gradients has more 
 class ModelCall:
     """The state of one forward pass until its backward pass is done.
 
-    ``for_mask`` gives the same program for gradients of other outputs, or in another layout. ``inputs``: the flat inputs.
+    ``for_mask`` gives the same program for gradients of other outputs, or in another layout, or one that keeps all of them for
+    the step of ``optimizer``. ``inputs``: the flat inputs.
     ``nodes[i]``: what the i-th node of the chain returns, as pairs of a flat input and the number of a term of its gradient
     (see ``Lowered.terms``); ``gradients``: those that are ready. ``on_backward`` and ``on_end`` are called when a backward pass
     comes to it and when it leaves it.
@@ -53,6 +55,7 @@ class ModelCall:
     rng_state: generators.SavedState | None = None
     generator: Step | None = None
     received: bool = False
+    optimizer: UpdatingOptimizer | None = None
     on_backward: Callable[[], None] | None = None
     on_end: Callable[[], None] | None = None
 
@@ -73,19 +76,21 @@ class ModelCall:
         self.output_versions = [(outputs[i].detach(), outputs[i]._version) for i in lowered.reads_outputs]
         return outputs[:own]
 
-    def receive(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The gradients of the forward outputs have arrived: start the backward program, in its first state.
+    def receive(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The gradients of the forward outputs have arrived at ``node``: start the backward program, in its first state.
 
         A backward pass to some of the inputs alone runs some of the gradient groups; whatever comes after it starts over.
         """
         if self.on_backward is not None:
             self.on_backward()
-        lowered = self.lowered
-        again = self.generator is None or self.received or not _expected(lowered, gradients)
+        lowered, updated = self.lowered, self.lowered.program.updated
+        updates = self.optimizer is not None and self.optimizer.begin(self, node, updated)
+        keeps = bool(updated) and not updates
+        again = self.generator is None or self.received or keeps or not _expected(lowered, gradients)
         self._check_unmodified(lowered.reads if again else lowered.reads_after)
         self.gradients.clear()
         if again:
-            self._run_again(gradients)
+            self._run_again(gradients, keeps)
         else:
             self.received = True
             self.tangents.extend(_prepared(lowered, gradients))
@@ -104,6 +109,8 @@ class ModelCall:
         result = tuple(self.gradients.pop(term, None) for term in self.nodes[node])
         if node + 1 == len(self.nodes):
             self.gradients.clear()
+            if self.optimizer is not None:
+                self.optimizer.finished(self)
             if not torch._C._autograd._get_current_graph_task_keep_graph():  # as by retain_graph=True
                 self.inputs.clear()  # the graph lives as long as the loss; an earlier part's output need not
                 self.kept.clear()
@@ -127,7 +134,7 @@ class ModelCall:
         for index in reversed(group.gradients):
             self.gradients[lowered.terms[index]] = values.pop()
 
-    def _run_again(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _run_again(self, gradients: Sequence[torch.Tensor | None], keeps: bool) -> None:
         """Other gradients than expected, or a second backward pass: run the forward pass again and all of the backward.
 
         The forward pass runs under its own generator state and writes nothing back, so its effects stay as they were.
@@ -135,7 +142,7 @@ class ModelCall:
         self.generator = None
         program = self.lowered.program
         mask = tuple(_wanted(result, gradients) for result in program.results[: len(program.mask)])
-        lowered = self.lowered if mask == program.mask else self.for_mask(mask)
+        lowered = self.lowered if mask == program.mask and not keeps else self.for_mask(mask, keeps)
         if list(map(_place, lowered.program.results)) != list(map(_place, program.results)):
             raise ExecutionError(
                 "the program for the gradients that arrived returns other tensors than the one that was run, so these cannot "
@@ -241,7 +248,8 @@ class OutputNode(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         _check_arriving(gradients)
         _ = ctx.saved_tensors  # the engine's own error on a second backward pass without retain_graph=True
-        ctx.call.receive(gradients)
+        with noting_failure(ctx.call):
+            ctx.call.receive(ctx, gradients)
         return None, None, torch.empty(0)
 
 
@@ -260,7 +268,7 @@ class StageNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
         _check_arriving((token,))
-        with without_autocast(ctx.call.device_type):
+        with without_autocast(ctx.call.device_type), noting_failure(ctx.call):
             gradients = ctx.call.stage(ctx.node)
         return None, None, torch.empty(0) if ctx.chained else None, *gradients
 
@@ -291,11 +299,19 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]
     return contextlib.nullcontext()
 
 
-def run(lowered: Lowered, inputs: list[torch.Tensor], for_mask: ForMask, in_terms: bool = False) -> list[torch.Tensor]:
+def run(
+    lowered: Lowered,
+    inputs: list[torch.Tensor],
+    for_mask: ForMask,
+    in_terms: bool = False,
+    optimizer: UpdatingOptimizer | None = None,
+) -> list[torch.Tensor]:
     """Forward outputs of the program on the flat ``inputs``, linked to them in the autograd graph. ``in_terms``: whether
     gradients leave as the terms of their sums."""
     program, nodes = lowered.program, _nodes(lowered, inputs, in_terms)
-    call = ModelCall(lowered, for_mask, list(inputs), nodes, inputs[0].device.type)
+    call = ModelCall(lowered, for_mask, list(inputs), nodes, inputs[0].device.type, optimizer=optimizer)
+    if optimizer is not None:
+        optimizer.called(call)
     token = None
     for node in range(len(nodes) - 1, -1, -1):
         token = StageNode.apply(call, node, token, *(inputs[i] for i, _ in nodes[node]))  # type: ignore[no-untyped-call]

@@ -1,0 +1,172 @@
+"""Whole steps with the optimizer after and inside of the backward pass, side by side: ``python -m benchmarks.optimizer``.
+
+A step is ``zero_grad``, forward, backward and ``step``. Each model trains in three processes, in turns of a few steps: plain
+eager, rematerialized with the optimizer's step after the backward pass, and with ``optimizer=``. Both plans have the same
+budget in bytes, a share of the peak that the model has without rematerialization and with all gradients. Peaks are what a
+step takes above parameters and optimizer state; times are medians over all steps, as ratios to eager's. Losses are compared to
+the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lowtide.store import write_atomically
+
+RESULTS = Path(__file__).parent / "results" / "optimizer"
+MODELS = ("gpt2", "resnet50")
+WAYS = ("eager", "after", "inside")
+_STEPS = 3  # in a turn
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.optimizer", description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--budgets", default="100%,80%")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="written as .json and .md")
+    parser.add_argument("--train", nargs=3, metavar=("MODEL", "BUDGET", "WAY"), help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.train:
+        return _train(*asked.train)
+    rows = []
+    for model in asked.models.split(","):
+        for budget in asked.budgets.split(","):
+            rows.append(_compare(model, budget, asked.rounds))
+            print("\n".join(_lines(rows[-1])), flush=True)
+    write_atomically(asked.output.with_suffix(".json"), json.dumps(rows, indent=1) + "\n")
+    write_atomically(asked.output.with_suffix(".md"), _table(rows))
+    return 0
+
+
+def _compare(model: str, budget: str, rounds: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.optimizer", "--train", model, budget]
+    pipe = subprocess.PIPE
+    children = {way: subprocess.Popen([*command, way], stdin=pipe, stdout=pipe, text=True) for way in WAYS}
+    told: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    for _ in range(rounds + 1):  # the first one warms up
+        for way, child in children.items():
+            assert child.stdin is not None and child.stdout is not None
+            print("go", file=child.stdin, flush=True)
+            told[way].append(json.loads(child.stdout.readline()))
+    for child in children.values():
+        assert child.stdin is not None
+        child.stdin.close()
+        child.wait()
+    seconds = {way: statistics.median(s for turn in turns[1:] for s in turn["seconds"]) for way, turns in told.items()}
+    return {
+        "model": model,
+        "budget": budget,
+        "equal": len({tuple(turn["digest"] for turn in turns) for turns in told.values()}) == 1,
+        "ways": {
+            way: {**turns[-1], "seconds": seconds[way], "time_ratio": seconds[way] / seconds["eager"]}
+            for way, turns in told.items()
+        },
+    }
+
+
+def _train(name: str, budget: str, way: str) -> int:
+    """Steps on demand: a line of input is a turn, and one of output tells of it."""
+    import torch
+
+    import lowtide
+    from lowtide.budget import parse_budget
+
+    torch.manual_seed(0)
+    model, kwargs, optimizer = _models()[name]()
+    facts: dict[str, Any] = {"budget_bytes": None, "plan_bytes": None, "overhead": 0.0}
+    if way != "eager":
+        plain = lowtide.plan(model, (), kwargs, budget="100%", planner="keep-all")
+        limit = parse_budget(budget, plain.unconstrained_peak_bytes)
+        inside = optimizer if way == "inside" else None
+        lowtide.rematerialize(model, (), kwargs, budget=limit, planning="wait", optimizer=inside)
+        (plan,) = lowtide.plans(model)
+        facts = {"budget_bytes": limit, "plan_bytes": plan.peak_bytes, "overhead": plan.overhead}
+    digest = hashlib.sha256()
+    losses: list[torch.Tensor] = []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        result = model(**kwargs)  # and its logits, which a plan counts to the end
+        losses[:] = [result.loss]
+        losses[0].backward()
+        optimizer.step()
+
+    for _ in sys.stdin:
+        seconds = []
+        for _ in range(_STEPS):
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+            digest.update(losses[0].detach().numpy().tobytes())
+        optimizer.zero_grad()
+        losses.clear()
+        peak = lowtide.measure(step).peak_bytes
+        parameters = sum(parameter.nbytes for parameter in model.parameters())
+        told = {"seconds": seconds, "digest": digest.hexdigest(), "peak_bytes": peak, "parameter_bytes": parameters}
+        print(json.dumps({**told, **facts}), flush=True)
+    return 0
+
+
+def _models() -> dict[str, Any]:
+    from benchmarks.zoo import classes, image, tokens
+
+    def gpt2() -> Any:
+        """GPT-2 of 124 million parameters, 12 layers, a sequence of 256, dropout 0.1, under AdamW."""
+        import torch
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        model = GPT2LMHeadModel(GPT2Config(use_cache=False)).train()
+        ids = tokens(1, 256, 50257)
+        return model, {"input_ids": ids, "labels": ids}, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def resnet50() -> Any:
+        """ResNet-50 for 1,000 classes, batch 8, 224 x 224 pixels, under SGD with momentum."""
+        import torch
+        from transformers import ResNetConfig, ResNetForImageClassification
+
+        model = ResNetForImageClassification(ResNetConfig(num_labels=1000)).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+        return model, {"pixel_values": image(8, 224), "labels": classes(8, 1000)}, optimizer
+
+    return {"gpt2": gpt2, "resnet50": resnet50}
+
+
+def _lines(row: dict[str, Any]) -> list[str]:
+    names = {"eager": "eager", "after": "lowtide, step after it", "inside": "lowtide, `optimizer=`"}
+    found = []
+    for way, figures in row["ways"].items():
+        budget = "" if figures["budget_bytes"] is None else f"{figures['budget_bytes'] / 2**20:.1f} ({row['budget']})"
+        planned = "" if figures["plan_bytes"] is None else f"{figures['plan_bytes'] / 2**20:.1f}"
+        found.append(
+            f"| {row['model']} | {names[way]} | {budget} | {planned} | {figures['peak_bytes'] / 2**20:.1f} "
+            f"| {figures['time_ratio']:.2f} | {'yes' if row['equal'] else 'NO'} |"
+        )
+    return found
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    sizes = ", ".join(
+        f"{name} {size / 2**20:.1f}"
+        for name, size in {row["model"]: row["ways"]["eager"]["parameter_bytes"] for row in rows}.items()
+    )
+    lines = [
+        "`OMP_NUM_THREADS=1 python -m benchmarks.optimizer`: whole steps (`zero_grad`, forward, backward, `step`). Budget and",
+        "planned peak are of the forward and backward pass; the peak of a step is above parameters and optimizer state.",
+        f"MiB; parameters, and so gradients, take: {sizes}.",
+        "",
+        "| model | how | budget | planned | peak of a step | time / eager | losses equal |",
+    ]
+    return "\n".join([*lines, "|" + " --- |" * 7, *(line for row in rows for line in _lines(row))]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

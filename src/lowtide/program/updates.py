@@ -1,0 +1,167 @@
+"""Parameters that their optimizer updates inside of the backward pass, as soon as their gradients are final.
+
+Each such gradient is no result of the program any more: a ``lowtide.optimizer`` operator reads it and its parameter, writes
+the parameter, and the gradient dies there. It stands in the program after the last operator that touches the gradient, and
+after the last that may need the parameter as it was: one that reads it, or what forward operators compute again from it.
+Backward operators are computed again from parameters, too (the gradient of a matrix product reads the other matrix); those
+whose results outlive the update of one that they go back to run ``once``. So no order-preserving schedule can read a parameter
+too late, whatever it recomputes: planners need no rule for it, and the checker has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lowtide.ir import Graph, Op, Phase, is_view
+from lowtide.ir.graph import OPTIMIZER_TARGET
+from lowtide.program.program import Call, Program, Ref
+
+Step = Callable[..., Any]
+"""Called with a parameter and its gradient."""
+
+
+def with_updates(program: Program, steps: Mapping[int, Step]) -> Program:
+    """``program`` in which ``steps[position]`` updates the parameter that is the flat input ``position``, for those of them
+    that have a gradient. A gradient that leaves in terms, or of what the program does not read, stays as it is."""
+    positions = [position for position, _ in program.gradients]
+    chosen = {
+        position: value
+        for position, value in program.gradients
+        if position in steps and program.inputs[position] is not None and positions.count(position) == 1
+    }
+    if not chosen:
+        return program
+    graph = program.graph
+    bits = {graph.values[program.inputs[position]].storage: 1 << position for position in chosen}  # type: ignore[index]
+    places = _places(graph, bits, chosen)
+    once = _once(graph, bits, places, chosen)
+    return _inserted(program, steps, chosen, places, once)
+
+
+def _places(graph: Graph, bits: Mapping[int, int], chosen: Mapping[int, int]) -> dict[int, int]:
+    """By parameter, the operator after which it may be updated."""
+    read = _read_again(graph, bits, frozenset(op.id for op in graph.ops if op.phase is Phase.BACKWARD))
+    touched: dict[int, int] = {}
+    needed: dict[int, int] = {}
+    for op in graph.ops:
+        for value in (*op.inputs, *op.outputs):
+            touched[graph.values[value].storage] = op.id
+        if op.phase is Phase.BACKWARD and not is_view(graph, op):
+            needed.update((position, op.id) for position in _positions(_of_inputs(graph, op, read)))
+    return {
+        position: max(touched[graph.values[value].storage], needed.get(position, -1))
+        for position, value in chosen.items()
+    }
+
+
+def _once(
+    graph: Graph, bits: Mapping[int, int], places: Mapping[int, int], chosen: Mapping[int, int]
+) -> frozenset[int]:
+    """The backward operators that must not run again: their results are needed after an update of what they go back to. Times
+    are pairs: an operator, and after it the parameter that is updated."""
+    last_use: dict[int, tuple[int, int]] = {}
+    for op in graph.ops:
+        last_use.update((graph.values[value].storage, (op.id, -1)) for value in op.inputs)
+    last_use.update((graph.values[value].storage, (len(graph.ops), -1)) for value in graph.outputs)
+    for position, value in chosen.items():
+        last_use[graph.values[value].storage] = (places[position], position)
+    found: set[int] = set()
+    reaching = dict(bits)
+    for op in graph.ops:
+        mask = _of_inputs(graph, op, reaching)
+        own = {graph.values[value].storage for value in op.outputs}
+        if op.phase is Phase.BACKWARD and op.recomputable and not is_view(graph, op):
+            until = max((last_use[storage] for storage in own if storage in last_use), default=(-1, -1))
+            if any((places[position], position) < until for position in _positions(mask)):
+                found.add(op.id)
+                continue
+        _reach(graph, op, mask, reaching)
+    return frozenset(found)
+
+
+def _read_again(graph: Graph, bits: Mapping[int, int], once: frozenset[int]) -> dict[int, int]:
+    """By storage, the parameters (a bit each) that are read when what it holds is computed again."""
+    reaching = dict(bits)
+    for op in graph.ops:
+        if op.id not in once:
+            _reach(graph, op, _of_inputs(graph, op, reaching), reaching)
+    return reaching
+
+
+def _reach(graph: Graph, op: Op, mask: int, reaching: dict[int, int]) -> None:
+    """``op`` is computed again from the parameters in ``mask``: so are its results, but for what the caller keeps alive."""
+    if not op.recomputable:
+        return
+    handed = {graph.values[value].storage for value in graph.forward_outputs}
+    for storage in {graph.values[value].storage for value in op.outputs} - handed:
+        reaching[storage] = reaching.get(storage, 0) | mask
+
+
+def _of_inputs(graph: Graph, op: Op, reaching: Mapping[int, int]) -> int:
+    mask = 0
+    for value in op.inputs:
+        mask |= reaching.get(graph.values[value].storage, 0)
+    return mask
+
+
+def _positions(mask: int) -> list[int]:
+    found = []
+    while mask:
+        found.append((mask & -mask).bit_length() - 1)
+        mask &= mask - 1
+    return found
+
+
+def _inserted(
+    program: Program,
+    steps: Mapping[int, Step],
+    chosen: Mapping[int, int],
+    places: Mapping[int, int],
+    once: frozenset[int],
+) -> Program:
+    """The program with an operator for each update, and operators numbered anew."""
+    graph = program.graph
+    following: dict[int, list[int]] = {}
+    for position in sorted(chosen):
+        following.setdefault(places[position], []).append(position)
+    ops: list[Op] = []
+    calls: list[Call] = []
+    new: dict[int, int] = {}
+    for op, call in zip(graph.ops, program.calls, strict=True):
+        new[op.id] = len(ops)
+        ops.append(replace(op, id=len(ops), once=op.once or op.id in once))
+        calls.append(call)
+        for position in following.get(op.id, ()):
+            parameter, gradient = program.inputs[position], chosen[position]
+            assert parameter is not None
+            name = program.state_names[position][0]
+            read, module = (parameter, gradient), name.rpartition(".")[0]
+            ops.append(
+                Op(
+                    len(ops),
+                    f"update of {name}",
+                    OPTIMIZER_TARGET,
+                    read,
+                    (),
+                    Phase.BACKWARD,
+                    effect=True,
+                    module=module,
+                )
+            )
+            calls.append(Call(steps[position], (Ref(parameter), Ref(gradient)), {}, ()))
+    changed = replace(
+        graph,
+        ops=tuple(ops),
+        values=tuple(v if v.producer is None else replace(v, producer=new[v.producer]) for v in graph.values),
+        storages=tuple(s if s.base is None else replace(s, base=new[s.base]) for s in graph.storages),
+        outputs=_remaining(graph.outputs, chosen.values()),
+    )
+    gradients = tuple(pair for pair in program.gradients if pair[0] not in chosen)
+    return replace(program, graph=changed, calls=tuple(calls), gradients=gradients, updated=tuple(sorted(chosen)))
+
+
+def _remaining(outputs: Sequence[int], updated: Any) -> tuple[int, ...]:
+    gone = set(updated)
+    return tuple(value for value in outputs if value not in gone)

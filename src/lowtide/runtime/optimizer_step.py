@@ -1,0 +1,102 @@
+"""One step of an optimizer for one parameter: the optimizer's own ``step``, and the operator of a program that runs it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import optim
+from torch.optim.optimizer import Optimizer, _default_to_fused_or_foreach
+
+_NAMES = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+_PER_PARAMETER: tuple[type[Optimizer], ...] = tuple(getattr(optim, name) for name in _NAMES if hasattr(optim, name))
+_LATE_STEP = 1000.0  # at which optimizers that begin otherwise (RAdam) take what they take from then on
+
+
+class Owner(Protocol):
+    """Whoever updates parameters with an optimizer."""
+
+    optimizer: Optimizer
+
+    def update(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None: ...
+
+
+class ParameterStep:
+    """Updates a parameter of a group of ``owner``; as an operator it is known by the optimizer and the group's values."""
+
+    def __init__(self, owner: Owner, group: dict[str, Any]) -> None:
+        self.owner = owner
+        self._group = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        kind = type(owner.optimizer)
+        self._first: Any = next(iter(group["params"]), None)
+        values = ",".join(f"{key}={_kind(value)}" for key, value in sorted(self._group.items()))
+        self.__name__ = "optimizer"
+        self.__module__, self.__qualname__ = kind.__module__, f"{kind.__qualname__}{{{values}}}"
+
+    def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.owner.update(parameter, gradient)
+
+    def rehearsal(self) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """The same for other tensors, on a state of its own, as it is after many steps."""
+        optimizer, state = self.owner.optimizer, defaultdict[Any, dict[str, Any]](dict)
+        first = optimizer.state.get(self._first, {}) if isinstance(optimizer, optim.Adagrad) else {}
+
+        def step(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+            if parameter not in state:
+                made = (
+                    (key, torch.zeros_like(parameter) if value.dim() else value.clone()) for key, value in first.items()
+                )
+                state[parameter] = dict(made)
+            parameter.grad = gradient
+            try:
+                step_for(optimizer, self._group, parameter, state)
+            finally:
+                parameter.grad = None
+            count = state[parameter].get("step")
+            if isinstance(count, torch.Tensor):
+                count.fill_(_LATE_STEP)
+            elif count is not None:
+                state[parameter]["step"] = int(_LATE_STEP)
+
+        return step
+
+
+def step_for(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, state: Any) -> None:
+    """The optimizer's own step for one parameter with the values of ``group``."""
+    step = plain_step(optimizer)
+    assert step is not None
+    one = object.__new__(type(optimizer))
+    own = {**group, "params": [parameter]}
+    if own.get("foreach") is None and not own.get("fused") and "foreach" in own and parameter.device.type != "cpu":
+        # One for all of a group: what a single parameter would choose may be another kernel.
+        together = _default_to_fused_or_foreach(list(group.get("params", ())), False, use_fused=False)[1]
+        own["foreach"] = None if together else False
+    one.__dict__.update(optimizer.__dict__, param_groups=[own], state=state)
+    step(one)
+
+
+def plain_step(optimizer: Optimizer) -> Callable[[Any], Any] | None:
+    """The step of the class without hooks, where that is one of those that treat every parameter by itself."""
+    kind = type(optimizer)
+    step = getattr(kind.step, "__wrapped__", None)
+    for known in _PER_PARAMETER:
+        if isinstance(optimizer, known) and getattr(kind, "_init_group", None) is getattr(known, "_init_group", None):
+            theirs = getattr(known.step, "__wrapped__", known.step)
+            if step is theirs or getattr(step, "__wrapped__", None) is theirs or kind is known:
+                return step
+    return None
+
+
+def _kind(value: Any) -> str:
+    """Of a value of a group, as far as it may matter for what an update takes."""
+    if isinstance(value, (tuple, list)):
+        return "(" + ",".join(map(_kind, value)) + ")"
+    if isinstance(value, torch.Tensor):
+        return f"tensor@{value.device.type}"
+    if isinstance(value, float):
+        return "float" if value else "0"
+    return str(value)
