@@ -109,6 +109,9 @@ class Fit(Shown):
         batch = self.samples * room // max(activations, 1)
         if 0 < batch < self.samples:
             yield f"about {batch} samples instead of {self.samples} (lowtide.max_batch finds how many exactly)"
+        if self.gradient_bytes >= self.missing_bytes:
+            gradients = format_bytes(self.gradient_bytes)
+            yield f"perhaps the optimizer in the plan (optimizer=), which lets go of up to {gradients} of gradients on the way"
         if self.optimizer_bytes >= self.missing_bytes:
             yield (
                 f"an optimizer that keeps less: the state of {self.optimizer} is {format_bytes(self.optimizer_bytes)}, that of "
