@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.dynamic import foresight, habits
 
 WIDTH, DEPTH = 64, 10
 Step = Callable[[int], torch.Tensor]
@@ -88,8 +91,8 @@ def test_what_repeats_is_planned_and_followed(options: dict[str, float], share: 
     for number in (4, 5, 6):
         statistics = _statistics(session, lambda number=number: found.append(ours.step(number)))  # type: ignore[misc]
         assert statistics.peak_bytes <= budget
-        assert statistics.followed == statistics.operators
         assert 0 < statistics.evictions == statistics.planned_evictions
+        assert statistics.followed > 0.15 * statistics.operators  # both passes; nothing goes in the optimizer's step
         assert statistics.rematerializations <= ruled.rematerializations
     assert all(map(torch.equal, expected[4:], found))
     assert all(map(torch.equal, left, ours.state))
@@ -112,25 +115,23 @@ def test_one_context_around_the_whole_loop() -> None:
 
 
 def test_plans_get_better_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowtide.dynamic import foresight
-
     searches = []
 
-    class Search(foresight.BackgroundSearch[foresight.Guide]):
+    class Search(habits.BackgroundSearch[habits.Guide]):
         def __init__(self, *arguments: object) -> None:
             super().__init__(*arguments)  # type: ignore[arg-type]
             searches.append(self)
 
-    monkeypatch.setattr(foresight, "BackgroundSearch", Search)
+    monkeypatch.setattr(habits, "BackgroundSearch", Search)
     program = _Program()
     budget = int(0.45 * _peak(program))
     session = lowtide.online(budget)
     first = [_statistics(session, lambda n=n: program.step(n)) for n in range(5)][-1]  # type: ignore[misc]
-    assert first.followed == first.operators
+    assert 0 < first.evictions == first.planned_evictions
     assert all(search.wait(120) for search in searches)
     better = _statistics(session, lambda: program.step(5))
     assert searches
-    assert better.followed == better.operators
+    assert 0 < better.evictions == better.planned_evictions
     assert better.rematerializations <= first.rematerializations
     assert better.peak_bytes <= budget
 
@@ -146,7 +147,7 @@ def test_shapes_each_have_a_plan_of_their_own() -> None:
     for number, batch in [*enumerate(batches)][1:]:
         with session:
             assert torch.equal(ours.step(number, batch), expected[number])
-        followed.append(session.statistics.followed == session.statistics.operators)
+        followed.append(session.statistics.evictions == session.statistics.planned_evictions > 0)
         assert session.statistics.peak_bytes <= budget
     assert followed[-2:] == [True, True]
     assert not followed[-3]  # a batch that comes once
@@ -178,9 +179,9 @@ def test_a_program_that_leaves_the_plan_in_the_middle() -> None:
             assert torch.equal(ours.step(number), expected[number])
         statistics = session.statistics
         assert statistics.peak_bytes <= budget
-        followed[number] = statistics.followed / statistics.operators
-    assert followed[13] == followed[14] == 1
-    assert followed[15] > 0.5  # on the way that both have, and then by its own plan
+        followed[number] = statistics.planned_evictions / statistics.evictions
+    assert min(followed[13], followed[14]) > 0.9
+    assert followed[15] > 0.3  # on the way that both have, and then by its own plan
     assert all(map(torch.equal, plain.state, ours.state))
 
 
@@ -197,8 +198,8 @@ def test_what_never_repeats_is_not_planned() -> None:
         with session:
             step(batch)
         assert session.statistics.followed == 0
-    habits = session.settings.habits
-    assert habits is not None and not habits.known
+    known = session.settings.habits
+    assert known is not None and not known.known
 
 
 def test_an_error_in_the_middle_of_a_planned_step() -> None:
@@ -251,7 +252,7 @@ def test_checkpoints_and_accumulation_inside() -> None:
     with lowtide.online(budget, planning="wait") as session:
         for number in range(1, 8):
             assert torch.equal(ours.step(number), expected[number])
-    assert session.statistics.followed > session.statistics.operators // 3
+    assert session.statistics.followed > session.statistics.operators // 8
     assert session.statistics.peak_bytes <= budget
     assert all(map(torch.equal, plain.state, ours.state))
 
@@ -271,6 +272,156 @@ def test_a_budget_that_gets_tighter_is_planned_again() -> None:
         program.step(9)
         after = session.statistics
     assert after.planned_evictions - before.planned_evictions > 0.7 * (after.evictions - before.evictions) > 0
+
+
+def _beside(count: int) -> torch.Tensor:
+    """Memory of the counted allocator that no operator is seen to allocate, as that of an extension."""
+    with _disable_current_modes():
+        return torch.empty(count, dtype=torch.uint8)
+
+
+def test_what_is_held_at_the_end_is_there_though_memory_is_short() -> None:
+    """By then there is less room than the plan was made for."""
+    weights = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(12)]
+    leaf, kept = torch.randn(1024, WIDTH), list[torch.Tensor]()
+
+    def step(beside: int = 0) -> list[torch.Tensor]:
+        for weight in weights:
+            weight.grad = None
+        found = [leaf]
+        for weight in weights:
+            found.append(torch.tanh(found[-1] @ weight / 8))
+        (found[-1].square().mean() + torch.cat(found[1:6]).exp().sum() * 0).backward()
+        if beside:
+            kept[:] = [_beside(beside)]
+        return [each.detach() for each in found[1:]]
+
+    expected = step()
+    budget = int(0.6 * lowtide.measure(step).peak_bytes)
+    for share in (0.5, 0.7, 0.8, 0.9):
+        kept.clear()
+        session = lowtide.online(budget, planning="wait", warn_above=1e9)
+        for number in range(5):
+            with session:
+                found = step(int(share * budget) if number == 4 else 0)
+            assert all(map(torch.equal, expected, found))
+
+
+def test_an_interruption_while_a_cycle_is_planned_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: habits.Habits, *arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(habits.Habits, "learn", interrupted)
+    model, x = _Program().model, torch.randn(256, WIDTH)
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad()
+        found = [x]
+        for block in model:
+            found.append(block(found[-1]))
+        found[-1].square().mean().backward()
+        return [each.detach() for each in found[1:]]
+
+    expected = step()
+    session = lowtide.online(int(0.6 * lowtide.measure(step).peak_bytes), planning="wait")
+    with session:
+        step()
+    with pytest.raises(KeyboardInterrupt), session:
+        found = step()
+    assert all(map(torch.equal, expected, found))
+
+
+def test_what_goes_wrong_in_planning_is_no_concern_of_the_program(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(habits, "greedy_within", lambda *arguments: 1 / 0)
+    program = _Program()
+    session = lowtide.online(int(0.6 * _peak(program)))
+    for number in range(4):
+        with session:
+            program.step(number)
+    assert "could not be planned" in caplog.text
+
+
+def test_other_threads_read_what_is_evicted_while_searches_begin() -> None:
+    program = _Program()
+    budget = int(0.5 * _peak(program))
+    wrong, stop = list[Exception](), threading.Event()
+    with lowtide.online(budget) as session:
+        tensors = [torch.arange(4096.0) * number for number in range(20)]
+        values = [tensor.sum().item() for tensor in tensors]
+
+        def read() -> None:
+            try:
+                while not stop.is_set():
+                    for tensor, value in zip(tensors, values, strict=True):
+                        assert sum(tensor.tolist()) == value
+            except Exception as error:  # noqa: BLE001 - said below
+                wrong.append(error)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        for number in range(12):
+            program.step(number, 200 + 8 * (number % 3))
+        stop.set()
+        thread.join()
+    assert wrong == []
+    assert session.statistics.peak_bytes <= budget
+
+
+def test_more_lengths_than_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones keep their plans, and no more are made."""
+    monkeypatch.setattr(habits, "_MOST_PLANS", 3)
+    program = _Program(depth=6)
+    session = lowtide.online(int(0.6 * _peak(program)), planning="wait")
+    planned = []
+    for number in range(36):
+        with session:
+            program.step(number, 200 + 8 * (number % 6))
+        planned.append(session.statistics.planned_evictions > 0)
+    known = session.settings.habits
+    assert known is not None and len(known.known) == 3
+    assert sum(planned[-6:]) == 3
+
+
+def test_room_that_changes_from_step_to_step_has_a_plan_for_each() -> None:
+    program = _Program()
+    budget = int(0.8 * _peak(program))
+    session = lowtide.online(budget, planning="wait")
+    planned, beside = list[float](), None
+    with session:
+        for number in range(14):
+            beside = _beside(int(0.25 * budget) if number % 2 else 1)
+            before = session.statistics
+            program.step(number)
+            after = session.statistics
+            planned.append((after.planned_evictions - before.planned_evictions) / (after.evictions - before.evictions))
+    assert beside is not None and min(planned[-4:]) > 0.5
+    known = session.settings.habits
+    assert known is not None and all(len(one.rooms) <= 4 for one in known.known.values())
+
+
+def test_a_cycle_that_is_too_long_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foresight, "MOST_OPERATORS", 300)
+    program = _Program()
+    session = lowtide.online(int(0.6 * _peak(program)), planning="wait")
+    with session:
+        for number in range(5):
+            program.step(number)
+    assert session.statistics.followed == 0 < session.statistics.evictions
+
+
+def test_searches_end_with_the_context_object() -> None:
+    program = _Program()
+    session = lowtide.online(int(0.5 * _peak(program)))
+    for number in range(4):
+        with session:
+            program.step(number)
+    known = session.settings.habits
+    assert known is not None and known.searches._current is not None
+    search = known.searches._current[1]
+    del session
+    assert search.ended
 
 
 def test_by_the_heuristic_alone() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
 from lowtide.budget import is_amount, is_percentage, parse_budget
-from lowtide.dynamic.foresight import PLANNING, Habits
+from lowtide.dynamic.habits import PLANNING, Habits
 from lowtide.dynamic.run import OnlineRun, Session, Settings
 from lowtide.dynamic.statistics import OnlineStatistics
 from lowtide.errors import ExecutionError, PlanError
@@ -104,6 +105,8 @@ class online:
         habits = _habits(planning, policy)
         memory = _device_of_budget(device)
         self.settings = Settings(budget_bytes, heuristic, policy, sample, record, seed, warn_above, memory, habits)
+        if habits is not None:
+            weakref.finalize(self, habits.searches.stop)
         self._entered: list[Session] = []
         self._last: OnlineStatistics | None = None
 
@@ -158,6 +161,7 @@ def _forked() -> None:
     _LOCK = threading.RLock()
     if _run is not None:
         _run.memory.lock = threading.RLock()
+        _run.engine.foresight = _run.memory.on_release = None
         _run.executor.hold(None)
 
 

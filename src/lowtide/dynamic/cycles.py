@@ -15,7 +15,7 @@ import numpy as np
 from lowtide.dynamic.node import Node
 from lowtide.ir import Costs, Graph, Op, Phase, Storage, Value
 
-MOST_OPERATORS = 1 << 15  # of a cycle that is watched
+MOST_OPERATORS = 1 << 13  # of a cycle that is planned
 
 Key = tuple[Any, ...]  # an operator, and the bytes of what it reads: what tells cycles apart
 
@@ -58,6 +58,13 @@ class Cycle:
     released: dict[Node, int] = field(default_factory=dict)
     other_bytes: list[int] = field(default_factory=list)
     constant_bytes: int = 0
+    cut: bool = False  # too long
+
+    def give_up(self) -> None:
+        """It is too long to be planned."""
+        self.cut, self.watched = True, False
+        for part in (self.keys, self.performed, self.made, self.given, self.released, self.other_bytes):
+            part.clear()
 
     def add(self, one: Performed) -> None:
         """An operator has run."""

@@ -72,9 +72,12 @@ class Engine:
             unread = positions if len(args) > flag and args[flag] else ()
             writes += unread
         call, reads = self._recorded(operator, args, kwargs, unread)
-        backward = torch._C._current_autograd_node()
-        if self.foresight is not None:
-            self.foresight.before(operator, reads, backward=backward is not None)
+        node = torch._C._current_autograd_node()
+        foresight = (
+            None if memory.locked else self.foresight
+        )  # contexts in each other see an operator one after the other
+        if foresight is not None:
+            foresight.before(operator, reads, backward=node is not None)
         superseded: list[Node] = []
         started = memory.started
         needs = memory.lock_all((*reads, *self._nodes_in([args[place] for place in unread])) if unread else reads)
@@ -89,26 +92,26 @@ class Engine:
             memory.counters.operators += 1
             memory.counters.operator_ns += cost_ns
             memory.pool.tick(cost_ns)
-            for node in reads:
-                node.accessed_ns = memory.pool.clock_ns
-            origin = origin_of(backward)
+            for one in reads:
+                one.accessed_ns = memory.pool.clock_ns
+            origin = origin_of(node)
             if version is not None:
                 self._written(version, superseded[0], call, reads, cost_ns)
                 version.origin = origin
             made = self._remember(result, call, reads, cost_ns)
-            for node in made:
-                node.origin = origin
-            if self.foresight is not None:
-                versions = [memory.nodes[node.address] for node in superseded]
-                self.foresight.after(operator, reads, [*made, *versions], cost_ns)
+            for one in made:
+                one.origin = origin
+            if foresight is not None:
+                versions = [memory.nodes[one.address] for one in superseded]
+                foresight.after(operator, reads, [*made, *versions], cost_ns)
             if memory.recorder is not None:
                 written = self._nodes_in(values_at(writes, args, kwargs))
                 memory.recorder.operator(operator, reads, made, written, cost_ns)
         finally:
             memory.started = started
             memory.unlock_last(needs)
-            for node in superseded:
-                memory.release(node)
+            for one in superseded:
+                memory.release(one)
         if memory.counters.operators >= self.release_at:
             self.release_at = memory.counters.operators + _RELEASE_EVERY
             memory.release_constants()

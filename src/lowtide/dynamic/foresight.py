@@ -8,152 +8,36 @@ are always in force, so a plan that is wrong costs time and nothing else.
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections import OrderedDict
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from lowtide.dynamic.cycles import MOST_OPERATORS, Cycle, CycleGraph, Key, Performed, graph_of
-from lowtide.dynamic.guide import Follower, Guide
+from lowtide.dynamic.cycles import MOST_OPERATORS, Cycle, Performed
+from lowtide.dynamic.guide import Follower
+from lowtide.dynamic.habits import Habits, Known
 from lowtide.dynamic.memory import Memory
 from lowtide.dynamic.node import Node
 from lowtide.dynamic.operators import Operator
-from lowtide.dynamic.rebuild import Rebuilder
-from lowtide.errors import InfeasibleBudgetError
+from lowtide.dynamic.rebuild import Rebuilder, out_of_memory
 from lowtide.memory.allocators import PeakWindow
-from lowtide.planning import Plan
-from lowtide.planning.background import BackgroundSearch
-from lowtide.planning.cache import PlanRequest
-from lowtide.planning.make import plan_from
-from lowtide.solve import greedy_within
 
-_LOG = logging.getLogger(__name__)
-PLANNING = ("background", "wait", "never")
-_WAITED, _BETTER = "auto{effort=1}", "auto"
-_MOST_PLANS, _MOST_SEEN = 64, 4096  # cycles
 _WATCHED = 8  # cycles after one that was not known
-_MORE = 1.05  # times the room that was planned for, from which another plan is worth a search
-_SLACK = (
-    0.01  # of the room: from step to step a little more or less of it is taken, the losses that a program keeps, say
-)
 
 
-@dataclass(slots=True, eq=False)
-class _Known:
-    """A cycle that was planned. ``room_bytes``: for how much, beside what cannot be evicted in its beginning; ``guide``:
-    ``None`` where no plan was found that takes less than ``rebuild_ns``, the time of rebuilds without one."""
+class _Ended(NamedTuple):
+    """A cycle that is to be planned."""
 
-    keys: list[Key]
+    cycle: Cycle
     room_bytes: int
     rebuild_ns: int
-    guide: Guide | None = None
-
-    def take(self, guide: Guide | None) -> None:
-        """Follow this plan from now on, if it is worth it."""
-        if guide is not None and guide.rebuild_ns <= self.rebuild_ns:
-            self.guide = guide
-
-    def serves(self, room_bytes: int | None) -> bool:
-        """Whether nothing better is to be had by planning again for so much room."""
-        if room_bytes is None:
-            return True
-        wide = room_bytes > _MORE * self.room_bytes
-        return not wide and (self.guide is None or self.guide.peak_bytes <= (1 + _SLACK) * room_bytes)
-
-
-class Habits:
-    """The cycles that a program was seen to go through, for all entries into one context."""
-
-    def __init__(self, planning: str) -> None:
-        self.planning = planning
-        self.known: OrderedDict[int, _Known] = OrderedDict()
-        self.seen: OrderedDict[int, None] = OrderedDict()  # at least once
-        self.short = False  # of memory: something was evicted
-        self.watched = _WATCHED  # how many cycles are still watched, unless there is another surprise
-        self._waiting: list[tuple[_Known, Callable[[], BackgroundSearch[Guide]]]] = []
-        self._search: tuple[_Known, BackgroundSearch[Guide]] | None = None
-
-    def exchange(self) -> None:
-        """Put in force what was found meanwhile; one search goes on at a time."""
-        if self._search is not None:
-            known, search = self._search
-            ended = search.ended
-            known.take(search.take())
-            self._search = None if ended else self._search
-        while self._search is None and self._waiting:
-            known, begin = self._waiting.pop()
-            try:
-                self._search = known, begin()
-            except OSError as error:
-                _LOG.warning("no search for a better plan can be started (%s); the plan in force stays", error)
-
-    def was_seen(self, keys: Sequence[Key]) -> bool:
-        """Whether the same cycle came before; it has now."""
-        name = hash(tuple(keys))
-        before = name in self.seen
-        self.seen[name] = None
-        self.seen.move_to_end(name)
-        while len(self.seen) > _MOST_SEEN:
-            self.seen.popitem(last=False)
-        return before
-
-    def learn(self, keys: list[Key], cycle: CycleGraph, room_bytes: int, rebuild_ns: int) -> None:
-        """Plan a cycle, whose rebuilds took that long."""
-        known = self.known[hash(tuple(keys))] = _Known(keys, room_bytes, rebuild_ns)
-        while len(self.known) > _MOST_PLANS:
-            self.known.popitem(last=False)
-        better = PlanRequest(cycle.graph, cycle.costs, int((1 - _SLACK) * room_bytes), _BETTER, 0)
-        plan = _first_plan(better) if self.planning == "background" else _waited_plan(better)
-        if plan is not None:
-            known.take(_guide(cycle, plan))
-            _LOG.info(
-                "planned a cycle of %d operators: overhead %.1f %%, peak %d bytes of %d",
-                len(keys), 100 * plan.overhead, plan.peak_bytes, room_bytes,
-            )  # fmt: skip
-        if self.planning == "background":
-            begin = functools.partial(BackgroundSearch, better, plan, functools.partial(_guide, cycle))
-            self._waiting.append((known, begin))
-
-    def ended(self, keys: Sequence[Key], *, as_known: bool) -> None:
-        """A cycle has ended, all of it ``as_known``; after one that was not, the next ones are watched."""
-        self.watched = max(0, self.watched - 1) if as_known else _WATCHED
-        name = hash(tuple(keys))
-        if name in self.known:
-            self.known.move_to_end(name)
-
-
-def _first_plan(request: PlanRequest) -> Plan | None:
-    """One that is found at once."""
-    greedy = greedy_within(request.graph, request.costs, request.budget_bytes)
-    schedules = [] if greedy is None else [greedy]
-    return plan_from(
-        request.graph,
-        request.costs,
-        schedules,
-        budget_bytes=request.budget_bytes,
-        planner="auto{effort=0}",
-        seed=request.seed,
-    )
-
-
-def _waited_plan(request: PlanRequest) -> Plan | None:
-    try:
-        return replace(request, planner=_WAITED).make()
-    except InfeasibleBudgetError as error:
-        _LOG.info("a cycle has no plan: %s", error)
-        return None
-
-
-def _guide(cycle: CycleGraph, plan: Plan) -> Guide:
-    return Guide.of(cycle, plan)
 
 
 class Foresight:
     """Of one run: recognizes cycles as they come, follows their plans, and watches those that are not known.
 
-    ``undisturbed``: within it, threads can be started that are none of the program's.
+    A cycle is of one thread; with ``device_threads``, backward passes run in threads of their own. ``undisturbed``: within it,
+    threads can be started that are none of the program's.
     """
 
     def __init__(
@@ -162,55 +46,65 @@ class Foresight:
         memory: Memory,
         rebuilder: Rebuilder,
         undisturbed: Callable[[], AbstractContextManager[None]],
+        *,
+        device_threads: bool,
     ) -> None:
         self.habits = habits
         self.memory = memory
         self.rebuilder = rebuilder
         self.undisturbed = undisturbed
-        self.backward = False  # whether a backward pass is under way
-        self.made: list[tuple[Node, ...]] = []  # by each operator of the cycle, what can be computed again
+        self.device_threads = device_threads
+        self._made: list[tuple[Node, ...]] = []  # by each operator of the cycle, what can be computed again
         self._cycle: Cycle | None = None  # the current one, once it has begun
+        self._thread = 0  # its thread
+        self._backward = False  # whether its backward pass is under way
         self._room_bytes: int | None = None  # in its beginning
-        self._followed: _Known | None = None
+        self._evictions = self._rebuild_ns = 0  # up to it
+        self._counted = False  # whether the operator under way is part of it
+        self._followed: Known | None = None
         self._follower: Follower | None = None
-        self._window: PeakWindow | None = None  # around an operator that is watched
-        self._evictions = self._rebuild_ns = 0  # up to the cycle
-        self._evicted_bytes = 0  # up to the operator
+        self._watcher = _Watcher(memory)
+        self._learn: _Ended | None = None
 
     def before(self, operator: Operator, reads: Iterable[Node], *, backward: bool) -> None:
         """The operator comes next; ``backward``: in a backward pass."""
-        if self.backward and not backward:
-            self.end()
-        self.backward = backward
-        cycle = self._cycle or self._begin()
+        cycle, thread = self._cycle, threading.get_ident()
+        self._counted = cycle is None or thread == self._thread or (self.device_threads and backward)
+        if not self._counted:
+            return
+        if self._backward and not backward and cycle is not None:
+            self._end(self._follower)
+            self.learn()
+            cycle = None
+        self._backward = backward
+        cycle = cycle or self._begin(thread)
         place = len(cycle.keys)
-        if place >= MOST_OPERATORS:
-            return self._leave()
+        if place >= MOST_OPERATORS and not cycle.cut:
+            self._leave()
+            cycle.give_up()
+            self._made.clear()
+        if cycle.cut:
+            self._counted = False
+            return
         cycle.keys.append((operator.run, *[node.size_bytes for node in reads]))
         self._recognize(cycle, place)
-        if self._follower is not None:
-            self._follower.before(place)
+        self._act(place)
         if cycle.watched:
-            self._close()
-            self._evicted_bytes = self.memory.counters.evicted_bytes
-            known_bytes = self.memory.pool.bytes + cycle.constant_bytes
-            cycle.other_bytes.append(self.memory.meter.level_bytes - known_bytes)
-            self._window = PeakWindow(self.memory.meter)
+            self._watcher.begin(cycle)
 
     def after(self, operator: Operator, reads: Iterable[Node], made: Sequence[Node], cost_ns: int) -> None:
         """It has run, and ``made`` these storages, versions of storages among them."""
         cycle = self._cycle
-        if cycle is None or len(self.made) == len(cycle.keys):
+        if cycle is None or not self._counted:
             return
         makes = tuple([node for node in made if node.call is not None])
-        self.made.append(makes)
+        self._made.append(makes)
         if self._follower is not None:
             self.memory.counters.followed += 1
-            self._follower.after(len(self.made) - 1)
-        if self._window is not None:
-            peak_bytes = self._window.peak_bytes + self.memory.counters.evicted_bytes - self._evicted_bytes
-            self._close()
+            self._follower.after(len(self._made) - 1)
+        if cycle.watched:
             constants = tuple([node for node in made if node.call is None])
+            peak_bytes = self._watcher.end()
             cycle.add(Performed(operator.name, tuple(reads), makes, constants, cost_ns, peak_bytes))
 
     def released(self, node: Node) -> None:
@@ -218,46 +112,53 @@ class Foresight:
         if self._cycle is not None and self._cycle.watched:
             self._cycle.release(node)
 
-    def end(self) -> None:
-        """Of the cycle."""
-        cycle, followed, room_bytes = self._cycle, self._followed, self._room_bytes
-        if cycle is None:
-            return
-        self.memory.release_dead()
-        as_known = followed is not None and len(followed.keys) == len(cycle.keys)
-        if as_known and self._follower is not None:
-            self._follower.before(len(cycle.keys))
-        self.abandon()
-        habits = self.habits
-        habits.short |= self.memory.counters.evictions > self._evictions
-        if not habits.short:
-            return
-        habits.ended(cycle.keys, as_known=as_known)
-        known = habits.known.get(hash(tuple(cycle.keys)))
-        if room_bytes is None or (known is not None and known.serves(room_bytes)):
-            return
-        if habits.was_seen(cycle.keys) and len(cycle.performed) == len(cycle.keys):
-            habits.learn(
-                cycle.keys, graph_of(cycle), room_bytes, self.memory.counters.rematerialize_ns - self._rebuild_ns
-            )
+    def close(self) -> None:
+        """The run ends: whoever ends it brings back what is held, and asks to ``learn`` once that is done."""
+        if self._cycle is not None:
+            self._end(None)
 
-    def abandon(self) -> None:
-        """The cycle is over, or was interrupted."""
-        self._cycle = None
-        self.made = []
-        self.backward = False
-        self._close()
-        self._leave()
+    def learn(self) -> None:
+        """Plan the cycle that has ended, if it is to be planned."""
+        ended, self._learn = self._learn, None
+        if ended is not None:
+            self.habits.learn(*ended)
 
-    def _begin(self) -> Cycle:
+    def forget(self) -> None:
+        """The cycle was interrupted, at any point; nothing of the memory is touched."""
+        self._cycle = self._followed = self._follower = None
+        self._made = []
+        self._backward = False
+        self._watcher.forget()
+
+    def _begin(self, thread: int) -> Cycle:
         with self.undisturbed():
             self.habits.exchange()
-        self._evictions = self.memory.counters.evictions
-        self._rebuild_ns = self.memory.counters.rematerialize_ns
-        watched = self.habits.short and self.habits.watched > 0 and self.memory.limit_bytes is not None
+        counters = self.memory.counters
+        self._thread = thread
+        self._evictions, self._rebuild_ns = counters.evictions, counters.rematerialize_ns
         self._room_bytes = self.memory.room_bytes()
+        watched = self.habits.evicted and self.habits.watch_left > 0 and self._room_bytes is not None
         self._cycle = Cycle(watched)
         return self._cycle
+
+    def _end(self, follower: Follower | None) -> None:
+        """Of the cycle; ``follower`` does what its plan says at the end."""
+        cycle, followed = self._cycle, self._followed
+        assert cycle is not None
+        self.memory.release_dead()
+        as_known = followed is not None and len(followed.keys) == len(cycle.keys)
+        if as_known and follower is not None:
+            self._act(len(cycle.keys))
+        self._leave()
+        self.forget()
+        counters, habits = self.memory.counters, self.habits
+        evicted = counters.evictions > self._evictions
+        habits.evicted |= evicted
+        if not habits.evicted:
+            return
+        habits.ended(cycle, as_known=as_known, watched=_WATCHED)
+        if evicted and habits.is_to_be_planned(cycle, self._room_bytes) and self._room_bytes is not None:
+            self._learn = _Ended(cycle, self._room_bytes, counters.rematerialize_ns - self._rebuild_ns)
 
     def _recognize(self, cycle: Cycle, place: int) -> None:
         """Follow the plan of a known cycle that goes on as this one does, or none."""
@@ -267,11 +168,22 @@ class Foresight:
         if followed is not None and place < len(followed.keys) and followed.keys[place] == cycle.keys[place]:
             return
         self._leave()
-        for known in reversed(self.habits.known.values()):
-            if known.guide and known.serves(self._room_bytes) and known.keys[: place + 1] == cycle.keys:
-                self._followed = known
-                self._follower = Follower(known.guide, self.memory, self.rebuilder, self.made)
-                return
+        found = self.habits.find(cycle.keys, self._room_bytes)
+        if found is not None:
+            self._followed, guide = found
+            self._follower = Follower(guide, self.memory, self.rebuilder, self._made)
+
+    def _act(self, place: int) -> None:
+        """Do what the plan says before this operator; where there is no room for it, leave the plan."""
+        if self._follower is None:
+            return
+        try:
+            self._follower.before(place)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self.memory.take_missing_bytes()
+            self._leave()
 
     def _leave(self) -> None:
         """What comes is not planned."""
@@ -279,7 +191,30 @@ class Foresight:
             self._follower.end()
         self._followed = self._follower = None
 
-    def _close(self) -> None:
+
+class _Watcher:
+    """How much memory an operator takes, and what else there is."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self._window: PeakWindow | None = None
+        self._evicted_bytes = 0
+
+    def begin(self, cycle: Cycle) -> None:
+        """An operator of this cycle comes next."""
+        self.forget()
+        self._evicted_bytes = self.memory.counters.evicted_bytes
+        cycle.other_bytes.append(self.memory.meter.level_bytes - self.memory.pool.bytes - cycle.constant_bytes)
+        self._window = PeakWindow(self.memory.meter)
+
+    def end(self) -> int:
+        """The peak above the level at its start, with what was evicted meanwhile."""
+        assert self._window is not None
+        peak_bytes = self._window.peak_bytes + self.memory.counters.evicted_bytes - self._evicted_bytes
+        self.forget()
+        return peak_bytes
+
+    def forget(self) -> None:
         if self._window is not None:
             self._window.close()
             self._window = None

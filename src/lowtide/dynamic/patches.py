@@ -73,6 +73,7 @@ class Patches:
 
     def __init__(self, materialize: Materialize, inside: Callable[[], AbstractContextManager[Any] | None]) -> None:
         self._active = True
+        self._own = _Own()
         self._undo = ExitStack()
         for name, access in _ACCESS.items():
             self._replace(torch.Tensor, name, self._materializing(getattr(torch.Tensor, name), materialize, access))
@@ -86,13 +87,13 @@ class Patches:
         self._undo.close()
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Inside, they are as if they were not made."""
-        active, self._active = self._active, False
+    def threads_aside(self) -> Iterator[None]:
+        """Threads that the calling one starts inside run as they are."""
+        self._own.starts = True
         try:
             yield
         finally:
-            self._active = active
+            self._own.starts = False
 
     def _replace(self, owner: type, name: str, ours: Any) -> None:
         self._undo.callback(_put_back, owner, name, owner.__dict__.get(name), ours)
@@ -113,7 +114,7 @@ class Patches:
     def _starting(self, original: Any, inside: Callable[[], AbstractContextManager[Any] | None]) -> Any:
         @functools.wraps(original)
         def start(thread: threading.Thread) -> None:
-            context = inside() if self._active else None
+            context = inside() if self._active and not self._own.starts else None
             if context is None:
                 return original(thread)  # type: ignore[no-any-return]
             run, own = thread.run, thread.__dict__.get("run")
@@ -132,6 +133,10 @@ class Patches:
                 raise
 
         return start
+
+
+class _Own(threading.local):
+    starts = False  # threads that are none of the program's
 
 
 def _put_back(owner: Any, name: str, original: Any, ours: Any) -> None:

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from lowtide.dynamic.engine import Engine, current_origin
 from lowtide.dynamic.executor import executor_for
-from lowtide.dynamic.foresight import Foresight, Habits
+from lowtide.dynamic.foresight import Foresight
+from lowtide.dynamic.habits import Habits
 from lowtide.dynamic.memory import Memory, Refusal
 from lowtide.dynamic.node import Origin
 from lowtide.dynamic.operators import Operator
@@ -122,7 +123,13 @@ class OnlineRun:
         self.warn_at_ns: float = _WARN_FROM_NS
         self.patches = Patches(self.materialize, self.mode_inside)
         if settings.habits is not None:
-            foresight = Foresight(settings.habits, self.memory, self.engine.rebuilder, self.patches.aside)
+            foresight = Foresight(
+                settings.habits,
+                self.memory,
+                self.engine.rebuilder,
+                self.patches.threads_aside,
+                device_threads=self.device.type != "cpu",
+            )
             self.engine.foresight, self.memory.on_release = foresight, foresight.released
 
     def mode_inside(self) -> OnlineMode | None:
@@ -188,7 +195,7 @@ class OnlineRun:
         """An operator raised, or an interruption struck anywhere on the way: raise what was behind it in its place."""
         if outermost:
             if self.engine.foresight is not None:
-                self.engine.foresight.abandon()
+                self.engine.foresight.forget()
             self.memory.recover()
         if not isinstance(error, RuntimeError):
             return
@@ -237,15 +244,18 @@ class OnlineRun:
         self.open = False
         with self.memory.lock, _disable_current_modes(), torch.no_grad():
             self.executor.enter_thread()
+            foresight = self.engine.foresight
             try:
-                if self.engine.foresight is not None:
-                    self.engine.foresight.end()
+                if foresight is not None:
+                    foresight.close()
                 self._restore()
             finally:
                 self.executor.hold(None)
                 self.memory.clear()
                 if self.memory.recorder is not None:
                     self.memory.recorder.close()
+            if foresight is not None:
+                foresight.learn()
 
     def _restore(self) -> None:
         """Rebuild what the program still holds: it is the program's, so where it does not fit the budget, beyond that by what

@@ -49,7 +49,11 @@ class BackgroundSearch(Generic[Prepared]):
             raise
         self._listener = _Listener(request, plan, prepare, process, errors)
         self._kill = weakref.finalize(self, _end, process, self._listener, os.getpid())
-        threading.Thread(target=self._listener.listen, name="lowtide plans", daemon=True).start()
+        try:
+            threading.Thread(target=self._listener.listen, name="lowtide plans", daemon=True).start()
+        except RuntimeError as error:
+            self._kill()
+            raise OSError(str(error)) from error
 
     @property
     def ended(self) -> bool:
