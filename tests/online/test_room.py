@@ -146,7 +146,7 @@ def test_refusal(counter: AllocationCounter) -> None:
 
 @pytest.mark.parametrize(
     ("device", "message"),
-    [("abacus", "no device"), ("meta", "not of 'meta'"), ("cuda:99", "CUDA")],
+    [("abacus", "no device"), ("meta", "not of 'meta'"), ("cuda:99", "cuda:99', but PyTorch finds")],
 )
 def test_devices_without_budgets(device: str, message: str) -> None:
     with pytest.raises(lowtide.PlanError, match=message):

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lowtide.errors import PlanError
-from lowtide.program import structure
+from lowtide.program import generators, structure
 
 Sample: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 MakeSample: TypeAlias = Callable[[int], Sample]
@@ -29,7 +29,7 @@ class Samples:
 
     def real(self, batch: int) -> Sample:
         """Raises ``PlanError`` where the function raises, or returns anything but ``(args, kwargs)``."""
-        with torch.random.fork_rng(devices=[]):
+        with generators.all_kept():
             return _called(self.make_sample, batch)
 
     def fake(self, batch: int) -> Sample:

@@ -15,6 +15,7 @@ from lowtide.errors import ExecutionError
 from lowtide.lower import Lowered, lower
 from lowtide.memory.meter import measure
 from lowtide.planning import Plan
+from lowtide.program import generators
 from lowtide.program.results import GradientMask
 from lowtide.runtime.step import run
 
@@ -33,7 +34,7 @@ def measured_peak(model: nn.Module, captured: Captured, plan: Plan, sample: Samp
     found = captured.contract.flat_inputs(model, own)
     assert found is not None  # the model is as it was captured
     inputs = [*own, *(t.detach().clone().requires_grad_(t.requires_grad) for t in found[len(own) :])]
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with generators.all_kept(), torch.enable_grad():
         peak = measure(_step, lower(captured.program, plan.schedule), inputs).peak_bytes
     for tensor in tensors:
         if tensor.requires_grad and tensor.is_leaf:

@@ -41,10 +41,13 @@ def version(package: str) -> str | None:
 def _devices() -> Iterator[tuple[str, str]]:
     import torch
 
+    from lowtide.device import accelerators
+
     yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in PyTorch"
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        yield f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
+    for each in accelerators():
+        total_bytes = each.total_bytes()
+        size = "unknown memory" if total_bytes is None else f"{total_bytes / 2**30:.1f} GiB"
+        yield str(each.device), f"{each.name()}, {size}"
 
 
 def _contents(folder: Path) -> str:

@@ -173,6 +173,7 @@ def _process_lines() -> list[str]:
     """The most that the process had allocated at once, by the counters that there are."""
     import torch
 
+    from lowtide.device import accelerator_in_use
     from lowtide.memory.allocators import meter_of
 
     lines = []
@@ -181,8 +182,7 @@ def _process_lines() -> list[str]:
         lines.append(
             f"the process: at most {format_bytes(meter.peak_bytes)} of CPU tensors, measuring for plans included"
         )
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        lines.append(
-            f"the process: at most {format_bytes(torch.cuda.max_memory_allocated())} on the current CUDA device"
-        )
+    accelerator = accelerator_in_use()
+    if accelerator is not None and accelerator.has_statistics:
+        lines.append(f"the process: at most {format_bytes(accelerator.peak_bytes())} on {accelerator.device}")
     return lines

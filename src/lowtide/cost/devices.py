@@ -8,15 +8,13 @@ AVX2: 2 cores x 3 GHz x 32 float32 operations, and the bandwidth that two cores 
 
 from __future__ import annotations
 
-import contextlib
-import os
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
+from lowtide.device import accelerators, interface_of
 from lowtide.errors import CostError
 
 
@@ -58,7 +56,7 @@ DEVICES = {device.name: device for device in _DEVICES}
 def get_device(name: str = "auto") -> Device:
     """The device of this name; ``"auto"`` is the machine's own where it is in the table, else the generic CPU."""
     if name == "auto":
-        maker = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        maker = next((each.name() for each in accelerators()), "")
         return next((each for each in _DEVICES if any(word in maker for word in each.matches)), DEVICES["cpu"])
     simple = name.lower().replace(" ", "").replace("-", "").replace("_", "")
     if simple not in DEVICES:
@@ -68,14 +66,4 @@ def get_device(name: str = "auto") -> Device:
 
 def device_name(device: torch.device) -> str:
     """The device as its maker names it; for a CPU with the number of cores that the process may use."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu {_processor()} {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return interface_of(device).name()

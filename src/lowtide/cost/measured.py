@@ -29,6 +29,7 @@ from lowtide.ir import Costs, Op
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.memory.allocators import round_up
 from lowtide.memory.collector import collector_held
+from lowtide.program import generators
 from lowtide.program.foreign import declares_effect, unseen
 from lowtide.program.overwrites import overwritten_argument
 from lowtide.program.program import Call, Program, Ref
@@ -292,10 +293,9 @@ def _settle(program: Program, op: Op, record: OperatorCost, real: list[int]) -> 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Inside, generator states, gradient mode, autocast and garbage collection are lowtide's; afterwards the caller's."""
-    cuda = [device] if device.type == "cuda" else []
     with (
         collector_held(),  # what it frees in the middle of an operator would be missing from that operator's peak
-        torch.random.fork_rng(devices=cuda),
+        generators.all_kept(),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
     ):

@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lowtide.memory.allocators import CudaMeter, PeakWindow
+from lowtide.device import Accelerator, interface_of
+from lowtide.memory.allocators import PeakWindow, accelerator_meter
 from lowtide.memory.meter import allocation_peak
 
 _CACHE_SIZES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -54,7 +55,8 @@ def time_call(
     ``before`` each repetition, not timed. Each repetition's peak is above its own start: what earlier ones left behind, or what
     goes meanwhile, is not in it.
     """
-    repeat = functools.partial(_on_cuda, device) if device.type == "cuda" else _on_cpu
+    found = interface_of(device)
+    repeat = functools.partial(_on_accelerator, found) if isinstance(found, Accelerator) else _on_cpu
     times: list[int] = []
     peak = 0
     deadline = time.perf_counter_ns() + budget_ns
@@ -68,9 +70,8 @@ def time_call(
 
 def peak_of(call: Callable[[], Any], device: torch.device) -> int:
     """The most that one run of ``call`` allocates."""
-    if device.type == "cuda":
-        return _on_cuda(device, call)[1]
-    return allocation_peak(call)[0]
+    found = interface_of(device)
+    return _on_accelerator(found, call)[1] if isinstance(found, Accelerator) else allocation_peak(call)[0]
 
 
 def _is_steady(times: list[int]) -> bool:
@@ -95,15 +96,10 @@ def _on_cpu(call: Callable[[], Any]) -> tuple[int, int]:
     return times[0], peak
 
 
-def _on_cuda(device: torch.device, call: Callable[[], Any]) -> tuple[int, int]:
+def _on_accelerator(accelerator: Accelerator, call: Callable[[], Any]) -> tuple[int, int]:
     """The same on the device's own clock, so that launch latency hidden behind other work is not counted."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    with PeakWindow(CudaMeter.of(device)) as window:
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return round(start.elapsed_time(end) * 1e6), window.peak_bytes
+    with PeakWindow(accelerator_meter(accelerator)) as window:
+        return accelerator.timed_ns(call), window.peak_bytes
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from types import TracebackType
 import torch
 
 from lowtide.budget import is_amount, is_percentage, parse_budget
+from lowtide.device import accelerator_in_use, find
 from lowtide.dynamic.habits import PLANNING, Habits
 from lowtide.dynamic.run import OnlineRun, Session, Settings
 from lowtide.dynamic.statistics import OnlineStatistics
@@ -56,10 +57,10 @@ class online:
     warn_above:
         Warn once when recomputation has taken more than this multiple of the program's own time.
     device:
-        Whose memory the budget is of: ``"cpu"``, or a CUDA device; tensors elsewhere stay where they are. By default the
-        current CUDA device once the program uses CUDA, else the CPU. On CUDA, room for an operator is made before it
-        starts, from what was observed of earlier calls; at first sight its scratch is unknown. Nested contexts have
-        one device.
+        Whose memory the budget is of: ``"cpu"``, a CUDA device or another accelerator; tensors elsewhere stay where they
+        are. By default the current accelerator once the program uses it, else the CPU. On an accelerator, room for an
+        operator is made before it starts, from what was observed of earlier calls; at first sight its scratch is unknown.
+        Nested contexts have one device.
     planning:
         What a program does again, from the end of one backward pass to the end of the next, is planned, and evictions and
         rebuilds follow the plan for as long as the program does: ``"background"``, where the plan gets better while the
@@ -180,17 +181,8 @@ def _habits(planning: str | None, policy: str) -> Habits | None:
 
 
 def _device_of_budget(device: torch.device | str | None) -> torch.device:
-    """The CPU or one CUDA device; by default the current CUDA device once the program uses CUDA. ``PlanError`` otherwise."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_initialized() else "cpu"  # type: ignore[no-untyped-call]
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise PlanError(f"device={device!r} is no device: {error}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise PlanError(f"the online mode holds budgets of CPU and CUDA memory, not of {device.type!r}.")
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise PlanError(f"device={str(device)!r}, but PyTorch finds no CUDA device here.")
-    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    """By default the current accelerator once the program uses it, else the CPU. ``PlanError`` for what has no budget."""
+    if device is not None:
+        return find(device).device
+    accelerator = accelerator_in_use()
+    return torch.device("cpu") if accelerator is None else accelerator.device

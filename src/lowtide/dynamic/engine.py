@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from lowtide.device import interface_of
 from lowtide.dynamic.executor import Executor
 from lowtide.dynamic.foresight import Foresight
 from lowtide.dynamic.memory import Memory
@@ -53,6 +54,7 @@ class Engine:
         self.memory = memory
         self.executor = executor
         self.device = device
+        self.repeats_bits = interface_of(device).repeats_bits
         self.tiny_bytes = tiny_bytes
         self.rebuilder = Rebuilder(memory, executor)
         self.foresight: Foresight | None = None
@@ -173,7 +175,7 @@ class Engine:
             return False
         if storage.nbytes() <= _LENGTHS_BYTES and not (tensor.is_floating_point() or tensor.is_complex()):
             return False
-        return not (self.device.type == "cuda" and operator.nondeterministic_on_cuda)
+        return not operator.differs_in_bits or self.repeats_bits
 
     def _nodes_in(self, values: list[Any]) -> list[Node]:
         return list(dict.fromkeys(self.memory.node_of(tensor) for tensor in tensors_of(values)))
@@ -328,5 +330,4 @@ def _generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generato
         if isinstance(value, torch.Generator):
             return value
     device = kwargs.get("device") or next((value.device for value in args if isinstance(value, Tensor)), None)
-    device = torch.device(device or "cpu")
-    return generators.default_generator(device if device.type == "cuda" else torch.device("cpu"))
+    return generators.default_generator(torch.device(device or "cpu"))

@@ -1,10 +1,10 @@
 """Running operators within the limit.
 
-The CPU's allocator itself asks for room. That of CUDA cannot, so room is made before an operator starts. The first calls of a
-signature (the operator, and the geometry of what it is given) are observed: their peak and, the device's queue empty before
-and after, their time. Later ones are believed to take the same. At first sight an operator is believed to take its results,
-whose shapes PyTorch computes without running it, and the largest scratch observed for it so far; where it takes more, the
-limit is exceeded that once, and met again at once.
+The CPU's allocator itself asks for room. Those of accelerators cannot, so room is made before an operator starts. The first
+calls of a signature (the operator, and the geometry of what it is given) are observed: their peak and, the device's queue
+empty before and after, their time. Later ones are believed to take the same. At first sight an operator is believed to take
+its results, whose shapes PyTorch computes without running it, and the largest scratch observed for it so far; where it
+takes more, the limit is exceeded that once, and met again at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.device import interface_of
 from lowtide.dynamic import statistics
 from lowtide.dynamic.memory import Memory
 from lowtide.dynamic.node import blank, mapped, storage_of, tensors_of
@@ -26,6 +27,8 @@ from lowtide.memory.cpu_allocator import AllocationCounter
 
 _OBSERVED = 3  # first calls of a signature that are observed, and then
 _AGAIN_EVERY = 100  # one in so many
+# Arguments whose value can decide what an operator takes; objects, such as the profiler's, may not even be comparable.
+_VALUES = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.device, torch.memory_format)
 
 
 def executor_for(memory: Memory, device: torch.device) -> Executor:
@@ -129,8 +132,7 @@ class PredictingExecutor(Executor):
 
     def _finish(self) -> None:
         """Wait until the device has nothing left to do."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        interface_of(self.device).synchronize()
 
     def _make_what_can_be(self, wanted_bytes: int) -> None:
         """Make room as far as that can be; what is missing is no failure."""
@@ -148,7 +150,7 @@ def _geometry(value: Any) -> Hashable:
         return tuple(map(_geometry, value))
     if isinstance(value, dict):
         return tuple((name, _geometry(item)) for name, item in value.items())
-    return type(value), value if isinstance(value, Hashable) else repr(value)
+    return type(value), value if isinstance(value, _VALUES) else None
 
 
 def _result_bytes(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> int:

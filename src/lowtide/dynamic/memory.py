@@ -15,14 +15,13 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, UntypedStorage
 
+from lowtide.device import plain_types
 from lowtide.dynamic import statistics
 from lowtide.dynamic.node import PREFERENCES, WRITTEN, Handle, Node, OperatorCall, dependents_of, storage_of
 from lowtide.dynamic.recording import Recorder
 from lowtide.dynamic.storages import empty, is_empty
 from lowtide.eviction import Pool
 from lowtide.memory.allocators import Meter
-
-_PLAIN_DEVICES = ("cpu", "cuda")
 
 
 class Refusal(NamedTuple):
@@ -53,6 +52,7 @@ class Memory:
         self.refusal: Refusal | None = None
         self.interruption: BaseException | None = None
         self.lock = threading.RLock()
+        self._plain_types = plain_types()
         self.counters = statistics.OnlineStatistics()
         self.nodes: dict[int, Node] = {}  # by the address of the storage that the program holds
         self.dead: list[Handle] = []  # handles of storages that are gone, not yet looked at
@@ -83,7 +83,7 @@ class Memory:
     def add_constant(self, storage: UntypedStorage, *, opaque: bool = False) -> Node:
         """A storage from elsewhere: it can not be computed again."""
         node = Node.constant(storage.nbytes())
-        node.opaque = opaque or storage.device.type not in _PLAIN_DEVICES
+        node.opaque = opaque or storage.device.type not in self._plain_types
         # Memory that is not PyTorch's own, such as a NumPy array's, may be written without anybody noticing.
         node.writers = int(not storage.resizable() and not storage.is_shared())
         self.own(node, storage)

@@ -40,15 +40,24 @@ class Operator:
     """
 
     __slots__ = (
-        "composite", "detaches", "geometry_only", "name", "nondeterministic_on_cuda", "once", "passes", "random", "run",
-        "statistics", "writes",
+        "composite",
+        "detaches",
+        "differs_in_bits",
+        "geometry_only",
+        "name",
+        "once",
+        "passes",
+        "random",
+        "run",
+        "statistics",
+        "writes",
     )  # fmt: skip
 
     def __init__(self, overload: Any) -> None:
         self.run = overload
         self.detaches = overload is torch.ops.aten.detach.default
         self.name = str(overload)
-        self.passes = self.composite = self.random = self.geometry_only = self.nondeterministic_on_cuda = False
+        self.passes = self.composite = self.random = self.geometry_only = self.differs_in_bits = False
         self.once = True
         self.writes: tuple[Position, ...] = ()
         self.statistics: tuple[tuple[int, ...], int] | None = None
@@ -70,7 +79,7 @@ class Operator:
         aliases = bool(schema.returns) and all(returned.alias_info is not None for returned in schema.returns)
         self.passes = not self.composite and not self.writes and (aliases or name in _PASSES)
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
-        self.nondeterministic_on_cuda = torch.Tag.nondeterministic_bitwise in overload.tags
+        self.differs_in_bits = torch.Tag.nondeterministic_bitwise in overload.tags
         self.geometry_only = name in _GEOMETRY_ONLY
         self.once = overload.namespace not in _FUNCTIONS
         self.statistics = _UPDATES_STATISTICS.get(name)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lowtide.api import runtime_of
+from lowtide.device import accelerator_in_use
 from lowtide.memory.allocators import Meter, PeakWindow, meter_of
 from lowtide.planning import Plan
 from lowtide.runtime.planned import Planned
@@ -20,8 +21,8 @@ class PassMeter:
     Callbacks call ``begin`` before the first of them, ``stop`` after each, ``start`` before a further one, and ``end`` after
     the last. ``peak_bytes`` is the highest above the level at the start, ``time_ns`` that of the last pass. ``history``
     has every step as (its number, peak bytes); a step that made a plan is left out, since operators were measured in it.
-    On the CPU the bytes are exact where lowtide's counter can be installed, on CUDA they are those of the
-    caching allocator.
+    On the CPU the bytes are exact where lowtide's counter can be installed, on an accelerator they are
+    those of its allocator.
     """
 
     def __init__(self) -> None:
@@ -86,11 +87,12 @@ def _mib(nbytes: int) -> float:
 
 
 def _meter() -> Meter | None:
-    """Of the current CUDA device once the program uses CUDA and the device is idle, else of the CPU."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-        return meter_of(torch.device("cuda", torch.cuda.current_device()))
-    return meter_of(torch.device("cpu"))
+    """Of the current accelerator once the program uses it and it is idle, else of the CPU."""
+    accelerator = accelerator_in_use()
+    if accelerator is None:
+        return meter_of(torch.device("cpu"))
+    accelerator.synchronize()
+    return meter_of(accelerator.device)
 
 
 def latest_plans(model: nn.Module) -> list[Plan]:

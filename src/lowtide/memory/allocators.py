@@ -4,42 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 
 import torch
 
+from lowtide.device import Accelerator, interface_of
 from lowtide.memory import cpu_allocator
 
-_CUDA_GRANULARITY_BYTES = 512
 
+class AcceleratorMeter:
+    """Of the allocator of one accelerator: bytes handed out, not those reserved.
 
-class CudaMeter:
-    """Of the caching allocator of one device: bytes handed out, not those reserved.
-
-    CUDA's own peak falls whenever something is measured, so ``torch.cuda.max_memory_allocated`` tells less than the truth
-    afterwards; ``peak_bytes`` does not.
+    The allocator's own peak falls whenever something is measured, so ``torch.accelerator.max_memory_allocated`` tells less
+    than the truth afterwards; ``peak_bytes`` does not.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
         self._raised = 0
-
-    @staticmethod
-    def of(device: torch.device) -> CudaMeter:
-        """The one meter of a device, so that measurements inside each other know of each other."""
-        return _cuda_meter(torch.cuda.current_device() if device.index is None else device.index)
+        _ = accelerator.granularity_bytes  # is found by an allocation, which no window may see
 
     @property
     def level_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self.device)
+        return self.accelerator.allocated_bytes()
 
     @property
     def peak_bytes(self) -> int:
-        return max(self._raised, torch.cuda.max_memory_allocated(self.device))
+        return max(self._raised, self.accelerator.peak_bytes())
 
     def reset_peak(self) -> int:
         self._raised = 0
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self.accelerator.reset_peak()
         return self.level_bytes
 
     def raise_peak(self, peak_bytes: int) -> None:
@@ -68,7 +62,7 @@ class ReservedMeter:
 
 
 # Level and peak of the bytes that an allocator has handed out. ``reset_peak`` lowers the peak to the level, and returns it.
-Meter = CudaMeter | ReservedMeter | cpu_allocator.AllocationCounter
+Meter = AcceleratorMeter | ReservedMeter | cpu_allocator.AllocationCounter
 
 
 @functools.cache
@@ -78,15 +72,17 @@ def reserved_meter(counter: cpu_allocator.AllocationCounter) -> ReservedMeter:
 
 
 @functools.cache
-def _cuda_meter(index: int) -> CudaMeter:
-    return CudaMeter(torch.device("cuda", index))
+def accelerator_meter(accelerator: Accelerator) -> AcceleratorMeter:
+    """The one of a device, so that measurements inside each other know of each other."""
+    return AcceleratorMeter(accelerator)
 
 
 def meter_of(device: torch.device) -> Meter | None:
-    """The meter of a CUDA device or of the CPU; ``None`` where this build of PyTorch allows none, or for another device."""
-    if device.type == "cuda":
-        return CudaMeter.of(device)
-    return cpu_allocator.install() if device.type == "cpu" else None
+    """The meter of an accelerator or of the CPU; ``None`` where this build of PyTorch allows none, or for another device."""
+    if device.type == "cpu":
+        return cpu_allocator.install()
+    found = interface_of(device)
+    return accelerator_meter(found) if isinstance(found, Accelerator) and found.has_statistics else None
 
 
 def allocated_bytes(device: torch.device) -> int | None:
@@ -139,27 +135,16 @@ _OPEN: list[PeakWindow] = []
 
 
 def round_up(nbytes: int, device: torch.device) -> int:
-    """CUDA's caching allocator hands out multiples of 512 bytes; the CPU's what was asked for."""
-    if device.type != "cuda":
-        return nbytes
-    return -(-nbytes // _CUDA_GRANULARITY_BYTES) * _CUDA_GRANULARITY_BYTES
+    """What the device's allocator hands out for that many bytes: the CPU's what was asked for, others multiples of a size."""
+    granularity = interface_of(device).granularity_bytes
+    return nbytes if granularity == 1 else -(-nbytes // granularity) * granularity
 
 
 def device_memory(device: torch.device) -> int | None:
     """Bytes that ``device`` has in all, as far as that is known."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return _pages("SC_PHYS_PAGES") if device.type == "cpu" else None
+    return interface_of(device).total_bytes()
 
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes that could be allocated on ``device`` now, as far as that is known."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + cached
-    return _pages("SC_AVPHYS_PAGES") if device.type == "cpu" else None
-
-
-def _pages(name: str) -> int | None:
-    """Bytes in that many pages of the system's."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf(name) if hasattr(os, "sysconf") else None
+    return interface_of(device).free_bytes()

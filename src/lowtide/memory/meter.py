@@ -2,8 +2,8 @@
 
 On the CPU it reads a counter in front of the allocator (``memory.cpu_allocator``): all threads, everything that an
 operator allocates inside, to the byte. Where that counter cannot be installed it falls back, with one warning, to
-``torch.profiler``'s memory events: as exact, but blind to threads that do not inherit the profiler's state. On CUDA it
-reads the caching allocator's own statistics (sizes as the allocator rounds them, to 512 bytes).
+``torch.profiler``'s memory events: as exact, but blind to threads that do not inherit the profiler's state. On an
+accelerator it reads the allocator's own statistics (sizes as the allocator rounds them, on CUDA to 512 bytes).
 
 Not counted, because it does not pass through PyTorch's allocator: scratch that oneDNN, MKL or a Python extension
 allocates by itself. A block that is older than the counter (which is installed at the first measurement) is unknown, so
@@ -12,17 +12,18 @@ its release is not seen; results are then too high, never too low.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
+from lowtide.device import Accelerator, accelerator_in_use, accelerators
 from lowtide.memory import cpu_allocator
-from lowtide.memory.allocators import CudaMeter, PeakWindow, reserved_meter
+from lowtide.memory.allocators import PeakWindow, accelerator_meter, reserved_meter
 from lowtide.memory.measurement import Measurement
 
 _LOG_EVENTS = 1 << 20
@@ -33,20 +34,23 @@ _Level = tuple[int, int]  # (ns since the start, bytes above the level at the st
 def measure(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Measurement:
     """Call ``fn(*args, **kwargs)`` once and report exact peak memory and time; its result is dropped.
 
-    The bytes are those of the current CUDA device where the call used it, else those of the CPU. What an earlier
-    measurement in another thread allocates meanwhile is counted too: the allocator is one.
+    The bytes are those of the accelerator (a CUDA device, say) on which the call allocated, of several the one on which it
+    took most, else those of the CPU. What an earlier measurement in another thread allocates meanwhile is counted too: the
+    allocator is one.
     """
     collect_garbage()
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    used = [] if accelerator_in_use() is None else [each for each in accelerators() if each.has_statistics]
+    if not used:
         return _measure_cpu(lambda: fn(*args, **kwargs))
-    torch.cuda.synchronize()
-    device = torch.device("cuda", torch.cuda.current_device())
-    with PeakWindow(CudaMeter.of(device)) as window:
-        on_cpu = _measure_cpu(lambda: _synchronized(fn, *args, **kwargs))
+    _synchronize(used)
+    with contextlib.ExitStack() as stack:
+        windows = [stack.enter_context(PeakWindow(accelerator_meter(each))) for each in used]
+        on_cpu = _measure_cpu(lambda: _synchronized(used, fn, *args, **kwargs))
+        window, accelerator = max(zip(windows, used, strict=True), key=lambda pair: pair[0].peak_bytes)
         if window.peak_bytes == 0:
             return on_cpu
-        reserved = torch.cuda.max_memory_reserved(device) - window.start_bytes
-        return Measurement(window.peak_bytes, on_cpu.time_ns, str(device), (), window.level_bytes, reserved)
+        reserved = accelerator.reserved_peak_bytes() - window.start_bytes
+        return Measurement(window.peak_bytes, on_cpu.time_ns, str(accelerator.device), (), window.level_bytes, reserved)
 
 
 def collect_garbage() -> None:
@@ -66,10 +70,17 @@ def allocation_peak(fn: Callable[[], Any]) -> tuple[int, int]:
     return found.peak_bytes, found.final_bytes
 
 
-def _synchronized(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _synchronized(used: Sequence[Accelerator], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = fn(*args, **kwargs)
-    torch.cuda.synchronize()
+    _synchronize(used)
     return result
+
+
+def _synchronize(used: Sequence[Accelerator]) -> None:
+    """Wait for the devices that hold something; the others have nothing to do, and asking them would begin their use."""
+    for each in used:
+        if each.peak_bytes():
+            each.synchronize()
 
 
 def _measure_cpu(fn: Callable[[], Any], log_events: int = _LOG_EVENTS) -> Measurement:

@@ -7,16 +7,14 @@ from collections.abc import Iterator
 
 import torch
 
+from lowtide.device import accelerator_in_use, accelerators, interface_of
+
 SavedState = tuple[torch.Generator, bytes]
 
 
 def default_generator(device: torch.device) -> torch.Generator:
     """The one that operators on the device draw from; without an index, on the current one."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module = getattr(torch, device.type)
-    index: int = module.current_device() if device.index is None else device.index
-    return module.default_generators[index]  # type: ignore[no-any-return]
+    return interface_of(device).generator()
 
 
 @contextlib.contextmanager
@@ -28,6 +26,16 @@ def kept(device: torch.device) -> Iterator[None]:
         yield
     finally:
         generator.set_state(state)
+
+
+@contextlib.contextmanager
+def all_kept() -> Iterator[None]:
+    """The same of the CPU's and, once the process uses it, of all devices of its accelerator."""
+    used = [] if accelerator_in_use() is None else accelerators()
+    with contextlib.ExitStack() as stack:
+        for device in (torch.device("cpu"), *(each.device for each in used)):
+            stack.enter_context(kept(device))
+        yield
 
 
 def saved(generator: torch.Generator) -> SavedState:

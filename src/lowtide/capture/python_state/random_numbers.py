@@ -24,17 +24,14 @@ import torch
 from torch import nn
 
 from lowtide.capture.trace.patches import wrapped
+from lowtide.device import modules
 from lowtide.errors import CaptureError
 from lowtide.program.objects import CLOSED, reachable
 
 GENERATORS: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)  # those that all share
 _OWN_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _SEEDING = ((random, "seed"), (random, "setstate"), (np.random, "seed"), (np.random, "set_state"))
-_TORCH_STATE = (
-    (torch, ("manual_seed", "seed", "set_rng_state", "initial_seed")),
-    (torch.random, ("manual_seed", "set_rng_state", "initial_seed")),  # fork_rng ends in the second
-    (torch.cuda, ("manual_seed", "set_rng_state", "initial_seed")),
-)
+_TORCH_STATE = ("manual_seed", "set_rng_state", "initial_seed")
 _SCALARS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (random, ("random", "uniform")),
     (np.random, ("rand", "random", "random_sample", "uniform")),
@@ -100,13 +97,13 @@ def none_by(model: nn.Module) -> Iterator[None]:
     another state."""
     before = [(get(), get, set_state) for get, set_state in map(_accessors, _generators(model))]
     with contextlib.ExitStack() as stack:
-        for owner, names in _TORCH_STATE:
-            for name in names:
-                stack.enter_context(wrapped(owner, name, functools.partial(_refusing, name)))
-        stack.enter_context(wrapped(np.random, "default_rng", _seeded))
         asked: list[str] = []
-        for owner, _ in _TORCH_STATE:
+        stack.enter_context(wrapped(torch, "seed", functools.partial(_refusing, "seed")))
+        for owner in (torch, torch.random, *modules()):  # fork_rng ends in the second
+            for name in filter(functools.partial(hasattr, owner), _TORCH_STATE):
+                stack.enter_context(wrapped(owner, name, functools.partial(_refusing, name)))
             stack.enter_context(wrapped(owner, "get_rng_state", functools.partial(_noted, asked)))
+        stack.enter_context(wrapped(np.random, "default_rng", _seeded))
         try:
             yield
         finally:  # a generator may be the user's own, which no copy of the model has

@@ -17,11 +17,11 @@ from torch import fx
 from torch._functorch._aot_autograd import descriptors as d
 
 from lowtide.capture.trace.patches import wrapped
+from lowtide.device import plain_types
 
 _ATEN = torch.ops.aten
 _TO_COPY = _ATEN._to_copy.default
 _ADD = _ATEN.add.Tensor
-_DEVICES = ("cpu", "cuda")
 _EXPLICIT = {
     torch.Tensor.to,
     torch.Tensor.type,
@@ -40,7 +40,7 @@ def periods_of_casts(enabled: bool) -> Iterator[Period]:
     """Inside, the answer tells, by a torch function and its arguments, until when a cast in it is kept, and to what: equal for
     two casts of one parameter that are one in eager, and empty where nothing is kept. ``enabled``: whether casts are kept to
     begin with."""
-    periods = 0
+    periods, types = 0, plain_types()
 
     def counting(clear: Callable[[], None]) -> Callable[[], None]:
         def ended() -> None:
@@ -54,7 +54,7 @@ def periods_of_casts(enabled: bool) -> Iterator[Period]:
         own = function in _EXPLICIT or any(isinstance(a, torch.dtype) for a in (*args, *(kwargs or {}).values()))
         if own or not torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
             return ""
-        kinds = [kind for kind in _DEVICES if torch.is_autocast_enabled(kind)]
+        kinds = [kind for kind in types if torch.is_autocast_enabled(kind)]
         return " ".join([str(periods), *(f"{kind}:{torch.get_autocast_dtype(kind)}" for kind in kinds)])
 
     before = torch.is_autocast_cache_enabled()

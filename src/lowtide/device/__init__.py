@@ -1,0 +1,16 @@
+"""What lowtide asks of devices: names, sizes and levels of memory, clocks, generators. Another accelerator is one file here."""
+
+from lowtide.device.accelerator import Accelerator
+from lowtide.device.interface import DeviceInterface
+from lowtide.device.registry import accelerator_in_use, accelerators, find, interface_of, modules, plain_types
+
+__all__ = [
+    "Accelerator",
+    "DeviceInterface",
+    "accelerator_in_use",
+    "accelerators",
+    "find",
+    "interface_of",
+    "modules",
+    "plain_types",
+]

@@ -1,0 +1,125 @@
+"""Any accelerator, by what ``torch.accelerator`` tells of its allocator and its queues.
+
+Generators and names are no part of that: they come from the device's own module (``torch.xpu``, say), by the words on which
+these modules agree.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide.device.interface import DeviceInterface
+from lowtide.errors import PlanError
+
+
+class Accelerator(DeviceInterface):
+    """A device with memory and queues of its own. ``device`` has an index."""
+
+    repeats_bits = False
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.module: Any = torch.get_device_module(device)
+
+    @classmethod
+    def in_use(cls, kind: str) -> bool:
+        """Whether the process has begun to use devices of this type; asking does not begin it."""
+        begun = getattr(torch.get_device_module(kind), "is_initialized", None)
+        return begun is not None and bool(begun())
+
+    def name(self) -> str:
+        if hasattr(self.module, "get_device_name"):
+            return str(self.module.get_device_name(self.device))
+        properties = getattr(self.module, "get_device_properties", lambda device: None)(self.device)
+        return str(getattr(properties, "name", self.device.type))
+
+    # --- memory ----------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def granularity_bytes(self) -> int:  # type: ignore[override]
+        """Seen from an allocation of one byte."""
+        before = self.allocated_bytes()
+        block = torch.UntypedStorage(1, device=self.device)  # type: ignore[no-untyped-call]
+        taken = self.allocated_bytes() - before
+        del block
+        return max(taken, 1)
+
+    @functools.cached_property
+    def has_statistics(self) -> bool:
+        """Whether PyTorch tells how much its allocator has handed out."""
+        try:
+            self.allocated_bytes()
+        except (RuntimeError, NotImplementedError, ValueError):
+            return False
+        return True
+
+    def allocated_bytes(self) -> int:
+        """What the allocator has handed out and not got back."""
+        return self._statistic("allocated_bytes", "current")
+
+    def peak_bytes(self) -> int:
+        """The most of that since ``reset_peak``."""
+        return self._statistic("allocated_bytes", "peak")
+
+    def reserved_bytes(self) -> int:
+        """What the allocator has taken from the device, to hand it out."""
+        return self._statistic("reserved_bytes", "current")
+
+    def reserved_peak_bytes(self) -> int:
+        """The most of that since ``reset_peak``."""
+        return self._statistic("reserved_bytes", "peak")
+
+    def reset_peak(self) -> None:
+        """Both peaks are the levels of now."""
+        torch.accelerator.reset_peak_memory_stats(self.device)
+
+    def total_bytes(self) -> int | None:
+        memory = self._memory()
+        return None if memory is None else memory[1]
+
+    def free_bytes(self) -> int | None:
+        """What is free on the device, and what its allocator keeps for later."""
+        memory = self._memory()
+        return None if memory is None else memory[0] + self.reserved_bytes() - self.allocated_bytes()
+
+    def _statistic(self, name: str, kind: str) -> int:
+        """What ``torch.accelerator.memory_stats`` has, without its sorted copy of them all: online, it is asked for around
+        every operator."""
+        if not torch._C._accelerator_isAllocatorInitialized():
+            return 0
+        return int(torch._C._accelerator_getDeviceStats(self.device.index)[name]["all"][kind])
+
+    def _memory(self) -> tuple[int, int] | None:
+        try:
+            return torch.accelerator.get_memory_info(self.device)
+        except (RuntimeError, NotImplementedError, ValueError):
+            return None
+
+    # --- queues ----------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+    def timed_ns(self, call: Callable[[], Any]) -> int:
+        """On the device's own clock."""
+        start, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+        stream = torch.accelerator.current_stream(self.device)
+        start.record(stream)
+        call()
+        end.record(stream)
+        end.synchronize()
+        return round(start.elapsed_time(end) * 1e6)
+
+    # --- random numbers --------------------------------------------------------------------------------------------
+
+    def generator(self) -> torch.Generator:
+        found = getattr(self.module, "default_generators", None)
+        if not found:
+            raise PlanError(
+                f"torch.{self.device.type} has no default_generators, from which dropout could be drawn again."
+            )
+        return found[self.device.index]  # type: ignore[no-any-return]

@@ -1,0 +1,37 @@
+"""The CPU. Its allocator has no statistics: bytes are told by the counter of ``memory.cpu_allocator``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+
+from lowtide.device.interface import DeviceInterface
+
+
+class Cpu(DeviceInterface):
+    """The machine's memory and processors."""
+
+    def name(self) -> str:
+        """With the number of cores that the process may use."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return f"cpu {_processor()} {cores}"
+
+    def total_bytes(self) -> int | None:
+        return _pages("SC_PHYS_PAGES")
+
+    def free_bytes(self) -> int | None:
+        return _pages("SC_AVPHYS_PAGES")
+
+
+def _pages(name: str) -> int | None:
+    """Bytes in that many pages of the system's."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf(name) if hasattr(os, "sysconf") else None
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,11 @@
+"""NVIDIA's devices, and AMD's, which PyTorch calls by the same name."""
+
+from __future__ import annotations
+
+from lowtide.device.accelerator import Accelerator
+
+
+class Cuda(Accelerator):
+    """The caching allocator hands out multiples of 512 bytes. Its free blocks may be larger: see ``place.caching``."""
+
+    granularity_bytes = 512

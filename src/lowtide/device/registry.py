@@ -1,0 +1,101 @@
+"""Which interface a device has, and which devices there are.
+
+A process has one type of accelerator, as PyTorch has it (``torch.accelerator``), and maybe several devices of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from lowtide.device.accelerator import Accelerator
+from lowtide.device.cpu import Cpu
+from lowtide.device.cuda import Cuda
+from lowtide.device.interface import DeviceInterface
+from lowtide.errors import PlanError
+
+# By the type of the device; any other accelerator is an ``Accelerator``.
+_ACCELERATORS: dict[str, type[Accelerator]] = {"cuda": Cuda}
+
+
+def interface_of(device: torch.device) -> DeviceInterface:
+    """Of a device; of an accelerator without an index, the current one."""
+    if device.type == _accelerator_type() and not _has_index(device):
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return _interface(device)
+
+
+def accelerator_in_use() -> Accelerator | None:
+    """The current device of the machine's accelerator once the process uses it; before, and where there is none, ``None``."""
+    kind = _accelerator_type()
+    if kind is None or not _class_of(kind).in_use(kind):
+        return None
+    found = interface_of(torch.device(kind))
+    return found if isinstance(found, Accelerator) else None
+
+
+def accelerators() -> list[Accelerator]:
+    """All devices of the machine's accelerator, used or not."""
+    kind = _accelerator_type()
+    if kind is None or not torch.accelerator.is_available():
+        return []
+    found = [interface_of(torch.device(kind, index)) for index in range(torch.accelerator.device_count())]
+    return [each for each in found if isinstance(each, Accelerator)]
+
+
+def find(device: torch.device | str) -> DeviceInterface:
+    """The CPU or an accelerator whose memory PyTorch counts, by its name. Raises ``PlanError`` for anything else."""
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise PlanError(f"device={device!r} is no device: {error}") from None
+    if device.type == "cpu":
+        return interface_of(torch.device("cpu"))
+    if device.type == "meta":
+        raise PlanError("a budget is of the memory of 'cpu' or of an accelerator, not of 'meta', which has none.")
+    count = torch.accelerator.device_count() if device.type == _accelerator_type() else 0
+    if count == 0 or (device.index or 0) >= count:
+        there = f"{count} of type {device.type!r}" if count else f"no device of type {device.type!r}"
+        raise PlanError(f"device={str(device)!r}, but PyTorch finds {there} here.")
+    found = interface_of(device)
+    if not (isinstance(found, Accelerator) and found.has_statistics):
+        raise PlanError(f"PyTorch does not tell how much memory is allocated on {device.type!r}, so it has no budget.")
+    return found
+
+
+def plain_types() -> tuple[str, ...]:
+    """The types of device on which tensors of this process have memory."""
+    kind = _accelerator_type()
+    return ("cpu",) if kind is None else ("cpu", kind)
+
+
+def modules() -> list[Any]:
+    """PyTorch's modules of accelerators that programs may call here: CUDA's, which is always there, and the machine's."""
+    kind = _accelerator_type()
+    return [torch.cuda] if kind in (None, "cuda") else [torch.cuda, torch.get_device_module(kind)]
+
+
+@functools.cache
+def _interface(device: torch.device) -> DeviceInterface:
+    """The one of a device."""
+    if device.type == "cpu":
+        return Cpu(torch.device("cpu"))
+    if device.type == _accelerator_type():
+        return _class_of(device.type)(device)
+    return DeviceInterface(device)
+
+
+def _has_index(device: torch.device) -> bool:
+    index: int | None = device.index  # PyTorch declares it an ``int``
+    return index is not None
+
+
+def _class_of(kind: str) -> type[Accelerator]:
+    return _ACCELERATORS.get(kind, Accelerator)
+
+
+def _accelerator_type() -> str | None:
+    found = torch.accelerator.current_accelerator()
+    return None if found is None else found.type
