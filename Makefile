@@ -3,6 +3,7 @@
 # make test-all  the same, the wide sweeps, the native core under sanitizers and 40 mutants of the sources
 # make sanitize  the native core with its own checks: addresses, undefined behaviour, and threads for the counter
 # make mutation  MUTANTS=200 SEED=1: more of them; what no test notices goes to build/mutation.md
+# make gpu       all that needs an accelerator: tests, a sweep, the comparison at real sizes, the demo; see docs/devices.md
 # make docs      the documentation as a site, its examples executed, in docs/_build/html
 
 PYTHON ?= python3
@@ -26,7 +27,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export MPLBACKEND := Agg
 
-.PHONY: demo test test-all sanitize mutation lint docs bench clean
+.PHONY: demo test test-all sanitize mutation lint docs bench gpu clean
 
 $(STAMP): pyproject.toml constraints.txt src/lowtide/version.py $(wildcard native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -88,6 +89,9 @@ docs: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.step_time
+
+gpu: $(STAMP)
+	@$(BIN)/python -m benchmarks.gpu
 
 clean:
 	rm -rf $(VENV) $(OUTPUT) build docs/_build src/lowtide/_native.*.so .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.inside:
         torch.set_num_threads(options.threads)
-        rows = sweep_model(names[0], options.budgets.split(","), options.planner, options.iterations, options.timings)
+        settings = options.planner, options.iterations, options.timings, options.device
+        rows = sweep_model(names[0], options.budgets.split(","), *settings)
         _write(Path(options.inside), json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
         return 0
     bad = 0
@@ -78,7 +79,7 @@ def run_in_fresh_process(name: str, options: argparse.Namespace) -> list[Row]:
     """Sweep one model in a process of its own and read its rows."""
     target = options.results / "sweep" / f"{name}.json"
     command = [sys.executable, "-m", "benchmarks.sweep", "--models", name, "--inside", str(target)]
-    for option in ("budgets", "planner", "iterations", "timings", "threads"):
+    for option in ("budgets", "planner", "iterations", "timings", "threads", "device"):
         command += [f"--{option}", str(getattr(options, option))]
     environment = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": str(options.threads)}
     done = subprocess.run(command, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True, check=False)
@@ -100,6 +101,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="compared training iterations")
     parser.add_argument("--timings", type=int, default=TIMINGS, help="timed steps per model, interleaved")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help='"cpu", "cuda" or another accelerator')
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

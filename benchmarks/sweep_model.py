@@ -7,6 +7,7 @@ program at 100 %. A budget that is infeasible is checked again at the minimum th
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from torch import nn
 
 import lowtide
 from benchmarks.models import MODELS
-from benchmarks.zoo import Sample, loss_of
+from benchmarks.zoo import Sample, loss_of, moved
+from lowtide.device import find, interface_of
 
 ITERATIONS = 3
 TIMINGS = 7
@@ -62,19 +64,24 @@ State = list[dict[str, Any]]
 
 
 def sweep_model(
-    name: str, budgets: Sequence[str], planner: str = "auto", iterations: int = ITERATIONS, timings: int = TIMINGS
+    name: str,
+    budgets: Sequence[str],
+    planner: str = "auto",
+    iterations: int = ITERATIONS,
+    timings: int = TIMINGS,
+    device: str = "cpu",
 ) -> list[Row]:
     """The rows of one model, in the order of ``budgets``."""
-    return _Sweep(name, planner, iterations, timings).run(budgets)
+    return _Sweep(name, planner, iterations, timings, find(device).device).run(budgets)
 
 
 class _Sweep:
     """What the rows of a model share: the eager run and the program at 100 %."""
 
-    def __init__(self, name: str, planner: str, iterations: int, timings: int) -> None:
-        self.name, self.planner = name, planner
+    def __init__(self, name: str, planner: str, iterations: int, timings: int, device: torch.device) -> None:
+        self.name, self.planner, self.device = name, planner, device
         self.iterations, self.timings = iterations, timings
-        self.eager = MODELS[name]()
+        self.eager = moved(MODELS[name](), device)
         self.expected = train(self.eager, iterations)
         self.eager_peak_bytes = measured_peak(self.eager)
 
@@ -87,7 +94,7 @@ class _Sweep:
         return [row for budget in budgets for row in self._rows(budget)]
 
     def _prepared(self, budget: int | str, planner: str) -> tuple[Sample, float]:
-        model, args, kwargs = MODELS[self.name]()
+        model, args, kwargs = moved(MODELS[self.name](), self.device)
         start = time.perf_counter()
         lowtide.rematerialize(model, args, kwargs, budget=budget, planner=planner, planning="wait")
         return (model, args, kwargs), time.perf_counter() - start
@@ -168,7 +175,8 @@ def train(sample: Sample, iterations: int) -> State:
 def _snapshot(model: nn.Module, loss: torch.Tensor) -> dict[str, Any]:
     gradients = {f"gradient of {n}": None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    return {"loss": loss.clone(), **gradients, **state, "generator": torch.get_rng_state()}
+    drawn = {"generator": torch.get_rng_state(), "of the device": interface_of(loss.device).generator().get_state()}
+    return {"loss": loss.clone(), **gradients, **state, **drawn}
 
 
 def difference_of(found: State, expected: State) -> float:
@@ -204,9 +212,8 @@ def _interleaved(samples: Sequence[Sample], repeats: int) -> list[int]:
     for _ in range(repeats):
         for index, sample in enumerate(samples):
             sample[0].zero_grad(set_to_none=True)
-            start = time.perf_counter_ns()
-            _step(sample)
-            times[index].append(time.perf_counter_ns() - start)
+            device = next(sample[0].parameters()).device
+            times[index].append(interface_of(device).timed_ns(functools.partial(_step, sample)))
     for sample in samples:
         sample[0].zero_grad(set_to_none=True)
     return [int(statistics.median(taken)) for taken in times]

@@ -66,6 +66,13 @@ def in_precision(sample: Sample, dtype: torch.dtype) -> Sample:
     return model.to(dtype), args, kwargs
 
 
+def moved(sample: Sample, device: torch.device) -> Sample:
+    """The sample on a device; its model is moved in place."""
+    model, args, kwargs = sample
+    args, kwargs = pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+    return model.to(device), args, kwargs
+
+
 class MeanSquare(nn.Module):
     """Gives a model that has no loss of its own one: the mean square of one tensor of its result, against ``target``."""
 

@@ -26,6 +26,7 @@ from benchmarks.compare.mechanisms import MATCHING, MECHANISMS, RIVALS
 from benchmarks.compare.models import COMPARED, LARGE, SMALL
 from benchmarks.compare.report import document
 from benchmarks.compare.worker import Row
+from lowtide.device import find
 
 RESULTS = Path(__file__).parents[1] / "results"
 BUDGETS = "70%,50%,30%"
@@ -123,7 +124,7 @@ def write(results: Path, rows: Sequence[Row], options: argparse.Namespace) -> No
     setting = {
         "torch": torch.__version__,
         "machine": platform.machine(),
-        "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else options.device,
+        "device": options.device if options.device == "cpu" else find(options.device).name(),
         "threads": options.threads,
         "rounds": options.rounds,
         "planner": options.planner,
@@ -149,7 +150,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each setting (default: 7)")
     parser.add_argument("--batch", type=int, default=0, help="samples per step (default: each model's own)")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu", help='"cpu" or "cuda"')
+    parser.add_argument("--device", default="cpu", help='"cpu", "cuda" or another accelerator')
     parser.add_argument("--time-limit", type=int, default=3600, help="seconds per process (default: 3600)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--dry-run", action="store_true", help="print the commands only")

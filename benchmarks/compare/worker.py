@@ -1,9 +1,9 @@
 """One model under one mechanism, in a process of its own: every setting beside plain eager, taken in turn.
 
 Prints one JSON list of rows. A step is a forward and a backward pass, what the model returned held until its end, as training
-loops do. Memory is its exact allocator peak above the level at its start, ``.grad`` absent; on CUDA
-``torch.cuda.max_memory_allocated``, and ``max_memory_reserved`` beside it. Times are wall clock, on CUDA those of events.
-The CUDA part has not been run on a GPU yet.
+loops do. Memory is its exact allocator peak above the level at its start, ``.grad`` absent; on an accelerator
+``torch.accelerator.max_memory_allocated``, and ``max_memory_reserved`` beside it. Times are wall clock, there those of events.
+The accelerators' part has not been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 import lowtide
 from benchmarks.compare.mechanisms import MECHANISMS, Job
 from benchmarks.compare.models import COMPARED
 from benchmarks.outcomes import error_text, gradient_error
-from benchmarks.zoo import Sample, in_precision, loss_of
+from benchmarks.zoo import Sample, in_precision, loss_of, moved
+from lowtide.device import Accelerator, interface_of
 
 _MESSAGE = 300
 
@@ -121,11 +121,7 @@ class _Comparison:
         return [self._row(each) if isinstance(each, _Ready) else each for each in prepared]
 
     def _sample(self) -> Sample:
-        model, args, kwargs = COMPARED[self.options.model].sample(self.options.batch)
-        if self.device.type == "cpu":
-            return model, args, kwargs
-        moved = pytree.tree_map(lambda x: x.to(self.device) if isinstance(x, torch.Tensor) else x, (args, kwargs))
-        return model.to(self.device), *moved
+        return moved(COMPARED[self.options.model].sample(self.options.batch), self.device)
 
     def _finer(self) -> dict[str, torch.Tensor]:
         """The gradients in a finer precision."""
@@ -180,10 +176,11 @@ class _Comparison:
         return found
 
     def _peak(self, ready: _Ready) -> tuple[int, int]:
-        """Allocated bytes, and on CUDA reserved ones, above those at the start."""
+        """Allocated bytes, and on accelerators reserved ones, above those at the start."""
         ready.sample[0].zero_grad(set_to_none=True)
-        if self.device.type == "cuda":
-            peak, reserved = _cuda_peak(ready)
+        interface = interface_of(self.device)
+        if isinstance(interface, Accelerator):
+            peak, reserved = _peaks(interface, ready)
         else:
             peak, reserved = lowtide.measure(ready.step).peak_bytes, 0
         ready.sample[0].zero_grad(set_to_none=True)
@@ -191,12 +188,7 @@ class _Comparison:
 
     def _timed(self, ready: _Ready) -> int:
         ready.sample[0].zero_grad(set_to_none=True)
-        if self.device.type == "cuda":
-            taken = _cuda_time(ready)
-        else:
-            start = time.perf_counter_ns()
-            ready.step()
-            taken = time.perf_counter_ns() - start
+        taken = interface_of(self.device).timed_ns(ready.step)
         ready.sample[0].zero_grad(set_to_none=True)  # room for the others
         return taken
 
@@ -211,23 +203,14 @@ def _is_planned(ready: _Ready) -> bool:
     return getattr(ready.sample[0].__dict__.get("forward"), "_lowtide_runtime", False)
 
 
-def _cuda_peak(ready: _Ready) -> tuple[int, int]:
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+def _peaks(device: Accelerator, ready: _Ready) -> tuple[int, int]:
+    device.synchronize()
+    torch.accelerator.empty_cache()
+    device.reset_peak()
+    allocated, reserved = device.allocated_bytes(), device.reserved_bytes()
     ready.step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - allocated, torch.cuda.max_memory_reserved() - reserved
-
-
-def _cuda_time(ready: _Ready) -> int:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    ready.step()
-    end.record()
-    end.synchronize()
-    return round(1e6 * start.elapsed_time(end))
+    device.synchronize()
+    return device.peak_bytes() - allocated, device.reserved_peak_bytes() - reserved
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=24, help="training steps (default: 24)")
     parser.add_argument("--layers", type=int, default=6, help="layers of the model (default: 6)")
     parser.add_argument("--batch", type=int, default=4, help="sequences per step (default: 4)")
+    parser.add_argument("--device", default="cpu", help='"cpu" (the default), "cuda" or another accelerator')
     parser.add_argument("--planner", default="auto", metavar="SPEC", help="see lowtide planners (default: auto)")
     parser.add_argument(
         "--output", default="demo", metavar="FOLDER", help="for memory.png, plan.map.svg and result.json"
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
     plain, planned, plan = _train(options)
-    result = _result(plain, planned, plan)
+    result = {"device": plan.costs.device, **_result(plain, planned, plan)}
     _print_result(result)
     write_atomically(folder / "result.json", json.dumps(result, indent=1) + "\n")
     figure = memory_figure({run.name: run.measurements[-1] for run in (plain, planned)}, plan)
@@ -60,16 +61,17 @@ def _train(options: argparse.Namespace) -> tuple[Training, Training, Plan]:
     import lowtide
     from lowtide.demo.gpt2 import Shape, build_model, draw_batches, load_corpus
     from lowtide.demo.training import Training, train_side_by_side
+    from lowtide.device import find
 
-    shape = Shape(layers=options.layers, batch=options.batch)
-    model = build_model(shape)
+    shape, device = Shape(layers=options.layers, batch=options.batch), find(options.device).device
+    model = build_model(shape).to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(
         f"GPT-2, {shape.layers} layers, width {shape.width}, context {shape.context}, dropout {shape.dropout}, "
         f"{parameters:,} parameters; batches of {shape.batch}",
         flush=True,
     )
-    batches = draw_batches(load_corpus(), shape, options.steps)
+    batches = [batch.to(device) for batch in draw_batches(load_corpus(), shape, options.steps)]
     plain, planned = Training("plain PyTorch", copy.deepcopy(model)), Training("lowtide", model)
     print("capturing, measuring operators, making a first plan ...", flush=True)
     start = time.perf_counter()

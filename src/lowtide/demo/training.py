@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.device import interface_of
 from lowtide.extras import require
 from lowtide.memory.measurement import Measurement
 from lowtide.memory.meter import measure
 from lowtide.planning import Plan
+from lowtide.program import generators
 
 _LEARNING_RATE = 1e-3
 _METERED_EVERY = 8
@@ -33,9 +35,10 @@ class Training:
         self.measurements: list[Measurement] = []
         self.earlier_peak_bytes = 0
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.generator_state = torch.get_rng_state()
+        self.device = next(model.parameters()).device
+        self.generator = generators.default_generator(self.device)
+        with generators.kept(self.device):
+            self.generator_state = self.generator.manual_seed(0).get_state()
 
     @property
     def peak_bytes(self) -> int:
@@ -50,8 +53,8 @@ class Training:
 
     def step(self, batch: torch.Tensor, *, metered: bool) -> None:
         """One training step: its memory is measured, or its time."""
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.generator_state)
+        with generators.kept(self.device):
+            self.generator.set_state(self.generator_state)
             self.optimizer.zero_grad(set_to_none=True)
             start = time.perf_counter_ns()
             if metered:
@@ -59,9 +62,10 @@ class Training:
             else:
                 self._pass(batch)
             self.optimizer.step()
+            interface_of(self.device).synchronize()
             if not metered:
                 self.step_ns.append(time.perf_counter_ns() - start)
-            self.generator_state = torch.get_rng_state()
+            self.generator_state = self.generator.get_state()
 
     def _pass(self, batch: torch.Tensor) -> None:
         """Forward and backward: what a budget is about."""
@@ -97,7 +101,11 @@ def memory_figure(measurements: dict[str, Measurement], plan: Plan) -> Any:
         times = [at / measurement.time_ns for at, _ in measurement.timeline]
         levels = [level / _MEBIBYTE for _, level in measurement.timeline]
         peak = measurement.peak_bytes / _MEBIBYTE
-        axes.step(times, levels, where="post", color=colour, linewidth=1, label=f"{name}: peak {peak:.1f} MiB")
+        label = f"{name}: peak {peak:.1f} MiB"
+        if times:
+            axes.step(times, levels, where="post", color=colour, linewidth=1, label=label)
+        else:  # an accelerator tells its peak alone
+            axes.axhline(peak, color=colour, linewidth=1, label=label)
     axes.axhline(plan.budget_bytes / _MEBIBYTE, color="#c0392b", linestyle="--", linewidth=1, label="budget")
     axes.set(xlabel="forward and backward pass (share of its time)", ylabel="memory above the start (MiB)")
     axes.set(xlim=(0, 1), ylim=(0, None))
