@@ -26,6 +26,7 @@ from lowtide.planning import Plan, plan_from
 from lowtide.planning.cache import PlanCache, PlanRequest, enabled
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
+from lowtide.program.sizes import program_device
 from lowtide.progress import Progress, report
 from lowtide.settings import Settings, searches
 from lowtide.sharing import Member, Planning, Share
@@ -337,9 +338,8 @@ def gradient_bytes(model: nn.Module) -> int:
 
 def check_device(program: Program, budget: int) -> None:
     """Raises ``PlanError`` for a budget above the memory of the program's device."""
-    device = program.metas[0].device
-    memory = device_memory(device)
-    if memory is not None and budget > memory:
+    device = program_device(program)
+    if (memory := device_memory(device)) is not None and budget > memory:
         raise PlanError(f"a budget of {budget} bytes is more than the device {device} has ({memory} bytes); lower it.")
 
 

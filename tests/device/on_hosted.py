@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,27 +207,87 @@ def test_autocast() -> None:
     assert not equal(trained(model, x), expected)
 
 
-def test_numbers_on_the_host() -> None:
-    """A first input on the CPU does not make the program one of the CPU's: dropout is drawn from the device's generator."""
+class Deciding(nn.Module):
+    """No single program: it decides by data."""
 
-    class Scaled(nn.Module):
-        def forward(self, scale: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            for _ in range(4):
-                x = nn.functional.dropout(torch.tanh(x @ weight) * scale, 0.3)
-            return x.square().mean()
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if x.mean() > -100:
+                x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("device", [FIRST, SECOND])
+def test_parts(device: torch.device) -> None:
+    """A model in parts stays within its budget where its own device is, current or not."""
+    model, x = Deciding().to(device), torch.randn(8, 16, 32, device=device)
+    expected = trained(copy.deepcopy(model), x)
+    budget = step_peak(copy.deepcopy(model), x) * 85 // 100
+    budgeted = lowtide.rematerialize(copy.deepcopy(model), budget=budget)
+    assert equal(trained(budgeted, x), expected)
+    assert len(lowtide.plans(budgeted)) == 3
+    assert step_peak(budgeted, x) <= budget
+
+
+@pytest.mark.slow
+def test_other_shapes() -> None:
+    """Each batch size by a plan of its own, those that are derived from others included, and better plans between calls."""
+    model = perceptron().to(FIRST)
+    plain, budgeted = copy.deepcopy(model), lowtide.rematerialize(copy.deepcopy(model), budget="60%")
+    for batch in range(3, 8):
+        x = torch.randn(64 * batch, 64, device=FIRST)
+        assert equal(trained(budgeted, x, 2), trained(plain, x, 2))
+    lowtide.wait(budgeted)
+    assert equal(trained(budgeted, x, 2), trained(plain, x, 2))
+    assert len(lowtide.plans(budgeted)) == 5
+    assert step_peak(budgeted, x) == lowtide.plans(budgeted)[-1].peak_bytes
+
+
+@pytest.mark.slow
+def test_backend_of_compile() -> None:
+    model, x = case("transformer")
+    expected = trained(copy.deepcopy(model), x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Dynamo's own
+        compiled = torch.compile(
+            copy.deepcopy(model), backend="lowtide", options={"budget": "70%", "compiler": "eager"}
+        )
+        assert equal(trained(compiled, x), expected)
+
+
+class Scaled(nn.Module):
+    """Its first input is a number on the host."""
+
+    def forward(self, scale: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for _ in range(4):
+            x = nn.functional.dropout(torch.tanh(x @ weight) * scale, 0.3)
+        return x.square().mean(), x.sum()
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_numbers_on_the_host(second: bool) -> None:
+    """They do not make the program one of the CPU's: dropout is drawn from the device's generator, also where the forward pass
+    is run anew for gradients that no plan expected, and the device's autocast counts."""
     scale, x = torch.tensor(2.0), torch.randn(64, 64, device=FIRST)
     results = []
     for budgeted in (False, True):
-        model, weight = Scaled(), torch.ones(64, 64, device=FIRST, requires_grad=True)
+        model, weight = Scaled(), torch.full((64, 64), 0.1, device=FIRST, requires_grad=True)
         if budgeted:
             lowtide.rematerialize(model, (scale, x, weight), budget="80%", on_capture_error="error")
         torch.hosted.manual_seed_all(3)
         torch.manual_seed(4)
-        for _ in range(2):
-            loss = model(scale, x, weight)
-            loss.backward()
-        results.append([loss.detach(), weight.grad, torch.rand(3, device=FIRST)])
+        found = []
+        for autocast in (False, True, False):
+            with torch.autocast("hosted", torch.bfloat16, enabled=autocast):
+                outputs = model(scale, x, weight)
+            torch.rand(3, device=FIRST)
+            outputs[second].backward()
+            found += [outputs[0].detach(), weight.grad.clone()]
+        results.append([*found, torch.rand(3, device=FIRST)])
     assert equal(*results)
 
 

@@ -25,6 +25,7 @@ from lowtide.ir import Costs, Graph, keep_all_schedule, simulate
 from lowtide.memory.allocators import free_memory
 from lowtide.pipeline import program_costs, resident_bytes
 from lowtide.program import Program
+from lowtide.program.sizes import program_device
 from lowtide.progress import Progress
 
 SMALL_BATCHES = (2, 8)
@@ -98,7 +99,7 @@ def _shape_free(graph: Graph) -> Graph:
 
 def _has_room(program: Program) -> bool:
     """Whether any operator could run by itself, with as much again for its workspace."""
-    device = program.metas[0].device
+    device = program_device(program)
     values = (
         {program.graph.values[v].storage: program.metas[v].storage_bytes for v in (*op.inputs, *op.outputs)}
         for op in program.graph.ops

@@ -21,6 +21,7 @@ from lowtide.memory.allocators import free_memory
 from lowtide.notebook import Shown
 from lowtide.pipeline import require_module
 from lowtide.planning import Plan, make_plan
+from lowtide.program.sizes import program_device
 from lowtide.progress import Progress, told
 from lowtide.report.tables import fact_lines
 from lowtide.settings import Settings
@@ -234,7 +235,7 @@ class _Search:
     def _measured(self, batch: int, captured: Captured, plan: Plan) -> int | None:
         """The peak of a real step, where the device is real and has the memory."""
         program = captured.program
-        device = program.metas[0].device
+        device = program_device(program)
         free = free_memory(device)
         inputs = sum(program.metas[value].storage_bytes for value in program.graph.inputs)
         if device.type == "meta" or (free is not None and plan.peak_bytes + inputs > free):

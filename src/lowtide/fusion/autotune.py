@@ -27,7 +27,7 @@ _agree: dict[str, bool] = {}  # by signature
 
 def autotuned(program: Program) -> Program:
     """``program`` with quicker routines in the place of operators."""
-    if (program.graph.ops and program.metas[0].device.type != "cpu") or not is_available():
+    if program_device(program).type != "cpu" or not is_available():
         return program
     spare = _spare_bytes(program)
     found = {op.id: several for op in program.graph.ops if (several := routines(program, op.id, spare[op.id]))}

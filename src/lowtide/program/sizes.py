@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from lowtide.ir import Costs
@@ -23,6 +25,11 @@ def byte_costs(program: Program) -> Costs:
     """Costs in which nothing but storages counts."""
     none = [0] * len(program.graph.ops)
     return Costs(none, none, storage_bytes(program))  # type: ignore[arg-type]
+
+
+def device_of_inputs(inputs: Sequence[torch.Tensor]) -> torch.device:
+    """The device of the program with these inputs: that of the first which is no number on the host."""
+    return next((x.device for x in inputs if x.dim() > 0 or x.device.type != "cpu"), torch.device("cpu"))
 
 
 def program_device(program: Program) -> torch.device:

@@ -24,6 +24,7 @@ from lowtide.planning import Plan
 from lowtide.program import Program, layouts, structure
 from lowtide.program.keys import fingerprint, tensor_key
 from lowtide.program.results import GradientMask
+from lowtide.program.sizes import device_of_inputs
 from lowtide.runtime.placed import lowered
 
 Signature = tuple[Any, ...]
@@ -36,7 +37,7 @@ _GLOBAL_HOOKS = (_hooked._global_forward_pre_hooks, _hooked._global_forward_hook
 def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], names: Names, tree: Any) -> Signature:
     """Structure and non-tensor values of the call (``tree``), names of the model's tensors and layout of every flat input,
     flags of the modules, autocast and modes."""
-    device_type = inputs[0].device.type
+    device_type = device_of_inputs(inputs).type
     autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
     return (
         names,

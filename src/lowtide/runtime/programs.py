@@ -27,6 +27,7 @@ from lowtide.pipeline import FIRST_PLANNER, Finish, adapted_plan, captured_progr
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
+from lowtide.program.sizes import program_device
 from lowtide.progress import shown
 from lowtide.runtime.entry import Entry, Names, Sample, Signature, describe
 from lowtide.runtime.improving import Improving, ImprovingTogether
@@ -117,7 +118,7 @@ class Programs:
             with stage("lowering"):
                 runs = lowered(program, plan, arena)
         conditions, for_masks = ([captured.contract.conditions], {}) if old is None else (old.conditions, old.for_masks)
-        kept = sample.without_data(program.metas[0].device.type)
+        kept = sample.without_data(program_device(program).type)
         entry = Entry(key, captured, plan, runs, conditions, kept, for_masks, arena=arena)
         self._added(entry, taken)
         if kin and shapes and program.updated == self._finished(key, captured.program).updated:
@@ -146,7 +147,7 @@ class Programs:
 
     def _arena(self, program: Program) -> Arena | None:
         """The one of all programs on that device, where there is to be one."""
-        device = program.metas[0].device
+        device = program_device(program)
         if self.settings.arena and device not in self._arenas:
             self._arenas[device] = new_arena(device)
         return self._arenas.get(device)

@@ -23,6 +23,7 @@ from lowtide.lower import GradientGroup, Lowered, Step
 from lowtide.memory.arena import AddressTable
 from lowtide.program import generators, layouts
 from lowtide.program.results import GradientMask, Result, with_views
+from lowtide.program.sizes import device_of_inputs
 from lowtide.runtime.optimizer import UpdatingOptimizer, noting_failure
 from lowtide.runtime.result_hooks import refuse_hooks
 
@@ -65,7 +66,7 @@ class ModelCall:
         if lowered.addresses is not None:
             lowered.addresses.reserve()
         if lowered.random:
-            self.rng_state = generators.saved(generators.default_generator(self.inputs[0].device))
+            self.rng_state = generators.saved(generators.default_generator(device_of_inputs(self.inputs)))
         self.generator = lowered.step(list(self.inputs), self.tangents, True)
         handed = resumed(self.generator)
         outputs = list(handed)
@@ -309,7 +310,7 @@ def run(
     """Forward outputs of the program on the flat ``inputs``, linked to them in the autograd graph. ``in_terms``: whether
     gradients leave as the terms of their sums."""
     program, nodes = lowered.program, _nodes(lowered, inputs, in_terms)
-    call = ModelCall(lowered, for_mask, list(inputs), nodes, inputs[0].device.type, optimizer=optimizer)
+    call = ModelCall(lowered, for_mask, list(inputs), nodes, device_of_inputs(inputs).type, optimizer=optimizer)
     if optimizer is not None:
         optimizer.called(call)
     token = None
