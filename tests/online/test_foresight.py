@@ -180,7 +180,7 @@ def test_a_program_that_leaves_the_plan_in_the_middle() -> None:
         statistics = session.statistics
         assert statistics.peak_bytes <= budget
         followed[number] = statistics.planned_evictions / statistics.evictions
-    assert min(followed[13], followed[14]) > 0.9
+    assert min(followed[13], followed[14]) > 0.8
     assert followed[15] > 0.3  # on the way that both have, and then by its own plan
     assert all(map(torch.equal, plain.state, ours.state))
 

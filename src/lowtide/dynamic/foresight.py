@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from lowtide.dynamic.cycles import MOST_OPERATORS, Cycle, Performed
-from lowtide.dynamic.guide import Follower
+from lowtide.dynamic.guide import Follower, Guide
 from lowtide.dynamic.habits import Habits, Known
 from lowtide.dynamic.memory import Memory
 from lowtide.dynamic.node import Node
@@ -26,11 +26,12 @@ _WATCHED = 8  # cycles after one that was not known
 
 
 class _Ended(NamedTuple):
-    """A cycle that is to be planned."""
+    """A cycle that went by a plan, or that is to be planned. ``rebuild_ns``: what rebuilds had taken before it."""
 
-    cycle: Cycle
-    room_bytes: int
     rebuild_ns: int
+    followed: tuple[Known, Guide] | None
+    cycle: Cycle | None = None
+    room_bytes: int = 0
 
 
 class Foresight:
@@ -64,7 +65,7 @@ class Foresight:
         self._followed: Known | None = None
         self._follower: Follower | None = None
         self._watcher = _Watcher(memory)
-        self._learn: _Ended | None = None
+        self._ended: _Ended | None = None
 
     def before(self, operator: Operator, reads: Iterable[Node], *, backward: bool) -> None:
         """The operator comes next; ``backward``: in a backward pass."""
@@ -115,13 +116,19 @@ class Foresight:
     def close(self) -> None:
         """The run ends: whoever ends it brings back what is held, and asks to ``learn`` once that is done."""
         if self._cycle is not None:
-            self._end(None)
+            self._end(self._follower)
 
     def learn(self) -> None:
-        """Plan the cycle that has ended, if it is to be planned."""
-        ended, self._learn = self._learn, None
-        if ended is not None:
-            self.habits.learn(*ended)
+        """Judge the plan of the cycle that has ended, and plan it, if that is to be done."""
+        ended, self._ended = self._ended, None
+        if ended is None:
+            return
+        rebuild_ns = self.memory.counters.rematerialize_ns - ended.rebuild_ns
+        if ended.followed is not None:
+            known, guide = ended.followed
+            known.judge(guide, rebuild_ns)
+        if ended.cycle is not None:
+            self.habits.learn(ended.cycle, ended.room_bytes, rebuild_ns)
 
     def forget(self) -> None:
         """The cycle was interrupted, at any point; nothing of the memory is touched."""
@@ -149,16 +156,18 @@ class Foresight:
         as_known = followed is not None and len(followed.keys) == len(cycle.keys)
         if as_known and follower is not None:
             self._act(len(cycle.keys))
+        counters, habits = self.memory.counters, self.habits
+        by_plan = (followed, self._follower.guide) if as_known and followed and self._follower else None
+        self._ended = _Ended(self._rebuild_ns, by_plan)
         self._leave()
         self.forget()
-        counters, habits = self.memory.counters, self.habits
         evicted = counters.evictions > self._evictions
         habits.evicted |= evicted
         if not habits.evicted:
             return
         habits.ended(cycle, as_known=as_known, watched=_WATCHED)
         if evicted and habits.is_to_be_planned(cycle, self._room_bytes) and self._room_bytes is not None:
-            self._learn = _Ended(cycle, self._room_bytes, counters.rematerialize_ns - self._rebuild_ns)
+            self._ended = _Ended(self._rebuild_ns, by_plan, cycle, self._room_bytes)
 
     def _recognize(self, cycle: Cycle, place: int) -> None:
         """Follow the plan of a known cycle that goes on as this one does, or none."""

@@ -23,6 +23,7 @@ _WAITED, _BETTER = "auto{effort=1}", "auto"
 _AT_ONCE = 1500  # operators: a longer cycle has no plan before a search in the background has found one
 _MOST_PLANS, _MOST_SEEN, _MOST_ROOMS, _MOST_WAITING = 64, 4096, 4, 16
 _UNUSED = 256  # cycles, after which another one may have the place of a plan
+_WORSE = 2.0  # times what rebuilds took without a plan; less may be noise
 _MORE = 1.05  # times the room that was planned for, from which another plan is worth a search
 _SLACK = (
     0.01  # of the room: from step to step a little more or less of it is taken, the losses that a program keeps, say
@@ -38,6 +39,12 @@ class Known:
     used: int = 0
     rooms: list[int] = field(default_factory=list)
     guides: list[Guide] = field(default_factory=list)
+    rules_ns: int = 0  # the longest that rebuilds took without a plan
+
+    def judge(self, guide: Guide, rebuild_ns: int) -> None:
+        """A plan was followed, and its rebuilds took that long: with far more than the rules took, it is followed no more."""
+        if rebuild_ns > _WORSE * self.rules_ns:
+            self.guides = [one for one in self.guides if one is not guide]
 
     def guide(self, room_bytes: int | None) -> Guide | None:
         """The quickest plan that fits into so much room, if there is one."""
@@ -158,6 +165,7 @@ class Habits:
         """Plan a cycle that was watched, whose rebuilds took that long."""
         known = self.known.setdefault(hash(tuple(cycle.keys)), Known(cycle.keys, self._cycles))
         known.rooms.append(room_bytes)
+        known.rules_ns = max(known.rules_ns, rebuild_ns)
         while len(self.known) > _MOST_PLANS:
             self.known.popitem(last=False)
         try:

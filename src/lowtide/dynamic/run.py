@@ -246,9 +246,11 @@ class OnlineRun:
             self.executor.enter_thread()
             foresight = self.engine.foresight
             try:
-                if foresight is not None:
-                    foresight.close()
-                self._restore()
+                try:
+                    if foresight is not None:
+                        foresight.close()
+                finally:
+                    self._restore()
             finally:
                 self.executor.hold(None)
                 self.memory.clear()
