@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowtide.dynamic.node import Node
-from lowtide.ir import Costs, Graph, Op, Phase, Storage, Value
+from lowtide.ir import Costs, Graph, Op, Phase
 
 MOST_OPERATORS = 1 << 13  # of a cycle that is planned
 
@@ -59,6 +59,14 @@ class Cycle:
     other_bytes: list[int] = field(default_factory=list)
     constant_bytes: int = 0
     cut: bool = False  # too long
+    _name: int | None = None
+
+    @property
+    def name(self) -> int:
+        """The same for cycles with the same keys; to be asked for once it has ended."""
+        if self._name is None:
+            self._name = hash(tuple(self.keys))
+        return self._name
 
     def give_up(self) -> None:
         """It is too long to be planned."""
@@ -130,18 +138,7 @@ class _Builder:
             self._perform(index, one)
         last = [value for node, value in self.value.items() if self._stays(node, value)]
         self._keep_needed(last)
-        values = tuple(Value(n, f"value_{n}", n, producer) for n, producer in enumerate(self.producers))
-        graph = Graph(
-            name="cycle",
-            ops=tuple(self.ops),
-            values=values,
-            storages=tuple(Storage(n, producer, (n,)) for n, producer in enumerate(self.producers)),
-            inputs=(),
-            forward_outputs=(),
-            outputs=tuple(last),
-            forward_ops=len(self.ops),
-            fixed_bytes=self.fixed_bytes,
-        )
+        graph = Graph.of_results("cycle", self.ops, self.producers, last, self.fixed_bytes)
         costs = Costs(np.array(self.times), np.array(self.workspaces), np.array(self.sizes))
         return CycleGraph(graph, costs, tuple(self.operators), tuple(self.results), tuple(self.released))
 
@@ -203,8 +200,9 @@ class _Builder:
         time_ns: int = 0,
         workspace_bytes: int = 0,
     ) -> None:
-        op = Op(len(self.ops), name, name, tuple(reads), tuple(outputs), Phase.FORWARD)
-        self.ops.append(replace(op, effect=effect, overwrites=tuple(overwrites)))
+        number, forward = len(self.ops), Phase.FORWARD
+        op = Op(number, name, name, tuple(reads), tuple(outputs), forward, effect=effect, overwrites=tuple(overwrites))
+        self.ops.append(op)
         self.times.append(time_ns)
         self.workspaces.append(workspace_bytes)
         self.operators.append(operator)

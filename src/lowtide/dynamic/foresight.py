@@ -22,8 +22,6 @@ from lowtide.dynamic.operators import Operator
 from lowtide.dynamic.rebuild import Rebuilder, out_of_memory
 from lowtide.memory.allocators import PeakWindow
 
-_WATCHED = 8  # cycles after one that was not known
-
 
 class _Ended(NamedTuple):
     """A cycle that went by a plan, or that is to be planned. ``rebuild_ns``: what rebuilds had taken before it."""
@@ -74,7 +72,7 @@ class Foresight:
         if not self._counted:
             return
         if self._backward and not backward and cycle is not None:
-            self._end(self._follower)
+            self._end()
             self.learn()
             cycle = None
         self._backward = backward
@@ -116,7 +114,7 @@ class Foresight:
     def close(self) -> None:
         """The run ends: whoever ends it brings back what is held, and asks to ``learn`` once that is done."""
         if self._cycle is not None:
-            self._end(self._follower)
+            self._end()
 
     def learn(self) -> None:
         """Judge the plan of the cycle that has ended, and plan it, if that is to be done."""
@@ -148,13 +146,13 @@ class Foresight:
         self._cycle = Cycle(watched)
         return self._cycle
 
-    def _end(self, follower: Follower | None) -> None:
-        """Of the cycle; ``follower`` does what its plan says at the end."""
+    def _end(self) -> None:
+        """Of the cycle, after what its plan says is to be done then."""
         cycle, followed = self._cycle, self._followed
         assert cycle is not None
         self.memory.release_dead()
         as_known = followed is not None and len(followed.keys) == len(cycle.keys)
-        if as_known and follower is not None:
+        if as_known:
             self._act(len(cycle.keys))
         counters, habits = self.memory.counters, self.habits
         by_plan = (followed, self._follower.guide) if as_known and followed and self._follower else None
@@ -165,7 +163,7 @@ class Foresight:
         habits.evicted |= evicted
         if not habits.evicted:
             return
-        habits.ended(cycle, as_known=as_known, watched=_WATCHED)
+        habits.ended(cycle, as_known=as_known)
         if evicted and habits.is_to_be_planned(cycle, self._room_bytes) and self._room_bytes is not None:
             self._ended = _Ended(self._rebuild_ns, by_plan, cycle, self._room_bytes)
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lowtide.dynamic import statistics
 from lowtide.dynamic.cycles import CycleGraph
 from lowtide.dynamic.memory import Memory
 from lowtide.dynamic.node import Node
@@ -87,10 +86,9 @@ class _Reader:
 def _freed_after(steps: Sequence[Step], index: int) -> set[int]:
     """What goes as soon as the step has been taken."""
     freed = set()
-    for step in steps[index + 1 :]:
-        if not isinstance(step, Free):
-            break
+    while index + 1 < len(steps) and isinstance(step := steps[index + 1], Free):
         freed.add(step.storage)
+        index += 1
     return freed
 
 
@@ -113,11 +111,13 @@ class Follower:
             results = self.made[action.operator]
             nodes = [results[place] for place in action.which if place < len(results)]
             if action.again:
-                self._again([node for node in nodes if node.evicted and node.call is not None])
+                if gone := [node for node in nodes if node.evicted and node.call is not None]:
+                    self.rebuilder.make_again(gone)
                 self._keep(action.operator, action.which)
-            else:
-                for node in nodes:
-                    self._let_go(node)
+                continue
+            for node in nodes:
+                if node.resident and node.call is not None and not node.pinned and not node.locks:
+                    self.memory.evict_planned(node)
 
     def after(self, operator: int) -> None:
         """The operator has run, and ``made`` has its results."""
@@ -132,10 +132,6 @@ class Follower:
         self._kept.clear()
         self.memory.release_dead()
 
-    def _again(self, nodes: list[Node]) -> None:
-        if nodes:
-            self.rebuilder.make_again(nodes)
-
     def _keep(self, operator: int, which: Sequence[int]) -> None:
         results = self.made[operator]
         for place in which:
@@ -144,13 +140,3 @@ class Follower:
                 if node.call is not None and node.resident and node.kept is None:
                     node.kept = node.held_storage()
                     self._kept.append(node)
-
-    def _let_go(self, node: Node) -> None:
-        if node.resident and node.call is not None and not node.pinned and not node.locks:
-            counters = self.memory.counters
-            began = statistics.now_ns()
-            self.memory.evict(node)
-            counters.evictions += 1
-            counters.planned_evictions += 1
-            counters.evicted_bytes += node.size_bytes
-            counters.evict_ns += statistics.now_ns() - began

@@ -26,8 +26,9 @@ _UNUSED = 256  # cycles, after which another one may have the place of a plan
 _WORSE = 2.0  # times what rebuilds took without a plan; less may be noise
 _MORE = 1.05  # times the room that was planned for, from which another plan is worth a search
 _SLACK = (
-    0.01  # of the room: from step to step a little more or less of it is taken, the losses that a program keeps, say
+    0.01  # of the room: a program may take a little more of it from step to step, for the losses that it keeps, say
 )
+_WATCHED = 8  # cycles after one that was not known
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +80,7 @@ class Searches:
             if not any(one.known is each for each in known):
                 continue
             try:
-                self._current = one, BackgroundSearch(one.request, one.plan, functools.partial(_guide, one.cycle))
+                self._current = one, BackgroundSearch(one.request, one.plan, functools.partial(Guide.of, one.cycle))
             except OSError as error:
                 _LOG.warning("no search for a better plan can be started (%s); the plan in force stays", error)
 
@@ -134,36 +135,35 @@ class Habits:
                     return known, guide
         return None
 
-    def ended(self, cycle: Cycle, *, as_known: bool, watched: int) -> None:
-        """A cycle has ended, all of it ``as_known``; after one that was not, ``watched`` more are watched."""
+    def ended(self, cycle: Cycle, *, as_known: bool) -> None:
+        """A cycle has ended, all of it ``as_known``; after one that was not, some more are watched."""
         self._cycles += 1
-        self.watch_left = max(0, self.watch_left - 1) if as_known else watched
-        known = self.known.get(hash(tuple(cycle.keys)))
+        self.watch_left = max(0, self.watch_left - 1) if as_known else _WATCHED
+        known = self.known.get(cycle.name)
         if known is not None:
             known.used = self._cycles
-            self.known.move_to_end(hash(tuple(cycle.keys)))
+            self.known.move_to_end(cycle.name)
 
     def is_to_be_planned(self, cycle: Cycle, room_bytes: int | None) -> bool:
         """Whether the cycle came before, and has no plan for so much room. It counts as seen from now on."""
         if room_bytes is None or int((1 - _SLACK) * room_bytes) < 1 or not cycle.keys or cycle.cut:
             return False
-        name = hash(tuple(cycle.keys))
-        known = self.known.get(name)
+        known = self.known.get(cycle.name)
         if known is not None:
             wanted = not known.is_planned_for(room_bytes)
         else:
             oldest = next(iter(self.known.values()), None)
             wanted = len(self.known) < _MOST_PLANS or (oldest is not None and self._cycles - oldest.used > _UNUSED)
-        before = name in self._seen
-        self._seen[name] = None
-        self._seen.move_to_end(name)
+        before = cycle.name in self._seen
+        self._seen[cycle.name] = None
+        self._seen.move_to_end(cycle.name)
         while len(self._seen) > _MOST_SEEN:
             self._seen.popitem(last=False)
         return wanted and before and len(cycle.performed) == len(cycle.keys)
 
     def learn(self, cycle: Cycle, room_bytes: int, rebuild_ns: int) -> None:
         """Plan a cycle that was watched, whose rebuilds took that long."""
-        known = self.known.setdefault(hash(tuple(cycle.keys)), Known(cycle.keys, self._cycles))
+        known = self.known.setdefault(cycle.name, Known(cycle.keys, self._cycles))
         known.rooms.append(room_bytes)
         known.rules_ns = max(known.rules_ns, rebuild_ns)
         while len(self.known) > _MOST_PLANS:
@@ -173,7 +173,7 @@ class Habits:
             request = PlanRequest(graph.graph, graph.costs, int((1 - _SLACK) * room_bytes), _BETTER, 0)
             search = _Search(known, graph, request, rebuild_ns)
             search.plan = _waited_plan(request) if self.planning == "wait" else _plan_at_once(request)
-            search.take(None if search.plan is None else _guide(graph, search.plan))
+            search.take(None if search.plan is None else Guide.of(graph, search.plan))
         except Exception:  # noqa: BLE001 - whatever it is, the program goes on by the rules
             _LOG.warning("a cycle of %d operators could not be planned", len(cycle.keys), exc_info=True)
             return
@@ -206,7 +206,3 @@ def _waited_plan(request: PlanRequest) -> Plan | None:
     except InfeasibleBudgetError as error:
         _LOG.info("a cycle has no plan: %s", error)
         return None
-
-
-def _guide(cycle: CycleGraph, plan: Plan) -> Guide:
-    return Guide.of(cycle, plan)

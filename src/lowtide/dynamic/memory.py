@@ -169,11 +169,19 @@ class Memory:
         node = self._victim()
         if node is None:
             return False
+        self._evict_counted(node, began)
+        return True
+
+    def evict_planned(self, node: Node) -> None:
+        """Empty the storage, since a plan says so."""
+        self._evict_counted(node, statistics.now_ns())
+        self.counters.planned_evictions += 1
+
+    def _evict_counted(self, node: Node, began_ns: int) -> None:
         self.evict(node)
         self.counters.evictions += 1
         self.counters.evicted_bytes += node.size_bytes
-        self.counters.evict_ns += statistics.now_ns() - began
-        return True
+        self.counters.evict_ns += statistics.now_ns() - began_ns
 
     def _victim(self) -> Node | None:
         if self.dead:

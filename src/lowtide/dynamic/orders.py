@@ -74,7 +74,7 @@ def _structure(calls: Sequence[Rematerialization], targets: Sequence[Node]) -> _
 def _search(structure: _Structure, costs_ns: Sequence[int], room_bytes: int) -> _Found:
     import numpy as np
 
-    from lowtide.ir import Costs, Graph, Op, Phase, Storage, Value
+    from lowtide.ir import Costs, Graph, Op, Phase
     from lowtide.solve.minimum import sequence_within
 
     *rows, (outputs,) = structure
@@ -84,16 +84,7 @@ def _search(structure: _Structure, costs_ns: Sequence[int], room_bytes: int) -> 
         ops.append(Op(index, f"call_{index}", "call", reads, results, Phase.FORWARD))
         sizes += made
         producers += [index] * len(made)
-    graph = Graph(
-        name="rebuild",
-        ops=tuple(ops),
-        values=tuple(Value(number, f"result_{number}", number, op) for number, op in enumerate(producers)),
-        storages=tuple(Storage(number, op, (number,)) for number, op in enumerate(producers)),
-        inputs=(),
-        forward_outputs=(),
-        outputs=outputs,
-        forward_ops=len(ops),
-    )
+    graph = Graph.of_results("rebuild", ops, producers, outputs)
     costs = Costs(np.maximum(costs_ns, 1), np.array([scratch for (scratch,), _, _ in rows]), np.array(sizes))
     peak_bytes, sequence = sequence_within(graph, costs, room_bytes)
     return _Found(peak_bytes, room_bytes, sequence)

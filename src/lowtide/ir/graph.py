@@ -17,6 +17,7 @@ the ``effect`` flag, first in the backward pass; a mutated buffer is written bac
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 TANGENT_TARGET = "lowtide.tangent"
@@ -105,6 +106,23 @@ class Graph:
     outputs: tuple[int, ...]
     forward_ops: int
     fixed_bytes: int = 0
+
+    @staticmethod
+    def of_results(
+        name: str, ops: Sequence[Op], producers: Sequence[int], outputs: Sequence[int], fixed_bytes: int = 0
+    ) -> Graph:
+        """A forward program without inputs and views: op ``producers[n]`` makes value ``n``, in a storage of its own."""
+        return Graph(
+            name=name,
+            ops=tuple(ops),
+            values=tuple(Value(number, f"value_{number}", number, op) for number, op in enumerate(producers)),
+            storages=tuple(Storage(number, op, (number,)) for number, op in enumerate(producers)),
+            inputs=(),
+            forward_outputs=(),
+            outputs=tuple(outputs),
+            forward_ops=len(ops),
+            fixed_bytes=fixed_bytes,
+        )
 
     def without_places(self) -> Graph:
         """The same graph without the lines and modules that operators come from: no plan depends on them."""

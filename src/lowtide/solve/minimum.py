@@ -69,8 +69,7 @@ def sequence_within(graph: Graph, costs: Costs, budget_bytes: int, seed: int = 0
     from lowtide.solve.search.portfolio import make_portfolio
 
     portfolio = make_portfolio(graph, costs, seed)
-    met = [point for point in portfolio.greedy(budget_bytes) if point.peak_bytes <= budget_bytes]
-    found = quickest(met)[0] if met else lowest_candidate(portfolio, budget_bytes, _BRIEF)
+    found = _greedy(portfolio, budget_bytes) or lowest_candidate(portfolio, budget_bytes, _BRIEF)
     schedule = portfolio.schedule(found)
     computes = tuple(step.op for step in schedule.steps if isinstance(step, Compute))
     return simulate(graph, costs, schedule).peak_bytes, computes
@@ -82,8 +81,14 @@ def greedy_within(graph: Graph, costs: Costs, budget_bytes: int, seed: int = 0) 
     from lowtide.solve.search.portfolio import make_portfolio
 
     portfolio = make_portfolio(graph, costs, seed)
+    found = _greedy(portfolio, budget_bytes)
+    return None if found is None else portfolio.schedule(found)
+
+
+def _greedy(portfolio: Portfolio, budget_bytes: int) -> Candidate | None:
+    """The quickest of the greedy sequences that fit."""
     met = [point for point in portfolio.greedy(budget_bytes) if point.peak_bytes <= budget_bytes]
-    return portfolio.schedule(quickest(met)[0]) if met else None
+    return quickest(met)[0] if met else None
 
 
 def times_above(graph: Graph, costs: Costs, lowest_schedule: Schedule, seed: int = 0) -> list[tuple[int, int]]:
