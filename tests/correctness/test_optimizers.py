@@ -267,20 +267,21 @@ def test_accelerate_tells_when_it_accumulates() -> None:
         accelerate.state.AcceleratorState._reset_state(True)
 
 
+def _step_with_closure(model: nn.Module, optimizer: optim.Optimizer, seed: int) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(_batch(seed))
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+
+
 def test_a_closure_is_run_inside_the_step() -> None:
     plain, planned = _pair(OPTIMIZERS["adamw"])
     for seed in range(3):
         for model, optimizer in (plain, planned):
-
-            def closure(
-                model: nn.Module = model, optimizer: optim.Optimizer = optimizer, seed: int = seed
-            ) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss: torch.Tensor = model(_batch(seed))
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)  # type: ignore[arg-type]
+            _step_with_closure(model, optimizer, seed)
     _assert_same(plain, planned)
 
 
@@ -456,16 +457,7 @@ def test_optimizers_that_need_all_gradients_keep_them(kind: str, caplog: pytest.
     plain, planned = _pair(make)
     for seed in range(2):
         for model, optimizer in (plain, planned):
-
-            def closure(
-                model: nn.Module = model, optimizer: optim.Optimizer = optimizer, seed: int = seed
-            ) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss: torch.Tensor = model(_batch(seed))
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)  # type: ignore[arg-type]
+            _step_with_closure(model, optimizer, seed)
     _assert_same(plain, planned)
     assert sum("treat every parameter by itself" in record.message for record in caplog.records) == 1
 

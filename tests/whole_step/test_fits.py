@@ -14,7 +14,7 @@ from torch import nn
 
 import lowtide
 from lowtide.cli.main import main
-from lowtide.whole_step.optimizer_state import state_bytes
+from lowtide.whole_step.optimizer_state import optimizer_state_bytes
 
 Make = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -51,20 +51,20 @@ def test_the_state_is_that_of_a_real_step(name: str) -> None:
     model(torch.randn(4, 64)).sum().backward()
     optimizer = OPTIMIZERS[name](model.parameters())
     before, kept = [parameter.clone() for parameter in model.parameters()], _kept(optimizer)
-    _, found = state_bytes(optimizer, model)
+    _, found = optimizer_state_bytes(optimizer, model)
     assert _kept(optimizer) == kept
     assert all(map(torch.equal, before, model.parameters()))
-    assert state_bytes(OPTIMIZERS[name], model)[1] == found
+    assert optimizer_state_bytes(OPTIMIZERS[name], model)[1] == found
     optimizer.step()
     assert found == _kept(optimizer)
-    assert state_bytes(optimizer, model)[1] == found
+    assert optimizer_state_bytes(optimizer, model)[1] == found
 
 
 def test_groups_with_options_of_their_own() -> None:
     model = _model()
     first, *others = model.parameters()
     optimizer = torch.optim.SGD([{"params": [first], "momentum": 0.9}, {"params": others}], 0.1)
-    assert state_bytes(optimizer, model)[1] == first.untyped_storage().nbytes()
+    assert optimizer_state_bytes(optimizer, model)[1] == first.untyped_storage().nbytes()
 
 
 def test_the_parts_are_those_of_a_real_step() -> None:

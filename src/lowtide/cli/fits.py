@@ -21,8 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim (default: AdamW)")
     parser.add_argument("--reserve", help="to be left alone (default: 1 GB of a named device)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_planner_options(parser)
-    parser.set_defaults(planner="auto{effort=1}")
+    add_planner_options(parser, "auto{effort=1}")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,8 +10,11 @@ def add_budget_option(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--budget", help=text)
 
 
-def add_planner_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--planner", default="auto", metavar="SPEC", help='see "lowtide planners" (default: auto)')
+def add_planner_options(parser: argparse.ArgumentParser, planner: str = "auto") -> None:
+    """``planner``: the default."""
+    parser.add_argument(
+        "--planner", default=planner, metavar="SPEC", help=f'see "lowtide planners" (default: {planner})'
+    )
     parser.add_argument("--seed", type=seed, default=0, help="seed of the planner (default: 0)")
 
 

@@ -20,6 +20,7 @@ from lowtide.ir import Costs
 from lowtide.pipeline import make_program_plan, program_costs
 from lowtide.planning import Plan
 from lowtide.program import Program
+from lowtide.program.sizes import held_bytes
 from lowtide.progress import Progress
 from lowtide.report.curve import CURVE_PLANNER, Curve, CurvePoint, make_curve
 from lowtide.report.modules import merge_repeats
@@ -111,9 +112,8 @@ def _state_bytes(module: nn.Module) -> dict[str, int]:
 
 
 def _tensor_bytes(values: Iterable[Any]) -> int:
-    """Of the storages behind the tensors among ``values``, each once."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+    """Of the storages behind the tensors among ``values``."""
+    return held_bytes(value for value in values if isinstance(value, torch.Tensor))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -19,6 +19,12 @@ def storage_bytes(program: Program) -> list[int]:
         else max(round_up(program.metas[value].storage_bytes, program.metas[value].device) for value in storage.values)
         for storage in program.graph.storages
     ]
+
+
+def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of the storages behind tensors, each once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def byte_costs(program: Program) -> Costs:

@@ -25,7 +25,7 @@ from lowtide.errors import ExecutionError, PlanError
 from lowtide.program.program import Program
 from lowtide.program.updates import with_updates
 from lowtide.runtime.leaves import accelerate_accumulates, accumulates, accumulating_nodes, has_hooks, pointer
-from lowtide.runtime.optimizer_step import ParameterStep, plain_step, step_for
+from lowtide.runtime.optimizer_step import ParameterStep, options_of, plain_step, step_for
 from lowtide.runtime.spent import SpentGradient
 
 _LOG = logging.getLogger(__name__)
@@ -340,5 +340,4 @@ def noting_failure(call: Call) -> Iterator[None]:
 
 def _values(group: dict[str, Any]) -> dict[str, Any]:
     """What a group tells its optimizer; of tensors which they are, and the count of writes into them."""
-    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return {key: (id(v), v._version) if isinstance(v, torch.Tensor) else v for key, v in own.items()}
+    return {key: (id(v), v._version) if isinstance(v, torch.Tensor) else v for key, v in options_of(group).items()}

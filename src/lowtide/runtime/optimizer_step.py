@@ -30,7 +30,7 @@ class ParameterStep:
 
     def __init__(self, owner: Owner, group: dict[str, Any]) -> None:
         self.owner = owner
-        self._group = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        self._group = options_of(group)
         kind = type(owner.optimizer)
         self._first: Any = next(iter(group["params"]), None)
         values = ",".join(f"{key}={_kind(value)}" for key, value in sorted(self._group.items()))
@@ -63,6 +63,11 @@ class ParameterStep:
                 state[parameter]["step"] = int(_LATE_STEP)
 
         return step
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group tells its optimizer beside its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def step_for(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, state: Any) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowtide.budget import parse_budget
 from lowtide.capture import capture
@@ -21,10 +21,11 @@ from lowtide.ir import Costs, Graph, keep_all_schedule, simulate
 from lowtide.notebook import Shown
 from lowtide.pipeline import require_module
 from lowtide.planning import Plan, make_plan
+from lowtide.program.sizes import held_bytes
 from lowtide.progress import Progress, told
 from lowtide.report.tables import fact_lines
 from lowtide.units import format_bytes, format_percent
-from lowtide.whole_step.optimizer_state import Optimizer, state_bytes
+from lowtide.whole_step.optimizer_state import Optimizer, optimizer_state_bytes
 
 _NAMED = re.compile(r"(?P<name>.+?)[-_ ]?(?P<gigabytes>\d+(\.\d+)?)\s*gb", re.IGNORECASE)
 _LARGEST = 3  # tensors that are named
@@ -192,7 +193,7 @@ def fits(
     require_module(model, "fits")
     name, capacity = _device(device)
     with told(type(model).__name__, on_progress) as tell:
-        optimizer_name, optimizer_bytes = state_bytes(optimizer, model)
+        optimizer_name, optimizer_bytes = optimizer_state_bytes(optimizer, model)
         with torch.enable_grad():
             program = capture(model, args, kwargs).program
         graph, costs = program.graph, analytical_costs(program, name)
@@ -204,9 +205,9 @@ def fits(
             device=device if isinstance(device, str) else format_bytes(device),
             capacity_bytes=capacity,
             reserve_bytes=usual if reserve is None else 0 if reserve == 0 else parse_budget(reserve, 1, what="reserve"),
-            parameter_bytes=_bytes(model.parameters()),
-            buffer_bytes=_bytes(model.buffers()),
-            input_bytes=_bytes(inputs),
+            parameter_bytes=held_bytes(model.parameters()),
+            buffer_bytes=held_bytes(model.buffers()),
+            input_bytes=held_bytes(inputs),
             optimizer=optimizer_name,
             optimizer_bytes=optimizer_bytes,
             gradient_bytes=sum(program.metas[value].storage_bytes for _, value in program.gradients),
@@ -241,12 +242,6 @@ def _device(device: int | str) -> tuple[str, int]:
                 f'"{found["gigabytes"]}GB", and times are those of this machine.'
             ) from None
     return "auto", parse_budget(device, 1, what="device memory")
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of their storages, each once."""
-    storages = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in tensors}
-    return sum(storage.nbytes() for storage in {storage._cdata: storage for storage in storages.values()}.values())
 
 
 def _largest(graph: Graph, costs: Costs, storages: Iterable[int]) -> tuple[tuple[str, int], ...]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import PlanError
+from lowtide.program.sizes import held_bytes
 
 Optimizer = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | str
 Copies = dict[Tensor, Tensor]
@@ -30,7 +31,7 @@ def named(optimizer: str) -> type[torch.optim.Optimizer]:
     return classes[optimizer.lower()]
 
 
-def state_bytes(optimizer: Optimizer, model: nn.Module) -> tuple[str, int]:
+def optimizer_state_bytes(optimizer: Optimizer, model: nn.Module) -> tuple[str, int]:
     """The optimizer's name, and the bytes of its state once it has taken a step for all parameters of ``model`` that train.
 
     ``optimizer``: an optimizer of the model's parameters, which is left as it is; a function that makes one of a list of
@@ -71,7 +72,7 @@ def _stepped(make: Make, parameters: list[Tensor], device: str) -> int:
         copies[parameter].grad = torch.zeros_like(copies[parameter]) if parameter.requires_grad else None
     optimizer = make(copies)
     optimizer.step()
-    return sum({id(one): one.untyped_storage().nbytes() for one in _tensors(optimizer.state.values())}.values())
+    return held_bytes(_tensors(optimizer.state.values()))
 
 
 def _like(optimizer: torch.optim.Optimizer, copies: Copies) -> torch.optim.Optimizer:
