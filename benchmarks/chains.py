@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lowtide.ir import Costs, Graph, Op, Phase, Storage, Value
+from lowtide.ir import Costs, Graph, Op, Phase
 
 _KIB = 1024
 
@@ -88,16 +88,7 @@ def _with_backward(name: str, forward: _Forward) -> tuple[Graph, Costs]:
             if source >= 0:
                 gradients[source].append(outputs[-1])
         ops.append(Op(len(ops), f"b{op}", "op", tuple(sorted(reads)), tuple(outputs), Phase.BACKWARD))
-    graph = Graph(
-        name=name,
-        ops=tuple(ops),
-        values=tuple(Value(value, f"v{value}", value, producer) for value, producer in enumerate(producers)),
-        storages=tuple(Storage(value, producer, (value,)) for value, producer in enumerate(producers)),
-        inputs=(),
-        forward_outputs=(),
-        outputs=(len(producers) - 1,),
-        forward_ops=length,
-    )
+    graph = Graph.of_results(name, ops, producers, (len(producers) - 1,), forward_ops=length)
     times = [*forward.times, *(2 * time for time in reversed(forward.times))]
     return graph, Costs(np.array(times), np.zeros(len(ops), np.int64), np.array(sizes) * _KIB)
 

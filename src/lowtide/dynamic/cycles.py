@@ -138,7 +138,7 @@ class _Builder:
             self._perform(index, one)
         last = [value for node, value in self.value.items() if self._stays(node, value)]
         self._keep_needed(last)
-        graph = Graph.of_results("cycle", self.ops, self.producers, last, self.fixed_bytes)
+        graph = Graph.of_results("cycle", self.ops, self.producers, last, fixed_bytes=self.fixed_bytes)
         costs = Costs(np.array(self.times), np.array(self.workspaces), np.array(self.sizes))
         return CycleGraph(graph, costs, tuple(self.operators), tuple(self.results), tuple(self.released))
 

@@ -109,9 +109,16 @@ class Graph:
 
     @staticmethod
     def of_results(
-        name: str, ops: Sequence[Op], producers: Sequence[int], outputs: Sequence[int], fixed_bytes: int = 0
+        name: str,
+        ops: Sequence[Op],
+        producers: Sequence[int],
+        outputs: Sequence[int],
+        *,
+        forward_ops: int | None = None,
+        fixed_bytes: int = 0,
     ) -> Graph:
-        """A forward program without inputs and views: op ``producers[n]`` makes value ``n``, in a storage of its own."""
+        """A program without inputs and views: op ``producers[n]`` makes value ``n``, in a storage of its own. All ops are the
+        forward pass unless ``forward_ops`` says how many."""
         return Graph(
             name=name,
             ops=tuple(ops),
@@ -120,7 +127,7 @@ class Graph:
             inputs=(),
             forward_outputs=(),
             outputs=tuple(outputs),
-            forward_ops=len(ops),
+            forward_ops=len(ops) if forward_ops is None else forward_ops,
             fixed_bytes=fixed_bytes,
         )
 
