@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from lowtide.ir import Compute, Costs, Free, Graph, RestoreRng, SaveRng, Schedule
+from lowtide.ir import Compute, Costs, Fetch, Free, Graph, Offload, RestoreRng, SaveRng, Schedule
 
 
 @dataclass
@@ -21,6 +21,7 @@ class Machine:
     storages: dict[int, bytearray] = field(default_factory=dict)
     values: dict[int, str] = field(default_factory=dict)
     states: dict[int, tuple[int, bytearray]] = field(default_factory=dict)
+    copies: dict[int, dict[int, str]] = field(default_factory=dict)  # storage -> its values in the second memory
     overwritten: set[int] = field(default_factory=set)
     generator: int = 0
     effects: list[int] = field(default_factory=list)
@@ -51,6 +52,15 @@ class Machine:
                     self.values.pop(value, None)
             elif isinstance(step, SaveRng):
                 self.states[step.op] = (self.generator, bytearray(self.costs.rng_state_bytes))
+                self.timeline[-1] = self._allocated()
+            elif isinstance(step, Offload):
+                own = self.graph.storages[step.storage]
+                made = {value for value in own.values if self.graph.values[value].producer == own.base}
+                self.copies[step.storage] = {value: self.values[value] for value in made}
+            elif isinstance(step, Fetch):
+                assert step.storage not in self.storages
+                self.storages[step.storage] = bytearray(int(self.costs.storage_bytes[step.storage]))
+                self.values.update(self.copies[step.storage])
                 self.timeline[-1] = self._allocated()
             elif isinstance(step, RestoreRng):
                 restored = self.states[step.op][0]

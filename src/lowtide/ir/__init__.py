@@ -4,7 +4,8 @@ from lowtide.ir.checker import check
 from lowtide.ir.costs import Costs
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
 from lowtide.ir.parser import parse_graph, parse_schedule
-from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule, Step
+from lowtide.ir.schedule import Compute, Fetch, Free, Offload, RestoreRng, SaveRng, Schedule, Step
+from lowtide.ir.second_memory import SecondMemory
 from lowtide.ir.sequence import is_view, keep_all_schedule, needed_ops, schedule_from_sequence, shared_storages
 from lowtide.ir.serial import (
     graph_from_json,
@@ -22,22 +23,28 @@ from lowtide.ir.simulator import (
     simulate,
 )
 from lowtide.ir.text import format_graph, format_schedule
+from lowtide.ir.transfers import Timing, Transfer, timing
 
 __all__ = [
     "Allocation",
     "Compute",
     "Costs",
+    "Fetch",
     "Free",
     "Graph",
     "Kind",
+    "Offload",
     "Op",
     "Phase",
     "RestoreRng",
     "SaveRng",
     "Schedule",
+    "SecondMemory",
     "Simulation",
     "Step",
     "Storage",
+    "Timing",
+    "Transfer",
     "Value",
     "check",
     "format_graph",
@@ -57,4 +64,5 @@ __all__ = [
     "schedule_to_json",
     "shared_storages",
     "simulate",
+    "timing",
 ]

@@ -2,7 +2,8 @@
 
 Every input is live when read, nothing is freed twice or while it is not live, outputs are there when they are due, random
 ops are replayed under their first state, effects run once and in order, no parameter is read after its optimizer has updated
-it, and first computes keep the program's order (views, which cost nothing, excepted).
+it, and first computes keep the program's order (views, which cost nothing, excepted). What moves to the second memory has been
+computed, goes there once, and comes back after it was freed.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import itertools
 from typing import NoReturn
 
 from lowtide.errors import ScheduleError
-from lowtide.ir.graph import OPTIMIZER_TARGET, Graph, Op, Phase
-from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule
+from lowtide.ir.graph import OPTIMIZER_TARGET, Graph, Op, Phase, Storage
+from lowtide.ir.schedule import Compute, Fetch, Free, Offload, RestoreRng, SaveRng, Schedule
+from lowtide.ir.sequence import shared_storages
 
 
 def check(graph: Graph, schedule: Schedule) -> None:
@@ -34,6 +36,8 @@ class _Checker:
         self.replayed: set[int] = set()
         self.due: Op | None = None  # whose compute must come next
         self.handed: set[int] = set()
+        self.fixed = shared_storages(graph) if schedule.moves else set()  # storages that cannot move
+        self.copied: set[int] = set()  # storages of which the second memory has a copy
         self.updated: set[int] = set()  # storages of parameters that are no longer what this pass reads
 
     def run(self) -> None:
@@ -57,6 +61,10 @@ class _Checker:
                     self._save(self._op(op))
                 case RestoreRng(op):
                     self._restore(self._op(op))
+                case Offload(storage):
+                    self._offload(storage)
+                case Fetch(storage):
+                    self._fetch(storage)
         self.index = len(steps)
         if self.due:
             self._fail(f"the schedule ends between the generator state of {self.due.name} and its compute")
@@ -115,11 +123,15 @@ class _Checker:
         storages = {self.storage_of[value] for value in op.outputs}
         return {storage for storage in storages if self.graph.storages[storage].base == op.id}
 
-    def _free(self, storage_id: int) -> None:
+    def _named(self, storage_id: int) -> tuple[Storage, str]:
+        """The storage, and the name of its first value."""
         if not 0 <= storage_id < len(self.graph.storages):
             self._fail(f"there is no storage {storage_id}")
         storage = self.graph.storages[storage_id]
-        name = self.graph.values[storage.values[0]].name if storage.values else str(storage_id)
+        return storage, self.graph.values[storage.values[0]].name if storage.values else str(storage_id)
+
+    def _free(self, storage_id: int) -> None:
+        storage, name = self._named(storage_id)
         if storage.external:
             self._fail(f"the storage of {name} is not the program's to free")
         if storage_id not in self.storages:
@@ -128,6 +140,27 @@ class _Checker:
             self._fail(f"the storage of {name} belongs to the caller and cannot be freed")
         self.storages.discard(storage_id)
         self.values.difference_update(storage.values)
+
+    def _offload(self, storage_id: int) -> None:
+        storage, name = self._named(storage_id)
+        if storage.external or storage_id in self.handed:
+            self._fail(f"the storage of {name} is not the program's to move")
+        if storage_id in self.fixed:
+            self._fail(f"the storage of {name} gets values from several operators and cannot move")
+        if storage_id not in self.storages:
+            self._fail(f"the storage of {name} is to be offloaded but not live")
+        if storage_id in self.copied:
+            self._fail(f"the storage of {name} was offloaded before")
+        self.copied.add(storage_id)
+
+    def _fetch(self, storage_id: int) -> None:
+        storage, name = self._named(storage_id)
+        if storage_id not in self.copied:
+            self._fail(f"the storage of {name} is to be fetched but was not offloaded")
+        if storage_id in self.storages:
+            self._fail(f"the storage of {name} is to be fetched but still live")
+        self.storages.add(storage_id)
+        self.values.update(value for value in storage.values if self.graph.values[value].producer == storage.base)
 
     def _save(self, op: Op) -> None:
         if not op.random or op.id in self.computed or op.id in self.saved:
@@ -155,6 +188,9 @@ class _Checker:
         for op in self.graph.ops:
             if op.effect and op.id not in self.computed:
                 self._fail(f"effect {op.name} never runs")
+        fetched = {step.storage for step in self.schedule.steps if isinstance(step, Fetch)}
+        if useless := self.copied - fetched:
+            self._fail(f"the storage of {self._named(min(useless))[1]} is offloaded and never fetched")
         if unused := self.saved - self.replayed:
             name = self.graph.ops[min(unused)].name
             self._fail(f"the generator state of {name} is saved and never restored")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lowtide.ir.second_memory import SecondMemory
+
 Column = npt.NDArray[np.int64]
 
 
@@ -14,13 +16,15 @@ Column = npt.NDArray[np.int64]
 class Costs:
     """``time_ns[op]``, ``workspace_bytes[op]`` (allocated and released inside the op) and ``storage_bytes[storage]``.
     External storages have 0 bytes. ``rng_state_bytes`` is what one saved generator state occupies on the device.
-    ``device`` names where the numbers come from. The columns are read-only."""
+    ``device`` names where the numbers come from. Where there is a ``second_memory``, schedules may move
+    storages there and back. The columns are read-only."""
 
     time_ns: Column
     workspace_bytes: Column
     storage_bytes: Column
     rng_state_bytes: int = 0
     device: str = ""
+    second_memory: SecondMemory | None = None
 
     def __post_init__(self) -> None:
         for name in ("time_ns", "workspace_bytes", "storage_bytes"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from lowtide.errors import PlanError
@@ -9,11 +10,21 @@ from lowtide.errors import PlanError
 GRAPH_FORMAT = "lowtide-graph/1"
 SCHEDULE_FORMAT = "lowtide-schedule/1"
 DAG_FORMAT = "lowtide-dag/1"
+MOVING = {GRAPH_FORMAT: "lowtide-graph/2", SCHEDULE_FORMAT: "lowtide-schedule/2", DAG_FORMAT: "lowtide-dag/2"}
+"""The formats of what moves storages to a second memory; readers take either."""
 _LARGEST = 2**50  # a pebibyte, or 13 days in nanoseconds: sums over any graph stay within 64 bits
+
+
+def format_of(form: str, moving: bool) -> str:
+    """The format that is written: the first version for what everybody who reads it understands."""
+    return MOVING[form] if moving else form
 
 
 def expect_format(data: Any, *wanted: str) -> None:
     """Refuse an object of another format, and whatever is no object."""
+    wanted = tuple(
+        itertools.chain.from_iterable((form, MOVING[form]) if form in MOVING else (form,) for form in wanted)
+    )
     formats = " or ".join(map(repr, wanted))
     if not isinstance(data, dict):
         raise PlanError(f"expected an object of format {formats}, found a {type(data).__name__}.")

@@ -21,7 +21,9 @@ _TEXTS = ("name", "module", "source")
 _NUMBERS = ("time_ns", "workspace_bytes")
 _REFS = r"%\d+(?: *, *%\d+)*"
 _VALUE = rf"%(\d+) *: *s(\d+) +({STRING}) *((?:{WORD})?) *\[((?:\d+(?:, *\d+)*)?)\]"
-_STEP = re.compile(r"(compute) (\d+)(?: into s(\d+))?|(free) s(\d+)|(save_rng|restore_rng) (\d+)", re.ASCII)
+_STEP = re.compile(
+    r"(compute) (\d+)(?: into s(\d+))?|(free|offload|fetch) s(\d+)|(save_rng|restore_rng) (\d+)", re.ASCII
+)
 
 
 def lines(text: str) -> Iterator[tuple[int, str]]:
@@ -126,6 +128,9 @@ class _GraphParser:
             self.priced = True
             found = cursor.expect(rf"device=({STRING}) +rng_state_bytes=(\d+)", "'device=' and 'rng_state_bytes='")
             self.data |= {"device": cursor.unquoted(found[1]), "rng_state_bytes": int(found[2])}
+        elif keyword == "second_memory":
+            facts = dict(re.findall(r"(\w+)=(\d+)", cursor.expect(r"(\w+=\d+ *)+", "fields of a second memory")[0]))
+            self.data[keyword] = {key: bool(int(fact)) if key == "shared" else int(fact) for key, fact in facts.items()}
         elif keyword == "storage":
             if cursor.expect(r"s\d+", "a storage")[0] != f"s{len(self.storages)}":
                 cursor.fail(f"storage s{len(self.storages)} is due here")
@@ -194,9 +199,7 @@ def parse_schedule(text: str) -> Schedule:
             kind, *numbers = (part for part in match.groups() if part)
             steps.append(STEPS[kind](*map(int, numbers)))
         else:
-            raise PlanError(
-                f"line {number}: {line[:100]!r} is not a step; steps are compute, free, save_rng and restore_rng."
-            )
+            raise PlanError(f"line {number}: {line[:100]!r} is not a step; steps are {', '.join(STEPS)}.")
     if len(boundaries) != 1:
         raise PlanError(f"a schedule has one boundary line '|', this one has {len(boundaries)}.")
     return Schedule(tuple(steps), boundaries[0])

@@ -4,11 +4,16 @@ Grammar::
 
     schedule ::= step* "|" step*           forward program | backward program
     step     ::= Compute(op [, into storage]) | Free(storage) | SaveRng(op) | RestoreRng(op)
+               | Offload(storage) | Fetch(storage)
 
 A second ``Compute`` of an op is a rematerialization. ``Compute(op, into)`` writes the op's one new storage over the storage
 ``into``, which the op may overwrite and which is freed before anything else runs; that ``Free`` then releases nothing.
 ``SaveRng(op)`` keeps the generator state just before the op's first ``Compute``; ``RestoreRng(op)`` makes the op's next
 ``Compute`` run under that state, after which the generator goes on as if nothing had been recomputed.
+
+``Offload(storage)`` begins to copy a storage to the second memory, ``Fetch(storage)`` makes it anew after it was freed and
+begins to copy it back. Both run beside what follows: a ``Free`` waits until the copy of its storage is complete, and whoever
+reads or writes a storage until it is back. A copy stays until its last ``Fetch``.
 """
 
 from __future__ import annotations
@@ -37,7 +42,17 @@ class RestoreRng:
     op: int
 
 
-Step = Compute | Free | SaveRng | RestoreRng
+@dataclass(frozen=True, slots=True)
+class Offload:
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    storage: int
+
+
+Step = Compute | Free | SaveRng | RestoreRng | Offload | Fetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +61,8 @@ class Schedule:
 
     steps: tuple[Step, ...]
     boundary: int
+
+    @property
+    def moves(self) -> bool:
+        """Whether a storage moves to the second memory."""
+        return any(isinstance(step, (Offload, Fetch)) for step in self.steps)

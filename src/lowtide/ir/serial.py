@@ -1,12 +1,13 @@
-"""JSON forms, versioned, and files of them: ``lowtide-graph/1`` (a graph with its costs), ``lowtide-dag/1`` (its published form
-for plain DAGs, in which every op returns one value in a storage of its own) and ``lowtide-schedule/1``."""
+"""JSON forms, versioned, and files of them: ``lowtide-graph/1`` (a graph with its costs), ``lowtide-dag/1`` (its published
+form for plain DAGs, in which every op returns one value in a storage of its own) and ``lowtide-schedule/1``; with a second
+memory, or transfers to one, they are version 2."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,21 @@ import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.ir.costs import Column, Costs
-from lowtide.ir.fields import DAG_FORMAT, GRAPH_FORMAT, SCHEDULE_FORMAT, count, expect_format, index, text
+from lowtide.ir.fields import DAG_FORMAT, GRAPH_FORMAT, SCHEDULE_FORMAT, count, expect_format, format_of, index, text
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
-from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule, Step
+from lowtide.ir.schedule import Compute, Fetch, Free, Offload, RestoreRng, SaveRng, Schedule, Step
+from lowtide.ir.second_memory import SecondMemory
 from lowtide.ir.simulator import owned_storages
 
-STEPS: dict[str, type[Compute] | type[Free] | type[SaveRng] | type[RestoreRng]] = {
+STEPS: dict[str, Callable[..., Step]] = {
     "compute": Compute,
     "free": Free,
     "save_rng": SaveRng,
     "restore_rng": RestoreRng,
+    "offload": Offload,
+    "fetch": Fetch,
 }
+ON_STORAGES = ("free", "offload", "fetch")
 _STEP_NAMES = {kind: name for name, kind in STEPS.items()}
 FLAGS = ("random", "effect", "collective", "once")
 LISTS = ("inputs", "forward_outputs", "outputs")
@@ -34,11 +39,11 @@ _VALUE_DEFAULTS: dict[str, Any] = {"dtype": "", "shape": []}
 
 
 def graph_to_json(graph: Graph, costs: Costs, *, compact: bool = False) -> dict[str, Any]:
-    """A ``lowtide-graph/1`` object. ``compact``: ops and values leave out what has its default."""
+    """A ``lowtide-graph`` object. ``compact``: ops and values leave out what has its default."""
     storages = zip(graph.storages, costs.storage_bytes.tolist(), strict=True)
     ops = zip(graph.ops, costs.time_ns.tolist(), costs.workspace_bytes.tolist(), strict=True)
     data = {
-        "format": GRAPH_FORMAT,
+        "format": format_of(GRAPH_FORMAT, costs.second_memory is not None),
         **_fields(graph, "name", "fixed_bytes", "forward_ops"),
         **_fields(costs, "device", "rng_state_bytes"),
         **_fields(graph, *LISTS),
@@ -51,6 +56,8 @@ def graph_to_json(graph: Graph, costs: Costs, *, compact: bool = False) -> dict[
             for op, time, workspace in ops
         ],
     }
+    if costs.second_memory is not None:
+        data["second_memory"] = dataclasses.asdict(costs.second_memory)
     if compact:
         for kind, defaults in (("ops", _OP_DEFAULTS), ("values", _VALUE_DEFAULTS)):
             data[kind] = [
@@ -78,14 +85,31 @@ def graph_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
             _column((storage["bytes"], "a storage") for storage in data["storages"]),
             count(data["rng_state_bytes"], "rng_state_bytes"),
             text(data["device"], "device"),
+            second_memory_from_json(data.get("second_memory")),
         )
     _validate(graph)
     _validate_overwrites(graph, costs)
     return graph, costs
 
 
+def second_memory_from_json(data: Any) -> SecondMemory | None:
+    """The second memory that a graph names: its bandwidths, and what of the rest is not as by default."""
+    if data is None:
+        return None
+    known = {field.name for field in dataclasses.fields(SecondMemory)}
+    if not isinstance(data, dict) or not set(data) <= known:
+        raise PlanError(f"a second memory has the fields {', '.join(sorted(known))}, not {data!r}.")
+    shared, fields = data.get("shared", False), {**data}
+    fields.pop("shared", None)
+    if not isinstance(shared, bool):
+        raise PlanError(f"shared of the second memory is {shared!r}, not true or false.")
+    if fields.get("capacity_bytes") is None:
+        fields.pop("capacity_bytes", None)
+    return SecondMemory(**{key: count(number, key) for key, number in fields.items()}, shared=shared)
+
+
 def dag_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
-    """Graph and costs of a ``lowtide-dag/1`` object. Raises ``PlanError`` naming the op that is wrong."""
+    """Graph and costs of a ``lowtide-dag`` object. Raises ``PlanError`` naming the op that is wrong."""
     with _naming_what_is_wrong(DAG_FORMAT):
         form = _graph_of_dag(data)
     return graph_from_json(form)
@@ -104,6 +128,7 @@ def _graph_of_dag(data: dict[str, Any]) -> dict[str, Any]:
     read = {source for op in ops for source in op["inputs"]}.union(outputs)
     return {
         "format": GRAPH_FORMAT,
+        "second_memory": data.get("second_memory"),
         "name": str(data.get("name", "")),
         "fixed_bytes": data.get("fixed_bytes", 0),
         "forward_ops": data["forward_ops"],
@@ -217,9 +242,9 @@ def _validate_overwrites(graph: Graph, costs: Costs) -> None:
 
 
 def schedule_to_json(schedule: Schedule) -> dict[str, Any]:
-    """A ``lowtide-schedule/1`` object: steps as ``[kind, id]``, and the index of the first backward step."""
+    """A ``lowtide-schedule`` object: steps as ``[kind, id]``, and the index of the first backward step."""
     steps = [step_to_json(step) for step in schedule.steps]
-    return {"format": SCHEDULE_FORMAT, "boundary": schedule.boundary, "steps": steps}
+    return {"format": format_of(SCHEDULE_FORMAT, schedule.moves), "boundary": schedule.boundary, "steps": steps}
 
 
 def step_to_json(step: Step) -> list[Any]:
@@ -242,12 +267,12 @@ def schedule_from_json(data: dict[str, Any]) -> Schedule:
 
 
 def load_instance(path: str | Path) -> tuple[Graph, Costs]:
-    """Graph and costs from a file: ``lowtide-dag/1``, ``lowtide-graph/1``, or a saved plan."""
+    """Graph and costs from a file: ``lowtide-dag``, ``lowtide-graph``, or a saved plan."""
     data = read_json(path)
     if isinstance(data.get("graph"), dict):
         data = data["graph"]
     expect_format(data, DAG_FORMAT, GRAPH_FORMAT)
-    return dag_from_json(data) if data["format"] == DAG_FORMAT else graph_from_json(data)
+    return graph_from_json(data) if "storages" in data else dag_from_json(data)
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

@@ -6,8 +6,10 @@
 - ``Compute(op, into)`` allocates nothing: the storage ``into``, of the same size, becomes the op's.
 - ``Free(storage)`` releases after the step, nothing where the storage has become another's.
 - ``SaveRng(op)`` holds ``rng_state_bytes`` until after the last ``Compute`` of the op.
+- ``Fetch(storage)`` allocates it, however long its bytes take to come.
 
-Linear in the number of steps. Validity is the checker's business.
+Operators run one after another; how long they wait for transfers is told by ``ir.transfers``. Linear in the number of steps.
+Validity is the checker's business.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ import numpy.typing as npt
 
 from lowtide.ir.costs import Costs
 from lowtide.ir.graph import Graph
-from lowtide.ir.schedule import Compute, Free, SaveRng, Schedule
+from lowtide.ir.schedule import Compute, Fetch, Free, SaveRng, Schedule
+from lowtide.ir.transfers import Timing, timing
 
 
 class Kind(enum.Enum):
@@ -54,14 +57,19 @@ _LAST = Allocation._fields.index("last")
 @dataclass(frozen=True, slots=True, eq=False)
 class Simulation:
     """``timeline[i]``: bytes resident during step i, workspace included; ``peak_step`` is the first step at the peak.
-    ``allocations`` are what the timeline is the sum of, in the order in which they are made."""
+    ``allocations`` are what the timeline is the sum of, in the order in which they are made. ``timing`` says when."""
 
     peak_bytes: int
-    time_ns: int
     peak_step: int
     timeline: npt.NDArray[np.int64]
     allocations: tuple[Allocation, ...]
     final_bytes: int
+    timing: Timing
+
+    @property
+    def time_ns(self) -> int:
+        """When the last step and the last transfer have ended."""
+        return self.timing.time_ns
 
     @property
     def live_at_peak(self) -> tuple[int, ...]:
@@ -76,10 +84,8 @@ def simulate(graph: Graph, costs: Costs, schedule: Schedule) -> Simulation:
     *levels, final = resident_bytes(((each.first, each.last, each.bytes) for each in made), len(schedule.steps))
     line = np.asarray(levels, dtype=np.int64)
     peak_step = int(line.argmax()) if levels else 0
-    times = costs.time_ns.tolist()
-    time_ns = sum(times[step.op] for step in schedule.steps if isinstance(step, Compute))
     peak = max(max(levels, default=0), graph.fixed_bytes)
-    return Simulation(peak, time_ns, peak_step, line, tuple(made), final)
+    return Simulation(peak, peak_step, line, tuple(made), final, timing(graph, costs, schedule))
 
 
 def resident_bytes(lifetimes: Iterable[tuple[int, int, int]], steps: int) -> list[int]:
@@ -120,6 +126,8 @@ def _allocations(graph: Graph, costs: Costs, schedule: Schedule) -> list[Allocat
                 allocate(Kind.WORKSPACE, workspaces[step.op], index, index)
             if step.op in states and last_compute[step.op] == index:
                 states.pop(step.op)[_LAST] = index
+        elif isinstance(step, Fetch):
+            live[step.storage] = allocate(Kind.TENSOR, sizes[step.storage], index, end, step.storage)
         elif isinstance(step, Free):
             if step.storage in live:
                 live.pop(step.storage)[_LAST] = index

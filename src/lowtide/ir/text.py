@@ -4,6 +4,7 @@ Grammar, one item per line::
 
     graph    ::= "graph" string "fixed_bytes=" int
                  ["costs" "device=" string "rng_state_bytes=" int]
+                 ["second_memory" (key "=" int)*]                         keys are the fields of ``SecondMemory``
                  storage* ("value" value)*
                  "inputs" ref* "forward_outputs" ref* "outputs" ref*
                  "forward:" op* "backward:" op*
@@ -17,19 +18,21 @@ Grammar, one item per line::
     string   ::= word | a JSON string
     schedule ::= step* "|" step*
     step     ::= "compute" int ["into s"int] | "free s"int | "save_rng" int | "restore_rng" int
+               | "offload s"int | "fetch s"int
 
 The numbers of ``costs`` are there exactly where the ``costs`` line is. ``value`` lines are the values that no op returns.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
 from lowtide.ir.costs import Costs
 from lowtide.ir.graph import Graph, Op, Value
 from lowtide.ir.schedule import Schedule
-from lowtide.ir.serial import FLAGS, LISTS, step_to_json
+from lowtide.ir.serial import FLAGS, LISTS, ON_STORAGES, step_to_json
 
 _WORD = r"[A-Za-z_][\w.]*"
 
@@ -39,6 +42,9 @@ def format_graph(graph: Graph, costs: Costs | None = None) -> str:
     text = [f"graph {_quoted(graph.name)} fixed_bytes={graph.fixed_bytes}"]
     if costs is not None:
         text.append(f"costs device={_quoted(costs.device)} rng_state_bytes={costs.rng_state_bytes}")
+        if costs.second_memory is not None:
+            facts = dataclasses.asdict(costs.second_memory).items()
+            text.append(" ".join(("second_memory", *(f"{key}={int(fact)}" for key, fact in facts if fact is not None))))
     for storage in graph.storages:
         size = "" if costs is None else f" bytes={costs.storage_bytes[storage.id]}"
         text.append(f"storage s{storage.id} {'external' if storage.external else f'op={storage.base}'}{size}")
@@ -75,7 +81,7 @@ def format_schedule(schedule: Schedule) -> str:
     text = []
     for step in schedule.steps:
         kind, number, *into = step_to_json(step)
-        line = f"{kind} s{number}" if kind == "free" else f"{kind} {number}"
+        line = f"{kind} s{number}" if kind in ON_STORAGES else f"{kind} {number}"
         text.append(line + "".join(f" into s{storage}" for storage in into))
     text.insert(schedule.boundary, "|")
     return "\n".join(text) + "\n"

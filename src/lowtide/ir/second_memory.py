@@ -1,0 +1,42 @@
+"""A second memory: where storages can move to and come back from while operators run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.errors import PlanError
+
+_NS_PER_SECOND = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class SecondMemory:
+    """Host memory behind a link, or a file on a disk.
+
+    ``offload_bytes_per_second`` and ``fetch_bytes_per_second`` are the bandwidths of the two directions, measured while
+    operators run; ``latency_ns`` passes before the first byte of a transfer. Transfers in one direction run one after another,
+    those in both directions too where they are ``shared``, as on a disk. ``capacity_bytes``: how much it holds, ``None``
+    without a limit.
+
+    Raises ``PlanError`` for a bandwidth below 1 byte per second, and for a latency or a capacity below 0.
+    """
+
+    offload_bytes_per_second: int
+    fetch_bytes_per_second: int
+    latency_ns: int = 0
+    capacity_bytes: int | None = None
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.offload_bytes_per_second, self.fetch_bytes_per_second) < 1:
+            raise PlanError("a second memory moves at least 1 byte per second in both directions.")
+        if self.latency_ns < 0 or (self.capacity_bytes or 0) < 0:
+            raise PlanError("the latency and the capacity of a second memory are not below 0.")
+
+    def offload_ns(self, size: int) -> int:
+        """How long ``size`` bytes take there."""
+        return self.latency_ns - (-size * _NS_PER_SECOND // self.offload_bytes_per_second)
+
+    def fetch_ns(self, size: int) -> int:
+        """How long ``size`` bytes take back."""
+        return self.latency_ns - (-size * _NS_PER_SECOND // self.fetch_bytes_per_second)

@@ -1,0 +1,1 @@
+"""Schedules that move storages to a second memory and back."""

@@ -1,0 +1,203 @@
+"""When transfers run: a schedule that frees what it offloads as soon as it can, and fetches as late as it can, is given the
+room that the budget leaves.
+
+1. What fits anyway is not moved: where a storage could stay until it is read again, it does.
+2. What was offloaded stays until its copy is complete, instead of being waited for, while there is room for it.
+3. What is fetched begins to come back as early as there is room for it, in the order in which it is read, but no earlier than
+   the transfer before it lets it.
+
+Bytes only move into room that the schedule leaves: a peak within the budget stays there.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+
+import numpy as np
+
+from lowtide.ir import Compute, Costs, Fetch, Free, Graph, Offload, RestoreRng, SaveRng, Schedule, SecondMemory, Step
+from lowtide.ir import simulate, timing
+
+_BUFFERS = (0, 1, 2, 4)  # times the largest storage that moves: room that is left to transfers
+_AT_ONCE = 2**60  # bytes per second
+
+
+def place_transfers(graph: Graph, costs: Costs, schedule: Schedule, budget_bytes: int) -> Schedule:
+    """``schedule`` with its transfers where they are waited for least, and without those that are needless.
+
+    Room that storages stay in is none that transfers could hide in: several divisions of it are tried."""
+    memory = costs.second_memory
+    if memory is None or not schedule.moves:
+        return schedule
+    largest = max(int(costs.storage_bytes[step.storage]) for step in schedule.steps if isinstance(step, Offload))
+    found: dict[Schedule, int] = {}
+    for buffers in _BUFFERS:
+        kept = _without_needless(graph, costs, schedule, budget_bytes - buffers * largest)
+        late = _LateFrees(graph, costs, memory, kept, budget_bytes).run()
+        placed = _with_early_fetches(graph, costs, memory, _used(late), budget_bytes)
+        found[placed] = timing(graph, costs, placed).time_ns
+    return min(found, key=lambda one: found[one])
+
+
+def _without_needless(graph: Graph, costs: Costs, schedule: Schedule, budget_bytes: int) -> Schedule:
+    """Storages stay that there is room for until they are read again, the largest first."""
+    levels = simulate(graph, costs, schedule).timeline.copy()
+    sizes = costs.storage_bytes.tolist()
+    freed: dict[int, int] = {}
+    gaps = []
+    for index, step in enumerate(schedule.steps):
+        if isinstance(step, Free):
+            freed[step.storage] = index
+        elif isinstance(step, Fetch):
+            gaps.append((-sizes[step.storage], freed[step.storage], index))
+    dropped: set[int] = set()
+    for less, first, last in sorted(gaps):
+        if levels[first + 1 : last].max(initial=0) - less <= budget_bytes:
+            levels[first + 1 : last] -= less
+            dropped |= {first, last}
+    return _used(_without(schedule, dropped))
+
+
+def _used(schedule: Schedule) -> Schedule:
+    """Without copies that nobody fetches."""
+    fetched = {step.storage for step in schedule.steps if isinstance(step, Fetch)}
+    useless = {
+        index for index, step in enumerate(schedule.steps) if isinstance(step, Offload) and step.storage not in fetched
+    }
+    return _without(schedule, useless)
+
+
+def _without(schedule: Schedule, dropped: set[int]) -> Schedule:
+    if not dropped:
+        return schedule
+    steps = tuple(step for index, step in enumerate(schedule.steps) if index not in dropped)
+    return Schedule(steps, schedule.boundary - sum(index < schedule.boundary for index in dropped))
+
+
+class _LateFrees:
+    """Runs the schedule on the clock; what is freed while its copy is under way waits for room to become scarce."""
+
+    def __init__(self, graph: Graph, costs: Costs, memory: SecondMemory, schedule: Schedule, budget_bytes: int) -> None:
+        self.schedule, self.memory, self.budget_bytes = schedule, memory, budget_bytes
+        self.levels = simulate(graph, costs, schedule).timeline.tolist()
+        self.times, self.sizes = costs.time_ns.tolist(), costs.storage_bytes.tolist()
+        self.steps: list[Step] = []
+        self.now = 0
+        self.lane = 0  # when the latest copy is complete
+        self.ends: dict[int, int] = {}  # storage -> when its copy is complete
+        self.waiting: list[tuple[int, int]] = []  # when its copy is complete, storage: freed, but still there
+        self.there = 0  # bytes of these
+
+    def run(self) -> Schedule:
+        steps, boundary = self.schedule.steps, 0
+        for index, step in enumerate(steps):
+            if not self._bound(index):
+                self._release(self._level(index))
+            if index == self.schedule.boundary:
+                boundary = len(self.steps)
+            if isinstance(step, Free) and self.ends.get(step.storage, 0) > self.now and not self._bound(index):
+                heapq.heappush(self.waiting, (self.ends[step.storage], step.storage))
+                self.there += self.sizes[step.storage]
+            elif isinstance(step, Fetch) and (entry := (self.ends.get(step.storage, 0), step.storage)) in self.waiting:
+                self.waiting.remove(entry)  # it never left
+                heapq.heapify(self.waiting)
+                self.there -= self.sizes[step.storage]
+            else:
+                self._take(step)
+        self._release(None)
+        return Schedule(tuple(self.steps), boundary if self.schedule.boundary < len(steps) else len(self.steps))
+
+    def _bound(self, index: int) -> bool:
+        """Whether the step belongs to the one before: a compute to its generator state, the free of what is written over."""
+        before = self.schedule.steps[index - 1] if index else None
+        if isinstance(self.schedule.steps[index], Free):
+            return any(isinstance(one, Compute) and one.into is not None for one in self._since_compute(index))
+        return isinstance(before, (SaveRng, RestoreRng))
+
+    def _since_compute(self, index: int) -> list[Step]:
+        """The compute that a free follows, where nothing but frees lies between."""
+        while index > 0 and isinstance(self.schedule.steps[index], Free):
+            index -= 1
+        return [self.schedule.steps[index]]
+
+    def _level(self, index: int) -> int:
+        """The bytes that are there before a place comes at which something can be freed again."""
+        level = self.levels[index]
+        while index + 1 < len(self.levels) and self._bound(index + 1):
+            index += 1
+            level = max(level, self.levels[index])
+        return level
+
+    def _release(self, level: int | None) -> None:
+        """Free what has been copied, and what there is no room for beside ``level`` bytes."""
+        while self.waiting:
+            end, storage = self.waiting[0]
+            if level is not None and end > self.now and level + self.there <= self.budget_bytes:
+                return
+            heapq.heappop(self.waiting)
+            self.there -= self.sizes[storage]
+            self._take(Free(storage))
+
+    def _take(self, step: Step) -> None:
+        self.steps.append(step)
+        if isinstance(step, Compute):
+            self.now += self.times[step.op]
+        elif isinstance(step, Offload):
+            self.lane = max(self.lane, self.now) + self.memory.offload_ns(self.sizes[step.storage])
+            self.ends[step.storage] = self.lane
+        elif isinstance(step, Free):
+            self.now = max(self.now, self.ends.get(step.storage, 0))
+
+
+def _with_early_fetches(
+    graph: Graph, costs: Costs, memory: SecondMemory, schedule: Schedule, budget_bytes: int
+) -> Schedule:
+    at_once = replace(costs, second_memory=replace(memory, fetch_bytes_per_second=_AT_ONCE))
+    run = simulate(graph, at_once, schedule)
+    levels, starts = run.timeline.copy(), np.array([*run.timing.start_ns, run.time_ns])
+    sizes = costs.storage_bytes.tolist()
+    free = np.flatnonzero([_may_precede(schedule, index) for index in range(len(schedule.steps))])
+    moved: dict[int, list[int]] = {}  # index -> the fetches that come before the step there
+    freed: dict[int, int] = {}
+    lane = first = 0
+    for index, step in enumerate(schedule.steps):
+        if isinstance(step, Free):
+            freed[step.storage] = index
+        if not isinstance(step, Fetch):
+            continue
+        size = sizes[step.storage]
+        low = max(first, freed[step.storage] + 1)
+        full = np.flatnonzero(levels[low:index] + size > budget_bytes)
+        low = low + int(full[-1]) + 1 if len(full) else low
+        idle = int(np.searchsorted(starts, lane, side="right")) - 1  # the step during which the lane becomes free
+        place = _next(free, max(low, min(idle, index)), index)
+        moved.setdefault(place, []).append(index)
+        levels[place:index] += size
+        lane = max(lane, int(starts[place])) + memory.fetch_ns(size)
+        first = place
+    return _reordered(schedule, moved)
+
+
+def _may_precede(schedule: Schedule, index: int) -> bool:
+    """Whether a fetch may come before the step: not between a generator state and its compute, nor before a free."""
+    bound = index > 0 and isinstance(schedule.steps[index - 1], (SaveRng, RestoreRng))
+    return not bound and not isinstance(schedule.steps[index], Free)
+
+
+def _next(free: np.ndarray, low: int, high: int) -> int:  # type: ignore[type-arg]
+    """The first place from ``low`` on, ``high`` at the latest."""
+    found = int(np.searchsorted(free, low))
+    return min(int(free[found]), high) if found < len(free) else high
+
+
+def _reordered(schedule: Schedule, moved: dict[int, list[int]]) -> Schedule:
+    steps: list[Step] = []
+    boundary = len(schedule.steps)
+    for index, step in enumerate(schedule.steps):
+        if index == schedule.boundary:
+            boundary = len(steps)
+        steps += [schedule.steps[one] for one in moved.get(index, ())]
+        if not isinstance(step, Fetch):
+            steps.append(step)
+    return Schedule(tuple(steps), boundary)

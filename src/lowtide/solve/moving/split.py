@@ -1,0 +1,179 @@
+"""Transfers as recomputations: a graph in which fetching a storage is an operator like any other.
+
+Every operator that allocates storages which may move is split. What computes them returns a *handle* of no bytes for each, as
+if the results had gone to the second memory; a *fetch* that reads nothing but the handle then allocates the storage. Run right
+after the operator it stands for the result itself and takes no time; run again it stands for the transfer back, at a price. Any
+planner of sequences thus decides between keeping, computing again and moving, and its schedule is translated back: a fetch that
+runs again is a ``Fetch``, and the storage is offloaded once it was computed.
+
+While an operator runs, what it allocates is its workspace, and the handles are empty: the translated schedule needs the bytes
+that the planner saw, but for recomputations that it puts between an operator and the first of its fetches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lowtide.ir import (
+    Compute,
+    Costs,
+    Fetch,
+    Free,
+    Graph,
+    Offload,
+    Op,
+    Schedule,
+    Step,
+    Storage,
+    Value,
+    owned_storages,
+    shared_storages,
+)
+
+
+def movable_storages(graph: Graph, costs: Costs) -> list[int]:
+    """Storages that may move: of the program's own, with bytes, not handed to the caller, and of one operator alone."""
+    fixed = shared_storages(graph) | {graph.values[value].storage for value in graph.forward_outputs}
+    sizes = costs.storage_bytes
+    return [s.id for s in graph.storages if s.base is not None and s.id not in fixed and sizes[s.id] > 0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Split:
+    """``graph`` with its ``costs``. ``computed``: op of it -> the op that it computes, ``None`` for a fetch; ``fetched``: op of
+    it -> the storage that it fetches; ``first_ns``: the price of all fetches, each of which runs once for no time. Storages
+    keep their numbers; handles come behind them."""
+
+    graph: Graph
+    costs: Costs
+    computed: tuple[int | None, ...]
+    fetched: Mapping[int, int]
+    first_ns: int
+    owned: Sequence[Collection[int]]  # op of the original graph -> storages
+
+    def schedule(self, found: Schedule) -> Schedule:
+        """The schedule of the original graph that a schedule of this one stands for: what moves is offloaded once it was
+        computed, freed where it was, and fetched just before it is read."""
+        counts = Counter(step.op for step in found.steps if isinstance(step, Compute))
+        fetches = {storage: op for op, storage in self.fetched.items()}
+        moved = {storage for op, storage in self.fetched.items() if counts[op] > 1}
+        steps: list[Step] = []
+        live: set[int] = set()
+        met: set[int] = set()
+        boundary = None
+        for index, step in enumerate(found.steps):
+            boundary = len(steps) if index == found.boundary else boundary
+            if isinstance(step, Free):
+                if step.storage in live:
+                    steps.append(step)
+                    live.discard(step.storage)
+            elif isinstance(step, (Offload, Fetch)):
+                raise AssertionError("a schedule of a split graph moves nothing")
+            elif (op := self.computed[step.op]) is not None:
+                steps.append(replace(step, op=op))
+                if isinstance(step, Compute):
+                    # What may move is wanted from here on where its fetch runs next, and else let go of.
+                    gone = [
+                        s
+                        for s in self.owned[op]
+                        if s not in live and s in fetches and (step.op in met or not counts[fetches[s]])
+                    ]
+                    steps += map(Free, gone)
+                    live.update(s for s in self.owned[op] if s not in gone)
+                    met.add(step.op)
+            else:
+                storage = self.fetched[step.op]
+                if step.op in met:
+                    steps.append(Fetch(storage))
+                    live.add(storage)
+                elif storage in moved:
+                    steps.append(Offload(storage))
+                met.add(step.op)
+        return Schedule(tuple(steps), len(steps) if boundary is None else boundary)
+
+
+def split(graph: Graph, costs: Costs, prices: Mapping[int, int], *, moves_only: bool = False) -> Split:
+    """The graph in which the storages of ``prices`` may move, each at its price in ns. ``moves_only``: nothing may be computed
+    again."""
+    return _Splitter(graph, costs, prices, moves_only).build()
+
+
+class _Splitter:
+    def __init__(self, graph: Graph, costs: Costs, prices: Mapping[int, int], moves_only: bool) -> None:
+        self.graph, self.costs, self.prices, self.moves_only = graph, costs, prices, moves_only
+        self.ops: list[Op] = []
+        self.times: list[int] = []
+        self.workspaces: list[int] = []
+        self.values = list(graph.values)
+        self.handles: list[Storage] = []
+        self.computed: list[int | None] = []  # by op of the split graph
+        self.fetched: dict[int, int] = {}
+        self.bases: dict[int, int] = {}  # storage -> the op that allocates it
+
+    def build(self) -> Split:
+        graph, costs = self.graph, self.costs
+        owned = owned_storages(graph)
+        forward = 0
+        for op in graph.ops:
+            moving = [storage for storage in owned[op.id] if storage in self.prices]
+            handles = self._compute(op, owned[op.id], moving)
+            for storage, handle in zip(moving, handles, strict=True):
+                self._fetch(op, storage, handle)
+            if op.id < graph.forward_ops:
+                forward = len(self.ops)
+        storages = [replace(s, base=self.bases.get(s.id)) for s in graph.storages]
+        sizes = np.concatenate((costs.storage_bytes, np.zeros(len(self.handles), np.int64)))
+        whole = replace(
+            graph,
+            ops=tuple(self.ops),
+            values=tuple(self.values),
+            storages=(*storages, *self.handles),
+            forward_ops=forward,
+        )
+        priced = replace(
+            costs,
+            time_ns=np.array(self.times, np.int64),
+            workspace_bytes=np.array(self.workspaces, np.int64),
+            storage_bytes=sizes,
+            second_memory=None,
+        )
+        first = sum(self.prices[storage] for storage in self.fetched.values())
+        return Split(whole, priced, tuple(self.computed), self.fetched, first, owned)
+
+    def _compute(self, op: Op, owned: Collection[int], moving: Collection[int]) -> list[int]:
+        """The op as it computes; the handles of what may move."""
+        number = len(self.ops)
+        outputs = [value for value in op.outputs if self.graph.values[value].storage not in moving]
+        handles = []
+        for storage in moving:
+            handle = len(self.values)
+            self.handles.append(Storage(len(self.graph.storages) + len(self.handles), number, (handle,)))
+            self.values.append(Value(handle, f"handle_{storage}", self.handles[-1].id, number))
+            handles.append(handle)
+        for value in outputs:
+            self.values[value] = replace(self.values[value], producer=number)
+        self.bases.update((storage, number) for storage in owned if storage not in moving)
+        whole = sum(int(self.costs.storage_bytes[storage]) for storage in moving)
+        over = () if moving else op.overwrites
+        once = op.once or self.moves_only or 0 < len(owned) == len(moving)
+        self.ops.append(replace(op, id=number, outputs=(*outputs, *handles), overwrites=over, once=once))
+        self.times.append(int(self.costs.time_ns[op.id]))
+        self.workspaces.append(int(self.costs.workspace_bytes[op.id]) + whole)
+        self.computed.append(op.id)
+        return handles
+
+    def _fetch(self, op: Op, storage: int, handle: int) -> None:
+        number = len(self.ops)
+        values = tuple(value for value in op.outputs if self.graph.values[value].storage == storage)
+        for value in values:
+            self.values[value] = replace(self.values[value], producer=number)
+        self.bases[storage] = number
+        self.ops.append(Op(number, f"fetch_{op.name}", "lowtide.fetch", (handle,), values, op.phase))
+        self.times.append(self.prices[storage])
+        self.workspaces.append(0)
+        self.computed.append(None)
+        self.fetched[number] = storage

@@ -1,0 +1,97 @@
+"""Splitting a graph for its transfers, and placing them: what comes back is valid, computes the same and stays within bytes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from lowtide.ir import (
+    Compute,
+    Costs,
+    Fetch,
+    Graph,
+    Offload,
+    Schedule,
+    SecondMemory,
+    check,
+    keep_all_schedule,
+    schedule_from_sequence,
+    simulate,
+)
+from lowtide.solve.moving.placing import place_transfers
+from lowtide.solve.moving.split import Split, movable_storages, split
+from tests.support.interpreter import Machine
+from tests.support.random_graphs import random_graph
+from tests.support.sequences import random_sequence
+
+
+def _case(seed: int) -> tuple[random.Random, Graph, Costs, Split, Schedule]:
+    """A graph, and a schedule of its split form in which all kinds of things run again."""
+    draw = random.Random(seed)
+    graph, costs = random_graph(seed, draw.randint(4, 30))
+    memory = SecondMemory(*(draw.choice((10**7, 10**8, 10**9, 10**10)) for _ in range(2)), draw.choice((0, 50)))
+    costs = replace(costs, second_memory=replace(memory, shared=draw.random() < 0.3))
+    storages = [storage for storage in movable_storages(graph, costs) if draw.random() < 0.7]
+    parts = split(graph, costs, {storage: draw.randint(0, 9) for storage in storages}, moves_only=draw.random() < 0.2)
+    return draw, graph, costs, parts, schedule_from_sequence(parts.graph, random_sequence(parts.graph, seed))
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_translated_schedules_compute_the_same(seed: int) -> None:
+    _, graph, costs, parts, found = _case(seed)
+    check(parts.graph, found)
+    schedule = parts.schedule(found)
+    check(graph, schedule)
+    machine = Machine(graph, costs).run(schedule)
+    plain = Machine(graph, costs).run(keep_all_schedule(graph))
+    assert machine.timeline == simulate(graph, costs, schedule).timeline.tolist()
+    assert machine.handed_over == plain.handed_over
+    assert {value: machine.values[value] for value in graph.outputs} == {
+        value: plain.values[value] for value in graph.outputs
+    }
+    again = Counter(step.op for step in found.steps if isinstance(step, Compute))
+    fetches = sum(count - 1 for op, count in again.items() if parts.computed[op] is None)
+    assert sum(isinstance(step, Fetch) for step in schedule.steps) == fetches
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_placed_transfers_stay_within_the_budget_and_take_no_longer(seed: int) -> None:
+    draw, graph, costs, parts, found = _case(seed)
+    schedule = parts.schedule(found)
+    before = simulate(graph, costs, schedule)
+    budget = before.peak_bytes + draw.choice((0, 1, before.peak_bytes // 4, before.peak_bytes))
+    placed = place_transfers(graph, costs, schedule, budget)
+    check(graph, placed)
+    machine = Machine(graph, costs).run(placed)
+    after = simulate(graph, costs, placed)
+    assert machine.timeline == after.timeline.tolist()
+    assert after.peak_bytes <= budget
+    computes = Counter(step.op for step in schedule.steps if isinstance(step, Compute))
+    assert Counter(step.op for step in placed.steps if isinstance(step, Compute)) == computes
+    if budget >= before.peak_bytes + sum(costs.storage_bytes.tolist()):
+        assert not any(isinstance(step, (Offload, Fetch)) for step in placed.steps)
+
+
+def test_transfers_hide_behind_computing() -> None:
+    """A long chain with room for two of its results, moved by a link that is as quick as the operators."""
+    graph, costs = _long_chain()
+    parts = split(graph, costs, dict.fromkeys(movable_storages(graph, costs), 0), moves_only=True)
+    fetches = {storage: op for op, storage in parts.fetched.items()}
+    sequence = [op.id for op in parts.graph.ops]
+    for step in range(12, 22):  # op12 .. op21 read v10 .. v1
+        sequence.insert(sequence.index(parts.computed.index(step)), fetches[22 - step])
+    schedule = parts.schedule(schedule_from_sequence(parts.graph, sequence))
+    bare = simulate(graph, costs, schedule)
+    assert bare.timing.wait_ns == 100
+    placed = place_transfers(graph, costs, schedule, bare.peak_bytes + 8)
+    assert simulate(graph, costs, placed).timing.wait_ns <= 20
+
+
+def _long_chain() -> tuple[Graph, Costs]:
+    from tests.solve.small_graphs import chain
+
+    graph, costs = chain(12, times=(10,) * 24)
+    return graph, replace(costs, second_memory=SecondMemory(400_000_000, 400_000_000))
