@@ -45,6 +45,14 @@ def parse_budget(budget: int | str, unconstrained_peak_bytes: int, *, what: str 
     return amount
 
 
+def parse_bandwidth(text: str) -> int:
+    """Bytes per second from text such as ``16GB/s``. Raises ``PlanError``."""
+    amount, slash, unit = text.strip().rpartition("/")
+    if not slash or unit.strip() != "s":
+        raise PlanError(f"{text!r} is not a bandwidth; give bytes per second with a unit, such as 16GB/s.")
+    return parse_budget(amount, 0, what="bandwidth")
+
+
 def is_percentage(budget: int | str | None) -> bool:
     return isinstance(budget, str) and budget.strip().endswith("%")
 

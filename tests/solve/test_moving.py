@@ -22,7 +22,7 @@ from lowtide.ir import (
     simulate,
 )
 from lowtide.solve.moving.placing import place_transfers
-from lowtide.solve.moving.split import Split, movable_storages, split
+from lowtide.solve.model.split import Split, movable_storages, split
 from tests.support.interpreter import Machine
 from tests.support.random_graphs import random_graph
 from tests.support.sequences import random_sequence

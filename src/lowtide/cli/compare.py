@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lowtide.budget import parse_budget
-from lowtide.cli.options import seed
+from lowtide.cli.options import add_second_memory_options, seed, with_second_memory
 from lowtide.errors import PlanError
 from lowtide.extras import require
 from lowtide.ir import load_instance
@@ -40,11 +40,12 @@ _OF_HIGHSPY = ("checkmate", "checkmate-approx")  # planners that need it
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", metavar="FILE", help="lowtide-dag/1, lowtide-graph/1 or a saved plan")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a lowtide-dag, a lowtide-graph or a saved plan")
     parser.add_argument("--budgets", required=True, metavar="LIST", help='"70%%,50%%,30%%" of the peak, or "8GiB,4GiB"')
     parser.add_argument("--planners", metavar="LIST", help='for instance "auto,chen-sqrt" (default: all)')
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="per cell, each then in its own process")
     parser.add_argument("--seed", type=seed, default=0, help="seed of the planners (default: 0)")
+    add_second_memory_options(parser)
     parser.add_argument("--json", metavar="OUT.json", help="write the table as lowtide-comparison/1")
     parser.add_argument("--plot", metavar="DIR_OR_FILE", help="plot overhead against budget, a file per instance")
 
@@ -55,7 +56,8 @@ def run(options: argparse.Namespace) -> int:
         raise PlanError(
             f"--time-limit is {limit:g} seconds, but must be above 0 and at most {_LONGEST}; for instance 60"
         )
-    graphs = {path: load_instance(path) for path in options.files}
+    loaded = {path: load_instance(path) for path in options.files}
+    graphs = {path: (graph, with_second_memory(costs, options)) for path, (graph, costs) in loaded.items()}
     stems = [Path(path).stem for path in graphs]
     names = {path: Path(path).stem if stems.count(Path(path).stem) == 1 else path for path in graphs}
     instances = {path: Instance.of(names[path], *graphs[path]) for path in graphs}
@@ -64,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     budgets = [text.strip() for text in options.budgets.split(",")]
     for path, text, planner in itertools.product(graphs, budgets, planners):
         budget = parse_budget(text, instances[path].peak_bytes)
-        tasks.append((path, Task(names[path], planner, text, budget, options.seed)))
+        tasks.append((path, Task(names[path], planner, text, budget, options.seed, graphs[path][1].second_memory)))
     cells = []
     with progress_bar() as on_progress:
         for index, (path, task) in enumerate(tasks):

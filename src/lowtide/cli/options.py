@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+
+from lowtide.budget import parse_bandwidth, parse_budget
+from lowtide.errors import PlanError
+from lowtide.ir import Costs, SecondMemory
 
 
 def add_budget_option(parser: argparse._ActionsContainer) -> None:
@@ -16,6 +21,32 @@ def add_planner_options(parser: argparse.ArgumentParser, planner: str = "auto") 
         "--planner", default=planner, metavar="SPEC", help=f'see "lowtide planners" (default: {planner})'
     )
     parser.add_argument("--seed", type=seed, default=0, help="seed of the planner (default: 0)")
+
+
+def add_second_memory_options(parser: argparse.ArgumentParser) -> None:
+    text = "let tensors move to a second memory at this bandwidth, such as 16GB/s, or at one there and one back: 16GB/s,12GB/s"
+    parser.add_argument("--offload", metavar="RATE[,RATE]", help=text)
+    parser.add_argument("--offload-budget", metavar="BYTES", help="how much the second memory holds (default: all)")
+    parser.add_argument(
+        "--offload-latency", type=float, metavar="US", help="microseconds before each transfer (default: 0)"
+    )
+
+
+def with_second_memory(costs: Costs, options: argparse.Namespace) -> Costs:
+    """``costs`` with the second memory that the options name, in place of one that they have. Raises ``PlanError``."""
+    if options.offload is None:
+        if options.offload_budget is not None or options.offload_latency is not None:
+            raise PlanError(
+                "--offload-budget and --offload-latency need --offload; write for instance --offload 16GB/s."
+            )
+        return costs
+    rates = [parse_bandwidth(text) for text in options.offload.split(",")]
+    if len(rates) > 2:
+        raise PlanError(f"--offload {options.offload} has {len(rates)} bandwidths; give one, or one each way.")
+    if not 0 <= (latency := options.offload_latency or 0) <= 1e9:
+        raise PlanError(f"--offload-latency is {latency:g} us, but goes from 0 to 1e9.")
+    room = options.offload_budget and parse_budget(options.offload_budget, 0, what="budget of the second memory")
+    return replace(costs, second_memory=SecondMemory(rates[0], rates[-1], int(1000 * latency), room))
 
 
 def positive(text: str) -> int:

@@ -2,6 +2,8 @@
 
 The steps of ``--json`` are ``["compute", op]`` and ``["free", op]``. In a graph where one op owns several storages, or
 none, the number after ``"free"`` is the storage's; random ops add ``["save_rng", op]`` and ``["restore_rng", op]``.
+With ``--offload``, or where the graph names a second memory, there are ``["offload", storage]`` and ``["fetch", storage]`` too,
+and ``transfers`` says what moves and how long operators wait for it.
 With ``--layout``, ``offsets`` says where in one block of memory each ``["compute", op]`` puts its result, in their order and in
 bytes, and ``reserved_bytes`` how many that takes, workspaces and what is resident throughout included; the budget is then on
 these. ``cuda`` is what the schedule takes without them, under PyTorch's allocator for CUDA.
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowtide.budget import parse_budget
-from lowtide.cli.options import add_budget_option, add_planner_options
+from lowtide.cli.options import add_budget_option, add_planner_options, add_second_memory_options, with_second_memory
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import (
     Compute,
@@ -53,7 +55,7 @@ class Found(NamedTuple):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE.json", help="lowtide-dag/1, lowtide-graph/1 or a saved plan")
+    parser.add_argument("file", metavar="FILE.json", help="a lowtide-dag, a lowtide-graph or a saved plan")
     target = parser.add_mutually_exclusive_group(required=True)
     add_budget_option(target)
     target.add_argument("--min-peak", action="store_true", help="find the smallest budget, and a bound below it")
@@ -62,11 +64,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", action="store_true", help="give every tensor of the schedule an address")
     text = f"of addresses, in bytes (default: {DEVICE_ALIGNMENT}, and 1 for costs of no device)"
     parser.add_argument("--align", type=int, metavar="BYTES", help=text)
+    add_second_memory_options(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="write the schedule (lowtide-schedule/1)")
 
 
 def run(options: argparse.Namespace) -> int:
     graph, costs = load_instance(options.file)
+    costs = with_second_memory(costs, options)
     unconstrained = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
     find = _smallest_budget if options.min_peak else _within_budget
     with progress_bar() as on_progress:
@@ -128,7 +132,7 @@ def _within_budget(
     peak, time_ns = solution.peak_bytes, solution.time_ns
     overhead, gap = overhead_percent(time_ns, least), 100 * (time_ns / bound - 1) if found and bound else None
     lower_bound = None if bound is None else overhead_percent(bound, least)
-    summary = {
+    summary: dict[str, Any] = {
         "status": Status.UNSOLVED.value if over else solution.status.value,
         "planner": solution.planner,
         "budget_bytes": budget,
@@ -157,12 +161,26 @@ def _within_budget(
         facts["gap"] = f"{gap:.3f} %: no schedule within the budget is quicker than {format_time(bound or 0)}"
     computes = sum(isinstance(step, Compute) for step in solution.schedule.steps)
     facts["time"] = f"{format_time(time_ns)} in {computes} computes"
+    if costs.second_memory is not None:
+        summary["transfers"], facts["transfers"] = _moved(graph, costs, solution.schedule)
     heading = f"{solution.status.value} by {solution.planner} in {solution.solve_seconds:.2f} s"
     answer = Found(solution.schedule, summary, heading, facts)
     if placed and layout:
         _add_cost(answer, placed, least)
         _add_addresses(answer, graph, costs, layout)
     return answer
+
+
+def _moved(graph: Graph, costs: Costs, schedule: Schedule) -> tuple[dict[str, int], str]:
+    """What the schedule moves, as numbers and as text."""
+    timing = simulate(graph, costs, schedule).timing
+    there, back = (sum(one.bytes for one in timing.transfers if one.back is way) for way in (False, True))
+    text = (
+        f"{format_bytes(there)} to the second memory, {format_bytes(back)} back, at most "
+        f"{format_bytes(timing.second_peak_bytes)} there; waits {format_time(timing.wait_ns)}"
+    )
+    numbers = {"offloaded_bytes": there, "fetched_bytes": back, "second_peak_bytes": timing.second_peak_bytes}
+    return {**numbers, "wait_ns": timing.wait_ns}, text
 
 
 def _smallest_budget(

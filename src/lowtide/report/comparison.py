@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import LowtideError
-from lowtide.ir import Costs, Graph, keep_all_schedule, load_instance, simulate
+from lowtide.ir import Costs, Graph, SecondMemory, keep_all_schedule, load_instance, simulate
 from lowtide.report.tables import table_lines
 from lowtide.solve import Problem, Progress, solve
 from lowtide.units import format_bytes, overhead_percent
@@ -75,6 +75,7 @@ class Task:
     budget: str
     budget_bytes: int
     seed: int = 0
+    second_memory: SecondMemory | None = None  # in place of the graph's own
 
     def cell(self, status: str, **figures: Any) -> Cell:
         """The answer; ``figures`` are fields of ``Cell``."""
@@ -132,6 +133,8 @@ def run_limited(path: str | Path, task: Task, limit_seconds: float) -> Cell:
 
 def _answer(path: str, task: Task, sender: multiprocessing.connection.Connection) -> None:
     graph, costs = load_instance(path)
+    if task.second_memory is not None:
+        costs = dataclasses.replace(costs, second_memory=task.second_memory)
     sender.send("begun")
     # CPU time is that of this process and of those children that have ended.
     began, cpu_began = time.perf_counter(), sum(os.times()[:4])

@@ -11,7 +11,9 @@ heuristic otherwise, with a lower bound that holds for every schedule (``lowtide
 3. simulated annealing over compute sequences (``lowtide.solve.search.anneal``): several short runs, hot from the program as
    written and warm from the best starting point, two at a time;
 4. recombination: the best of these are a population, two of them are mixed (``lowtide.solve.search.recombine``), the mixture is
-   annealed from a low temperature for a while and takes its place among them; until nothing better comes up.
+   annealed from a low temperature for a while and takes its place among them; until nothing better comes up;
+5. where there is a second memory, the same searches on graphs in which fetching is an operator (``lowtide.solve.moving``);
+   what they find competes with what recomputes alone.
 
 ``effort`` (1 to 5) sets the number of iterations, fixed by the size of the graph, never by the clock: same problem,
 same seed, same schedule. With 0 the quickest starting point is the answer: a plan at once, for a start. Below the
@@ -22,54 +24,49 @@ the same seed then reaches.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from dataclasses import dataclass
+from typing import ClassVar
 
-from lowtide.solve.bounds import prove_time, proven_infeasible
-from lowtide.solve.minimum import lowest_candidate, smallest_exactly, starting_points, working_set_bound
-from lowtide.solve.model.sweep import Candidate, quickest
+from lowtide.solve.minimum import smallest_exactly
+from lowtide.solve.moving.search import bounded, moving_schedules
 from lowtide.solve.options import Options, between
 from lowtide.solve.outcome import answer, keeping_all
+from lowtide.solve.portfolio_search import EFFORTS, search_sequences
 from lowtide.solve.problem import Problem, Solution, Status
-from lowtide.solve.search.anneal import make_state
 from lowtide.solve.search.exact import affordable, shortest
-from lowtide.solve.search.portfolio import AnnealRun, Portfolio, make_portfolio
-from lowtide.solve.search.recombine import children, survivors
-
-_EFFORT = {0: 0.0, 1: 0.04, 2: 0.25, 3: 1.0, 4: 3.0, 5: 10.0}  # factors of the iterations of a run
-_LOWER_EFFORT = {0: 0.2, 1: 0.2, 2: 0.5, 3: 1.0, 4: 1.0, 5: 1.0}  # of the iterations of a search for the lowest peak
-_BOUND_EFFORT, _BOUND_NODES = 3, 1400  # the most for the lower bound, in its own scale; 1 above so many nodes
-# First temperatures of runs, in mean node times. Hot runs pay only where many iterations fall to a node.
-_HOT_NODES = 1200
-_HOT, _WARM = (2.0,) * 8, (1.0, 0.3)
-_CHILDREN = (0.1, 0.04)  # those of a generation, which go on two threads
-_STRICT = (0.3, 1.0)  # those of every third one far from the bound, which stay within the budget
-_RUN_PART, _CHILD_PART = 8, 16  # the part of the iterations that falls to a run, and to a child's
-_FIRST_STRICT, _FIRST_CHILD = (
-    40,
-    64,
-)  # streams of random numbers, other than those of the first runs and of the lowest peak
-_POINTS, _POPULATION = 4, 10  # starting points that take part; sequences that are recombined
-_GENERATIONS, _LARGE_NODES, _LARGE_GENERATIONS = 60, 800, 36  # at most, and above so many nodes
-# How far from the bound, in parts of the program's time, a plan may stay before the bound and the search try more.
-_WIDE_BOUND, _WIDE_PLAN = 0.05, 0.1
-_PATIENCE = 20  # generations without anything better
+from lowtide.solve.search.portfolio import Portfolio, make_portfolio
 
 
 @dataclass(frozen=True, slots=True)
 class Auto(Options):
     """``effort``: 0 (starting points alone), 1 (quick) to 5 (patient). ``exact``: solve graphs of a few nodes exactly."""
 
-    effort: int = between(3, min(_EFFORT), max(_EFFORT))
+    effort: int = between(3, min(EFFORTS), max(EFFORTS))
     exact: bool = True
+    moves: ClassVar[bool] = True
 
     def solve(self, problem: Problem) -> Solution:
         kept = keeping_all("auto", problem)
         if kept.status is Status.OPTIMAL:
             return kept
+        if problem.costs.second_memory is not None:
+            return self._with_moves(problem)
+        return self._recomputing(problem)
+
+    def _with_moves(self, problem: Problem) -> Solution:
+        """The better of what moves storages and of what does not."""
+        moving = moving_schedules(problem, self.effort)
+        least = problem.costs.total_time_ns
+        if moving and (found := answer("auto", problem, moving)).status.solved and found.time_ns == least:
+            return dataclasses.replace(found, status=Status.OPTIMAL, lower_bound_ns=least)
+        still = self._recomputing(problem)
+        candidates = [schedule for schedule in (still.schedule, still.lowest_schedule) if schedule is not None]
+        return bounded(problem, answer("auto", problem, [*moving, *candidates]), self.effort)
+
+    def _recomputing(self, problem: Problem) -> Solution:
         portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
         solution = _solve_exactly(problem, portfolio) if self.exact else None
-        return solution or _search(problem, portfolio, self.effort)
+        return solution or search_sequences(problem, portfolio, self.effort)
 
 
 def _solve_exactly(problem: Problem, portfolio: Portfolio) -> Solution | None:
@@ -88,115 +85,3 @@ def _solve_exactly(problem: Problem, portfolio: Portfolio) -> Solution | None:
     solution = answer("auto", problem, [lowest])
     proven = exact and solution.status is Status.UNSOLVED
     return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
-
-
-def _search(problem: Problem, portfolio: Portfolio, effort: int) -> Solution:
-    budget, nodes = problem.budget_bytes, portfolio.model.nodes
-    problem.progress("starting points", 0.0)
-    fitting = _starting(problem, portfolio, first=effort == 0)
-    if not fitting:
-        problem.progress("lowering the peak", 0.05)
-        fitting = [lowest_candidate(portfolio, budget, _LOWER_EFFORT[effort])]
-        if fitting[0].peak_bytes > budget:
-            solution = answer("auto", problem, [portfolio.schedule(fitting[0])])
-            over = working_set_bound(problem.graph, problem.costs) > budget
-            proven = not solution.status.solved and (over or proven_infeasible(portfolio.floor, budget))
-            return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
-    best = quickest(fitting, 1)[0]
-    if effort == 0:
-        return answer("auto", problem, [portfolio.schedule(best)])
-    problem.progress("proving a bound", 0.05)
-    known_ns = portfolio.time_ns(best)
-    bound_effort = min(effort, _BOUND_EFFORT if nodes <= _BOUND_NODES else 1)
-    bound = prove_time(portfolio.floor, budget, effort=bound_effort, known_ns=known_ns)
-    found = _anneal(problem, portfolio, fitting, int(_EFFORT[effort] * portfolio.iterations), bound.ns)
-    reached = quickest(found, 1)[0]
-    if _far(portfolio, reached, bound.ns, _WIDE_BOUND):
-        problem.progress("proving a bound", 1.0)
-        bound = bound.refined(effort, portfolio.time_ns(reached))
-    bound_ns = bound.ns
-    problem.progress("done", 1.0)
-    solution = answer("auto", problem, [portfolio.schedule(point) for point in quickest(found, 6)])
-    status = Status.OPTIMAL if solution.time_ns <= bound_ns else solution.status
-    return dataclasses.replace(solution, status=status, lower_bound_ns=min(bound_ns, solution.time_ns))
-
-
-def _starting(problem: Problem, portfolio: Portfolio, *, first: bool) -> list[Candidate]:
-    """The starting points within the budget; ``first``: those of the kinds that take long only where no other fits."""
-
-    def fit(points: list[Candidate]) -> list[Candidate]:
-        return [point for point in points if point.peak_bytes <= budget]
-
-    budget = problem.budget_bytes
-    found = fit([*starting_points(portfolio), *portfolio.greedy(budget)])
-    if first and found:
-        return found
-    if found and problem.on_better is not None:  # whoever waits for better answers has a good one soon
-        quick = int(_EFFORT[1] * portfolio.iterations)
-        annealed = _anneal(dataclasses.replace(problem, on_better=None), portfolio, found, quick, 0)
-        _offer(problem, portfolio, quickest(annealed, 1)[0])
-    found += fit(portfolio.blocks(budget))
-    if found and not first:
-        _offer(problem, portfolio, quickest(found, 1)[0])
-    if portfolio.model.nodes > _HOT_NODES and portfolio.chains.has_blocks and not first:
-        found += fit(portfolio.tables_of_rockmate())  # what few moves per node cannot make up for
-    return found
-
-
-def _offer(problem: Problem, portfolio: Portfolio, found: Candidate) -> None:
-    problem.better(portfolio.time_ns(found), lambda: answer("auto", problem, [portfolio.schedule(found)]))
-
-
-def _far(portfolio: Portfolio, best: Candidate, bound_ns: int, wide: float) -> bool:
-    """Whether the best stays further above the bound, where there is one, than this part of the program's time."""
-    return bound_ns > 0 and portfolio.time_ns(best) - bound_ns > wide * portfolio.model.least_ns
-
-
-def _anneal(
-    problem: Problem, portfolio: Portfolio, points: list[Candidate], iterations: int, bound_ns: int
-) -> list[Candidate]:
-    """The best that runs and recombination make of ``points``, quickest first."""
-    budget, part = problem.budget_bytes, iterations // _RUN_PART
-    problem.progress("annealing", 0.1)
-    met: list[Candidate] = []
-    if portfolio.model.nodes <= _HOT_NODES:
-        runs = [AnnealRun(portfolio.keep_all(), stream, heat) for stream, heat in enumerate(_HOT)]
-        met = portfolio.round(runs, budget, part, bound_ns)
-    warm = _WARM if met else _WARM * 4  # where nothing hot comes down to the budget, or where it would take too long
-    runs = [AnnealRun(quickest(points, 1)[0], stream, heat) for stream, heat in enumerate(warm, len(_HOT))]
-    met += portfolio.round(runs, budget, part, bound_ns)
-    known = survivors([*met, *quickest(points, _POINTS)], _POINTS)
-    if _far(portfolio, known[0], bound_ns, _WIDE_PLAN):
-        pairs = itertools.product(known, _STRICT)
-        runs = [AnnealRun(start, stream, heat, True) for stream, (start, heat) in enumerate(pairs, _FIRST_STRICT)]
-        met += portfolio.round(runs, budget, part, bound_ns)
-    population = survivors([*met, *quickest(points, _POINTS)], _POPULATION)
-    _offer(problem, portfolio, population[0])
-    return _recombine(problem, portfolio, population, iterations // _CHILD_PART, bound_ns)
-
-
-def _recombine(
-    problem: Problem, portfolio: Portfolio, population: list[Candidate], iterations: int, bound_ns: int
-) -> list[Candidate]:
-    """Generations of children, each annealed for a while, until nothing better came up for some generations."""
-    generations = _GENERATIONS if portfolio.model.nodes <= _LARGE_NODES else _LARGE_GENERATIONS
-    rng = make_state(problem.seed)
-    last = 0  # generation in which the best was found
-    for generation in range(generations):
-        best = population[0]
-        if portfolio.time_ns(best) <= bound_ns or generation - last > _PATIENCE:
-            break
-        problem.progress("recombining", 0.3 + 0.7 * generation / generations)
-        starts = portfolio.measure(children(population, len(_CHILDREN), rng))
-        stream = _FIRST_CHILD + len(_CHILDREN) * generation
-        strict = generation % 3 == 2 and _far(portfolio, best, bound_ns, _WIDE_PLAN)
-        if strict:
-            starts[0] = best
-        heats = _STRICT if strict else _CHILDREN
-        runs = [AnnealRun(starts[child], stream + child, heat, strict) for child, heat in enumerate(heats)]
-        met = portfolio.round(runs, problem.budget_bytes, iterations, bound_ns)
-        population = survivors([*population, *met], _POPULATION)
-        if population[0].recompute_ns < best.recompute_ns:
-            last = generation
-            _offer(problem, portfolio, population[0])
-    return population

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lowtide.ir import Compute, Costs, Graph, Schedule, keep_all_schedule, needed_ops, simulate
+from lowtide.solve.model.split import split_for_nothing
 from lowtide.solve.model.sweep import Candidate, lowest, quickest
 from lowtide.solve.threads import in_threads
 
@@ -117,7 +118,11 @@ def peak_lower_bound(graph: Graph, costs: Costs) -> int:
     from lowtide.solve.bounds import peak_bound
     from lowtide.solve.model.compact import compact
 
-    return max(working_set_bound(graph, costs), peak_bound(compact(graph, costs, floor=True)))
+    working_set = working_set_bound(graph, costs)
+    if costs.second_memory is not None:
+        parts = split_for_nothing(graph, costs)
+        graph, costs = parts.graph, parts.costs
+    return max(working_set, peak_bound(compact(graph, costs, floor=True)))
 
 
 def working_set_bound(graph: Graph, costs: Costs) -> int:

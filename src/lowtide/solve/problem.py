@@ -100,6 +100,7 @@ class Solution(Shown):
 
 @runtime_checkable
 class Planner(Protocol):
-    """A frozen dataclass whose fields are its options."""
+    """A frozen dataclass whose fields are its options. One whose answers may move storages to a second memory, and whose bounds
+    hold for all that do, has ``moves = True`` on its class."""
 
     def solve(self, problem: Problem) -> Solution: ...

@@ -15,10 +15,25 @@ import heapq
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
-from lowtide.ir import Compute, Costs, Fetch, Free, Graph, Offload, RestoreRng, SaveRng, Schedule, SecondMemory, Step
-from lowtide.ir import simulate, timing
+from lowtide.ir import (
+    Compute,
+    Costs,
+    Fetch,
+    Free,
+    Graph,
+    Offload,
+    RestoreRng,
+    SaveRng,
+    Schedule,
+    SecondMemory,
+    Step,
+    simulate,
+    timing,
+)
 
+Indices = npt.NDArray[np.intp]
 _BUFFERS = (0, 1, 2, 4)  # times the largest storage that moves: room that is left to transfers
 _AT_ONCE = 2**60  # bytes per second
 
@@ -123,7 +138,7 @@ class _LateFrees:
 
     def _level(self, index: int) -> int:
         """The bytes that are there before a place comes at which something can be freed again."""
-        level = self.levels[index]
+        level: int = self.levels[index]
         while index + 1 < len(self.levels) and self._bound(index + 1):
             index += 1
             level = max(level, self.levels[index])
@@ -157,7 +172,7 @@ def _with_early_fetches(
     run = simulate(graph, at_once, schedule)
     levels, starts = run.timeline.copy(), np.array([*run.timing.start_ns, run.time_ns])
     sizes = costs.storage_bytes.tolist()
-    free = np.flatnonzero([_may_precede(schedule, index) for index in range(len(schedule.steps))])
+    free: Indices = np.flatnonzero([_may_precede(schedule, index) for index in range(len(schedule.steps))])
     moved: dict[int, list[int]] = {}  # index -> the fetches that come before the step there
     freed: dict[int, int] = {}
     lane = first = 0
@@ -185,7 +200,7 @@ def _may_precede(schedule: Schedule, index: int) -> bool:
     return not bound and not isinstance(schedule.steps[index], Free)
 
 
-def _next(free: np.ndarray, low: int, high: int) -> int:  # type: ignore[type-arg]
+def _next(free: Indices, low: int, high: int) -> int:
     """The first place from ``low`` on, ``high`` at the latest."""
     found = int(np.searchsorted(free, low))
     return min(int(free[found]), high) if found < len(free) else high

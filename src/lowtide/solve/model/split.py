@@ -102,6 +102,11 @@ def split(graph: Graph, costs: Costs, prices: Mapping[int, int], *, moves_only: 
     return _Splitter(graph, costs, prices, moves_only).build()
 
 
+def split_for_nothing(graph: Graph, costs: Costs) -> Split:
+    """The graph in which everything moves at no price: what no schedule of it fits, no schedule that moves fits."""
+    return split(graph, costs, dict.fromkeys(movable_storages(graph, costs), 0))
+
+
 class _Splitter:
     def __init__(self, graph: Graph, costs: Costs, prices: Mapping[int, int], moves_only: bool) -> None:
         self.graph, self.costs, self.prices, self.moves_only = graph, costs, prices, moves_only
