@@ -39,6 +39,8 @@ def rematerialize(
     dynamic: bool | None = None,
     max_programs: int = 64,
     arena: bool = False,
+    offload: str | None = None,
+    offload_budget: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Model:
     """Make ``model``, any module, train inside a memory budget, in place; returns the same object.
@@ -79,7 +81,9 @@ def rematerialize(
     _require_plannable(model)
     given = (budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
     planning = planning or _usual_planning(planner, compiler)
-    settings = Settings(*given, planning, dynamic, max_programs, arena=arena)
+    settings = Settings(
+        *given, planning, dynamic, max_programs, arena=arena, offload=offload, offload_budget=offload_budget
+    )
     model.forward = _prepared(model, settings, optimizer, args, kwargs or {})
     return model
 

@@ -15,7 +15,8 @@ _STYLE = """
   --ink: currentColor; --card: transparent; --line: color-mix(in srgb, currentColor 20%, transparent);
   --muted: color-mix(in srgb, currentColor 70%, transparent);
   --plan: #2f86d6; --soft: #2f86d62e; --plain: #868f9b; --budget: #d9601f; --again: #c77f16; --measured: #1a9a78;
-  --kept: #2f86d6; --passing: #8fb4d3; --recomputed: #c77f16; --backward: #9a70d2; --gradient: #1a9a78; --other: #868f9b;
+  --kept: #2f86d6; --passing: #8fb4d3; --recomputed: #c77f16; --fetched: #c2417a;
+  --backward: #9a70d2; --gradient: #1a9a78; --other: #868f9b;
   color-scheme: inherit; color: inherit; max-width: 60rem; font: 14px/1.45 system-ui, -apple-system, "Segoe UI", sans-serif;
 }
 .lowtide .heading { font-weight: 650; margin: .2rem 0 .4rem; overflow-wrap: anywhere; }

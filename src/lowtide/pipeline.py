@@ -22,6 +22,7 @@ from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, Schedule, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.memory.allocators import device_memory
+from lowtide.offload import with_offload
 from lowtide.planning import Plan, plan_from
 from lowtide.planning.cache import PlanCache, PlanRequest, enabled
 from lowtide.program import Program
@@ -213,13 +214,8 @@ def adapted_plan(
     were found there which fits here too, or else a first plan. Raises ``InfeasibleBudgetError``."""
 
     def adapt(request: PlanRequest) -> Plan:
-        facts: dict[str, Any] = {
-            "budget_bytes": request.budget_bytes,
-            "planner": "adapted",
-            "seed": request.seed,
-            "placed": request.placed,
-        }
-        plan = plan_from(program.graph, request.costs, schedules, **facts)
+        facts: dict[str, Any] = {"budget_bytes": request.budget_bytes, "seed": request.seed, "placed": request.placed}
+        plan = plan_from(program.graph, request.costs, schedules, planner="adapted", **facts)
         return plan.begun() if plan is not None else _first_plan(request) or _searched(request)
 
     with stage("costs"):
@@ -238,6 +234,7 @@ def _within_budget(
 ) -> Plan:
     """What ``search`` finds for the bytes that are left of the budget for a pass."""
     costs = _with_room_between(program, costs, settings.between_bytes)
+    costs = with_offload(costs, settings.offload, settings.offload_budget, program_device(program))
     budget, aside = _budget(program, settings, costs, resident, granted_bytes)
     try:
         with stage("search"):

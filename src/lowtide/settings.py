@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.errors import PlanError
+from lowtide.ir.second_memory import check_second_memory
 from lowtide.solve import check_seed, get_planner
 from lowtide.solve.auto import Auto
 
@@ -28,6 +29,8 @@ class Settings:
     agreed: bool = True  # among several processes: one plans for all
     between_bytes: int = 0  # what the rest of a larger model takes between this part's two passes, within the budget
     arena: bool = False
+    offload: str | None = None
+    offload_budget: int | str | None = None
 
     def __post_init__(self) -> None:
         if (self.budget is None) == (self.total_budget is None):
@@ -56,6 +59,7 @@ class Settings:
             raise PlanError(f"dynamic={self.dynamic!r} is unknown; use None, True or False.")
         if self.arena not in (True, False):
             raise PlanError(f"arena={self.arena!r} is unknown; use True or False.")
+        self._check_offload()
         if not isinstance(self.max_programs, int) or self.max_programs < 1:
             raise PlanError(f"max_programs={self.max_programs!r} must be an integer of 1 or more.")
         parse_budget(self.given, 1 << 40)  # a malformed budget is an error now, not at the first call
@@ -63,6 +67,17 @@ class Settings:
             parse_budget(self.reserve, 1 << 40, what="reserve")
         get_planner(self.planner)
         check_seed(self.seed)
+
+    def _check_offload(self) -> None:
+        if self.offload is None:
+            if self.offload_budget is not None:
+                raise PlanError('offload_budget= needs offload=, such as offload="disk".')
+            return
+        check_second_memory(self.offload)
+        if self.arena:
+            raise PlanError("arena=True has no addresses for what comes back from offload=; give one of them.")
+        if self.offload_budget is not None:
+            parse_budget(self.offload_budget, 1 << 40, what="offload_budget")
 
     @property
     def given(self) -> int | str:

@@ -198,6 +198,30 @@ def test_rematerialized(name: str, device: torch.device) -> None:
     assert step_peak(budgeted, x) == plan.peak_bytes <= plan.budget_bytes
 
 
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("device", [FIRST, SECOND])
+def test_moved_to_the_host(name: str, device: torch.device) -> None:
+    """By streams of their own, and back; also while several calls wait for their backward passes."""
+    model, x = case(name, device)
+    eager = copy.deepcopy(model)
+    options: dict[str, Any] = {"budget": "50%", "planner": "offload{effort=0}", "offload": "cpu"}
+    lowtide.rematerialize(model, (x,), **options)
+    (plan,) = lowtide.plans(model)
+    assert plan.schedule.moves
+    assert equal(trained(model, x), trained(eager, x))
+    assert step_peak(model, x) <= plan.peak_bytes
+    found = []
+    for one in (model, eager):
+        torch.hosted.manual_seed_all(3)
+        first, second = one(x), one(2 * x)
+        first.backward()
+        second.backward()
+        found.append([first.detach(), second.detach(), *(p.grad for p in one.parameters() if p.grad is not None)])
+    assert equal(*found)
+    with pytest.raises(lowtide.PlanError, match='use offload="cpu"'):
+        lowtide.rematerialize(case(name, device)[0], (x,), **options | {"offload": "disk"})
+
+
 def test_autocast() -> None:
     """Casts that autocast keeps are shared as in eager, on any type of device."""
     model, x = case("transformer")

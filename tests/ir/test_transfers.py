@@ -114,7 +114,7 @@ def test_what_is_handed_over_does_not_move() -> None:
 def test_no_transfers_without_a_second_memory() -> None:
     graph, costs = _problem()
     with pytest.raises(PlanError, match="no second memory"):
-        simulate(graph, replace(costs, second_memory=None), Schedule(_STEPS, 6))
+        assert simulate(graph, replace(costs, second_memory=None), Schedule(_STEPS, 6)).time_ns
 
 
 def test_forms(tmp_path: Path) -> None:

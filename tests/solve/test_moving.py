@@ -21,8 +21,8 @@ from lowtide.ir import (
     schedule_from_sequence,
     simulate,
 )
-from lowtide.solve.moving.placing import place_transfers
 from lowtide.solve.model.split import Split, movable_storages, split
+from lowtide.solve.moving.placing import place_transfers
 from tests.support.interpreter import Machine
 from tests.support.random_graphs import random_graph
 from tests.support.sequences import random_sequence

@@ -28,6 +28,7 @@ from lowtide.ir import (
     Costs,
     Graph,
     Schedule,
+    Timing,
     check,
     keep_all_schedule,
     load_instance,
@@ -39,7 +40,7 @@ from lowtide.planning import infeasible
 from lowtide.progress import Progress, progress_bar
 from lowtide.report.curve import lowest_schedule
 from lowtide.report.tables import fact_lines
-from lowtide.report.text import cuda_facts
+from lowtide.report.text import cuda_facts, moved_text
 from lowtide.solve import Problem, Solution, Status, peak_lower_bound, solve
 from lowtide.store import write_atomically
 from lowtide.units import format_bytes, format_percent, format_time, overhead_percent
@@ -162,7 +163,8 @@ def _within_budget(
     computes = sum(isinstance(step, Compute) for step in solution.schedule.steps)
     facts["time"] = f"{format_time(time_ns)} in {computes} computes"
     if costs.second_memory is not None:
-        summary["transfers"], facts["transfers"] = _moved(graph, costs, solution.schedule)
+        timing = simulate(graph, costs, solution.schedule).timing
+        summary["transfers"], facts["transfers"] = _moved(timing), moved_text(timing)
     heading = f"{solution.status.value} by {solution.planner} in {solution.solve_seconds:.2f} s"
     answer = Found(solution.schedule, summary, heading, facts)
     if placed and layout:
@@ -171,16 +173,11 @@ def _within_budget(
     return answer
 
 
-def _moved(graph: Graph, costs: Costs, schedule: Schedule) -> tuple[dict[str, int], str]:
-    """What the schedule moves, as numbers and as text."""
-    timing = simulate(graph, costs, schedule).timing
+def _moved(timing: Timing) -> dict[str, int]:
+    """What a schedule moves, and how long that is waited for."""
     there, back = (sum(one.bytes for one in timing.transfers if one.back is way) for way in (False, True))
-    text = (
-        f"{format_bytes(there)} to the second memory, {format_bytes(back)} back, at most "
-        f"{format_bytes(timing.second_peak_bytes)} there; waits {format_time(timing.wait_ns)}"
-    )
-    numbers = {"offloaded_bytes": there, "fetched_bytes": back, "second_peak_bytes": timing.second_peak_bytes}
-    return {**numbers, "wait_ns": timing.wait_ns}, text
+    figures = {"offloaded_bytes": there, "fetched_bytes": back, "second_peak_bytes": timing.second_peak_bytes}
+    return {**figures, "wait_ns": timing.wait_ns}
 
 
 def _smallest_budget(

@@ -129,8 +129,10 @@ class _GraphParser:
             found = cursor.expect(rf"device=({STRING}) +rng_state_bytes=(\d+)", "'device=' and 'rng_state_bytes='")
             self.data |= {"device": cursor.unquoted(found[1]), "rng_state_bytes": int(found[2])}
         elif keyword == "second_memory":
-            facts = dict(re.findall(r"(\w+)=(\d+)", cursor.expect(r"(\w+=\d+ *)+", "fields of a second memory")[0]))
-            self.data[keyword] = {key: bool(int(fact)) if key == "shared" else int(fact) for key, fact in facts.items()}
+            found = cursor.expect(rf"({STRING})((?: +\w+=\d+)+)", "a name and fields of a second memory")
+            facts = {key: int(fact) for key, fact in re.findall(r"(\w+)=(\d+)", found[2])}
+            shared = {"shared": bool(facts["shared"])} if "shared" in facts else {}
+            self.data[keyword] = {"name": cursor.unquoted(found[1]), **facts, **shared}
         elif keyword == "storage":
             if cursor.expect(r"s\d+", "a storage")[0] != f"s{len(self.storages)}":
                 cursor.fail(f"storage s{len(self.storages)} is due here")

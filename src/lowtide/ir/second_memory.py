@@ -16,7 +16,7 @@ class SecondMemory:
     ``offload_bytes_per_second`` and ``fetch_bytes_per_second`` are the bandwidths of the two directions, measured while
     operators run; ``latency_ns`` passes before the first byte of a transfer. Transfers in one direction run one after another,
     those in both directions too where they are ``shared``, as on a disk. ``capacity_bytes``: how much it holds, ``None``
-    without a limit.
+    without a limit. ``name``: which one it is, where it is more than an assumption (``"cpu"``, ``"disk:/folder"``).
 
     Raises ``PlanError`` for a bandwidth below 1 byte per second, and for a latency or a capacity below 0.
     """
@@ -26,6 +26,7 @@ class SecondMemory:
     latency_ns: int = 0
     capacity_bytes: int | None = None
     shared: bool = False
+    name: str = ""
 
     def __post_init__(self) -> None:
         if min(self.offload_bytes_per_second, self.fetch_bytes_per_second) < 1:
@@ -40,3 +41,11 @@ class SecondMemory:
     def fetch_ns(self, size: int) -> int:
         """How long ``size`` bytes take back."""
         return self.latency_ns - (-size * _NS_PER_SECOND // self.fetch_bytes_per_second)
+
+
+def check_second_memory(name: object) -> None:
+    """Raises ``PlanError`` for what is not the name of one that models can use."""
+    if not isinstance(name, str) or not (name in ("cpu", "disk") or (name.startswith("disk:") and name != "disk:")):
+        raise PlanError(
+            f'offload={name!r} is unknown; use "cpu" (the host\'s memory, for an accelerator), "disk" or "disk:/folder".'
+        )

@@ -99,13 +99,13 @@ def second_memory_from_json(data: Any) -> SecondMemory | None:
     known = {field.name for field in dataclasses.fields(SecondMemory)}
     if not isinstance(data, dict) or not set(data) <= known:
         raise PlanError(f"a second memory has the fields {', '.join(sorted(known))}, not {data!r}.")
-    shared, fields = data.get("shared", False), {**data}
-    fields.pop("shared", None)
+    shared, name = data.get("shared", False), text(data.get("name", ""), "name of the second memory")
+    fields = {key: number for key, number in data.items() if key not in ("shared", "name")}
     if not isinstance(shared, bool):
         raise PlanError(f"shared of the second memory is {shared!r}, not true or false.")
     if fields.get("capacity_bytes") is None:
         fields.pop("capacity_bytes", None)
-    return SecondMemory(**{key: count(number, key) for key, number in fields.items()}, shared=shared)
+    return SecondMemory(**{key: count(number, key) for key, number in fields.items()}, shared=shared, name=name)
 
 
 def dag_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:

@@ -15,9 +15,10 @@ Validity is the checker's business.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,17 +55,22 @@ class Allocation(NamedTuple):
 _LAST = Allocation._fields.index("last")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Simulation:
     """``timeline[i]``: bytes resident during step i, workspace included; ``peak_step`` is the first step at the peak.
-    ``allocations`` are what the timeline is the sum of, in the order in which they are made. ``timing`` says when."""
+    ``allocations`` are what the timeline is the sum of, in the order in which they are made."""
 
     peak_bytes: int
     peak_step: int
     timeline: npt.NDArray[np.int64]
     allocations: tuple[Allocation, ...]
     final_bytes: int
-    timing: Timing
+    clock: Callable[[], Timing] = field(repr=False)
+
+    @functools.cached_property
+    def timing(self) -> Timing:
+        """When everything happens; nobody's bytes depend on it."""
+        return self.clock()
 
     @property
     def time_ns(self) -> int:
@@ -85,7 +91,7 @@ def simulate(graph: Graph, costs: Costs, schedule: Schedule) -> Simulation:
     line = np.asarray(levels, dtype=np.int64)
     peak_step = int(line.argmax()) if levels else 0
     peak = max(max(levels, default=0), graph.fixed_bytes)
-    return Simulation(peak, peak_step, line, tuple(made), final, timing(graph, costs, schedule))
+    return Simulation(peak, peak_step, line, tuple(made), final, functools.partial(timing, graph, costs, schedule))
 
 
 def resident_bytes(lifetimes: Iterable[tuple[int, int, int]], steps: int) -> list[int]:

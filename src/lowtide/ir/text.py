@@ -4,7 +4,7 @@ Grammar, one item per line::
 
     graph    ::= "graph" string "fixed_bytes=" int
                  ["costs" "device=" string "rng_state_bytes=" int]
-                 ["second_memory" (key "=" int)*]                         keys are the fields of ``SecondMemory``
+                 ["second_memory" string (key "=" int)*]                  keys are the fields of ``SecondMemory``
                  storage* ("value" value)*
                  "inputs" ref* "forward_outputs" ref* "outputs" ref*
                  "forward:" op* "backward:" op*
@@ -43,8 +43,10 @@ def format_graph(graph: Graph, costs: Costs | None = None) -> str:
     if costs is not None:
         text.append(f"costs device={_quoted(costs.device)} rng_state_bytes={costs.rng_state_bytes}")
         if costs.second_memory is not None:
-            facts = dataclasses.asdict(costs.second_memory).items()
-            text.append(" ".join(("second_memory", *(f"{key}={int(fact)}" for key, fact in facts if fact is not None))))
+            facts = dataclasses.asdict(costs.second_memory)
+            name = _quoted(facts.pop("name"))
+            numbers = (f"{key}={int(fact)}" for key, fact in facts.items() if fact is not None)
+            text.append(" ".join(("second_memory", name, *numbers)))
     for storage in graph.storages:
         size = "" if costs is None else f" bytes={costs.storage_bytes[storage.id]}"
         text.append(f"storage s{storage.id} {'external' if storage.external else f'op={storage.base}'}{size}")

@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 
-from lowtide.ir import Compute, Free, Op, RestoreRng, SaveRng, Schedule
+from lowtide.ir import Compute, Fetch, Free, Offload, Op, RestoreRng, SaveRng, Schedule
 from lowtide.ir.graph import OPTIMIZER_TARGET, TANGENT_TARGET, UPDATE_TARGET
 from lowtide.lower.addresses import Addresses
 from lowtide.lower.gradient_groups import GradientGroup, group_gradients
 from lowtide.memory.arena import made
+from lowtide.offload import Room
 from lowtide.program import generators, targets
 from lowtide.program.overwrites import keeping, written_form
 from lowtide.program.program import Program, Ref
@@ -75,17 +76,23 @@ def _terms(program: Program) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def lower(program: Program, schedule: Schedule, addresses: Addresses | None = None) -> Lowered:
-    """Generate and compile the step function of ``schedule``; with ``addresses``, what it allocates goes there."""
-    return _Generator(program, schedule, addresses).lower()
+def lower(
+    program: Program, schedule: Schedule, addresses: Addresses | None = None, room: Room | None = None
+) -> Lowered:
+    """Generate and compile the step function of ``schedule``; with ``addresses``, what it allocates goes there. ``room``: in
+    the second memory, for a schedule that moves storages."""
+    return _Generator(program, schedule, addresses, room).lower()
 
 
 class _Generator:
-    def __init__(self, program: Program, schedule: Schedule, addresses: Addresses | None) -> None:
+    def __init__(self, program: Program, schedule: Schedule, addresses: Addresses | None, room: Room | None) -> None:
         self.program = program
         self.graph = program.graph
         self.schedule = schedule
         self.addresses = addresses
+        self.room = room
+        self.leaving: set[int] = set()  # storages whose copies may not be complete
+        self.coming: set[int] = set()  # storages that may not be back
         self.begin = addresses.table.begin if addresses else None
         self.computed = 0
         self.lines: list[str] = []
@@ -121,6 +128,8 @@ class _Generator:
             self.lines.append(f"v{value} = {self._constant(tensor)}")
             self.live.add(value)
         self.lines.append("inputs.clear()")
+        if self.schedule.moves:
+            self.lines.append(f"away = {self._constant(self._room().lease)}()")
 
     def _external_last_reads(self) -> dict[int, list[int]]:
         """Values in storages that the schedule does not free, by the step that reads them last."""
@@ -145,7 +154,17 @@ class _Generator:
                 self._tell_apart(step.op, self.addresses.computes[self.computed].storages)
             self.computed += 1
         elif isinstance(step, Free):
+            self._settle([step.storage], [step.storage])
             self._drop(self.graph.storages[step.storage].values)
+        elif isinstance(step, Offload):
+            self._settle([step.storage])
+            slot, values = self._room().slots[step.storage], self._moving(step.storage)
+            self.lines.append(f"o{step.storage} = away.offload({slot}, ({values}))")
+            self.leaving.add(step.storage)
+        elif isinstance(step, Fetch):
+            self.lines.append(f"{self._moving(step.storage)} = o{step.storage}.fetch()")
+            self.live.update(self._made_by_base(step.storage))
+            self.coming.add(step.storage)
         elif isinstance(step, SaveRng):
             op = self.graph.ops[step.op]
             device = self.program.metas[(*op.outputs, *op.inputs)[0]].device
@@ -153,8 +172,29 @@ class _Generator:
         elif isinstance(step, RestoreRng):
             self.replayed.add(step.op)
 
+    def _room(self) -> Room:
+        assert self.room is not None, "the schedule moves storages"
+        return self.room
+
+    def _made_by_base(self, storage: int) -> list[int]:
+        """The values of a storage that come and go with it; views of them are formed again."""
+        base = self.graph.storages[storage].base
+        return [v for v in self.graph.storages[storage].values if self.graph.values[v].producer == base]
+
+    def _moving(self, storage: int) -> str:
+        return "".join(f"v{value}, " for value in self._made_by_base(storage)).rstrip()
+
+    def _settle(self, read: Iterable[int], released: Iterable[int] = ()) -> None:
+        """Wait for what is fetched of the storages that are ``read``, and for the copies of those that are ``released``."""
+        for waiting, storages, end in ((self.coming, read, "back"), (self.leaving, released, "left")):
+            for storage in dict.fromkeys(storages):
+                if storage in waiting:
+                    waiting.discard(storage)
+                    self.lines.append(f"o{storage}.{end}()")
+
     def _compute(self, op_id: int, into: int | None) -> None:
         op, call = self.graph.ops[op_id], self.program.calls[op_id]
+        self._settle((self.graph.values[v].storage for v in (*op.inputs, *op.outputs)), () if into is None else (into,))
         if op.target == TANGENT_TARGET:
             value = op.outputs[0]
             self.lines.append(f"v{value} = tangents[{self.tangents.index(value)}]")
@@ -207,6 +247,7 @@ class _Generator:
         self.live.difference_update(values)
 
     def _yield_outputs(self) -> None:
+        self._settle(self.graph.values[value].storage for value in self.graph.forward_outputs)
         # Detached: the autograd engine marks what it is given, and a marked tensor would keep the generator alive.
         results = ", ".join(f"v{value}.detach()" for value in self.graph.forward_outputs)
         self.lines.append(f"out = [{results}]")

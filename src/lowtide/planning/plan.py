@@ -17,9 +17,16 @@ import numpy as np
 from msgspec import Meta
 
 from lowtide.errors import PlanError, ScheduleError
-from lowtide.ir import Compute, Costs, Graph, Schedule, check, keep_all_schedule, simulate
+from lowtide.ir import Costs, Graph, Schedule, check, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
-from lowtide.ir.serial import graph_from_json, graph_to_json, read_json, schedule_from_json, schedule_to_json
+from lowtide.ir.serial import (
+    graph_from_json,
+    graph_to_json,
+    read_json,
+    schedule_from_json,
+    schedule_to_json,
+    second_memory_from_json,
+)
 from lowtide.ir.simulator import Simulation
 from lowtide.memory.measurement import Measurement
 from lowtide.place import CudaMemory, Layout, cuda_memory, lay_out
@@ -30,7 +37,7 @@ from lowtide.report.memory_map import memory_map
 from lowtide.report.modules import rows_of
 from lowtide.report.profile import profile_of_schedule
 from lowtide.report.report import Report
-from lowtide.report.text import summary_text
+from lowtide.report.text import moved_text, summary_text
 from lowtide.report.writers import write_report, writer_of
 from lowtide.solve import Progress
 from lowtide.store import write_atomically
@@ -52,6 +59,7 @@ class _Costs(msgspec.Struct, frozen=True):
     storage_bytes: Column
     rng_state_bytes: Amount
     device: str
+    second_memory: Any = None
 
 
 class _Form(msgspec.Struct, frozen=True):
@@ -187,13 +195,15 @@ class Plan:
         """All that ``report`` writes. ``name`` stands in for a graph without one."""
         graph, costs, decided_by = self.graph, self.costs, f"{self.planner}, seed {self.seed}"
         run = profile_of_schedule(graph, costs, self.schedule)
-        op = graph.ops[[step.op for step in self.schedule.steps if isinstance(step, Compute)][run.peak_index]]
-        place = f"{op.name} of {op.module}" if op.module else op.name
+        at = run.spans[run.peak_index]
+        place = f"{at.name} of {at.module}" if at.module else at.name
         details = {
-            "peak at": ", ".join(filter(None, (place, op.phase.value, op.source))),
+            "peak at": ", ".join(filter(None, (place, "forward" if at.forward else "backward", at.source))),
             "planner": f"{decided_by}, {self.solve_seconds:.1f} s",
             "costs": costs.device or "as given",
         }
+        if self.schedule.moves:
+            details["transfers"] = moved_text(simulate(graph, costs, self.schedule).timing)
         return Report(
             title=graph.name or name or "plan",
             heading=f"{f'plan of {graph.name}' if graph.name else 'plan'}: {len(graph.ops)} ops",
@@ -241,6 +251,8 @@ class Plan:
         elif costs:
             fields = {name: getattr(self.costs, name) for name in _Costs.__struct_fields__}
             data["costs"] = {name: x.tolist() if isinstance(x, np.ndarray) else x for name, x in fields.items()}
+            if self.costs.second_memory is not None:
+                data["costs"]["second_memory"] = dataclasses.asdict(self.costs.second_memory)
         return data
 
     @classmethod
@@ -301,7 +313,8 @@ def _costs(form: _Form, graph: Graph) -> Costs:
     """The costs that a plan without a graph comes with. Raises ``PlanError`` where they are not of ``graph``."""
     if form.costs is None:
         raise PlanError("the plan has neither a graph nor costs.")
-    costs = Costs(*msgspec.structs.astuple(form.costs))
+    *columns, second_memory = msgspec.structs.astuple(form.costs)
+    costs = dataclasses.replace(Costs(*columns), second_memory=second_memory_from_json(second_memory))
     sizes = [len(column) for column in (costs.time_ns, costs.workspace_bytes, costs.storage_bytes)]
     if sizes != [len(graph.ops), len(graph.ops), len(graph.storages)]:
         raise PlanError("the plan's costs are of another program.")

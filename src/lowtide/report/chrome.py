@@ -1,21 +1,23 @@
 """A report as Chrome Trace Event JSON, which Perfetto and chrome://tracing open.
 
 Two processes, the step within the budget and the plain one; in each a track for the forward pass, the backward pass,
-recomputations, and modules, and memory as a counter. Times are microseconds, in the order of the file.
+recomputations, and modules, two for transfers where there are any, and memory as a counter. Times are microseconds, in the
+order of the file.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lowtide.report.modules import block_of
-from lowtide.report.profile import Span, StepProfile
+from lowtide.report.profile import FETCH, OFFLOAD, Span, StepProfile
 from lowtide.report.report import Report
 
 _TRACKS = {1: "forward", 2: "backward", 3: "recomputation", 4: "modules"}
+_TRANSFERS = {5: "to the second memory", 6: "back from it"}
 
 
 def chrome_trace(report: Report) -> str:
@@ -23,7 +25,8 @@ def chrome_trace(report: Report) -> str:
     names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     for pid, name, run in (1, f"within {report.budget_bytes} bytes", report.run), (2, "without a budget", report.plain):
-        names += _names(pid, f"{report.title}, {name}")
+        tracks = _TRACKS | _TRANSFERS if run.transfers else _TRACKS
+        names += _names(pid, f"{report.title}, {name}", tracks)
         events += _events(run, pid)
     events += [_counter("budget", 1, at_ns, report.budget_bytes) for at_ns in (0, report.run.time_ns)]
     events.sort(key=lambda event: event["ts"])
@@ -31,9 +34,9 @@ def chrome_trace(report: Report) -> str:
     return json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms", "otherData": about})
 
 
-def _names(pid: int, process: str) -> Iterator[dict[str, Any]]:
+def _names(pid: int, process: str, tracks: Mapping[int, str]) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}}
-    for tid, name in _TRACKS.items():
+    for tid, name in tracks.items():
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
@@ -42,8 +45,12 @@ def _events(run: StepProfile, pid: int) -> Iterator[dict[str, Any]]:
     for span, level in zip(run.spans, run.levels(), strict=True):
         yield _counter("memory", pid, span.start_ns, level)
         about = {"target": span.target, "module": span.module, "source": span.source, "bytes while it runs": level}
+        if span.target == FETCH:
+            continue
         event = _complete(pid, 3 if span.again else 1 if span.forward else 2, span.name, [span])
         yield event | {"args": {key: value for key, value in about.items() if value}}
+    for transfer in run.transfers:
+        yield _complete(pid, 5 if transfer.target == OFFLOAD else 6, transfer.name, [transfer])
     yield _counter("memory", pid, run.time_ns, run.final_bytes)
     for name, group in itertools.groupby(run.spans, key=lambda span: block_of(span.module)):
         if name:

@@ -43,7 +43,7 @@ def map_chart(report: Report, found: MemoryMap, size: Size, style: str = "", *, 
         chart.level(budget, "budget")
     if alone:
         chart.text(chart.left, 18, map_title(report, found), "title")
-        _draw_legend(chart)
+        _draw_legend(chart, [content for content in Content if content is not Content.FETCHED or run.transfers])
     chart.draw("rect", x=-9, y=-9, width=0, height=0, class_="picked")
     return chart.picture(f"Memory map: {map_title(report, found)}", style)
 
@@ -89,10 +89,10 @@ def _draw(chart: Chart, run: StepProfile, rectangles: list[Rectangle], content: 
         chart.draw("path", d=path, class_=content.name.lower())
 
 
-def _draw_legend(chart: Chart) -> None:
-    """A square and a word for each content, below the time axis."""
-    widths = itertools.accumulate((28 + 6.6 * len(content.value) for content in Content), initial=0)
-    for content, x in zip(Content, widths, strict=False):
+def _draw_legend(chart: Chart, shown: list[Content]) -> None:
+    """A square and a word for each content that is ``shown``, below the time axis."""
+    widths = itertools.accumulate((28 + 6.6 * len(content.value) for content in shown), initial=0)
+    for content, x in zip(shown, widths, strict=False):
         chart.draw(
             "rect", x=round(chart.left + x, 1), y=chart.floor + 36, width=10, height=10, class_=content.name.lower()
         )

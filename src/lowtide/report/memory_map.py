@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lowtide.ir import Kind
 from lowtide.place import Layout
-from lowtide.report.profile import MemoryBlock, StepProfile
+from lowtide.report.profile import FETCH, MemoryBlock, StepProfile
 
 
 class Content(enum.Enum):
@@ -21,6 +21,7 @@ class Content(enum.Enum):
     KEPT = "kept for backward"
     PASSING = "forward only"
     RECOMPUTED = "recomputed"
+    FETCHED = "fetched"
     BACKWARD = "backward only"
     GRADIENT = "gradients that stay"
     OTHER = "workspaces, other"
@@ -72,6 +73,8 @@ def _content(block: MemoryBlock, run: StepProfile) -> Content:
         return Content.OTHER
     if block.span.again:
         return Content.RECOMPUTED
+    if block.span.target == FETCH:
+        return Content.FETCHED
     if block.span.forward:
         return Content.KEPT if block.last >= run.boundary else Content.PASSING
     return Content.GRADIENT if block.last == len(run.spans) else Content.BACKWARD

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.ir import Compute, Costs, Graph, Kind, Schedule, resident_bytes, simulate
+from lowtide.ir import Compute, Costs, Fetch, Graph, Kind, Schedule, resident_bytes, simulate
+
+OFFLOAD, FETCH = "offload", "fetch"  # targets of spans that move a storage
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An operator that runs. ``again``: it has run before. ``module`` and ``source`` are empty where not known."""
+    """An operator that runs, or a storage that begins to come back from the second memory, which takes no time of its own.
+    ``again``: it has run before. ``module`` and ``source`` are empty where not known."""
 
     name: str
     target: str
@@ -43,15 +46,14 @@ class MemoryBlock:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """``boundary``: the first span of the backward pass. ``blocks`` are in the order of their allocation."""
+    """``boundary``: the first span of the backward pass. ``blocks`` are in the order of their allocation. ``time_ns``: when
+    everything has ended; ``transfers``: what is under way beside the spans, there and back."""
 
     spans: tuple[Span, ...]
     blocks: tuple[MemoryBlock, ...]
     boundary: int
-
-    @property
-    def time_ns(self) -> int:
-        return self.spans[-1].end_ns if self.spans else 0
+    time_ns: int
+    transfers: tuple[Span, ...] = ()
 
     @property
     def boundary_ns(self) -> int:
@@ -88,21 +90,33 @@ class StepProfile:
 
 
 def profile_of_schedule(graph: Graph, costs: Costs, schedule: Schedule) -> StepProfile:
-    """What the simulator says of a valid ``schedule``, its computes as spans."""
+    """What the simulator says of a valid ``schedule``, its computes and fetches as spans."""
+    run = simulate(graph, costs, schedule)
     spans: list[Span] = []
-    before = [0]  # computes before each step: in a valid schedule, a generator state is saved just before its op runs
+    before = [0]  # spans before each step: in a valid schedule, a generator state is saved just before its op runs
     computed: set[int] = set()
-    clock_ns = 0
-    for position, step in enumerate(schedule.steps):
+    for position, (step, start_ns) in enumerate(zip(schedule.steps, run.timing.start_ns, strict=True)):
+        forward = position < schedule.boundary
         if isinstance(step, Compute):
             op, time_ns, again = graph.ops[step.op], int(costs.time_ns[step.op]), step.op in computed
-            forward = position < schedule.boundary
-            spans.append(Span(op.name, op.target, clock_ns, time_ns, forward, again, op.module, op.source))
+            spans.append(Span(op.name, op.target, start_ns, time_ns, forward, again, op.module, op.source))
             computed.add(step.op)
-            clock_ns += time_ns
+        elif isinstance(step, Fetch):
+            spans.append(_transfer(graph, step.storage, FETCH, start_ns, 0, forward))
         before.append(len(spans))
+    transfers = tuple(
+        _transfer(
+            graph,
+            one.storage,
+            FETCH if one.back else OFFLOAD,
+            one.start_ns,
+            one.end_ns - one.start_ns,
+            one.step < schedule.boundary,
+        )
+        for one in run.timing.transfers
+    )
     blocks = []
-    for made in simulate(graph, costs, schedule).allocations:
+    for made in run.allocations:
         first, last = before[made.first], before[made.last + 1] - 1 if made.last < len(schedule.steps) else len(spans)
         span = None if made.kind is Kind.FIXED else spans[first]
         detail = "resident throughout" if span is None else ""
@@ -110,4 +124,12 @@ def profile_of_schedule(graph: Graph, costs: Costs, schedule: Schedule) -> StepP
             value = graph.values[graph.storages[made.storage].values[0]]
             detail = f"{value.dtype} {'x'.join(map(str, value.shape))}".strip()
         blocks.append(MemoryBlock(made.kind, made.bytes, first, last, span, detail))
-    return StepProfile(tuple(spans), tuple(blocks), before[schedule.boundary])
+    return StepProfile(tuple(spans), tuple(blocks), before[schedule.boundary], run.time_ns, transfers)
+
+
+def _transfer(graph: Graph, storage: int, target: str, start_ns: int, time_ns: int, forward: bool) -> Span:
+    """What moves, named after the operator that allocated it."""
+    base = graph.storages[storage].base
+    assert base is not None, "an external storage does not move"
+    op = graph.ops[base]
+    return Span(f"{target} {op.name}", target, start_ns, time_ns, forward, False, op.module, op.source)

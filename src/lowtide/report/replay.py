@@ -69,4 +69,5 @@ class _Recorder(ReplayWatcher):
         for storage in [*self.there]:
             self.went(storage, end)
         lasting = tuple(block for block in self.blocks if block.first <= block.last)
-        return StepProfile(tuple(self.spans), lasting, end if self.boundary is None else self.boundary)
+        boundary = end if self.boundary is None else self.boundary
+        return StepProfile(tuple(self.spans), lasting, boundary, self.clock_ns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowtide.ir import Timing
 from lowtide.memory.measurement import Measurement
 from lowtide.place import CudaMemory
 from lowtide.report.modules import merge_repeats
@@ -43,6 +44,15 @@ def summary_facts(report: Report) -> dict[str, str]:
         least = report.least_overhead
         facts["overhead's lower bound"] = "none known" if least is None else format_percent(least)
     return facts | report.details
+
+
+def moved_text(timing: Timing) -> str:
+    """What moves to the second memory and back, and what that is waited for."""
+    there, back = (sum(one.bytes for one in timing.transfers if one.back is way) for way in (False, True))
+    return (
+        f"{format_bytes(there)} to the second memory, {format_bytes(back)} back, at most "
+        f"{format_bytes(timing.second_peak_bytes)} there; waits {format_time(timing.wait_ns)}"
+    )
 
 
 def _module_table(report: Report) -> list[str]:

@@ -1,4 +1,4 @@
-"""Programs whose tensors have their places in the arena of their model."""
+"""Programs whose tensors have their places: in the arena of their model, or for a while in a second memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import logging
 
 from lowtide.lower import Addresses, Lowered, lower
 from lowtide.memory.arena import Arena
+from lowtide.offload import open_memory, room_for
 from lowtide.planning import Plan
 from lowtide.program import Program
+from lowtide.program.sizes import program_device
 from lowtide.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
@@ -16,6 +18,10 @@ _LOG = logging.getLogger(__name__)
 def lowered(program: Program, plan: Plan, arena: Arena | None) -> Lowered:
     """``program`` by the schedule of ``plan``, in ``arena``, if there is one. Where the addresses do not fit the budget it
     runs without, which the log says."""
+    memory = plan.costs.second_memory
+    if plan.schedule.moves and memory is not None:
+        room = room_for(plan.schedule, plan.costs, open_memory(memory.name, program_device(program)))
+        return lower(program, plan.schedule, room=room)
     if arena is None:
         return lower(program, plan.schedule)
     layout = plan.layout

@@ -49,6 +49,7 @@ def as_alone(plan: Plan, member: Member) -> Plan:
     graph, costs = member.program.graph, member.costs
     if plan.costs is costs:
         return plan
+    costs = dataclasses.replace(costs, second_memory=plan.costs.second_memory)
     keep_all = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
     peak = simulate(graph, costs, plan.schedule).peak_bytes
     return dataclasses.replace(

@@ -26,6 +26,7 @@ from lowtide.ir import (
     Graph,
     Offload,
     Op,
+    Phase,
     Schedule,
     Step,
     Storage,
@@ -36,10 +37,15 @@ from lowtide.ir import (
 
 
 def movable_storages(graph: Graph, costs: Costs) -> list[int]:
-    """Storages that may move: of the program's own, with bytes, not handed to the caller, and of one operator alone."""
+    """Storages that may move: of the program's own, with bytes, of one operator alone, which is no effect, and neither handed
+    to the caller at the end of the forward pass nor, as gradients are, as soon as they are final."""
     fixed = shared_storages(graph) | {graph.values[value].storage for value in graph.forward_outputs}
-    sizes = costs.storage_bytes
-    return [s.id for s in graph.storages if s.base is not None and s.id not in fixed and sizes[s.id] > 0]
+    for value in graph.outputs:
+        producer = graph.values[value].producer
+        if producer is not None and graph.ops[producer].phase is Phase.BACKWARD:
+            fixed.add(graph.values[value].storage)
+    own = [(storage.id, graph.ops[storage.base]) for storage in graph.storages if storage.base is not None]
+    return [s for s, base in own if s not in fixed and not base.effect and costs.storage_bytes[s] > 0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,7 +170,7 @@ class _Splitter:
         self.bases.update((storage, number) for storage in owned if storage not in moving)
         whole = sum(int(self.costs.storage_bytes[storage]) for storage in moving)
         over = () if moving else op.overwrites
-        once = op.once or self.moves_only or 0 < len(owned) == len(moving)
+        once = op.once or (bool(owned) and (self.moves_only or len(owned) == len(moving)))
         self.ops.append(replace(op, id=number, outputs=(*outputs, *handles), overwrites=over, once=once))
         self.times.append(int(self.costs.time_ns[op.id]))
         self.workspaces.append(int(self.costs.workspace_bytes[op.id]) + whole)

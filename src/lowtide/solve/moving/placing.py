@@ -12,6 +12,7 @@ Bytes only move into room that the schedule leaves: a peak within the budget sta
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +30,7 @@ from lowtide.ir import (
     Schedule,
     SecondMemory,
     Step,
+    owned_storages,
     simulate,
     timing,
 )
@@ -97,6 +99,7 @@ class _LateFrees:
         self.schedule, self.memory, self.budget_bytes = schedule, memory, budget_bytes
         self.levels = simulate(graph, costs, schedule).timeline.tolist()
         self.times, self.sizes = costs.time_ns.tolist(), costs.storage_bytes.tolist()
+        self.owned = owned_storages(graph)
         self.steps: list[Step] = []
         self.now = 0
         self.lane = 0  # when the latest copy is complete
@@ -108,7 +111,7 @@ class _LateFrees:
         steps, boundary = self.schedule.steps, 0
         for index, step in enumerate(steps):
             if not self._bound(index):
-                self._release(self._level(index))
+                self._release(self._level(index), self._made_by(index))
             if index == self.schedule.boundary:
                 boundary = len(self.steps)
             if isinstance(step, Free) and self.ends.get(step.storage, 0) > self.now and not self._bound(index):
@@ -120,7 +123,7 @@ class _LateFrees:
                 self.there -= self.sizes[step.storage]
             else:
                 self._take(step)
-        self._release(None)
+        self._release(None, ())
         return Schedule(tuple(self.steps), boundary if self.schedule.boundary < len(steps) else len(self.steps))
 
     def _bound(self, index: int) -> bool:
@@ -144,11 +147,19 @@ class _LateFrees:
             level = max(level, self.levels[index])
         return level
 
-    def _release(self, level: int | None) -> None:
-        """Free what has been copied, and what there is no room for beside ``level`` bytes."""
+    def _made_by(self, index: int) -> Collection[int]:
+        """The storages that are computed before a place comes at which something can be freed again."""
+        while index + 1 < len(self.levels) and isinstance(self.schedule.steps[index], (SaveRng, RestoreRng)):
+            index += 1
+        step = self.schedule.steps[index]
+        return self.owned[step.op] if isinstance(step, Compute) else ()
+
+    def _release(self, level: int | None, made: Collection[int]) -> None:
+        """Free what has been copied, what there is no room for beside ``level`` bytes, and what is ``made`` anew."""
         while self.waiting:
             end, storage = self.waiting[0]
-            if level is not None and end > self.now and level + self.there <= self.budget_bytes:
+            again = any(one in made for _, one in self.waiting)
+            if level is not None and end > self.now and level + self.there <= self.budget_bytes and not again:
                 return
             heapq.heappop(self.waiting)
             self.there -= self.sizes[storage]

@@ -1,0 +1,103 @@
+"""How quick a second memory is while operators run, measured there and then.
+
+Storages of two sizes go there and back while the device multiplies matrices; latency and bandwidth follow from the two. Figures
+are rounded to steps of a quarter, so that runs that measure nearly the same plan the same and find each other's plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from lowtide.budget import parse_budget
+from lowtide.errors import PlanError
+from lowtide.ir import Costs, SecondMemory
+from lowtide.offload.interface import SecondMemoryOf
+from lowtide.offload.registry import open_memory
+from lowtide.units import format_bytes
+
+_LOG = logging.getLogger(__name__)
+_SMALL, _LARGE = 256 << 10, 32 << 20  # bytes
+_REPEATS = 5
+_STEP = 1.25
+
+
+def with_offload(costs: Costs, name: str | None, budget: int | str | None, device: torch.device) -> Costs:
+    """``costs`` with the second memory ``name`` of a device, or as they are without one. ``budget``: how much of it may be
+    taken, a percentage being of all that ``costs`` know of. Raises as ``open_memory``, and ``PlanError`` for more than there
+    is."""
+    if name is None:
+        return costs
+    free = open_memory(name, device).free_bytes()
+    capacity = free if budget is None else parse_budget(budget, int(costs.storage_bytes.sum()), what="offload_budget")
+    if capacity > free:
+        raise PlanError(
+            f"an offload_budget of {capacity} bytes ({format_bytes(capacity)}) is more than is free: {format_bytes(free)}."
+        )
+    # What is free changes all the time, and plans are found by what they were asked for.
+    known = capacity if budget is not None or capacity < int(costs.storage_bytes.sum()) else None
+    offload, fetch, latency, shared = _measured(name, device)
+    return replace(costs, second_memory=SecondMemory(offload, fetch, latency, known, shared, name))
+
+
+@functools.cache
+def _measured(name: str, device: torch.device) -> tuple[int, int, int, bool]:
+    """Bytes per second there and back, ns before each transfer, and whether both directions take turns."""
+    memory = open_memory(name, device)
+    small, large = (_round_trips(memory, device, size) for size in (_SMALL, _LARGE))
+    rates = [(_LARGE - _SMALL) * 1e9 / max(slow - quick, 1) for slow, quick in zip(large, small, strict=True)]
+    latency = max(statistics.mean(t - _SMALL * 1e9 / rate for t, rate in zip(small, rates, strict=True)), 1000.0)
+    offload, fetch, latency = (_rounded(figure) for figure in (*rates, latency))
+    _LOG.info("%s moves %s/s there and %s/s back", name, format_bytes(int(offload)), format_bytes(int(fetch)))
+    return int(offload), int(fetch), int(latency), memory.shared
+
+
+def _round_trips(memory: SecondMemoryOf, device: torch.device, nbytes: int) -> tuple[float, float]:
+    """Median nanoseconds that so many bytes take there, and back."""
+    tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    there, back = [], []
+    with _busy(device):
+        lease = memory.lease(nbytes)
+        for _ in range(_REPEATS):
+            start = time.perf_counter_ns()
+            copy = lease.offload(0, (tensor,))
+            copy.settle()
+            between = time.perf_counter_ns()
+            copy.fetch()
+            copy.settle()
+            there.append(between - start)
+            back.append(time.perf_counter_ns() - between)
+    return statistics.median(there), statistics.median(back)
+
+
+@contextlib.contextmanager
+def _busy(device: torch.device) -> Iterator[None]:
+    """Inside, a thread has the device multiply matrices."""
+    stop = threading.Event()
+
+    def multiply() -> None:
+        one = torch.ones(512, 512, device=device)
+        with contextlib.nullcontext() if device.type == "cpu" else torch.Stream(device):
+            while not stop.is_set():
+                float((one @ one)[0, 0])  # waits for it
+
+    thread = threading.Thread(target=multiply, name="lowtide bandwidth", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _rounded(figure: float) -> float:
+    return float(_STEP ** round(math.log(max(figure, 1.0), _STEP)))

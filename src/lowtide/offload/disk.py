@@ -1,0 +1,232 @@
+"""A file on a local disk as second memory, of the CPU or of what its memory is too small for.
+
+The file has no name: it is gone when the process ends, however that happens. Its bytes are reserved before a pass begins. One
+thread reads and writes, past the page cache where the file system lets it, so that what has left memory has left it: by way of
+a buffer of a few megabytes, as that asks for aligned addresses.
+
+``LOWTIDE_OFFLOAD_CHECKSUMS=1`` has every storage compared with what it was, by CRC-32, when it comes back.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import queue
+import shutil
+import tempfile
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lowtide.errors import ExecutionError
+from lowtide.offload.interface import ALIGNMENT, Copy, Lease, SecondMemoryOf, bytes_of
+from lowtide.units import format_bytes
+
+_LOG = logging.getLogger(__name__)
+_CHUNK = 8 << 20
+_DIRECT = getattr(os, "O_DIRECT", 0)
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A transfer for the thread. ``error``: why it could not be done; ``checksum``: of the bytes, where that was asked for."""
+
+    work: Callable[[Bytes], None]
+    done: threading.Event = field(default_factory=threading.Event)
+    error: OSError | None = None
+
+    def wait(self, doing: str) -> None:
+        self.done.wait()
+        if self.error is not None:
+            raise ExecutionError(
+                f"{doing} the file that tensors are offloaded to: {self.error.strerror or self.error}."
+            )
+
+
+class DiskMemory(SecondMemoryOf):
+    """A file in ``folder``. Raises ``ExecutionError`` where none can be made there."""
+
+    shared = True
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.checksums = os.environ.get("LOWTIDE_OFFLOAD_CHECKSUMS", "") not in ("", "0")
+        self._file, self.direct = _nameless_file(folder)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._size = 0
+        self._free: list[tuple[int, int]] = []  # offset and size of leases that were given back
+        self._end = weakref.finalize(self, _end, self._file, self._jobs)
+        threading.Thread(target=_work, args=(self._jobs,), name="lowtide disk", daemon=True).start()
+
+    def lease(self, nbytes: int) -> DiskLease:
+        nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        with self._lock:
+            fitting = [one for one in self._free if one[1] >= nbytes]
+            if fitting:
+                found = min(fitting, key=lambda one: one[1])
+                self._free.remove(found)
+                return DiskLease(self, *found)
+            self._reserve(nbytes)
+            self._size += nbytes
+            return DiskLease(self, self._size - nbytes, nbytes)
+
+    def _reserve(self, nbytes: int) -> None:
+        try:
+            os.posix_fallocate(self._file, self._size, max(nbytes, 1))
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            free = f", which has {format_bytes(self.free_bytes())} free" if full else ""
+            raise ExecutionError(
+                f"a pass moves {nbytes} bytes ({format_bytes(nbytes)}) to a file in {self.folder}{free}: "
+                f'{error.strerror}. Name another folder with offload="disk:/folder", or give a smaller offload_budget=.'
+            ) from error
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """Room for others."""
+        with self._lock:
+            self._free.append((offset, nbytes))
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.folder).free
+
+    def write(self, offset: int, nbytes: int, memory: Bytes) -> _Job:
+        """Begin to write ``memory``; the job holds on to nothing once it is done."""
+        source = [memory]
+
+        def work(buffer: Bytes) -> None:
+            whole = source.pop()
+            for begin in range(0, nbytes, _CHUNK):
+                part = whole[begin : begin + _CHUNK]
+                buffer[: len(part)] = part
+                self._write(offset + begin, buffer[: -(-len(part) // ALIGNMENT) * ALIGNMENT])
+
+        return self._begin(work)
+
+    def read(self, offset: int, nbytes: int, memory: Bytes) -> _Job:
+        """Begin to read into ``memory``."""
+        target = [memory]
+
+        def work(buffer: Bytes) -> None:
+            whole = target.pop()
+            for begin in range(0, nbytes, _CHUNK):
+                part = whole[begin : begin + _CHUNK]
+                self._read(offset + begin, buffer[: -(-len(part) // ALIGNMENT) * ALIGNMENT])
+                part[:] = buffer[: len(part)]
+
+        return self._begin(work)
+
+    def _begin(self, work: Callable[[Bytes], None]) -> _Job:
+        job = _Job(work)
+        self._jobs.put(job)
+        return job
+
+    def _write(self, offset: int, part: Bytes) -> None:
+        done = 0
+        while done < len(part):
+            done += os.pwrite(self._file, part[done:], offset + done)  # type: ignore[arg-type]
+        if not self.direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file, offset, len(part), os.POSIX_FADV_DONTNEED)
+
+    def _read(self, offset: int, part: Bytes) -> None:
+        done = 0
+        while done < len(part):
+            count = os.preadv(self._file, [part[done:]], offset + done)  # type: ignore[list-item]
+            if count == 0:
+                raise OSError(errno.EIO, "the file is shorter than what was written to it")
+            done += count
+
+
+class DiskLease(Lease):
+    def __init__(self, memory: DiskMemory, offset: int, nbytes: int) -> None:
+        self.memory, self.offset = memory, offset
+        weakref.finalize(self, memory.give_back, offset, nbytes).atexit = False
+
+    def offload(self, offset: int, values: Sequence[torch.Tensor]) -> DiskCopy:
+        return DiskCopy(self, self.offset + offset, values)
+
+
+class DiskCopy(Copy):
+    def __init__(self, lease: DiskLease, offset: int, values: Sequence[torch.Tensor]) -> None:
+        super().__init__(values)
+        self.lease, self.offset = lease, offset
+        memory = _memory_of(values[0].untyped_storage())
+        self.checksum = zlib.crc32(memory.data) if lease.memory.checksums else None
+        self._out = lease.memory.write(offset, self.bytes, memory)
+        self._in: tuple[_Job, Bytes] | None = None
+
+    def left(self) -> None:
+        self._out.wait(f"{format_bytes(self.bytes)} could not be written to")
+
+    def _begin(self, storage: torch.UntypedStorage) -> None:
+        memory = _memory_of(storage)
+        self._in = self.lease.memory.read(self.offset, self.bytes, memory), memory
+
+    def back(self) -> None:
+        assert self._in is not None
+        (job, memory), self._in = self._in, None
+        job.wait(f"{format_bytes(self.bytes)} could not be read back from")
+        if self.checksum is not None and zlib.crc32(memory.data) != self.checksum:
+            raise ExecutionError(
+                f"{format_bytes(self.bytes)} that were offloaded to a file in {self.lease.memory.folder} came back otherwise "
+                'than they went. The disk is not to be trusted; name another with offload="disk:/folder".'
+            )
+
+    def settle(self) -> None:
+        self.left()
+        if self._in is not None:
+            self.back()
+
+
+def _memory_of(storage: torch.UntypedStorage) -> Bytes:
+    """The bytes of a storage of the CPU, which they keep."""
+    memory: Bytes = bytes_of(storage).numpy()
+    return memory
+
+
+def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    """The thread: one transfer after the other."""
+    buffer = np.frombuffer(mmap.mmap(-1, _CHUNK), np.uint8)
+    while (job := jobs.get()) is not None:
+        try:
+            job.work(buffer)
+        except OSError as error:
+            job.error = error
+        del job.work
+        job.done.set()
+        del job  # the next may be long in coming
+
+
+def _end(file: int, jobs: queue.SimpleQueue[_Job | None]) -> None:
+    jobs.put(None)
+    os.close(file)
+
+
+def _nameless_file(folder: str) -> tuple[int, bool]:
+    """A file without a name, and whether it is read and written past the page cache. Raises ``ExecutionError``."""
+    flags = os.O_RDWR | getattr(os, "O_TMPFILE", 0)
+    try:
+        if getattr(os, "O_TMPFILE", 0):
+            for direct in (_DIRECT, 0) if _DIRECT else (0,):
+                try:
+                    return os.open(folder, flags | direct, 0o600), bool(direct)
+                except OSError as error:
+                    if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR):
+                        raise
+        file, path = tempfile.mkstemp(prefix="lowtide-", dir=folder)
+        os.unlink(path)
+        return file, False
+    except OSError as error:
+        raise ExecutionError(
+            f"no file can be made in {folder} to offload tensors to: {error.strerror or error}. Name a folder on a local disk, "
+            'as in offload="disk:/scratch".'
+        ) from error

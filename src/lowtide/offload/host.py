@@ -1,0 +1,122 @@
+"""The host's memory as second memory of an accelerator.
+
+Copies run on two streams of their own, one each way, from and to pinned memory. The stream that computes never blocks the host
+for them: it waits for events, in the order of the steps, so that memory is let go of after it was copied, and used after it was
+filled, as the accelerator's allocator reuses memory in the order of that stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lowtide.errors import ExecutionError
+from lowtide.offload.interface import Copy, Lease, SecondMemoryOf, bytes_of
+from lowtide.units import format_bytes
+
+_LOG = logging.getLogger(__name__)
+
+
+class HostMemory(SecondMemoryOf):
+    """Of ``device``, an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.out, self.home = torch.Stream(device), torch.Stream(device)
+        self._lock = threading.Lock()
+        self._free: list[torch.Tensor] = []  # blocks that leases gave back
+
+    def lease(self, nbytes: int) -> HostLease:
+        with self._lock:
+            fitting = [one for one in self._free if one.nbytes >= nbytes]
+            block = min(fitting, key=lambda one: one.nbytes, default=None)
+            if block is not None:
+                self._free = [one for one in self._free if one is not block]
+        return HostLease(self, _pinned(nbytes) if block is None else block)
+
+    def give_back(self, block: torch.Tensor) -> None:
+        """Room for others."""
+        with self._lock:
+            self._free.append(block)
+
+    def free_bytes(self) -> int:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def after(self, stream: torch.Stream) -> torch.Event:
+        """The point that ``stream`` has come to."""
+        event = torch.Event(self.device)
+        event.record(stream)
+        return event
+
+    @property
+    def computing(self) -> torch.Stream:
+        """The stream on which operators run now."""
+        return torch.accelerator.current_stream(self.device)
+
+
+class HostLease(Lease):
+    def __init__(self, memory: HostMemory, block: torch.Tensor) -> None:
+        self.memory, self.block = memory, block
+        self.read: list[
+            tuple[int, int, torch.Event]
+        ] = []  # first and last byte of what was fetched, and when it had come
+        weakref.finalize(self, memory.give_back, block).atexit = False
+
+    def offload(self, offset: int, values: Sequence[torch.Tensor]) -> HostCopy:
+        return HostCopy(self, offset, values)
+
+
+class HostCopy(Copy):
+    def __init__(self, lease: HostLease, offset: int, values: Sequence[torch.Tensor]) -> None:
+        super().__init__(values)
+        memory = lease.memory
+        self.lease, self.offset = lease, offset
+        self.slot = lease.block[offset : offset + self.bytes]
+        memory.out.wait_event(memory.after(memory.computing))
+        for first, last, come in lease.read:  # what was in the slot before
+            if first < offset + self.bytes and offset < last:
+                memory.out.wait_event(come)
+        with memory.out:
+            self.slot.copy_(bytes_of(values[0].untyped_storage()), non_blocking=True)
+        self._out = memory.after(memory.out)
+        self._in: Any = None
+
+    def left(self) -> None:
+        self.lease.memory.computing.wait_event(self._out)
+
+    def _begin(self, storage: torch.UntypedStorage) -> None:
+        memory = self.lease.memory
+        memory.home.wait_event(memory.after(memory.computing))  # who had this memory before
+        memory.home.wait_event(self._out)
+        with memory.home:
+            bytes_of(storage).copy_(self.slot, non_blocking=True)
+        self._in = memory.after(memory.home)
+        self.lease.read.append((self.offset, self.offset + self.bytes, self._in))
+
+    def back(self) -> None:
+        self.lease.memory.computing.wait_event(self._in)
+
+    def settle(self) -> None:
+        for event in (self._out, self._in):
+            if event is not None:
+                event.synchronize()
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    """Memory that the device reads and writes by itself; common memory where there is none, which the log says."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except (RuntimeError, NotImplementedError) as error:
+        _LOG.info("no pinned memory (%s): transfers go by common memory, which is slower", str(error).splitlines()[0])
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise ExecutionError(
+            f"the host has no {nbytes} bytes ({format_bytes(nbytes)}) for what a pass moves; give a smaller offload_budget=."
+        ) from error

@@ -1,0 +1,131 @@
+"""What a second memory is to a generated step.
+
+A pass leases room, and holds the lease as long as it lives. Each storage has a slot in it::
+
+    copy = lease.offload(offset, (v1, v2))   # begins to copy the storage behind these values
+    copy.left()                              # before its memory is let go of, or written over
+    v1, v2 = copy.fetch()                    # new memory of the same layout, which begins to fill
+    copy.back()                              # before anybody reads or writes it
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from lowtide.ir import Costs, Fetch, Offload, Schedule
+from lowtide.place import Buffers, place
+
+ALIGNMENT = 4096
+"""Of slots: what files that are written past the page cache ask for."""
+
+
+class Layout(NamedTuple):
+    """Of a tensor in its storage."""
+
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        return cls(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor on another storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The storage as a tensor of bytes."""
+    return Layout(torch.uint8, 0, (storage.nbytes(),), (1,)).on(storage)
+
+
+class Copy(abc.ABC):
+    """A storage in the second memory, on its way there, or on its way back."""
+
+    def __init__(self, values: Sequence[torch.Tensor]) -> None:
+        storage = values[0].untyped_storage()
+        self.bytes = storage.nbytes()
+        self.device = storage.device
+        self.layouts = [Layout.of(value) for value in values]
+
+    @abc.abstractmethod
+    def left(self) -> None:
+        """Wait until all bytes are there. Raises ``ExecutionError`` where they could not be written."""
+
+    def fetch(self) -> list[torch.Tensor]:
+        """The values, in new memory that begins to fill; nobody may use them before ``back``."""
+        storage = torch.UntypedStorage(self.bytes, device=self.device)  # type: ignore[no-untyped-call]
+        self._begin(storage)
+        return [layout.on(storage) for layout in self.layouts]
+
+    @abc.abstractmethod
+    def _begin(self, storage: torch.UntypedStorage) -> None:
+        """Begin to fill ``storage``."""
+
+    @abc.abstractmethod
+    def back(self) -> None:
+        """Wait until what was fetched last has come. Raises ``ExecutionError`` where it could not be read, or is not what
+        was written."""
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Have the caller itself wait until no transfer is under way; for measurements."""
+
+
+class Lease(abc.ABC):
+    """Room in a second memory for one pass. It is given back when nothing holds the lease or a copy of it any more."""
+
+    @abc.abstractmethod
+    def offload(self, offset: int, values: Sequence[torch.Tensor]) -> Copy:
+        """Begin to copy the storage behind ``values`` to ``offset`` of the room."""
+
+
+class SecondMemoryOf(abc.ABC):
+    """A second memory of a device. ``shared``: both directions take turns."""
+
+    shared = False
+
+    @abc.abstractmethod
+    def lease(self, nbytes: int) -> Lease:
+        """Room for a pass. Raises ``ExecutionError`` where there is none."""
+
+    @abc.abstractmethod
+    def free_bytes(self) -> int:
+        """What it could still hold."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Room:
+    """What the passes of a schedule need of a second memory: where each storage that moves has its slot, and ``nbytes`` in
+    all."""
+
+    memory: SecondMemoryOf
+    slots: Mapping[int, int]
+    nbytes: int
+
+    def lease(self) -> Lease:
+        """Room for one pass. Raises ``ExecutionError`` where there is none."""
+        return self.memory.lease(self.nbytes)
+
+
+def room_for(schedule: Schedule, costs: Costs, memory: SecondMemoryOf) -> Room:
+    """Slots for what the schedule moves; those of storages that are there at the same time do not overlap."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, step in enumerate(schedule.steps):
+        if isinstance(step, Offload):
+            first[step.storage] = index
+        elif isinstance(step, Fetch):
+            last[step.storage] = index
+    moved = list(first)
+    rows = [(first[one], last[one] + 1, int(costs.storage_bytes[one])) for one in moved]
+    placement = place(Buffers.of(rows, ALIGNMENT), most_visits=1)
+    return Room(memory, dict(zip(moved, placement.offsets.tolist(), strict=True)), placement.reserved_bytes)

@@ -1,0 +1,41 @@
+"""Second memories by name."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+
+import torch
+
+from lowtide.errors import PlanError
+from lowtide.ir.second_memory import check_second_memory
+from lowtide.offload.interface import SecondMemoryOf
+
+_OPEN: dict[tuple[str, torch.device, int], SecondMemoryOf] = {}  # by name, device and process
+_LOCK = threading.Lock()
+
+
+def open_memory(name: str, device: torch.device) -> SecondMemoryOf:
+    """The one second memory of that name for a device in this process. Raises ``PlanError`` where the device has none, and
+    ``ExecutionError`` where it cannot be opened."""
+    check_second_memory(name)
+    key = (name, device, os.getpid())
+    with _LOCK:
+        if key not in _OPEN:
+            _OPEN[key] = _opened(name, device)
+        return _OPEN[key]
+
+
+def _opened(name: str, device: torch.device) -> SecondMemoryOf:
+    if name == "cpu":
+        if device.type in ("cpu", "meta"):
+            raise PlanError(f'offload="cpu" moves tensors to where those of a model on {device.type} are; use "disk".')
+        from lowtide.offload.host import HostMemory
+
+        return HostMemory(device)
+    if device.type != "cpu":
+        raise PlanError(f'offload={name!r} is for models on the CPU, not on {device}; use offload="cpu".')
+    from lowtide.offload.disk import DiskMemory
+
+    return DiskMemory(name.partition(":")[2] or tempfile.gettempdir())
