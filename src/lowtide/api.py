@@ -203,11 +203,13 @@ def plan(
     budget: int | str,
     planner: str = "auto",
     seed: int = 0,
+    offload: str | None = None,
+    offload_budget: int | str | None = None,
     on_progress: Progress | None = None,
 ) -> Plan:
     """Plan the training pass of ``model(*args, **kwargs)`` without changing the model.
 
-    Takes the same ``budget``, ``planner`` and ``seed`` as ``rematerialize`` and raises the same errors. A model on the
+    Takes these arguments as ``rematerialize`` does, and raises the same errors. A model on the
     ``meta`` device is planned with analytical costs. ``on_progress(stage, fraction)`` is called along the way; without it a
     terminal or a notebook shows a bar.
     """
@@ -216,7 +218,7 @@ def plan(
             "a plan is made outside of lowtide.online; inside, whatever runs is kept within the budget as it comes."
         )
     pipeline.require_module(model, "plan")
-    settings = Settings(budget=budget, planner=planner, seed=seed)
+    settings = Settings(budget=budget, planner=planner, seed=seed, offload=offload, offload_budget=offload_budget)
     with told(type(model).__name__, on_progress) as tell:
         with torch.enable_grad():
             program = capture(model, args, kwargs).program

@@ -23,6 +23,14 @@ def add_planner_options(parser: argparse.ArgumentParser, planner: str = "auto") 
     parser.add_argument("--seed", type=seed, default=0, help="seed of the planner (default: 0)")
 
 
+def add_offload_options(parser: argparse.ArgumentParser) -> None:
+    """Those of a model, which runs."""
+    parser.add_argument(
+        "--offload", metavar="WHERE", help='let tensors move away and back: "disk", "disk:/folder", "cpu"'
+    )
+    parser.add_argument("--offload-budget", metavar="BYTES", help="how much of them may be there at one time")
+
+
 def add_second_memory_options(parser: argparse.ArgumentParser) -> None:
     text = "let tensors move to a second memory at this bandwidth, such as 16GB/s, or at one there and one back: 16GB/s,12GB/s"
     parser.add_argument("--offload", metavar="RATE[,RATE]", help=text)

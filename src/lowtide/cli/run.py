@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.cli.options import add_planner_options
+from lowtide.cli.options import add_offload_options, add_planner_options
 from lowtide.errors import ExecutionError, PlanError
 from lowtide.report.tables import fact_lines, table_lines
 from lowtide.report.writers import writer_of
@@ -39,6 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_planner_options(parser)
     parser.add_argument("--compiler", choices=("eager", "inductor"), help="default: inductor for compiled models")
     parser.add_argument("--planning", choices=("background", "wait"), help="see lowtide.rematerialize")
+    add_offload_options(parser)
     parser.add_argument("--skip", action="append", default=[], metavar="CLASS", help="leave models of this class alone")
     parser.add_argument("--report", metavar="FILE", help=".json: the summary; .html, .txt...: the largest plan")
     add_script_options(parser)
@@ -90,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``lowtide.rematerialize``. Raises ``PlanError`` before anything runs."""
     budget = options.budget if options.budget or options.total else "60%"
-    names = ("reserve", "planner", "seed", "compiler", "planning")
+    names = ("reserve", "planner", "seed", "compiler", "planning", "offload", "offload_budget")
     settings = {"budget": budget, "total_budget": options.total} | {name: getattr(options, name) for name in names}
     Settings(**{name: value for name, value in settings.items() if value is not None})
     return settings
