@@ -10,21 +10,17 @@ the bit.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.turns import compared, serve
 from lowtide.store import write_atomically
 
 RESULTS = Path(__file__).parent / "results" / "optimizer"
 MODELS = ("gpt2", "resnet50")
 WAYS = ("eager", "after", "inside")
-_STEPS = 3  # in a turn
 
 
 def main() -> int:
@@ -48,29 +44,7 @@ def main() -> int:
 
 
 def _compare(model: str, budget: str, rounds: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.optimizer", "--train", model, budget]
-    pipe = subprocess.PIPE
-    children = {way: subprocess.Popen([*command, way], stdin=pipe, stdout=pipe, text=True) for way in WAYS}
-    told: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    for _ in range(rounds + 1):  # the first one warms up
-        for way, child in children.items():
-            assert child.stdin is not None and child.stdout is not None
-            print("go", file=child.stdin, flush=True)
-            told[way].append(json.loads(child.stdout.readline()))
-    for child in children.values():
-        assert child.stdin is not None
-        child.stdin.close()
-        child.wait()
-    seconds = {way: statistics.median(s for turn in turns[1:] for s in turn["seconds"]) for way, turns in told.items()}
-    return {
-        "model": model,
-        "budget": budget,
-        "equal": len({tuple(turn["digest"] for turn in turns) for turns in told.values()}) == 1,
-        "ways": {
-            way: {**turns[-1], "seconds": seconds[way], "time_ratio": seconds[way] / seconds["eager"]}
-            for way, turns in told.items()
-        },
-    }
+    return {"model": model, "budget": budget, **compared("benchmarks.optimizer", [model, budget], WAYS, rounds)}
 
 
 def _train(name: str, budget: str, way: str) -> int:
@@ -90,30 +64,22 @@ def _train(name: str, budget: str, way: str) -> int:
         lowtide.rematerialize(model, (), kwargs, budget=limit, planning="wait", optimizer=inside)
         (plan,) = lowtide.plans(model)
         facts = {"budget_bytes": limit, "plan_bytes": plan.peak_bytes, "overhead": plan.overhead}
-    digest = hashlib.sha256()
     losses: list[torch.Tensor] = []
 
-    def step() -> None:
+    def step() -> torch.Tensor:
         optimizer.zero_grad()
         result = model(**kwargs)  # and its logits, which a plan counts to the end
         losses[:] = [result.loss]
         losses[0].backward()
         optimizer.step()
+        return losses[0]
 
-    for _ in sys.stdin:
-        seconds = []
-        for _ in range(_STEPS):
-            start = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - start)
-            digest.update(losses[0].detach().numpy().tobytes())
+    def clear() -> None:
         optimizer.zero_grad()
         losses.clear()
-        peak = lowtide.measure(step).peak_bytes
-        parameters = sum(parameter.nbytes for parameter in model.parameters())
-        told = {"seconds": seconds, "digest": digest.hexdigest(), "peak_bytes": peak, "parameter_bytes": parameters}
-        print(json.dumps({**told, **facts}), flush=True)
-    return 0
+
+    facts["parameter_bytes"] = sum(parameter.nbytes for parameter in model.parameters())
+    return serve(step, clear, facts)
 
 
 def _models() -> dict[str, Any]:

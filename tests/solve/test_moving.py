@@ -24,6 +24,7 @@ from lowtide.ir import (
 from lowtide.solve.model.split import Split, movable_storages, split
 from lowtide.solve.moving.placing import place_transfers
 from tests.support.interpreter import Machine
+from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
 from tests.support.sequences import random_sequence
 
@@ -32,6 +33,7 @@ def _case(seed: int) -> tuple[random.Random, Graph, Costs, Split, Schedule]:
     """A graph, and a schedule of its split form in which all kinds of things run again."""
     draw = random.Random(seed)
     graph, costs = random_graph(seed, draw.randint(4, 30))
+    graph, costs = overwriting(graph, costs, seed) if draw.random() < 0.5 else (graph, costs)
     memory = SecondMemory(*(draw.choice((10**7, 10**8, 10**9, 10**10)) for _ in range(2)), draw.choice((0, 50)))
     costs = replace(costs, second_memory=replace(memory, shared=draw.random() < 0.3))
     storages = [storage for storage in movable_storages(graph, costs) if draw.random() < 0.7]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from lowtide.cli.options import add_planner_options
+from lowtide.cli.options import add_offload_options, add_planner_options
 from lowtide.cli.plan import sample
 from lowtide.progress import progress_bar
 
@@ -20,6 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", required=True, help='a name such as "A100-80GB", or its memory: "24GiB"')
     parser.add_argument("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim (default: AdamW)")
     parser.add_argument("--reserve", help="to be left alone (default: 1 GB of a named device)")
+    add_offload_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_planner_options(parser, "auto{effort=1}")
 
@@ -38,6 +39,8 @@ def run(options: argparse.Namespace) -> int:
             reserve=options.reserve,
             planner=options.planner,
             seed=options.seed,
+            offload=options.offload,
+            offload_budget=options.offload_budget,
             on_progress=on_progress,
         )
     print(json.dumps(fit.to_json()) if options.json else fit)

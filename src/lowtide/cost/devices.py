@@ -2,7 +2,8 @@
 
 Peak rates are the makers' data sheets, dense, without sparsity: NVIDIA A100 80GB SXM (19.5 TFLOP/s float32, 312
 bf16/fp16, 9.7 float64, 2039 GB/s), H100 SXM (67, 989, 34, 3.35 TB/s), H200 SXM (the same chip, 4.8 TB/s), GeForce RTX
-4090 (Ada whitepaper: 82.6, 165 with fp32 accumulation, 1.29, 1008 GB/s). ``cpu`` is a pair of generic server cores with
+4090 (Ada whitepaper: 82.6, 165 with fp32 accumulation, 1.29, 1008 GB/s). Links to the host are 16 lanes of PCI Express 4 (31.5
+GB/s each way) and 5 (63). ``cpu`` is a pair of generic server cores with
 AVX2: 2 cores x 3 GHz x 32 float32 operations, and the bandwidth that two cores of such machines sustain.
 """
 
@@ -20,7 +21,8 @@ from lowtide.errors import CostError
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """``flops``: peak floating-point operations per second by dtype; ``bandwidth``: bytes per second.
+    """``flops``: peak floating-point operations per second by dtype; ``bandwidth``: bytes per second; ``link``: the same to
+    the host's memory and back, each way, 0 where that is the device's own.
 
     ``flops_share`` and ``bandwidth_share`` are the parts of the peaks that large operators reach in practice;
     ``launch_ns`` is what any operator takes.
@@ -33,6 +35,7 @@ class Device:
     flops_share: float
     bandwidth_share: float
     matches: tuple[str, ...] = ()
+    link: float = 0.0
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
         """Of an unlisted dtype: float32's."""
@@ -45,10 +48,10 @@ def _rates(float32: float, half: float, float64: float) -> Mapping[torch.dtype, 
 
 _DEVICES = (
     Device("cpu", _rates(192e9, 96e9, 96e9), 25e9, 3_000, 0.6, 0.6),
-    Device("a100", _rates(19.5e12, 312e12, 9.7e12), 2.039e12, 5_000, 0.6, 0.8, ("A100",)),
-    Device("h100", _rates(67e12, 989e12, 34e12), 3.35e12, 5_000, 0.6, 0.8, ("H100",)),
-    Device("h200", _rates(67e12, 989e12, 34e12), 4.8e12, 5_000, 0.6, 0.8, ("H200",)),
-    Device("rtx4090", _rates(82.6e12, 165.2e12, 1.29e12), 1.008e12, 5_000, 0.6, 0.8, ("4090",)),
+    Device("a100", _rates(19.5e12, 312e12, 9.7e12), 2.039e12, 5_000, 0.6, 0.8, ("A100",), 31.5e9),
+    Device("h100", _rates(67e12, 989e12, 34e12), 3.35e12, 5_000, 0.6, 0.8, ("H100",), 63e9),
+    Device("h200", _rates(67e12, 989e12, 34e12), 4.8e12, 5_000, 0.6, 0.8, ("H200",), 63e9),
+    Device("rtx4090", _rates(82.6e12, 165.2e12, 1.29e12), 1.008e12, 5_000, 0.6, 0.8, ("4090",), 31.5e9),
 )
 DEVICES = {device.name: device for device in _DEVICES}
 

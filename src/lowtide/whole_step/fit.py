@@ -17,13 +17,15 @@ from lowtide.capture.capture import flat_arguments
 from lowtide.cost import analytical_costs
 from lowtide.cost.devices import DEVICES, get_device
 from lowtide.errors import CostError, InfeasibleBudgetError, PlanError
-from lowtide.ir import Costs, Graph, keep_all_schedule, simulate
+from lowtide.ir import Costs, Graph, SecondMemory, keep_all_schedule, simulate
+from lowtide.ir.second_memory import check_second_memory
 from lowtide.notebook import Shown
 from lowtide.pipeline import require_module
 from lowtide.planning import Plan, make_plan
 from lowtide.program.sizes import held_bytes
 from lowtide.progress import Progress, told
 from lowtide.report.tables import fact_lines
+from lowtide.report.text import moved_text
 from lowtide.units import format_bytes, format_percent
 from lowtide.whole_step.optimizer_state import Optimizer, optimizer_state_bytes
 
@@ -160,7 +162,12 @@ class Fit(Shown):
         }
         if self.plan is not None:
             peak, overhead = format_bytes(self.plan.peak_bytes), format_percent(self.plan.overhead)
-            facts["with a plan"] = f"{peak} for the pass, {overhead} more time"
+            bound = format_percent((self.plan.lower_bound_ns or 0) / max(self.plan.costs.total_time_ns, 1) - 1)
+            proven = "" if self.plan.lower_bound_ns is None else f", at least {bound} with any"
+            facts["with a plan"] = f"{peak} for the pass, {overhead} more time{proven}"
+            if self.plan.schedule.moves:
+                timing = simulate(self.plan.graph, self.plan.costs, self.plan.schedule).timing
+                facts["transfers"] = moved_text(timing)
         tensors = {
             f"largest tensor {n}": f"{format_bytes(size)} {name}" for n, (name, size) in enumerate(self.largest, 1)
         }
@@ -177,6 +184,8 @@ def fits(
     reserve: int | str | None = None,
     planner: str = "auto{effort=1}",
     seed: int = 0,
+    offload: str | None = None,
+    offload_budget: int | str | None = None,
     on_progress: Progress | None = None,
 ) -> Fit:
     """Whether ``model(*args, **kwargs)`` trains on a device, and what takes its memory. Nothing is allocated there, or run: the
@@ -185,7 +194,9 @@ def fits(
     ``device``: its memory, in bytes or with a unit (``"24GiB"``), or its name with the gigabytes that it is sold with, such as
     ``"A100-80GB"`` (names: ``lowtide.cost.devices``), which says how quick it is, too. ``optimizer``: one of the model's
     parameters, a class, or the name of a class of ``torch.optim``; its state is that of a step on tensors without memory.
-    ``reserve``: what is to be left alone, by default 1 GB of a named device, for its driver and libraries.
+    ``reserve``: what is to be left alone, by default 1 GB of a named device, for its driver and libraries. With
+    ``offload="cpu"`` the plan may move tensors to the host's memory by the link that the named device has, at most
+    ``offload_budget`` of them at one time.
 
     The answer counts bytes as an allocator hands them out. Operators' scratch is modelled, not measured, and so is time.
     Raises ``PlanError`` for a device, an optimizer or an amount that makes no sense, and what capturing the model raises.
@@ -197,6 +208,8 @@ def fits(
         with torch.enable_grad():
             program = capture(model, args, kwargs).program
         graph, costs = program.graph, analytical_costs(program, name)
+        if offload is not None:
+            costs = replace(costs, second_memory=_host(offload, offload_budget, name, costs))
         inputs, _ = flat_arguments(args, kwargs)
         whole = simulate(graph, costs, keep_all_schedule(graph))
         usual = 0 if name == "auto" else _RESERVE
@@ -227,6 +240,21 @@ def _planned(fit: Fit, graph: Graph, costs: Costs, planner: str, seed: int, tell
     except InfeasibleBudgetError as error:
         return replace(fit, least_bytes=error.minimum_bytes)
     return replace(fit, plan=plan, least_bytes=plan.peak_bytes)
+
+
+def _host(offload: str, budget: int | str | None, name: str, costs: Costs) -> SecondMemory:
+    """The host's memory as the device in the table sees it. Raises ``PlanError``."""
+    check_second_memory(offload)
+    device = get_device(name)
+    if offload != "cpu" or not device.link:
+        known = ", ".join(f"{each.name}-..GB" for each in DEVICES.values() if each.link)
+        raise PlanError(
+            f'offload={offload!r}: only offload="cpu" is modelled, for a device whose link is known: {known}.'
+        )
+    rate = int(device.bandwidth_share * device.link)
+    whole = int(costs.storage_bytes.sum())
+    capacity = None if budget is None else parse_budget(budget, whole, what="offload_budget")
+    return SecondMemory(rate, rate, device.launch_ns, capacity, name=offload)
 
 
 def _device(device: int | str) -> tuple[str, int]:

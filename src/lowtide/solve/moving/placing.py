@@ -58,16 +58,22 @@ def place_transfers(graph: Graph, costs: Costs, schedule: Schedule, budget_bytes
 
 
 def _without_needless(graph: Graph, costs: Costs, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """Storages stay that there is room for until they are read again, the largest first."""
+    """Storages stay that there is room for until they are read again, the largest first; not those that are written over."""
     levels = simulate(graph, costs, schedule).timeline.copy()
-    sizes = costs.storage_bytes.tolist()
+    sizes, owned = costs.storage_bytes.tolist(), owned_storages(graph)
     freed: dict[int, int] = {}
     gaps = []
+    over: set[int] = set()  # storages that were written over where they were freed last
     for index, step in enumerate(schedule.steps):
-        if isinstance(step, Free):
+        if isinstance(step, Compute):
+            over.difference_update(owned[step.op])
+            over.update(() if step.into is None else (step.into,))
+        elif isinstance(step, Free):
             freed[step.storage] = index
         elif isinstance(step, Fetch):
-            gaps.append((-sizes[step.storage], freed[step.storage], index))
+            if step.storage not in over:
+                gaps.append((-sizes[step.storage], freed[step.storage], index))
+            over.discard(step.storage)
     dropped: set[int] = set()
     for less, first, last in sorted(gaps):
         if levels[first + 1 : last].max(initial=0) - less <= budget_bytes:
