@@ -18,6 +18,7 @@ from torch import nn
 import lowtide
 from lowtide.ir import Fetch, timing
 from lowtide.offload import open_memory
+from lowtide.offload.bandwidth import Bandwidth
 from lowtide.offload.disk import DiskMemory
 from tests.support.networks import WithLoss, residual_blocks, rows
 from tests.support.training import compare_training, make
@@ -52,7 +53,7 @@ def disk(tmp_path: Path) -> str:
 @pytest.fixture
 def quick(disk: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A disk that is believed to be so quick that ``auto`` moves what it can of a small network."""
-    monkeypatch.setattr("lowtide.offload.bandwidth._measured", lambda name, device: (10**11, 10**11, 1000, True))
+    monkeypatch.setattr("lowtide.offload.bandwidth._measured", lambda name, device: Bandwidth(10**11, 10**11, 1000))
     return disk
 
 

@@ -1,4 +1,4 @@
-"""How quick a second memory is while operators run, measured there and then.
+"""How quick a second memory is while operators run, measured where it is first used, and kept on disk from then on.
 
 Storages of two sizes go there and back while the device multiplies matrices; latency and bandwidth follow from the two. Figures
 are rounded to steps of a quarter, so that runs that measure nearly the same plan the same and find each other's plans.
@@ -15,16 +15,24 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Annotated
 
+import msgspec
 import torch
+from msgspec import Meta
 
 from lowtide.budget import parse_budget
+from lowtide.device import interface_of
 from lowtide.errors import PlanError
 from lowtide.ir import Costs, SecondMemory
 from lowtide.offload.interface import SecondMemoryOf
 from lowtide.offload.registry import open_memory
+from lowtide.store import Cache, cache_folder, content_key
 from lowtide.units import format_bytes
 
+FORMAT = "lowtide-second-memory/1"
+_MOST_FILES = 32
+_PATIENCE_SECONDS = 30.0
 _LOG = logging.getLogger(__name__)
 _SMALL, _LARGE = 256 << 10, 32 << 20  # bytes
 _REPEATS = 5
@@ -45,20 +53,38 @@ def with_offload(costs: Costs, name: str | None, budget: int | str | None, devic
         )
     # What is free changes all the time, and plans are found by what they were asked for.
     known = capacity if budget is not None or capacity < int(costs.storage_bytes.sum()) else None
-    offload, fetch, latency, shared = _measured(name, device)
-    return replace(costs, second_memory=SecondMemory(offload, fetch, latency, known, shared, name))
+    found, shared = _measured(name, device), open_memory(name, device).shared
+    rates = found.offload_bytes_per_second, found.fetch_bytes_per_second
+    return replace(costs, second_memory=SecondMemory(*rates, found.latency_ns, known, shared, name))
+
+
+class Bandwidth(msgspec.Struct, frozen=True):
+    """What was measured of a second memory."""
+
+    offload_bytes_per_second: Annotated[int, Meta(ge=1, le=1 << 50)]
+    fetch_bytes_per_second: Annotated[int, Meta(ge=1, le=1 << 50)]
+    latency_ns: Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
 @functools.cache
-def _measured(name: str, device: torch.device) -> tuple[int, int, int, bool]:
-    """Bytes per second there and back, ns before each transfer, and whether both directions take turns."""
+def _measured(name: str, device: torch.device) -> Bandwidth:
+    """As it was measured first on this machine, or now."""
     memory = open_memory(name, device)
+    key = f"second-memory-{content_key(interface_of(device).name(), name, *memory.identity())[:24]}"
+    entries = Cache(cache_folder() / "second-memories", FORMAT, _MOST_FILES)
+    decode = msgspec.json.Decoder(Bandwidth).decode
+    make = functools.partial(_measure, name, memory, device)
+    found: Bandwidth = entries.get_or_make(key, decode, make, lambda one: one, _PATIENCE_SECONDS)
+    return found
+
+
+def _measure(name: str, memory: SecondMemoryOf, device: torch.device) -> Bandwidth:
     small, large = (_round_trips(memory, device, size) for size in (_SMALL, _LARGE))
     rates = [(_LARGE - _SMALL) * 1e9 / max(slow - quick, 1) for slow, quick in zip(large, small, strict=True)]
     latency = max(statistics.mean(t - _SMALL * 1e9 / rate for t, rate in zip(small, rates, strict=True)), 1000.0)
     offload, fetch, latency = (_rounded(figure) for figure in (*rates, latency))
     _LOG.info("%s moves %s/s there and %s/s back", name, format_bytes(int(offload)), format_bytes(int(fetch)))
-    return int(offload), int(fetch), int(latency), memory.shared
+    return Bandwidth(int(offload), int(fetch), int(latency))
 
 
 def _round_trips(memory: SecondMemoryOf, device: torch.device, nbytes: int) -> tuple[float, float]:

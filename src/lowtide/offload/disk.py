@@ -13,6 +13,7 @@ import errno
 import logging
 import mmap
 import os
+import platform
 import queue
 import shutil
 import tempfile
@@ -98,6 +99,9 @@ class DiskMemory(SecondMemoryOf):
 
     def free_bytes(self) -> int:
         return shutil.disk_usage(self.folder).free
+
+    def identity(self) -> tuple[str, ...]:
+        return platform.node(), str(os.stat(self.folder).st_dev), str(self.direct)
 
     def write(self, offset: int, nbytes: int, memory: Bytes) -> _Job:
         """Begin to write ``memory``; the job holds on to nothing once it is done."""

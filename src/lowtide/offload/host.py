@@ -38,6 +38,7 @@ class HostMemory(SecondMemoryOf):
             block = min(fitting, key=lambda one: one.nbytes, default=None)
             if block is not None:
                 self._free = [one for one in self._free if one is not block]
+                self.out.wait_event(self.after(self.home))  # who had it may not have waited for what it fetched
         return HostLease(self, _pinned(nbytes) if block is None else block)
 
     def give_back(self, block: torch.Tensor) -> None:
@@ -86,6 +87,7 @@ class HostCopy(Copy):
             self.slot.copy_(bytes_of(values[0].untyped_storage()), non_blocking=True)
         self._out = memory.after(memory.out)
         self._in: Any = None
+        self._waits = False  # whether the device still fills what nobody has waited for
 
     def left(self) -> None:
         self.lease.memory.computing.wait_event(self._out)
@@ -97,10 +99,16 @@ class HostCopy(Copy):
         with memory.home:
             bytes_of(storage).copy_(self.slot, non_blocking=True)
         self._in = memory.after(memory.home)
+        self._waits = True
         self.lease.read.append((self.offset, self.offset + self.bytes, self._in))
 
     def back(self) -> None:
         self.lease.memory.computing.wait_event(self._in)
+        self._waits = False
+
+    def __del__(self) -> None:
+        if self._waits:  # a pass that was given up: nobody gets this memory before it was filled
+            self.lease.memory.computing.wait_event(self._in)
 
     def settle(self) -> None:
         for event in (self._out, self._in):

@@ -101,6 +101,10 @@ class SecondMemoryOf(abc.ABC):
     def free_bytes(self) -> int:
         """What it could still hold."""
 
+    def identity(self) -> tuple[str, ...]:
+        """What else its bandwidth depends on, beside its name and the device."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Room:
