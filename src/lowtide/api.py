@@ -41,6 +41,7 @@ def rematerialize(
     arena: bool = False,
     offload: str | None = None,
     offload_budget: int | str | None = None,
+    rescue: bool = True,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Model:
     """Make ``model``, any module, train inside a memory budget, in place; returns the same object.
@@ -58,33 +59,36 @@ def rematerialize(
     total_budget, reserve:
         Instead of ``budget``: bytes in all, with parameters, buffers, inputs, gradients and two optimizer states for each; and
         bytes to leave free for the caller between the passes (a loss outside the model).
-    planner, seed:
+    planner, seed, compiler:
         Name and options of a planner, see ``lowtide planners``; the same program, costs and seed give the same plan.
-    compiler:
         ``"eager"``: operators run one by one, with the same results to the bit. ``"inductor"``: chains of pointwise operators
         and reductions are compiled into fused kernels before planning, where these are quicker; results are close.
-    on_new_signature:
+    on_new_signature, on_capture_error:
         A call that no plan is for (other shapes, flags): ``"plan"`` anew, run ``"eager"`` (warned once), raise an ``"error"``.
-    on_capture_error:
         For a model that is no single program: plan its submodules as ``"parts"``, raise the ``"error"``, or run this thread
         inside ``lowtide.online(budget)``: ``"online"``. Said once in the log.
-    planning:
+    planning, dynamic, max_programs:
         ``"background"`` (by default, where the planner is ``auto`` and kernels are eager): training starts under a first plan,
         and better ones come in between calls, with the same results to the bit; ``"wait"``: the search ends first.
-    dynamic, max_programs:
         Calls of other sizes take no capture and no search, from the third shape on (``None``), at once (``True``) or never
         (``False``, or with compiled kernels). So many programs are kept; the one that was used longest ago goes first.
-    arena, optimizer:
-        Every tensor of a pass has its address in memory that is held from step to step, and the budget is for addresses; and
-        what updates parameters inside of the backward pass, so that gradients go at once. Loop and results stay as they are.
+    arena, rescue, optimizer:
+        Every tensor of a pass has its address in memory that is held from step to step, and the budget is for addresses. A pass
+        that runs out of memory all the same runs again within a lower budget, said in the log; ``False``: its error comes out.
+        What updates parameters inside of the backward pass, so that gradients go at once. Loop and results stay as they are.
     """
     _require_plannable(model)
     given = (budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
-    planning = planning or _usual_planning(planner, compiler)
-    settings = Settings(
-        *given, planning, dynamic, max_programs, arena=arena, offload=offload, offload_budget=offload_budget
+    more = (
+        planning or _usual_planning(planner, compiler),
+        dynamic,
+        max_programs,
+        arena,
+        offload,
+        offload_budget,
+        rescue,
     )
-    model.forward = _prepared(model, settings, optimizer, args, kwargs or {})
+    model.forward = _prepared(model, Settings(*given, *more), optimizer, args, kwargs or {})
     return model
 
 

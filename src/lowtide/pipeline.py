@@ -21,13 +21,12 @@ from lowtide.cost.scaled import Measured, scaled_costs
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, Schedule, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
-from lowtide.memory.allocators import device_memory
 from lowtide.offload import with_offload
 from lowtide.planning import Plan, plan_from
 from lowtide.planning.cache import PlanCache, PlanRequest, enabled
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
-from lowtide.program.sizes import program_device
+from lowtide.program.sizes import check_device, program_device, resident_bytes
 from lowtide.progress import Progress, report
 from lowtide.settings import Settings, searches
 from lowtide.sharing import Member, Planning, Share
@@ -186,12 +185,7 @@ def make_program_plan(
     short last batch may use the memory of a full one. Among several processes, one plans for all that ask the same.
     """
     resident = resident_bytes(program, model) if settings.budget is None else 0
-
-    def search(request: PlanRequest) -> Plan:
-        plan = _first_plan(request) if settings.planning == "background" else None
-        if plan is not None:
-            return plan
-        return _searched(request, on_progress)
+    search = functools.partial(_found, settings, on_progress=on_progress)
 
     def make() -> Plan:
         known = program_costs(program, on_progress) if costs is None else costs
@@ -238,15 +232,44 @@ def _within_budget(
     budget, aside = _budget(program, settings, costs, resident, granted_bytes)
     try:
         with stage("search"):
-            return search(plan_request(program, costs, budget, settings))
+            return _as_lowered(program, settings, costs, budget, search)
     except InfeasibleBudgetError as error:
         raise with_aside(error, aside) from None
+
+
+def _as_lowered(
+    program: Program, settings: Settings, costs: Costs, budget_bytes: int, search: Callable[[PlanRequest], Plan]
+) -> Plan:
+    """What ``search`` finds within the budget; where that was lowered to ``settings.most_bytes``, within these, or within the
+    least above them that can be met."""
+    most = budget_bytes if settings.most_bytes is None else min(budget_bytes, settings.most_bytes)
+    try:
+        plan = search(plan_request(program, costs, most, settings))
+    except InfeasibleBudgetError as error:
+        if not most < error.minimum_bytes <= budget_bytes:
+            raise
+        plan = search(plan_request(program, costs, error.minimum_bytes, settings))
+    return plan if most == budget_bytes else dataclasses.replace(plan, lowered_from_bytes=budget_bytes)
+
+
+def lowered_plan(program: Program, settings: Settings, plan: Plan) -> Plan:
+    """In the place of ``plan`` for ``program``, one within ``settings.most_bytes`` or the least above them that can be met.
+    Raises ``InfeasibleBudgetError`` where none is known."""
+    given = plan.lowered_from_bytes or plan.budget_bytes
+    with stage("search"):
+        return _as_lowered(program, settings, plan.costs, given, functools.partial(_found, settings))
 
 
 def plan_request(program: Program, costs: Costs, budget_bytes: int, settings: Settings) -> PlanRequest:
     """What ``settings`` ask of a planner for ``program``."""
     versions = (__version__, str(torch.__version__))
     return PlanRequest(program.graph, costs, budget_bytes, settings.planner, settings.seed, versions, settings.arena)
+
+
+def _found(settings: Settings, request: PlanRequest, on_progress: Progress | None = None) -> Plan:
+    """A first plan, where the search goes on in the background, or the planner's answer."""
+    plan = _first_plan(request) if settings.planning == "background" else None
+    return _searched(request, on_progress) if plan is None else plan
 
 
 def _searched(request: PlanRequest, on_progress: Progress | None = None) -> Plan:
@@ -309,35 +332,6 @@ def with_aside(error: InfeasibleBudgetError, aside: int) -> InfeasibleBudgetErro
         aside_bytes=aside,
         overheads=tuple((budget_bytes + aside, overhead) for budget_bytes, overhead in error.overheads),
     )
-
-
-def resident_bytes(program: Program, model: nn.Module | None) -> int:
-    """Parameters, buffers, inputs, existing gradients, and two optimizer states per trainable parameter (as Adam has)."""
-    metas = {value: program.metas[value] for value in program.graph.inputs}
-    inputs = {program.graph.values[value].storage: meta.storage_bytes for value, meta in metas.items()}
-    trained = [program.inputs[position] for position in {*program.updated, *dict(program.gradients)}]
-    trainable = sum(program.metas[value].storage_bytes for value in trained if value is not None)
-    return sum(inputs.values()) + 2 * trainable + (gradient_bytes(model) if model else 0)
-
-
-def state_bytes(model: nn.Module) -> int:
-    """The same of a model without a program, so without the inputs of its calls."""
-    tensors = {id(one): one for one in (*model.parameters(), *model.buffers())}.values()
-    held = sum(one.untyped_storage().nbytes() for one in tensors)
-    trainable = sum(one.untyped_storage().nbytes() for one in tensors if one.requires_grad)
-    return held + 2 * trainable + gradient_bytes(model)
-
-
-def gradient_bytes(model: nn.Module) -> int:
-    """Of the gradients that the model's parameters have now."""
-    return sum(p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None)
-
-
-def check_device(program: Program, budget: int) -> None:
-    """Raises ``PlanError`` for a budget above the memory of the program's device."""
-    device = program_device(program)
-    if (memory := device_memory(device)) is not None and budget > memory:
-        raise PlanError(f"a budget of {budget} bytes is more than the device {device} has ({memory} bytes); lower it.")
 
 
 def require_module(model: object, verb: str) -> None:

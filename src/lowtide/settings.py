@@ -26,11 +26,13 @@ class Settings:
     planning: str = "wait"
     dynamic: bool | None = False
     max_programs: int = 64
-    agreed: bool = True  # among several processes: one plans for all
-    between_bytes: int = 0  # what the rest of a larger model takes between this part's two passes, within the budget
     arena: bool = False
     offload: str | None = None
     offload_budget: int | str | None = None
+    rescue: bool = True
+    agreed: bool = True  # among several processes: one plans for all
+    between_bytes: int = 0  # what the rest of a larger model takes between this part's two passes, within the budget
+    most_bytes: int | None = None  # for a pass, since a step ran out of memory (runtime.rescue)
 
     def __post_init__(self) -> None:
         if (self.budget is None) == (self.total_budget is None):
@@ -60,6 +62,8 @@ class Settings:
         if self.arena not in (True, False):
             raise PlanError(f"arena={self.arena!r} is unknown; use True or False.")
         self._check_offload()
+        if self.rescue not in (True, False):
+            raise PlanError(f"rescue={self.rescue!r} is unknown; use True or False.")
         if not isinstance(self.max_programs, int) or self.max_programs < 1:
             raise PlanError(f"max_programs={self.max_programs!r} must be an integer of 1 or more.")
         parse_budget(self.given, 1 << 40)  # a malformed budget is an error now, not at the first call

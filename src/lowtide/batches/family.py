@@ -23,9 +23,9 @@ from lowtide.capture import Captured, capture
 from lowtide.cost import analytical_costs
 from lowtide.ir import Costs, Graph, keep_all_schedule, simulate
 from lowtide.memory.allocators import free_memory
-from lowtide.pipeline import program_costs, resident_bytes
+from lowtide.pipeline import program_costs
 from lowtide.program import Program
-from lowtide.program.sizes import program_device
+from lowtide.program.sizes import program_device, resident_bytes
 from lowtide.progress import Progress
 
 SMALL_BATCHES = (2, 8)

@@ -86,6 +86,9 @@ class Accelerator(DeviceInterface):
         memory = self._memory()
         return None if memory is None else memory[0] + self.reserved_bytes() - self.allocated_bytes()
 
+    def release_cached(self) -> None:
+        torch.accelerator.empty_cache()
+
     def _statistic(self, name: str, kind: str) -> int:
         """What ``torch.accelerator.memory_stats`` has, without its sorted copy of them all: online, it is asked for around
         every operator."""

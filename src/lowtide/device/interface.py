@@ -34,6 +34,9 @@ class DeviceInterface:
         """What could be allocated now, as far as that is known."""
         return None
 
+    def release_cached(self) -> None:
+        """Give back to the device what its allocator keeps for later."""
+
     def synchronize(self) -> None:
         """Wait until it has nothing left to do."""
 

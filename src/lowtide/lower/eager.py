@@ -48,9 +48,9 @@ class Lowered:
     of, and how many terms of the same came before it. ``tangents`` are the values of the gradients that arrive;
     ``random`` tells whether a generator is read. ``reads`` are the flat inputs that the program reads and does not update,
     ``reads_after`` those of them that its backward pass reads, themselves or views of them, and ``reads_outputs`` the forward
-    outputs that it reads. ``inner`` are the forward outputs that others are computed from. ``addresses``: where what is
-    allocated goes, if there is an arena: reserved before a pass; whoever resumes the generator ends the latest operator
-    (``AddressTable.end``) when that comes back.
+    outputs that it reads; ``writes`` are the flat inputs that its forward pass updates. ``inner`` are the forward outputs that
+    others are computed from. ``addresses``: where what is allocated goes, if there is an arena: reserved before a pass; whoever
+    resumes the generator ends the latest operator (``AddressTable.end``) when that comes back.
     """
 
     program: Program
@@ -63,6 +63,7 @@ class Lowered:
     reads: tuple[int, ...]
     reads_after: tuple[int, ...]
     reads_outputs: tuple[int, ...]
+    writes: tuple[int, ...]
     inner: tuple[int, ...]
     addresses: Addresses | None = None
 
@@ -313,6 +314,7 @@ class _Generator:
             reads=tuple(i for i, storage in storages if storage not in updated),
             reads_after=tuple(i for i, storage in storages if storage in after - updated),
             reads_outputs=tuple(i for i, value in outputs if self.graph.values[value].storage in after),
+            writes=tuple(i for i, storage in storages if storage in updated),
             inner=self._inner_outputs(),
             addresses=self.addresses,
         )

@@ -94,6 +94,7 @@ class Plan:
     one. ``solve_seconds`` is what the planner took when the plan was made, ``cached`` whether that was in an earlier
     process (``plan_cache``). ``str(plan)`` is a readable report. ``known_curve`` is what ``with_curve`` found; it is saved
     along. ``history``: the plans that were in force before, and this one, where it was improved in the background.
+    ``lowered_from_bytes``: the budget that was given, where steps ran out of memory within it and it was lowered; else 0.
     """
 
     graph: Graph
@@ -110,6 +111,7 @@ class Plan:
     cached: bool = False
     known_curve: Curve | None = None
     history: tuple[Improvement, ...] = ()
+    lowered_from_bytes: int = 0
     _layout: Layout | None = field(default=None, init=False, repr=False)
 
     @property
@@ -171,7 +173,8 @@ class Plan:
         ``seconds``: since the history began. ``placed``: one whose addresses do not fit is none, unless this one's do not."""
         fits = not placed or found.is_placed or not self.is_placed
         if found.time_ns < self.time_ns and fits:
-            return dataclasses.replace(found, history=(*self.history, found._as_improvement(seconds)))
+            history = (*self.history, found._as_improvement(seconds))
+            return dataclasses.replace(found, history=history, lowered_from_bytes=self.lowered_from_bytes)
         bound_ns, seconds = found.lower_bound_ns, found.solve_seconds
         return dataclasses.replace(self, planner=found.planner, lower_bound_ns=bound_ns, solve_seconds=seconds)
 
@@ -204,6 +207,8 @@ class Plan:
         }
         if self.schedule.moves:
             details["transfers"] = moved_text(simulate(graph, costs, self.schedule).timing)
+        if self.lowered_from_bytes:
+            details["budget lowered"] = f"from {format_bytes(self.lowered_from_bytes)}, as a step ran out of memory"
         return Report(
             title=graph.name or name or "plan",
             heading=f"{f'plan of {graph.name}' if graph.name else 'plan'}: {len(graph.ops)} ops",

@@ -43,6 +43,12 @@ def saved(generator: torch.Generator) -> SavedState:
     return generator, generator.get_state().numpy().tobytes()
 
 
+def put_back(state: SavedState | None) -> None:
+    """The generator draws as it did from the saved state."""
+    if state is not None:
+        _restore(*state)
+
+
 @contextlib.contextmanager
 def replayed(state: SavedState | None) -> Iterator[None]:
     """The generator draws as it did from the saved state, and goes on afterwards as if nothing had been drawn."""

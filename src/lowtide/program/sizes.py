@@ -1,13 +1,15 @@
-"""How large the storages of a program are, as its device's allocator hands them out."""
+"""How large the storages of a program are, as its device's allocator hands them out, and what lies there beside a pass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 
+from lowtide.errors import PlanError
 from lowtide.ir import Costs
-from lowtide.memory.allocators import round_up
+from lowtide.memory.allocators import device_memory, round_up
 from lowtide.program.program import Program
 
 
@@ -42,3 +44,32 @@ def program_device(program: Program) -> torch.device:
     """The device of the program: the first that is no CPU, else the CPU (numbers on the host do not count)."""
     devices = [meta.device for meta in program.metas]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def resident_bytes(program: Program, model: nn.Module | None) -> int:
+    """Parameters, buffers, inputs, existing gradients, and two optimizer states per trainable parameter (as Adam has)."""
+    metas = {value: program.metas[value] for value in program.graph.inputs}
+    inputs = {program.graph.values[value].storage: meta.storage_bytes for value, meta in metas.items()}
+    trained = [program.inputs[position] for position in {*program.updated, *dict(program.gradients)}]
+    trainable = sum(program.metas[value].storage_bytes for value in trained if value is not None)
+    return sum(inputs.values()) + 2 * trainable + (gradient_bytes(model) if model else 0)
+
+
+def state_bytes(model: nn.Module) -> int:
+    """The same of a model without a program, so without the inputs of its calls."""
+    tensors = {id(one): one for one in (*model.parameters(), *model.buffers())}.values()
+    held = sum(one.untyped_storage().nbytes() for one in tensors)
+    trainable = sum(one.untyped_storage().nbytes() for one in tensors if one.requires_grad)
+    return held + 2 * trainable + gradient_bytes(model)
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Of the gradients that the model's parameters have now."""
+    return sum(p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None)
+
+
+def check_device(program: Program, budget: int) -> None:
+    """Raises ``PlanError`` for a budget above the memory of the program's device."""
+    device = program_device(program)
+    if (memory := device_memory(device)) is not None and budget > memory:
+        raise PlanError(f"a budget of {budget} bytes is more than the device {device} has ({memory} bytes); lower it.")

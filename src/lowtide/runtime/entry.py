@@ -101,7 +101,8 @@ class Entry:
     the entries for the same calls whose gradients arrive otherwise, which share this and the conditions. ``before``: attributes
     of the model as the latest call found them. ``plan`` and ``lowered`` are exchanged where a better plan was found.
     ``version``: the schedules of its ``siblings`` that it knows; ``used``: when, by the count of all calls; ``calls``
-    of its own, and when it was ``made``. ``arena``: where its tensors have their places, if there is one."""
+    of its own, and when it was ``made``. ``arena``: where its tensors have their places, if there is one. ``most_bytes`` of
+    the settings that it was planned by."""
 
     key: Signature
     captured: Captured
@@ -117,6 +118,7 @@ class Entry:
     calls: int = 0
     made: float = field(default_factory=time.monotonic)
     arena: Arena | None = None
+    most_bytes: int | None = None
 
     @property
     def program(self) -> Program:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from lowtide.runtime.call import ModelCall
 from lowtide.runtime.entry import Entry
 from lowtide.runtime.planned import Planned
-from lowtide.runtime.step import ModelCall
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -152,7 +153,8 @@ class Rematerialized(Planned):
     def __reduce__(self) -> Any:
         """Pickled with the model: settings travel, plans are made anew."""
         original = self.original_forward if self.had_instance_forward else None
-        return _restore_pickled, (self.model, self.settings, original)
+        settings = dataclasses.replace(self.settings, most_bytes=None)  # another process may have more memory
+        return _restore_pickled, (self.model, settings, original)
 
 
 def _restore_pickled(model: nn.Module, settings: Settings, original: Callable[..., Any] | None) -> Rematerialized:

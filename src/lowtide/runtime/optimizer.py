@@ -219,6 +219,10 @@ class UpdatingOptimizer:
         if self._under_way is not None and self._under_way() is call:
             self._under_way = None
 
+    def has_updated(self, call: Call) -> bool:
+        """Whether the backward pass through ``call``, which is under way, has made any."""
+        return self._under_way is not None and self._under_way() is call and bool(self._updated)
+
     def update(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """One step of the optimizer for the parameter alone; its gradient is spent afterwards."""
         key = id(parameter)

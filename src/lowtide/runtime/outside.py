@@ -13,8 +13,8 @@ import torch
 from lowtide.memory.allocators import allocated_bytes
 from lowtide.program import structure
 from lowtide.program.keys import fingerprint
+from lowtide.runtime.call import version_of
 from lowtide.runtime.shared import SharedBudget
-from lowtide.runtime.step import version_of
 
 _MOST_CUTS = 32
 _MARGIN = 1.1  # of the bytes that are missing

@@ -24,8 +24,8 @@ from lowtide.capture.python_state.paths import named
 from lowtide.capture.sharded import is_sharded
 from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, NoGradientError
-from lowtide.pipeline import state_bytes
 from lowtide.program.results import GradientMask
+from lowtide.program.sizes import state_bytes
 from lowtide.runtime.entry import Entry, Sample, Signature
 from lowtide.runtime.forward_pass import ForwardPass
 from lowtide.runtime.kin import FamilyCall, Kin

@@ -115,7 +115,7 @@ class Planned(Programs):
             other = entry if mask == entry.program.mask else self.entry_for(mask, entry)
             return (self.in_mode(other, ()) if keeps else other).lowered
 
-        return run(entry.lowered, inputs, for_mask, self.in_terms, self.optimizer)
+        return run(entry.lowered, inputs, for_mask, self.in_terms, self.optimizer, self.rescue)
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Entry | None:
         """The planned program for this call, made now if it is new; ``None`` where there is to be none."""

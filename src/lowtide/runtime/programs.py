@@ -34,6 +34,7 @@ from lowtide.runtime.improving import Improving, ImprovingTogether
 from lowtide.runtime.kin import FamilyCall, Kin, Kins
 from lowtide.runtime.optimizer import UpdatingOptimizer
 from lowtide.runtime.placed import lowered
+from lowtide.runtime.rescue import Rescue
 from lowtide.settings import Settings
 from lowtide.sharing.agreement import several_processes
 from lowtide.solve import format_spec, get_planner
@@ -47,7 +48,9 @@ _MOST_CONDITIONS = 16  # kept, of each
 
 
 class Programs:
-    """``entries`` by signature; ``latest`` is what the last planned call ran."""
+    """``entries`` by signature; ``latest`` is what the last planned call ran. ``shares_budget``: with other programs."""
+
+    shares_budget = False
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._model = weakref.ref(model)
@@ -56,6 +59,7 @@ class Programs:
         self.latest: Entry | None = None
         self.optimizer: UpdatingOptimizer | None = None  # whose updates happen inside of backward passes
         self.improving = (ImprovingTogether if several_processes() else Improving)(type(model).__name__)
+        self.rescue = Rescue(self)
         self.in_terms = False  # whether gradients leave as the terms of their sums, since others may add to them
         self._kins = Kins(settings.dynamic if settings.compiler == "eager" else False)
         self._calls = 0
@@ -83,7 +87,7 @@ class Programs:
                     self.improving.exchange(entry)
                     if entry.siblings is not None and entry.version != entry.siblings.version:
                         entry.siblings.take_over(entry)
-                    return entry
+                    return self.rescue.within(entry)
         return None
 
     def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Names, Any]:
@@ -119,7 +123,9 @@ class Programs:
                 runs = lowered(program, plan, arena)
         conditions, for_masks = ([captured.contract.conditions], {}) if old is None else (old.conditions, old.for_masks)
         kept = sample.without_data(program_device(program).type)
-        entry = Entry(key, captured, plan, runs, conditions, kept, for_masks, arena=arena)
+        entry = Entry(
+            key, captured, plan, runs, conditions, kept, for_masks, arena=arena, most_bytes=self.settings.most_bytes
+        )
         self._added(entry, taken)
         if kin and shapes and program.updated == self._finished(key, captured.program).updated:
             kin.met(entry, shapes, member, measured=not adapted)
@@ -140,6 +146,21 @@ class Programs:
         """Whether a search may find a better plan for a new entry while training runs."""
         background = self.settings.planning == "background"
         return background and entry.plan.overhead > 0 and entry.plan.planner in _FIRST
+
+    def improve(self, entry: Entry) -> None:
+        """Search for a better plan than that of ``entry``, where one may be found while training runs."""
+        if self._searches(entry):
+            self._search(entry)
+
+    def begin_anew(self) -> None:
+        """The budget was lowered: end the searches within the former one, and give up the memory of arenas."""
+        self.improving.stop()
+        known = (entry for entries in self.entries.values() for entry in entries)
+        used = [one for entry in known for one in {entry, *entry.for_masks.values()} if one.arena is not None]
+        self._arenas.clear()
+        for entry in used:
+            entry.arena = self._arena(entry.program)
+            entry.lowered = lowered(entry.program, entry.plan, entry.arena)
 
     def _search(self, entry: Entry) -> None:
         plan = entry.plan
@@ -274,14 +295,14 @@ class Programs:
         ]
         same: Entry | None = next((one for one in known if one.captured is entry.captured), None)
         if same is not None:
-            return same
+            return self.rescue.within(same)
         with stage_seconds() as taken, shown(type(self.model).__name__), torch.enable_grad(), entry.sample.autocast:
             program, plan = self._fitting(key, entry.captured, entry.sample)
             runs = lowered(program, plan, entry.arena)
         made = Entry(key, entry.captured, plan, runs, entry.conditions, entry.sample, {}, arena=entry.arena)
+        made.most_bytes = self.settings.most_bytes
         self._added(made, taken)
-        if self._searches(made):
-            self._search(made)
+        self.improve(made)
         return made
 
     def _granted(self) -> int:
@@ -309,7 +330,7 @@ class Programs:
                 entry = old.for_masks[mask] = self._make(old.key, old.sample, old, mask)
         others = (one for one in self.entries.get(old.key, ()) if one is not entry and one is not old)
         self.entries[old.key] = [entry, *others]
-        return entry
+        return self.rescue.within(entry)
 
     def _refuse(self, key: Signature, inputs: list[torch.Tensor]) -> None:
         what = f"a call with {describe(inputs, len(model_state(self.model).tensors))} "

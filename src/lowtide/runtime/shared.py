@@ -29,13 +29,14 @@ import torch
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.memory.allocators import PeakWindow, allocated_bytes, meter_of
-from lowtide.pipeline import FIRST_PLANNER, check_device, make_program_plan, program_costs, share_planners, with_aside
+from lowtide.pipeline import FIRST_PLANNER, make_program_plan, program_costs, share_planners, with_aside
 from lowtide.planning import Plan
 from lowtide.program import Program
+from lowtide.program.sizes import check_device
+from lowtide.runtime.call import ModelCall
 from lowtide.runtime.entry import Entry, with_plan
 from lowtide.runtime.forward_pass import ForwardPass, gradients_of, left_gradient_bytes
 from lowtide.runtime.planned import Planned
-from lowtide.runtime.step import ModelCall
 from lowtide.runtime.step_record import Gap, StepRecord
 from lowtide.settings import Settings, searches
 from lowtide.sharing import Constraint, Footprint, Member, choose, peak_bytes, sequential_constraints
@@ -344,7 +345,6 @@ class SharedBudget:
         reserve = parse_budget(self.settings.reserve, keep_all, what="reserve") if self.settings.reserve else 0
         if self.settings.total_budget is not None:
             aside = reserve + self.resident_bytes
-            return max(
-                parse_budget(self.settings.total_budget, keep_all + aside) - aside, self._granted_bytes, 1
-            ), aside
+            total = parse_budget(self.settings.total_budget, keep_all + aside)
+            return max(total - aside, self._granted_bytes, 1), aside
         return max(parse_budget(self.settings.given, keep_all) - reserve, self._granted_bytes), reserve

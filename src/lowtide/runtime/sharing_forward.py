@@ -24,6 +24,7 @@ class SharingForward(Planned):
     """A module that runs by the plans of ``shared``. ``more_follow``: others run after it in the same step."""
 
     more_follow = True
+    shares_budget = True
 
     def __init__(self, module: nn.Module, shared: SharedBudget) -> None:
         super().__init__(module, dataclasses.replace(shared.settings, planning="wait"))

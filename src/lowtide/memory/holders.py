@@ -1,0 +1,72 @@
+"""Who holds the memory of a device: found among all tensors that Python knows, for messages when it runs out."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from lowtide.units import format_bytes
+
+
+class Holder(NamedTuple):
+    """What some ``tensors`` hold together, each storage counted once, of which ``largest`` is one."""
+
+    name: str
+    nbytes: int
+    storages: int
+    largest: torch.Tensor | None
+
+    def __str__(self) -> str:
+        if self.largest is None:
+            return f"{self.name} nothing"
+        one = f"{str(self.largest.dtype).removeprefix('torch.')}{list(self.largest.shape)}"
+        return f"{self.name} {format_bytes(self.nbytes)} ({self.storages} storages, the largest {one})"
+
+
+def holders(model: nn.Module, device: torch.device, inputs: Iterable[torch.Tensor] = ()) -> list[Holder]:
+    """Of ``device``, in this order, what is in one not being in the next: the model's parameters and buffers, their gradients,
+    the states of all optimizers, the ``inputs`` of a call, and all other tensors of the process."""
+    objects = gc.get_objects()
+    optimizers = [one for one in objects if issubclass(type(one), torch.optim.Optimizer)]
+    seen: set[int] = set()
+    kinds: dict[str, Iterable[object]] = {
+        "parameters and buffers": [*model.parameters(), *model.buffers()],
+        "gradients": [parameter.grad for parameter in model.parameters()],
+        "states of optimizers": [
+            value for one in optimizers for state in one.state.values() for value in _values(state)
+        ],
+        "inputs of the call": inputs,
+        "other tensors": objects,
+    }
+    return [_holder(name, tensors, device, seen) for name, tensors in kinds.items()]
+
+
+def _values(state: object) -> list[object]:
+    return list(state.values()) if isinstance(state, dict) else []
+
+
+def _holder(name: str, tensors: Iterable[object], device: torch.device, seen: set[int]) -> Holder:
+    """Of those whose storage is not among the ``seen``, which it is from now on."""
+    nbytes, storages, largest, most = 0, 0, None, -1
+    for one in tensors:
+        if not (isinstance(one, torch.Tensor) if type(one) in _PLAIN else issubclass(type(one), torch.Tensor)):
+            continue
+        assert isinstance(one, torch.Tensor)
+        if type(one) not in _PLAIN or one.device != device or one.layout is not torch.strided:
+            continue  # what is made of others, or has no storage
+        storage = one.untyped_storage()
+        if storage._cdata in seen:
+            continue
+        seen.add(storage._cdata)
+        size = storage.nbytes()
+        nbytes, storages = nbytes + size, storages + 1
+        if size > most:
+            largest, most = one, size
+    return Holder(name, nbytes, storages, largest)
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)

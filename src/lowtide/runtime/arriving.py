@@ -1,0 +1,69 @@
+"""The gradients that arrive at a planned call: whether they are those that its program was made for, and as it takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._C._functorch import is_legacy_batchedtensor
+
+from lowtide.errors import ExecutionError
+from lowtide.lower import Lowered
+from lowtide.program import layouts
+from lowtide.program.results import Result
+
+
+def expected(lowered: Lowered, gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Whether these gradients are the ones that the program was made for."""
+    program = lowered.program
+    present = {i for i, gradient in enumerate(gradients) if gradient is not None}
+    arrived = zip(lowered.tangents, (gradients[i] for i in program.tangents), strict=True)
+    return present == set(program.tangents) and all(
+        gradient is not None and _has_layout(gradient, program.metas[value].stride) for value, gradient in arrived
+    )
+
+
+def _has_layout(gradient: torch.Tensor, stride: Sequence[int]) -> bool:
+    return layouts.is_equivalent(gradient.shape, gradient.stride(), stride)
+
+
+def wanted(result: Result, gradients: Sequence[torch.Tensor | None]) -> bool | tuple[int, ...]:
+    """The mask entry for a result whose gradient arrived like this."""
+    place = result.returned
+    gradient = gradients[place] if place is not None and result.requires_grad else None  # not of one that is detached
+    if gradient is None:
+        return False
+    return tuple(gradient.stride()) if gradient.numel() > 1 else True
+
+
+def place(result: Result) -> tuple[int | None, ...]:
+    return result.returned, result.argument, result.base
+
+
+def prepared(lowered: Lowered, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The arriving gradients in the layout that the program was captured with, with their own numbers in memory."""
+    found = []
+    for value, output in zip(lowered.tangents, lowered.program.tangents, strict=True):
+        gradient, meta = gradients[output], lowered.program.metas[value]
+        assert gradient is not None
+        gradient = gradient.detach()
+        if gradient.is_conj() or not _has_layout(gradient, meta.stride):
+            arrived, gradient = gradient, layouts.empty(meta)
+            once = tuple(slice(None if step else 1) for step in meta.stride)  # where it is expanded
+            gradient[once].copy_(arrived[once])
+        found.append(gradient)
+    return found
+
+
+def check_arriving(gradients: Sequence[torch.Tensor | None]) -> None:
+    """A node's backward cannot be differentiated, nor take several gradients at once: it says so where that is asked for."""
+    if torch.is_grad_enabled():  # create_graph=True
+        raise ExecutionError(
+            "a backward pass through a planned model cannot be differentiated again (create_graph=True: gradient penalties "
+            "and the like). Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
+        )
+    if any(gradient is not None and is_legacy_batchedtensor(gradient) for gradient in gradients):
+        raise ExecutionError(
+            "a backward pass through a planned model takes one gradient at a time (is_grads_batched=True, vectorize=True). "
+            "Loop over them with retain_graph=True, or call lowtide.restore(model) for that part of the work."
+        )

@@ -1,0 +1,276 @@
+"""One call of a planned model: its generator, and how its backward program comes to the gradients of each node."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowtide.errors import ExecutionError
+from lowtide.lower import GradientGroup, Lowered, Step
+from lowtide.memory.arena import AddressTable
+from lowtide.program import generators
+from lowtide.program.results import GradientMask
+from lowtide.program.sizes import device_of_inputs
+from lowtide.runtime.arriving import expected, place, prepared, wanted
+from lowtide.runtime.optimizer import UpdatingOptimizer
+from lowtide.runtime.rescue import Rescue
+
+ForMask = Callable[[GradientMask, bool], Lowered]  # whether gradients are kept
+Node = tuple[tuple[int, int], ...]
+
+
+@dataclass(eq=False, repr=False)
+class ModelCall:
+    """The state of one forward pass until its backward pass is done.
+
+    ``for_mask`` gives the same program for gradients of other outputs, or in another layout, or one that keeps all of them for
+    the step of ``optimizer``. ``inputs``: the flat inputs.
+    ``nodes[i]``: what the i-th node of the chain returns, as pairs of a flat input and the number of a term of its gradient
+    (see ``Lowered.terms``); ``gradients``: those that are ready. ``on_backward`` and ``on_end`` are called when a backward pass
+    comes to it and when it leaves it.
+    ``rescue`` lowers the plan where memory runs out. A backward program that began again has other groups of gradients than the
+    nodes: ``ends[i]`` of them must have run for the i-th node, ``ran`` have, and gradients among ``left`` had left before.
+    ``arrived``: the gradients of the outputs, for that.
+    """
+
+    lowered: Lowered
+    for_mask: ForMask
+    inputs: list[torch.Tensor]
+    nodes: tuple[Node, ...]
+    device_type: str
+    tangents: list[torch.Tensor] = field(default_factory=list)
+    gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    versions: list[int | None] = field(default_factory=list)
+    output_versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    rng_state: generators.SavedState | None = None
+    generator: Step | None = None
+    received: bool = False
+    optimizer: UpdatingOptimizer | None = None
+    rescue: Rescue | None = None
+    rescued: bool = False
+    first_versions: list[int | None] = field(default_factory=list)  # of what the forward pass writes into
+    arrived: list[torch.Tensor] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    ran: int = 0
+    left: frozenset[tuple[int, int]] = frozenset()
+    on_backward: Callable[[], None] | None = None
+    on_end: Callable[[], None] | None = None
+
+    def forward(self) -> list[torch.Tensor]:
+        """Run the forward program; returns the forward outputs."""
+        lowered, kept = self.lowered, self.lowered.program.kept
+        if lowered.addresses is not None:
+            lowered.addresses.reserve()
+        if lowered.random:
+            self.rng_state = generators.saved(generators.default_generator(device_of_inputs(self.inputs)))
+        self.first_versions = [version_of(self.inputs[i]) for i in lowered.writes]
+        self.generator = lowered.step(list(self.inputs), self.tangents, True)
+        handed = resumed(self.generator)
+        outputs = list(handed)
+        handed.clear()  # the generator must not keep what autograd is about to mark: the cycle would never be freed
+        own = len(outputs) - len(kept)
+        self.kept = dict(zip(kept, outputs[own:], strict=True))
+        self.versions = [version_of(tensor) for tensor in self.inputs]
+        self.output_versions = [(outputs[i].detach(), outputs[i]._version) for i in lowered.reads_outputs]
+        return outputs[:own]
+
+    def receive(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The gradients of the forward outputs have arrived at ``node``: start the backward program, in its first state.
+
+        A backward pass to some of the inputs alone runs some of the gradient groups; whatever comes after it starts over.
+        """
+        if self.on_backward is not None:
+            self.on_backward()
+        lowered, updated = self.lowered, self.lowered.program.updated
+        updates = self.optimizer is not None and self.optimizer.begin(self, node, updated)
+        keeps = bool(updated) and not updates
+        again = self.generator is None or self.received or keeps or not expected(lowered, gradients)
+        self._check_unmodified(lowered.reads if again else lowered.reads_after)
+        self.gradients.clear()
+        if again:
+            self._run_again(gradients, keeps)
+        else:
+            self.received = True
+            self.arrived = prepared(lowered, gradients)  # the plan counts them to the end
+            self.tangents.extend(self.arrived)
+            self.ends, self.ran, self.left = list(range(1, len(lowered.gradient_groups) + 1)), 0, frozenset()
+
+    def stage(self, node: int) -> tuple[torch.Tensor | None, ...]:
+        """Run the next segment; the gradients of ``nodes[node]``, ``None`` for inputs that have none."""
+        if self.generator is not None:
+            self._advance_to(node)
+            if node + 1 == len(self.nodes):
+                self.generator.close()
+                self.generator = None
+        if node + 1 == len(self.nodes):
+            self._add_left_terms()
+        result = tuple(self.gradients.pop(term, None) for term in self.nodes[node])
+        if node + 1 == len(self.nodes):
+            self.gradients.clear()
+            self.arrived.clear()
+            if self.optimizer is not None:
+                self.optimizer.finished(self)
+            if self.rescue is not None:
+                self.rescue.ended(self)
+            if not torch._C._autograd._get_current_graph_task_keep_graph():  # as by retain_graph=True
+                self.inputs.clear()  # the graph lives as long as the loss; an earlier part's output need not
+                self.kept.clear()
+            if self.on_end is not None:
+                self.on_end()
+        return result
+
+    def _add_left_terms(self) -> None:
+        """Of a program for other gradients, terms for which no node has a place go to the last place that there is."""
+        places = dict(sorted(term for node in self.nodes for term in node))  # position -> its last number
+        for position, number in sorted(self.gradients):
+            last = places.get(position, 0)
+            if number > last:
+                added = self.gradients.pop((position, number))
+                before = self.gradients.get((position, last))
+                self.gradients[position, last] = added if before is None else before + added
+
+    def _advance_to(self, node: int) -> None:
+        """Run the backward program until the gradients of the node have left it: where memory runs out, again from its start by
+        a lower plan, of which those that left before are dropped."""
+        restart: Lowered | None = None
+        while True:
+            try:
+                if restart is not None:
+                    self._begin_again(restart, node)
+                end = self.ends[node] if self.ends else 0
+                for group in self.lowered.gradient_groups[self.ran : end]:
+                    assert self.generator is not None
+                    self._advance(self.lowered, self.generator, group)
+                    self.ran += 1
+                return
+            except Exception as error:
+                restart = self._rescued(error, self.lowered, self.nodes[:node])
+                if restart is None:
+                    raise
+
+    def _begin_again(self, lowered: Lowered, node: int) -> None:
+        """Come to where the gradients arrived, by another plan for the same program."""
+        self.lowered = lowered
+        self.generator = self._begun(lowered, lambda: self.arrived)
+        self.left = frozenset(term for earlier in self.nodes[:node] for term in earlier)
+        made = {lowered.terms[i]: place for place, group in enumerate(lowered.gradient_groups) for i in group.gradients}
+        places = [max((made[term] + 1 for term in each if term in made), default=0) for each in self.nodes]
+        self.ends = [*itertools.accumulate(places[:-1], max), len(lowered.gradient_groups)]
+        self.ran = 0
+
+    def _begun(self, lowered: Lowered, arrived: Callable[[], list[torch.Tensor]]) -> Step:
+        """A backward program, after a forward pass that draws as the first one did and writes nothing back."""
+        if lowered.addresses is not None:
+            lowered.addresses.reserve()
+        tangents: list[torch.Tensor] = []
+        inputs = [self.kept.get(i, tensor) for i, tensor in enumerate(self.inputs)]
+        generator = lowered.step(inputs, tangents, False)
+        with generators.replayed(self.rng_state):
+            resumed(generator)
+        tangents.extend(arrived())
+        return generator
+
+    def _rescued(self, error: Exception, lowered: Lowered, left: Sequence[Node]) -> Lowered | None:
+        """What a backward pass that failed is to run by from its start; ``None`` where that cannot be. ``left``: what the nodes
+        before have handed out."""
+        if self.rescue is None:
+            return None
+        changed = self._modified(lowered.reads)
+        reason = f"{changed} was modified since the forward pass ended" if changed else None
+        if self.optimizer is not None and self.optimizer.has_updated(self):
+            reason = "parameters have been updated in it already"
+        return self.rescue.again(self, lowered, error, reason, [term for each in left for term in each])
+
+    def let_go(self) -> None:
+        """Drop what a pass that failed holds."""
+        self.generator = None
+        self.tangents.clear()
+        self.gradients.clear()
+
+    def has_written(self) -> bool:
+        """Whether the forward pass has updated any of what it writes into."""
+        return any(
+            before is None or version_of(self.inputs[i]) != before
+            for i, before in zip(self.lowered.writes, self.first_versions, strict=False)
+        )
+
+    def _advance(self, lowered: Lowered, generator: Step, group: GradientGroup) -> None:
+        """Run the backward program until the gradients of the group have left it."""
+        values = resumed(generator)
+        for index in reversed(group.gradients):
+            value = values.pop()
+            if lowered.terms[index] not in self.left:
+                self.gradients[lowered.terms[index]] = value
+
+    def _run_again(self, gradients: Sequence[torch.Tensor | None], keeps: bool) -> None:
+        """Other gradients than expected, or a second backward pass: run the forward pass again and all of the backward.
+
+        The forward pass runs under its own generator state and writes nothing back, so its effects stay as they were.
+        """
+        self.generator = None
+        program = self.lowered.program
+        mask = tuple(wanted(result, gradients) for result in program.results[: len(program.mask)])
+        lowered = self.lowered if mask == program.mask and not keeps else self.for_mask(mask, keeps)
+        if list(map(place, lowered.program.results)) != list(map(place, program.results)):
+            raise ExecutionError(
+                "the program for the gradients that arrived returns other tensors than the one that was run, so these cannot "
+                "be handed to it. Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
+            )
+        self.left = frozenset()
+        while True:
+            try:
+                generator = self._begun(lowered, functools.partial(prepared, lowered, gradients))
+                for group in lowered.gradient_groups:
+                    self._advance(lowered, generator, group)
+                generator.close()
+                return
+            except Exception as error:
+                restart = self._rescued(error, lowered, ())
+                if restart is None:
+                    raise
+            lowered = restart
+
+    def _modified(self, read: Sequence[int]) -> str:
+        """The names of those of the flat inputs that were written into since the forward pass ended."""
+        changed = [i for i in read if version_of(self.inputs[i]) != self.versions[i]]
+        names = self.lowered.program.state_names
+        return ", ".join(names[i][0] if i < len(names) else f"argument {i - len(names)}" for i in changed)
+
+    def _check_unmodified(self, read: Sequence[int]) -> None:
+        what = self._modified(read)
+        if what or any(tensor._version != version for tensor, version in self.output_versions):
+            raise ExecutionError(
+                f"{what or 'an output of the model'} was modified in place between the forward and the backward pass, "
+                "which needs the value it had. Modify it after the backward pass, or modify a clone."
+            )
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Counts the writes into it."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def resumed(generator: Step) -> list[torch.Tensor]:
+    """What the step yields next; what is allocated afterwards is not its own."""
+    with below_autograd():
+        try:
+            return next(generator)
+        finally:
+            AddressTable.end()
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Operators run as inside eager's forward pass: nothing is recorded, but kernels that ask find gradients enabled.
+
+    The engine's own thread state is restored afterwards.
+    """
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        yield
