@@ -11,9 +11,11 @@ from torch import nn
 
 from lowtide.units import format_bytes
 
+_PLAIN = (torch.Tensor, nn.Parameter)
+
 
 class Holder(NamedTuple):
-    """What some ``tensors`` hold together, each storage counted once, of which ``largest`` is one."""
+    """What holds ``nbytes`` in so many ``storages``, with one of the tensors behind the largest of these."""
 
     name: str
     nbytes: int
@@ -28,8 +30,8 @@ class Holder(NamedTuple):
 
 
 def holders(model: nn.Module, device: torch.device, inputs: Iterable[torch.Tensor] = ()) -> list[Holder]:
-    """Of ``device``, in this order, what is in one not being in the next: the model's parameters and buffers, their gradients,
-    the states of all optimizers, the ``inputs`` of a call, and all other tensors of the process."""
+    """Of the memory of ``device``: the model's parameters and buffers, their gradients, the states of all optimizers, the
+    ``inputs`` of a call, and all other tensors of the process. What belongs to several counts for the first."""
     objects = gc.get_objects()
     optimizers = [one for one in objects if issubclass(type(one), torch.optim.Optimizer)]
     seen: set[int] = set()
@@ -53,11 +55,11 @@ def _holder(name: str, tensors: Iterable[object], device: torch.device, seen: se
     """Of those whose storage is not among the ``seen``, which it is from now on."""
     nbytes, storages, largest, most = 0, 0, None, -1
     for one in tensors:
-        if not (isinstance(one, torch.Tensor) if type(one) in _PLAIN else issubclass(type(one), torch.Tensor)):
+        if type(one) not in _PLAIN:  # what is made of others has no storage of its own
             continue
         assert isinstance(one, torch.Tensor)
-        if type(one) not in _PLAIN or one.device != device or one.layout is not torch.strided:
-            continue  # what is made of others, or has no storage
+        if one.device != device or one.layout is not torch.strided:
+            continue
         storage = one.untyped_storage()
         if storage._cdata in seen:
             continue
@@ -67,6 +69,3 @@ def _holder(name: str, tensors: Iterable[object], device: torch.device, seen: se
         if size > most:
             largest, most = one, size
     return Holder(name, nbytes, storages, largest)
-
-
-_PLAIN = (torch.Tensor, nn.Parameter)

@@ -35,8 +35,8 @@ class ModelCall:
     (see ``Lowered.terms``); ``gradients``: those that are ready. ``on_backward`` and ``on_end`` are called when a backward pass
     comes to it and when it leaves it.
     ``rescue`` lowers the plan where memory runs out. A backward program that began again has other groups of gradients than the
-    nodes: ``ends[i]`` of them must have run for the i-th node, ``ran`` have, and gradients among ``left`` had left before.
-    ``arrived``: the gradients of the outputs, for that.
+    nodes: ``ends[i]`` of them must have run for the i-th node, and ``ran`` have. ``arrived``: the gradients of the outputs, for
+    that.
     """
 
     lowered: Lowered
@@ -54,12 +54,11 @@ class ModelCall:
     received: bool = False
     optimizer: UpdatingOptimizer | None = None
     rescue: Rescue | None = None
-    rescued: bool = False
+    rescues: int = 0
     first_versions: list[int | None] = field(default_factory=list)  # of what the forward pass writes into
     arrived: list[torch.Tensor] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     ran: int = 0
-    left: frozenset[tuple[int, int]] = frozenset()
     on_backward: Callable[[], None] | None = None
     on_end: Callable[[], None] | None = None
 
@@ -100,7 +99,7 @@ class ModelCall:
             self.received = True
             self.arrived = prepared(lowered, gradients)  # the plan counts them to the end
             self.tangents.extend(self.arrived)
-            self.ends, self.ran, self.left = list(range(1, len(lowered.gradient_groups) + 1)), 0, frozenset()
+            self.ends, self.ran = list(range(1, len(lowered.gradient_groups) + 1)), 0
 
     def stage(self, node: int) -> tuple[torch.Tensor | None, ...]:
         """Run the next segment; the gradients of ``nodes[node]``, ``None`` for inputs that have none."""
@@ -138,12 +137,12 @@ class ModelCall:
 
     def _advance_to(self, node: int) -> None:
         """Run the backward program until the gradients of the node have left it: where memory runs out, again from its start by
-        a lower plan, of which those that left before are dropped."""
+        a lower plan, of which those that left before wait for nobody."""
         restart: Lowered | None = None
         while True:
             try:
                 if restart is not None:
-                    self._begin_again(restart, node)
+                    self._begin_again(restart)
                 end = self.ends[node] if self.ends else 0
                 for group in self.lowered.gradient_groups[self.ran : end]:
                     assert self.generator is not None
@@ -155,20 +154,23 @@ class ModelCall:
                 if restart is None:
                     raise
 
-    def _begin_again(self, lowered: Lowered, node: int) -> None:
+    def _begin_again(self, lowered: Lowered) -> None:
         """Come to where the gradients arrived, by another plan for the same program."""
-        self.lowered = lowered
+        self._take(lowered)
         self.generator = self._begun(lowered, lambda: self.arrived)
-        self.left = frozenset(term for earlier in self.nodes[:node] for term in earlier)
         made = {lowered.terms[i]: place for place, group in enumerate(lowered.gradient_groups) for i in group.gradients}
         places = [max((made[term] + 1 for term in each if term in made), default=0) for each in self.nodes]
         self.ends = [*itertools.accumulate(places[:-1], max), len(lowered.gradient_groups)]
         self.ran = 0
 
-    def _begun(self, lowered: Lowered, arrived: Callable[[], list[torch.Tensor]]) -> Step:
-        """A backward program, after a forward pass that draws as the first one did and writes nothing back."""
+    def _take(self, lowered: Lowered) -> None:
+        """Run by another plan, in whose arena, if there is one, the memory of the former goes."""
+        self.lowered = lowered
         if lowered.addresses is not None:
             lowered.addresses.reserve()
+
+    def _begun(self, lowered: Lowered, arrived: Callable[[], list[torch.Tensor]]) -> Step:
+        """A backward program, after a forward pass that draws as the first one did and writes nothing back."""
         tangents: list[torch.Tensor] = []
         inputs = [self.kept.get(i, tensor) for i, tensor in enumerate(self.inputs)]
         generator = lowered.step(inputs, tangents, False)
@@ -205,9 +207,7 @@ class ModelCall:
         """Run the backward program until the gradients of the group have left it."""
         values = resumed(generator)
         for index in reversed(group.gradients):
-            value = values.pop()
-            if lowered.terms[index] not in self.left:
-                self.gradients[lowered.terms[index]] = value
+            self.gradients[lowered.terms[index]] = values.pop()
 
     def _run_again(self, gradients: Sequence[torch.Tensor | None], keeps: bool) -> None:
         """Other gradients than expected, or a second backward pass: run the forward pass again and all of the backward.
@@ -223,7 +223,6 @@ class ModelCall:
                 "the program for the gradients that arrived returns other tensors than the one that was run, so these cannot "
                 "be handed to it. Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
             )
-        self.left = frozenset()
         while True:
             try:
                 generator = self._begun(lowered, functools.partial(prepared, lowered, gradients))
@@ -235,6 +234,8 @@ class ModelCall:
                 restart = self._rescued(error, lowered, ())
                 if restart is None:
                     raise
+            if lowered is self.lowered:
+                self._take(restart)
             lowered = restart
 
     def _modified(self, read: Sequence[int]) -> str:

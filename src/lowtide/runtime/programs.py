@@ -137,6 +137,7 @@ class Programs:
 
     def _added(self, entry: Entry, taken: dict[str, float]) -> None:
         self._keep(entry)
+        self.rescue.watch(entry)
         _LOG.info(
             "planned %s: peak %d bytes of %d (%s)",
             type(self.model).__name__, entry.plan.peak_bytes, entry.plan.budget_bytes, itemised(taken),

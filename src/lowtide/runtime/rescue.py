@@ -1,11 +1,12 @@
 """Passes that run out of memory though they keep to their plan: other processes, or tensors that no plan knows of, take it.
 
-What the pass held is dropped, and what it held and what was free beside it is the budget from now on, for all programs of the
-model. The pass runs again from its start by a plan within that, and draws the same random numbers. In the forward pass nothing
-has left by then: buffers are written last. In the backward pass the forward program runs first, and writes nothing; gradients
-that had left are equal to the bit and dropped (``runtime.call``).
+What the pass held is dropped; that and what was free beside it is the budget from now on, for all programs of the model. The pass
+runs again from its start by a plan within it, and draws the same random numbers. In the forward pass nothing has left by then:
+buffers are written last. In the backward pass the forward program runs first, and writes nothing; gradients that had left are
+equal to the bit, and are dropped (``runtime.call``).
 
-What cannot be put back is never tried: an error comes through with a note that says why, and so does the third in a row.
+What cannot be put back is never tried: an error comes through with a note that says why, and so does that of the third step in a
+row.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lowtide.memory.holders import holders
 from lowtide.pipeline import lowered_plan
 from lowtide.planning import Plan
 from lowtide.program import Program, targets
-from lowtide.program.sizes import device_of_inputs, program_device
+from lowtide.program.sizes import program_device
 from lowtide.runtime.entry import Entry, Signature
 from lowtide.runtime.placed import lowered as lowered_by
 from lowtide.settings import Settings
@@ -39,8 +40,8 @@ from lowtide.sharing.agreement import several_processes
 from lowtide.units import BYTE_UNITS, format_bytes, format_percent
 
 _LOG = logging.getLogger(__name__)
-_MOST_IN_A_ROW = 3  # steps that run out, of which the last is not run again
-_LEAST_LOWERED = 0.03  # of what the pass took
+_MOST_IN_A_ROW = 3  # steps that run out, of which the last does not run again
+_LEAST_LOWERED = 0.03  # of what the pass took; twice as much each further time in a step, as the estimate is wrong then
 _UNKNOWN_LOWERED = 0.1  # where nobody tells how much was missing
 _CPU = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory")
 _ASKED = re.compile(r"[tT]ried to allocate (\d+\.?\d*) ([KMGT]iB|bytes)")
@@ -64,24 +65,29 @@ class Owner(Protocol):
 
 
 class RunningCall(Protocol):
-    """A call whose pass has failed. ``rescued``: whether one has run again."""
+    """A call whose pass has failed. ``rescues``: how often one has before."""
 
     inputs: list[torch.Tensor]
-    rescued: bool
+    rescues: int
 
     def let_go(self) -> None: ...
 
 
 class Rescue:
-    """For the calls of ``owner``. ``in_a_row``: failures since a step came to its end without one."""
+    """For the calls of ``owner``. ``in_a_row``: steps that ran out since one came to its end without."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self.in_a_row = 0
 
+    def watch(self, entry: Entry) -> None:
+        """Have the allocator's level counted from before the first pass of ``entry`` on."""
+        if self._owner.settings.rescue and not self._owner.shares_budget:
+            allocated_bytes(program_device(entry.program))
+
     def ended(self, call: RunningCall) -> None:
         """The backward pass of ``call`` has come to its end."""
-        if not call.rescued:
+        if not call.rescues:
             self.in_a_row = 0
 
     def again(
@@ -103,17 +109,18 @@ class Rescue:
         if reason is not None or entry is None:
             error.add_note(f"lowtide: this pass cannot run again by a lower plan: {reason}. {_ADVICE}")
             return None
-        before = entry.plan
-        room = _room(call, error, program_device(program), before.peak_bytes)
-        call.rescued = True
-        self.in_a_row += 1
+        before, device = entry.plan, program_device(program)
+        room = _room(call, error, device, before.peak_bytes)
+        self.in_a_row += not call.rescues
+        call.rescues += 1
         if self.in_a_row >= _MOST_IN_A_ROW:
-            self._explain(error, call, before, "this is the third time in a row, by a lower plan each time")
+            self._explain(error, call, before, device, f"memory ran out in {self.in_a_row} steps in a row")
             return None
+        room = min(room, int((1 - _LEAST_LOWERED * 2 ** (call.rescues - 1)) * before.peak_bytes))
         try:
-            now = self._lower(entry, room, sum(_bytes(lowered, term) for term in left or ()))
+            now = self._lower(entry, max(room, 1), sum(_bytes(lowered, term) for term in left or ()))
         except (LowtideError, MemoryError, OSError) as failure:
-            self._explain(error, call, before, str(failure))
+            self._explain(error, call, before, device, str(failure))
             return None
         missing, phase = max(before.peak_bytes - room, 0), "forward" if left is None else "backward"
         _LOG.warning(
@@ -142,7 +149,7 @@ class Rescue:
         """Lower the budget to ``room``, and what gradients hold that had left, which are not there when a pass begins. Raises
         ``PlanError`` where there is no lower plan."""
         owner, before = self._owner, entry.plan
-        most = max(min(room + left_bytes, int((1 - _LEAST_LOWERED) * before.peak_bytes)), 1)
+        most = min(room + left_bytes, int((1 - _LEAST_LOWERED) * before.peak_bytes))
         settings = dataclasses.replace(owner.settings, most_bytes=most)
         plan = lowered_plan(entry.program, settings, before)
         if plan.peak_bytes >= before.peak_bytes:
@@ -151,7 +158,7 @@ class Rescue:
         owner.begin_anew()
         self._put(entry, plan)
         if left_bytes and plan.peak_bytes > room:
-            now = lowered_plan(entry.program, dataclasses.replace(settings, most_bytes=max(room, 1)), plan)
+            now = lowered_plan(entry.program, dataclasses.replace(settings, most_bytes=room), plan)
             return lowered_by(entry.program, now, entry.arena)
         return entry.lowered
 
@@ -170,10 +177,12 @@ class Rescue:
         each = (one for entry in known for one in (entry, *entry.for_masks.values()))
         return next((entry for entry in each if entry.program is program), None)
 
-    def _explain(self, error: Exception, call: RunningCall, plan: Plan, why: str) -> None:
+    def _explain(self, error: Exception, call: RunningCall, plan: Plan, device: torch.device, why: str) -> None:
         """Say in the error what took the memory."""
-        model, device = self._owner.model, device_of_inputs(call.inputs)
-        held = "; ".join(map(str, holders(model, device, call.inputs)))
+        try:
+            held = "; ".join(map(str, holders(self._owner.model, device, call.inputs)))
+        except MemoryError:
+            held = "more than can be looked at, as no memory is left"
         error.add_note(
             f"lowtide: the pass does not run again: {why}. By its plan it takes {plan.peak_bytes} bytes "
             f"({format_bytes(plan.peak_bytes)}) on {device}, where beside it there are: {held}. Make the batch or the sequence "

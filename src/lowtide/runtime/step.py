@@ -88,11 +88,11 @@ def run(
 ) -> list[torch.Tensor]:
     """Forward outputs of the program on the flat ``inputs``, linked to them in the autograd graph. ``in_terms``: whether
     gradients leave as the terms of their sums. ``rescue`` lowers the plan where memory runs out."""
-    rescued = False
+    rescues = 0
     while True:
         nodes, device_type = _nodes(lowered, inputs, in_terms), device_of_inputs(inputs).type
         call = ModelCall(lowered, for_mask, list(inputs), nodes, device_type, optimizer=optimizer)
-        call.rescue, call.rescued = rescue, rescued
+        call.rescue, call.rescues = rescue, rescues
         try:
             return _linked(call, inputs)
         except Exception as error:
@@ -101,7 +101,7 @@ def run(
             if restart is None:
                 raise
         generators.put_back(call.rng_state)
-        lowered, rescued = restart, True
+        lowered, rescues = restart, call.rescues
 
 
 def _linked(call: ModelCall, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
