@@ -217,6 +217,9 @@ def test_the_budget_is_lowered_for_all_shapes() -> None:
         model.zero_grad()
         assert lowtide.measure(lambda given: model(*given).backward(), args).peak_bytes <= most
     assert [plan.budget_bytes for plan in lowtide.plans(model)] == [most] * 3
+    model(*rows(1024)(0)[0]).backward()  # which cannot do with so little
+    largest = lowtide.plans(model)[-1]
+    assert most < largest.peak_bytes <= largest.budget_bytes < 0.6 * largest.unconstrained_peak_bytes
     scalar_loss(clone(*long(0)[0])).backward()
     assert plan_of(clone).budget_bytes == most
     elsewhere = pickle.loads(pickle.dumps(clone))

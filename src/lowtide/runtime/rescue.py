@@ -1,12 +1,12 @@
 """Passes that run out of memory though they keep to their plan: other processes, or tensors that no plan knows of, take it.
 
-What the pass held is dropped; that and what was free beside it is the budget from now on, for all programs of the model. The pass
-runs again from its start by a plan within it, and draws the same random numbers. In the forward pass nothing has left by then:
-buffers are written last. In the backward pass the forward program runs first, and writes nothing; gradients that had left are
-equal to the bit, and are dropped (``runtime.call``).
+What the pass held is dropped; that and what was free beside it is the budget from now on, for all programs of the model. The
+pass runs again from its start by a plan within it, and draws the same random numbers. In the forward pass nothing has left by
+then: buffers are written last. In the backward pass the forward program runs first, and writes nothing; gradients that had left
+are equal to the bit, and are dropped (``runtime.call``).
 
-What cannot be put back is never tried: an error comes through with a note that says why, and so does that of the third step in a
-row.
+What cannot be put back is never tried: an error comes through with a note that says why, and so does that of the third step in
+a row.
 """
 
 from __future__ import annotations
