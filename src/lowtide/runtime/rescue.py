@@ -150,6 +150,7 @@ class Rescue:
         ``PlanError`` where there is no lower plan."""
         owner, before = self._owner, entry.plan
         most = min(room + left_bytes, int((1 - _LEAST_LOWERED) * before.peak_bytes))
+        most = min(most, owner.settings.most_bytes or most)  # of a program that cannot do with so little
         settings = dataclasses.replace(owner.settings, most_bytes=most)
         plan = lowered_plan(entry.program, settings, before)
         if plan.peak_bytes >= before.peak_bytes:
