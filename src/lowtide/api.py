@@ -79,15 +79,7 @@ def rematerialize(
     """
     _require_plannable(model)
     given = (budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
-    more = (
-        planning or _usual_planning(planner, compiler),
-        dynamic,
-        max_programs,
-        arena,
-        offload,
-        offload_budget,
-        rescue,
-    )
+    more = (_planning(planning, planner, compiler), dynamic, max_programs, arena, offload, offload_budget, rescue)
     model.forward = _prepared(model, Settings(*given, *more), optimizer, args, kwargs or {})
     return model
 
@@ -115,9 +107,9 @@ def _prepared(
     return runtime
 
 
-def _usual_planning(planner: str, compiler: str) -> str:
-    """In the background, where a search may go on and results do not depend on what it finds."""
-    return "background" if searches(planner) and compiler == "eager" else "wait"
+def _planning(given: str | None, planner: str, compiler: str) -> str:
+    """As given; else in the background, where a search may go on and results do not depend on what it finds."""
+    return given or ("background" if searches(planner) and compiler == "eager" else "wait")
 
 
 def _require_plannable(model: nn.Module) -> None:
