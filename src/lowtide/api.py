@@ -49,33 +49,25 @@ def rematerialize(
     Raises ``InfeasibleBudgetError`` if no schedule fits (``minimum_bytes`` is the smallest budget for which one is known),
     ``CaptureError`` where it is asked for or a model has no parts, and ``PlanError`` if an argument makes no sense.
 
-    Parameters
-    ----------
-    args, kwargs:
-        A sample call. With one, the plan is made now; without, at the first call in training mode.
-    budget:
-        Bytes that a forward and backward pass may allocate above what was allocated when the pass began: an ``int``, a
-        string with a unit (``"8GiB"``, ``"700 MB"``) or a percentage of the peak without rematerialization (``"40%"``).
-    total_budget, reserve:
-        Instead of ``budget``: bytes in all, with parameters, buffers, inputs, gradients and two optimizer states for each; and
-        bytes to leave free for the caller between the passes (a loss outside the model).
-    planner, seed, compiler:
-        Name and options of a planner, see ``lowtide planners``; the same program, costs and seed give the same plan.
-        ``"eager"``: operators run one by one, with the same results to the bit. ``"inductor"``: chains of pointwise operators
-        and reductions are compiled into fused kernels before planning, where these are quicker; results are close.
-    on_new_signature, on_capture_error:
-        A call that no plan is for (other shapes, flags): ``"plan"`` anew, run ``"eager"`` (warned once), raise an ``"error"``.
-        For a model that is no single program: plan its submodules as ``"parts"``, raise the ``"error"``, or run this thread
-        inside ``lowtide.online(budget)``: ``"online"``. Said once in the log.
-    planning, dynamic, max_programs:
-        ``"background"`` (by default, where the planner is ``auto`` and kernels are eager): training starts under a first plan,
-        and better ones come in between calls, with the same results to the bit; ``"wait"``: the search ends first.
-        Calls of other sizes take no capture and no search, from the third shape on (``None``), at once (``True``) or never
-        (``False``, or with compiled kernels). So many programs are kept; the one that was used longest ago goes first.
-    arena, rescue, optimizer:
-        Every tensor of a pass has its address in memory that is held from step to step, and the budget is for addresses. A pass
-        that runs out of memory all the same runs again within a lower budget, said in the log; ``False``: its error comes out.
-        What updates parameters inside of the backward pass, so that gradients go at once. Loop and results stay as they are.
+    Args:
+        args, kwargs: A sample call. With one, the plan is made now; without, at the first call in training mode.
+        budget: Of a forward and backward pass, above what was allocated before: bytes, ``"8GiB"``, ``"40%"`` of its peak.
+        total_budget: Instead: bytes in all, with parameters, buffers, inputs, gradients and two optimizer states for each.
+        reserve: Bytes of it to leave free between the passes, say for a loss outside the model.
+        planner: Name and options of one of ``lowtide planners``.
+        compiler: ``"eager"``: the same results to the bit. ``"inductor"``: fused kernels where they are quicker, close results.
+        on_new_signature: A call that no plan is for: ``"plan"`` anew, run ``"eager"`` (warned once), raise an ``"error"``.
+        on_capture_error: A model that is no single program: planned in ``"parts"``, run ``"online"``, or an ``"error"``.
+        seed: Of the planner. The same program, costs and seed give the same plan.
+        planning: ``"background"`` trains under a first plan while better ones are found (by default, where results cannot
+            depend on it); ``"wait"`` ends the search first.
+        dynamic: Calls of other sizes take no capture from the third shape on (``None``), at once (``True``), never (``False``).
+        max_programs: So many are kept; the one that was used longest ago goes first.
+        arena: Every tensor of a pass has its address in memory that is held between steps; the budget is for addresses.
+        offload: Where tensors may move to and come back from: ``"disk"``, ``"disk:/folder"``; of an accelerator, ``"cpu"``.
+        offload_budget: Bytes that may be there at one time for a pass, by default all that are free.
+        rescue: A pass that runs out of memory all the same runs again within a lower budget, said in the log.
+        optimizer: Updates parameters inside of the backward pass, so that gradients go at once; the loop stays as it is.
     """
     _require_plannable(model)
     given = (budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
