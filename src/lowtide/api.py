@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from lowtide.capture.copies import planned_forward
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import PlanError
 from lowtide.planning import Plan
+from lowtide.program.optimizer_state import optimizer_state_bytes
 from lowtide.progress import Progress, told
 from lowtide.runtime.model import Rematerialized
 from lowtide.runtime.optimizer import of_model
@@ -52,7 +54,8 @@ def rematerialize(
     Args:
         args, kwargs: A sample call. With one, the plan is made now; without, at the first call in training mode.
         budget: Of a forward and backward pass, above what was allocated before: bytes, ``"8GiB"``, ``"40%"`` of its peak.
-        total_budget: Instead: bytes in all, with parameters, buffers, inputs, gradients and two optimizer states for each.
+        total_budget: Instead: bytes in all, with parameters, buffers, inputs, gradients and optimizer states: those of
+            ``optimizer``, or two for each parameter.
         reserve: Bytes of it to leave free between the passes, say for a loss outside the model.
         planner: Name and options of one of ``lowtide planners``.
         compiler: ``"eager"``: the same results to the bit. ``"inductor"``: fused kernels where they are quicker, close results.
@@ -88,6 +91,8 @@ def _prepared(
         raise PlanError(
             "optimizer= and arena=True do not go together: the state that an optimizer creates has no place in an arena."
         )
+    if optimizer is not None and settings.total_budget is not None:
+        settings = dataclasses.replace(settings, optimizer_bytes=optimizer_state_bytes(optimizer, model)[1])
     runtime = Rematerialized(model, settings)
     runtime.optimizer = None if optimizer is None else of_model(optimizer, model)
     if kwargs or not (isinstance(args, Sequence) and len(args) == 0):

@@ -55,6 +55,26 @@ class InfeasibleBudgetError(PlanError):
     aside_bytes: int = 0
     overheads: tuple[tuple[int, float], ...] = ()
 
+    def beside(self, aside_bytes: int, what: str = "") -> InfeasibleBudgetError:
+        """The error for a budget of which ``aside_bytes`` are not the pass's; ``what`` they are."""
+        if not aside_bytes:
+            return self
+        least, items = self.minimum_bytes + aside_bytes, f" ({what})" if what else ""
+        there = f"{aside_bytes} bytes are reserved or resident"
+        enough = f"the budget must be at least {least} bytes."
+        message = f"{self} This is the pass alone; {there} outside of it{items}, so {enough}"
+        if self.budget_bytes <= 1:
+            message = f"{there}{items}, which leaves nothing of the budget for a pass: {enough}"
+        return InfeasibleBudgetError(
+            message,
+            minimum_bytes=least,
+            operator=self.operator,
+            source=self.source,
+            budget_bytes=self.budget_bytes,
+            aside_bytes=aside_bytes,
+            overheads=tuple((budget_bytes + aside_bytes, overhead) for budget_bytes, overhead in self.overheads),
+        )
+
 
 class ScheduleError(LowtideError):
     """A schedule is invalid for its graph."""

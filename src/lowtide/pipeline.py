@@ -26,7 +26,7 @@ from lowtide.planning import Plan, plan_from
 from lowtide.planning.cache import PlanCache, PlanRequest, enabled
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
-from lowtide.program.sizes import check_device, program_device, resident_bytes
+from lowtide.program.sizes import Outside, check_device, outside_of, program_device
 from lowtide.progress import Progress, report
 from lowtide.settings import Settings, searches
 from lowtide.sharing import Member, Planning, Share
@@ -129,7 +129,7 @@ def planned_program(
     except InfeasibleBudgetError as error:
         if isinstance(answer, Plan):
             return program, answer
-        raise min(answer, with_aside(error, answer.aside_bytes), key=lambda e: e.minimum_bytes) from None
+        raise min(answer, error.beside(answer.aside_bytes), key=lambda e: e.minimum_bytes) from None
     if isinstance(answer, Plan) and answer.time_ns <= other.time_ns:
         return program, answer
     _LOG.info(
@@ -184,15 +184,15 @@ def make_program_plan(
     ``granted_bytes`` is what an earlier signature of the model was given: a budget in percent is at least that, so that a
     short last batch may use the memory of a full one. Among several processes, one plans for all that ask the same.
     """
-    resident = resident_bytes(program, model) if settings.budget is None else 0
+    outside = _outside(program, settings, model)
     search = functools.partial(_found, settings, on_progress=on_progress)
 
     def make() -> Plan:
         known = program_costs(program, on_progress) if costs is None else costs
-        return _within_budget(program, settings, known, resident, granted_bytes, search)
+        return _within_budget(program, settings, known, outside, granted_bytes, search)
 
     if settings.agreed and several_processes():
-        return agreed_plan(program, (settings, granted_bytes, resident), make)
+        return agreed_plan(program, (settings, granted_bytes, outside), make)
     return make()
 
 
@@ -214,27 +214,33 @@ def adapted_plan(
 
     with stage("costs"):
         costs = _with_generator_states(program, scaled_costs(program, known))
-    resident = resident_bytes(program, model) if settings.budget is None else 0
-    return _within_budget(program, settings, costs, resident, granted_bytes, adapt)
+    outside = _outside(program, settings, model)
+    return _within_budget(program, settings, costs, outside, granted_bytes, adapt)
 
 
 def _within_budget(
     program: Program,
     settings: Settings,
     costs: Costs,
-    resident: int,
+    outside: Outside,
     granted_bytes: int,
     search: Callable[[PlanRequest], Plan],
 ) -> Plan:
     """What ``search`` finds for the bytes that are left of the budget for a pass."""
     costs = _with_room_between(program, costs, settings.between_bytes)
     costs = with_offload(costs, settings.offload, settings.offload_budget, program_device(program))
-    budget, aside = _budget(program, settings, costs, resident, granted_bytes)
+    budget, outside = _budget(program, settings, costs, outside, granted_bytes)
     try:
         with stage("search"):
-            return _as_lowered(program, settings, costs, budget, search)
+            plan = _as_lowered(program, settings, costs, budget, search)
     except InfeasibleBudgetError as error:
-        raise with_aside(error, aside) from None
+        raise error.beside(outside.bytes, str(outside)) from None
+    return plan if settings.budget is not None else dataclasses.replace(plan, outside=str(outside))
+
+
+def _outside(program: Program, settings: Settings, model: nn.Module | None) -> Outside:
+    """What a total budget counts beside a pass, but for the reserve."""
+    return Outside() if settings.budget is not None else outside_of(program, model, settings.optimizer_bytes)
 
 
 def _as_lowered(
@@ -292,14 +298,17 @@ def _first_plan(request: PlanRequest) -> Plan | None:
         return None
 
 
-def _budget(program: Program, settings: Settings, costs: Costs, resident: int, granted_bytes: int) -> tuple[int, int]:
-    """Bytes for a pass, and bytes of the given budget that a pass must leave alone."""
+def _budget(
+    program: Program, settings: Settings, costs: Costs, outside: Outside, granted_bytes: int
+) -> tuple[int, Outside]:
+    """Bytes for a pass, and what of the given budget a pass must leave alone."""
     unconstrained = simulate(program.graph, costs, keep_all_schedule(program.graph)).peak_bytes
     reserve = parse_budget(settings.reserve, unconstrained, what="reserve") if settings.reserve != 0 else 0
-    total = parse_budget(settings.given, unconstrained + (0 if settings.total_budget is None else reserve + resident))
+    outside = outside._replace(reserved=reserve)
+    total = parse_budget(settings.given, unconstrained + (0 if settings.total_budget is None else outside.bytes))
     check_device(program, total)
     least = granted_bytes if is_percentage(settings.given) else 1
-    return max(total - reserve - resident, least, 1), reserve + resident
+    return max(total - outside.bytes, least, 1), outside
 
 
 def share_planners(settings: Settings) -> tuple[Planning, Planning | None]:
@@ -313,25 +322,6 @@ def share_planners(settings: Settings) -> tuple[Planning, Planning | None]:
         return planned
 
     return planning(settings.planner), planning(_QUICK_SEARCH) if searches(settings.planner) else None
-
-
-def with_aside(error: InfeasibleBudgetError, aside: int) -> InfeasibleBudgetError:
-    """The error for a budget of which ``aside`` bytes are not the pass's."""
-    if not aside:
-        return error
-    least = f"the budget must be at least {error.minimum_bytes + aside} bytes."
-    message = f"{error} This is the pass alone; {aside} bytes are reserved or resident outside of it, so {least}"
-    if error.budget_bytes <= 1:
-        message = f"{aside} bytes are reserved or resident, which leaves nothing of the budget for a pass: {least}"
-    return InfeasibleBudgetError(
-        message,
-        minimum_bytes=error.minimum_bytes + aside,
-        operator=error.operator,
-        source=error.source,
-        budget_bytes=error.budget_bytes,
-        aside_bytes=aside,
-        overheads=tuple((budget_bytes + aside, overhead) for budget_bytes, overhead in error.overheads),
-    )
 
 
 def require_module(model: object, verb: str) -> None:

@@ -31,6 +31,7 @@ class Settings:
     offload_budget: int | str | None = None
     rescue: bool = True
     agreed: bool = True  # among several processes: one plans for all
+    optimizer_bytes: int | None = None  # of the optimizer's states, where these are known
     between_bytes: int = 0  # what the rest of a larger model takes between this part's two passes, within the budget
     most_bytes: int | None = None  # for a pass, since a step ran out of memory (runtime.rescue)
 

@@ -93,6 +93,25 @@ def test_a_reserve_that_leaves_nothing() -> None:
     lowtide.rematerialize(make(_network), *rows(512)(0), budget=least, reserve="200KiB", planner="greedy")
 
 
+@pytest.mark.parametrize(("kind", "states"), [("SGD", 0), ("Adagrad", 1), ("AdamW", 2)], ids=lambda value: str(value))
+def test_total_budget_counts_the_states_that_the_optimizer_keeps(kind: str, states: int, tmp_path: Path) -> None:
+    model = make(_network)
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    args, kwargs = rows(512)(0)
+    lowtide.rematerialize(model, args, kwargs, total_budget="8 MiB", planner="greedy", optimizer=optimizer)
+    (plan,) = lowtide.plans(model)
+    inputs = sum(tensor.nbytes for tensor in args)
+    steps = (4 * len(list(model.parameters()))) if states else 0  # a count for each, of four bytes
+    assert plan.budget_bytes == 8 * 2**20 - parameters - inputs - states * parameters - steps
+    assert ("optimizer states" in plan.outside) == (states > 0)
+    assert plan.outside in str(plan)
+    plan.save(tmp_path / "plan.json")
+    assert lowtide.Plan.load(tmp_path / "plan.json").outside == plan.outside
+    with pytest.raises(lowtide.InfeasibleBudgetError, match=r"resident .*parameters, buffers and inputs \d"):
+        lowtide.rematerialize(make(_network), args, kwargs, total_budget=parameters, planner="greedy")
+
+
 def test_total_budget_counts_what_is_there() -> None:
     """Parameters, buffers, inputs, gradients and optimizer state count; a total below the parameters is infeasible."""
     model = make(_network)

@@ -14,7 +14,7 @@ from torch import nn
 
 import lowtide
 from lowtide.cli.main import main
-from lowtide.whole_step.optimizer_state import optimizer_state_bytes
+from lowtide.program.optimizer_state import optimizer_state_bytes
 
 Make = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {

@@ -25,7 +25,7 @@ from lowtide.ir import Costs, Graph, keep_all_schedule, simulate
 from lowtide.memory.allocators import free_memory
 from lowtide.pipeline import program_costs
 from lowtide.program import Program
-from lowtide.program.sizes import program_device, resident_bytes
+from lowtide.program.sizes import outside_of, program_device
 from lowtide.progress import Progress
 
 SMALL_BATCHES = (2, 8)
@@ -72,7 +72,7 @@ class Family:
             captured = capture(self.model, args, kwargs)
         program = captured.program
         costs = program_costs(program, self.on_progress) if _has_room(program) else analytical_costs(program)
-        return captured, Member(batch, program.graph, costs, resident_bytes(program, self.model))
+        return captured, Member(batch, program.graph, costs, outside_of(program, self.model, None).bytes)
 
     def _member(self, batch: int) -> Member:
         if not self.uniform:

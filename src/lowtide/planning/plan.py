@@ -74,6 +74,7 @@ class _Form(msgspec.Struct, frozen=True):
     graph: Any = None
     costs: _Costs | None = None
     curve: Any = None
+    outside: str = ""
 
 
 class Improvement(NamedTuple):
@@ -95,6 +96,7 @@ class Plan:
     process (``plan_cache``). ``str(plan)`` is a readable report. ``known_curve`` is what ``with_curve`` found; it is saved
     along. ``history``: the plans that were in force before, and this one, where it was improved in the background.
     ``lowered_from_bytes``: the budget that was given, where steps ran out of memory within it and it was lowered; else 0.
+    ``outside``: what a total budget counted beside the pass.
     """
 
     graph: Graph
@@ -112,6 +114,7 @@ class Plan:
     known_curve: Curve | None = None
     history: tuple[Improvement, ...] = ()
     lowered_from_bytes: int = 0
+    outside: str = ""
     _layout: Layout | None = field(default=None, init=False, repr=False)
 
     @property
@@ -174,7 +177,9 @@ class Plan:
         fits = not placed or found.is_placed or not self.is_placed
         if found.time_ns < self.time_ns and fits:
             history = (*self.history, found._as_improvement(seconds))
-            return dataclasses.replace(found, history=history, lowered_from_bytes=self.lowered_from_bytes)
+            return dataclasses.replace(
+                found, history=history, lowered_from_bytes=self.lowered_from_bytes, outside=self.outside
+            )
         bound_ns, seconds = found.lower_bound_ns, found.solve_seconds
         return dataclasses.replace(self, planner=found.planner, lower_bound_ns=bound_ns, solve_seconds=seconds)
 
@@ -205,6 +210,8 @@ class Plan:
             "planner": f"{decided_by}, {self.solve_seconds:.1f} s",
             "costs": costs.device or "as given",
         }
+        if self.outside:
+            details["beside the pass"] = self.outside
         if self.schedule.moves:
             details["transfers"] = moved_text(simulate(graph, costs, self.schedule).timing)
         if self.lowered_from_bytes:
@@ -250,6 +257,7 @@ class Plan:
         """A ``lowtide-plan/1`` object; for whoever has the program without its ``graph``, the ``costs`` or both."""
         data: dict[str, Any] = {"format": PLAN_FORMAT} | {name: getattr(self, name) for name in _FACTS}
         data["schedule"] = schedule_to_json(self.schedule)
+        data |= {"outside": self.outside} if self.outside else {}
         if graph:
             data["graph"] = graph_to_json(self.graph, self.costs)
             data["curve"] = None if self.known_curve is None else self.known_curve.to_json()
@@ -294,6 +302,7 @@ class Plan:
             form.seed,
             form.solve_seconds,
             known_curve=None if form.curve is None else Curve.from_json(form.curve),
+            outside=form.outside,
         )
 
     def __str__(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from lowtide.errors import PlanError
 from lowtide.ir import Costs
 from lowtide.memory.allocators import device_memory, round_up
 from lowtide.program.program import Program
+from lowtide.units import format_bytes
 
 
 def storage_bytes(program: Program) -> list[int]:
@@ -46,21 +48,41 @@ def program_device(program: Program) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def resident_bytes(program: Program, model: nn.Module | None) -> int:
-    """Parameters, buffers, inputs, existing gradients, and two optimizer states per trainable parameter (as Adam has)."""
+class Outside(NamedTuple):
+    """Bytes that a total budget counts beside those of a pass: what is ``reserved`` for the caller; ``held`` by parameters,
+    buffers and inputs; gradients that are there; the states that the optimizer keeps."""
+
+    reserved: int = 0
+    held: int = 0
+    gradients: int = 0
+    states: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """In all."""
+        return sum(self)
+
+    def __str__(self) -> str:
+        names = "reserved", "parameters, buffers and inputs", "gradients", "optimizer states"
+        return ", ".join(f"{name} {format_bytes(size)}" for name, size in zip(names, self, strict=True) if size)
+
+
+def outside_of(program: Program, model: nn.Module | None, states: int | None) -> Outside:
+    """What is there beside a pass of ``program``. ``states``: bytes of the optimizer's; where they are not known, two for each
+    parameter that trains, as Adam has."""
     metas = {value: program.metas[value] for value in program.graph.inputs}
     inputs = {program.graph.values[value].storage: meta.storage_bytes for value, meta in metas.items()}
     trained = [program.inputs[position] for position in {*program.updated, *dict(program.gradients)}]
     trainable = sum(program.metas[value].storage_bytes for value in trained if value is not None)
-    return sum(inputs.values()) + 2 * trainable + (gradient_bytes(model) if model else 0)
+    gradients = gradient_bytes(model) if model else 0
+    return Outside(0, sum(inputs.values()), gradients, 2 * trainable if states is None else states)
 
 
-def state_bytes(model: nn.Module) -> int:
+def outside_of_model(model: nn.Module, states: int | None) -> Outside:
     """The same of a model without a program, so without the inputs of its calls."""
-    tensors = {id(one): one for one in (*model.parameters(), *model.buffers())}.values()
-    held = sum(one.untyped_storage().nbytes() for one in tensors)
-    trainable = sum(one.untyped_storage().nbytes() for one in tensors if one.requires_grad)
-    return held + 2 * trainable + gradient_bytes(model)
+    held = held_bytes([*model.parameters(), *model.buffers()])
+    trainable = held_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
+    return Outside(0, held, gradient_bytes(model), 2 * trainable if states is None else states)
 
 
 def gradient_bytes(model: nn.Module) -> int:

@@ -25,7 +25,7 @@ from lowtide.capture.sharded import is_sharded
 from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, NoGradientError
 from lowtide.program.results import GradientMask
-from lowtide.program.sizes import state_bytes
+from lowtide.program.sizes import outside_of_model
 from lowtide.runtime.entry import Entry, Sample, Signature
 from lowtide.runtime.forward_pass import ForwardPass
 from lowtide.runtime.kin import FamilyCall, Kin
@@ -138,7 +138,7 @@ class Parts:
         # What runs in one process need not run in another, so none may wait for another's plan. Arenas of parts would add up.
         self.shared = SharedBudget(dataclasses.replace(settings, agreed=False, arena=False), "parts")
         if settings.total_budget is not None:
-            self.shared.resident_bytes = state_bytes(model)
+            self.shared.outside = outside_of_model(model, settings.optimizer_bytes)
         self._model = weakref.ref(model)
         self._parts: weakref.WeakKeyDictionary[nn.Module, Part] = weakref.WeakKeyDictionary()
         self.watch = OutsideWatch(self.shared)

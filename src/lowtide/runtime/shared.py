@@ -29,10 +29,10 @@ import torch
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.memory.allocators import PeakWindow, allocated_bytes, meter_of
-from lowtide.pipeline import FIRST_PLANNER, make_program_plan, program_costs, share_planners, with_aside
+from lowtide.pipeline import FIRST_PLANNER, make_program_plan, program_costs, share_planners
 from lowtide.planning import Plan
 from lowtide.program import Program
-from lowtide.program.sizes import check_device
+from lowtide.program.sizes import Outside, check_device
 from lowtide.runtime.call import ModelCall
 from lowtide.runtime.entry import Entry, with_plan
 from lowtide.runtime.forward_pass import ForwardPass, gradients_of, left_gradient_bytes
@@ -47,14 +47,14 @@ _LOG = logging.getLogger(__name__)
 
 class SharedBudget:
     """``ran`` are the forward passes of the current step, in order: a graph may run several times, by different plans, too.
-    What waits from earlier steps (a loss that is kept, say) is a part of every step. ``resident_bytes`` of a total budget are
+    What waits from earlier steps (a loss that is kept, say) is a part of every step. ``outside`` of a total budget are
     taken.
     """
 
     def __init__(self, settings: Settings, what: str = "graphs") -> None:
         self.settings = settings
         self.what = what  # the programs are, for messages
-        self.resident_bytes = 0
+        self.outside = Outside()
         self.give_way: Callable[[int], bool] | None = None  # asked for so many bytes, whether the next step needs less
         self.steps = 0
         self.ran: list[ForwardPass] = []
@@ -228,7 +228,7 @@ class SharedBudget:
             return self._planned(own, max(room, 1), self.fraction if more_follow else 1.0)
         except InfeasibleBudgetError as error:
             if not earlier and not known_later and not (self.give_way is not None and between > 0):
-                raise with_aside(error, reserve + between) from None
+                raise error.beside(reserve + between) from None
             _LOG.warning(
                 "%s %d of the step needs %d bytes and has %d left: this step may exceed the budget; all are replanned",
                 self.what.removesuffix("s"), len(members), error.minimum_bytes, room,
@@ -336,7 +336,7 @@ class SharedBudget:
             minimum_bytes=error.minimum_bytes,
             budget_bytes=budget,
         )
-        return with_aside(own, reserve)
+        return own.beside(reserve)
 
     def _budget(self, members: Sequence[Member], constraints: Sequence[Constraint]) -> tuple[int, int]:
         """The bytes that the graphs share, and those beside them of the budget; a percentage is of the peak of the graphs
@@ -344,7 +344,7 @@ class SharedBudget:
         keep_all = peak_bytes(constraints, [member.keep_all for member in members])
         reserve = parse_budget(self.settings.reserve, keep_all, what="reserve") if self.settings.reserve else 0
         if self.settings.total_budget is not None:
-            aside = reserve + self.resident_bytes
+            aside = reserve + self.outside.bytes
             total = parse_budget(self.settings.total_budget, keep_all + aside)
             return max(total - aside, self._granted_bytes, 1), aside
         return max(parse_budget(self.settings.given, keep_all) - reserve, self._granted_bytes), reserve

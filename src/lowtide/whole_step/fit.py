@@ -22,12 +22,12 @@ from lowtide.ir.second_memory import check_second_memory
 from lowtide.notebook import Shown
 from lowtide.pipeline import require_module
 from lowtide.planning import Plan, make_plan
+from lowtide.program.optimizer_state import Optimizer, optimizer_state_bytes
 from lowtide.program.sizes import held_bytes
 from lowtide.progress import Progress, told
 from lowtide.report.tables import fact_lines
 from lowtide.report.text import moved_text
 from lowtide.units import format_bytes, format_percent
-from lowtide.whole_step.optimizer_state import Optimizer, optimizer_state_bytes
 
 _NAMED = re.compile(r"(?P<name>.+?)[-_ ]?(?P<gigabytes>\d+(\.\d+)?)\s*gb", re.IGNORECASE)
 _LARGEST = 3  # tensors that are named
