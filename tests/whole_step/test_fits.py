@@ -167,3 +167,41 @@ def test_as_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_in_a_notebook() -> None:
     html = lowtide.fits(_model(), (torch.randn(32, 64),), device="1GiB")._repr_html_()
     assert "Sequential fits on 1GiB" in html and "advice 1" in html
+
+
+class Attending(nn.Module):
+    def __init__(self, mask: bool = False) -> None:
+        super().__init__()
+        self.project = nn.Linear(64, 192)
+        self.mask = mask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.project(x).view(2, 128, 3, 4, 16).permute(2, 0, 3, 1, 4).unbind(0)
+        mask = torch.ones(128, 128, dtype=torch.bool, device=x.device).tril() if self.mask else None
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
+        return attended.float().square().mean()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mask", "kernel"),
+    [
+        (torch.bfloat16, False, "_scaled_dot_product_flash_attention"),
+        (torch.bfloat16, True, "_scaled_dot_product_efficient_attention"),
+        (torch.float32, False, "_scaled_dot_product_efficient_attention"),
+        (torch.float64, False, "_safe_softmax"),
+    ],
+)
+def test_attention_without_memory_is_what_a_gpu_computes(dtype: torch.dtype, mask: bool, kernel: str) -> None:
+    """No scores of all pairs where it has a fused kernel."""
+    with torch.device("meta"):
+        model, x = Attending(mask).to(dtype), torch.empty(2, 128, 64, dtype=dtype)
+    fit = lowtide.fits(model, (x,), device="A100-80GB")
+    assert fit.plan is not None
+    targets = {op.target for op in fit.plan.graph.ops}
+    assert f"aten.{kernel}.default" in targets
+    assert (f"aten.{kernel}_backward.default" in targets) == ("attention" in kernel)
+    pairs = 2 * 4 * 128 * 128 * dtype.itemsize
+    assert (int(fit.plan.costs.storage_bytes.max()) >= pairs) == ("softmax" in kernel)
+    usual = lowtide.fits(model, (x,), device="24GiB")
+    assert usual.plan is not None
+    assert any("softmax" in op.target for op in usual.plan.graph.ops)

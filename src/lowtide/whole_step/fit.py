@@ -3,6 +3,7 @@ allocated."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -28,6 +29,7 @@ from lowtide.progress import Progress, told
 from lowtide.report.tables import fact_lines
 from lowtide.report.text import moved_text
 from lowtide.units import format_bytes, format_percent
+from lowtide.whole_step.attention import FusedAttention
 
 _NAMED = re.compile(r"(?P<name>.+?)[-_ ]?(?P<gigabytes>\d+(\.\d+)?)\s*gb", re.IGNORECASE)
 _LARGEST = 3  # tensors that are named
@@ -205,7 +207,7 @@ def fits(
     name, capacity = _device(device)
     with told(type(model).__name__, on_progress) as tell:
         optimizer_name, optimizer_bytes = optimizer_state_bytes(optimizer, model)
-        with torch.enable_grad():
+        with torch.enable_grad(), contextlib.nullcontext() if name == "auto" else FusedAttention():
             program = capture(model, args, kwargs).program
         graph, costs = program.graph, analytical_costs(program, name)
         if offload is not None:
