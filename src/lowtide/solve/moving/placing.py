@@ -2,7 +2,8 @@
 room that the budget leaves.
 
 1. What fits anyway is not moved: where a storage could stay until it is read again, it does.
-2. What was offloaded stays until its copy is complete, instead of being waited for, while there is room for it.
+2. What was offloaded stays until its copy is complete, instead of being waited for, while there is room for it; what was to be
+   written over it has memory of its own.
 3. What is fetched begins to come back as early as there is room for it, in the order in which it is read, but no earlier than
    the transfer before it lets it.
 
@@ -112,15 +113,20 @@ class _LateFrees:
         self.ends: dict[int, int] = {}  # storage -> when its copy is complete
         self.waiting: list[tuple[int, int]] = []  # when its copy is complete, storage: freed, but still there
         self.there = 0  # bytes of these
+        self.written: set[int] = set()  # storages that were written over, and whose frees follow
 
     def run(self) -> Schedule:
         steps, boundary = self.schedule.steps, 0
         for index, step in enumerate(steps):
-            if not self._bound(index):
+            if not self._is_due(index):
                 self._release(self._level(index), self._made_by(index))
             if index == self.schedule.boundary:
                 boundary = len(self.steps)
-            if isinstance(step, Free) and self.ends.get(step.storage, 0) > self.now and not self._bound(index):
+            if (
+                isinstance(step, Free)
+                and self.ends.get(step.storage, 0) > self.now
+                and step.storage not in self.written
+            ):
                 heapq.heappush(self.waiting, (self.ends[step.storage], step.storage))
                 self.there += self.sizes[step.storage]
             elif isinstance(step, Fetch) and (entry := (self.ends.get(step.storage, 0), step.storage)) in self.waiting:
@@ -128,27 +134,25 @@ class _LateFrees:
                 heapq.heapify(self.waiting)
                 self.there -= self.sizes[step.storage]
             else:
-                self._take(step)
+                self._take(self._apart(step, index))
         self._release(None, ())
         return Schedule(tuple(self.steps), boundary if self.schedule.boundary < len(steps) else len(self.steps))
 
-    def _bound(self, index: int) -> bool:
-        """Whether the step belongs to the one before: a compute to its generator state, the free of what is written over."""
-        before = self.schedule.steps[index - 1] if index else None
-        if isinstance(self.schedule.steps[index], Free):
-            return any(isinstance(one, Compute) and one.into is not None for one in self._since_compute(index))
-        return isinstance(before, (SaveRng, RestoreRng))
+    def _apart(self, step: Step, index: int) -> Step:
+        """A compute that is to write over what is being copied has memory of its own, if there is room."""
+        if not isinstance(step, Compute) or step.into is None or self.ends.get(step.into, 0) <= self.now:
+            return step
+        fits = self.levels[index] + self.there + self.sizes[step.into] <= self.budget_bytes
+        return Compute(step.op) if fits else step
 
-    def _since_compute(self, index: int) -> list[Step]:
-        """The compute that a free follows, where nothing but frees lies between."""
-        while index > 0 and isinstance(self.schedule.steps[index], Free):
-            index -= 1
-        return [self.schedule.steps[index]]
+    def _is_due(self, index: int) -> bool:
+        """Whether the step is a compute that must follow the one before, which is of its generator state."""
+        return index > 0 and isinstance(self.schedule.steps[index - 1], (SaveRng, RestoreRng))
 
     def _level(self, index: int) -> int:
         """The bytes that are there before a place comes at which something can be freed again."""
         level: int = self.levels[index]
-        while index + 1 < len(self.levels) and self._bound(index + 1):
+        while index + 1 < len(self.levels) and self._is_due(index + 1):
             index += 1
             level = max(level, self.levels[index])
         return level
@@ -174,12 +178,16 @@ class _LateFrees:
     def _take(self, step: Step) -> None:
         self.steps.append(step)
         if isinstance(step, Compute):
+            if step.into is not None:
+                self.now = max(self.now, self.ends.get(step.into, 0))
+                self.written.add(step.into)
             self.now += self.times[step.op]
         elif isinstance(step, Offload):
             self.lane = max(self.lane, self.now) + self.memory.offload_ns(self.sizes[step.storage])
             self.ends[step.storage] = self.lane
         elif isinstance(step, Free):
             self.now = max(self.now, self.ends.get(step.storage, 0))
+            self.written.discard(step.storage)
 
 
 def _with_early_fetches(
