@@ -17,7 +17,7 @@ import heapq
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,19 +35,31 @@ class State(NamedTuple):
 
 def brute_force(graph: Graph, costs: Costs, budget: int | None) -> int | None:
     """The least time within the budget, ``None`` if nothing fits; with no budget the least peak."""
+    return remembered(Path(__file__), graph, costs, budget, _brute_force)
+
+
+def remembered(
+    source: Path,
+    graph: Graph,
+    costs: Costs,
+    budget: int | None,
+    find: Callable[[Graph, Costs, int | None], int | None],
+) -> int | None:
+    """What ``find``, of the file ``source``, answers, or has answered to the same question before."""
     columns = [costs.time_ns, costs.workspace_bytes, costs.storage_bytes]
-    asked = repr((graph, [column.tolist() for column in columns], costs.rng_state_bytes, budget))
+    memory = () if costs.second_memory is None else (costs.second_memory,)
+    asked = repr((graph, [column.tolist() for column in columns], costs.rng_state_bytes, budget, *memory))
     key = hashlib.sha256(asked.encode()).hexdigest()
-    known = _known()
+    known = _known(source)
     if key not in known:
-        known[key] = _brute_force(graph, costs, budget)
+        known[key] = find(graph, costs, budget)
     return known[key]
 
 
 @functools.cache
-def _known() -> dict[str, int | None]:
+def _known(source: Path) -> dict[str, int | None]:
     """Answers by what was asked; written down at the end of the process."""
-    name = f"brute-force-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}.json"
+    name = f"{source.stem.replace('_', '-')}-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}.json"
     path = Path(__file__).parents[2] / ".pytest_cache" / name
     answers = _read(path)
     atexit.register(_write, path, answers)

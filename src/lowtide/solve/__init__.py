@@ -9,6 +9,7 @@ from lowtide.errors import ScheduleError
 from lowtide.ir import check, simulate
 from lowtide.progress import Progress
 from lowtide.solve.minimum import greedy_within, minimum_peak, peak_lower_bound, times_above, working_set_bound
+from lowtide.solve.outcome import least_time_ns
 from lowtide.solve.problem import Planner, Problem, Solution, Status, check_seed
 from lowtide.solve.registry import format_spec, get_planner, planner_names, planner_summary
 
@@ -67,8 +68,8 @@ def solve(problem: Problem, planner: str | Planner = "auto") -> Solution:
 
 def _among_moving(problem: Problem, solution: Solution) -> Solution:
     """The answer of a planner that moves nothing, where others may: what it proved does not hold for them."""
-    least = solution.time_ns <= problem.costs.total_time_ns
     if solution.status.solved:
-        status = Status.OPTIMAL if least else Status.FEASIBLE
-        return replace(solution, status=status, lower_bound_ns=problem.costs.total_time_ns)
+        least = least_time_ns(problem)
+        status = Status.OPTIMAL if solution.time_ns <= least else Status.FEASIBLE
+        return replace(solution, status=status, lower_bound_ns=least)
     return replace(solution, status=Status.UNSOLVED, lower_bound_ns=None)

@@ -30,7 +30,7 @@ from typing import ClassVar
 from lowtide.solve.minimum import smallest_exactly
 from lowtide.solve.moving.search import bounded, moving_schedules
 from lowtide.solve.options import Options, between
-from lowtide.solve.outcome import answer, keeping_all
+from lowtide.solve.outcome import answer, keeping_all, least_time_ns
 from lowtide.solve.portfolio_search import EFFORTS, search_sequences
 from lowtide.solve.problem import Problem, Solution, Status
 from lowtide.solve.search.exact import affordable, shortest
@@ -56,7 +56,7 @@ class Auto(Options):
     def _with_moves(self, problem: Problem) -> Solution:
         """The better of what moves storages and of what does not."""
         moving = moving_schedules(problem, self.effort)
-        least = problem.costs.total_time_ns
+        least = least_time_ns(problem)
         if moving and (found := answer("auto", problem, moving)).status.solved and found.time_ns == least:
             return dataclasses.replace(found, status=Status.OPTIMAL, lower_bound_ns=least)
         still = self._recomputing(problem)

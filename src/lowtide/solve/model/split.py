@@ -102,20 +102,23 @@ class Split:
         return Schedule(tuple(steps), len(steps) if boundary is None else boundary)
 
 
-def split(graph: Graph, costs: Costs, prices: Mapping[int, int], *, moves_only: bool = False) -> Split:
+def split(
+    graph: Graph, costs: Costs, prices: Mapping[int, int], *, moves_only: bool = False, floor: bool = False
+) -> Split:
     """The graph in which the storages of ``prices`` may move, each at its price in ns. ``moves_only``: nothing may be computed
-    again."""
-    return _Splitter(graph, costs, prices, moves_only).build()
+    again. ``floor``: for bounds, what an operator can write over its input takes no bytes of its own while it runs; without,
+    what moves is written over nothing."""
+    return _Splitter(graph, costs, prices, moves_only, floor).build()
 
 
 def split_for_nothing(graph: Graph, costs: Costs) -> Split:
     """The graph in which everything moves at no price: what no schedule of it fits, no schedule that moves fits."""
-    return split(graph, costs, dict.fromkeys(movable_storages(graph, costs), 0))
+    return split(graph, costs, dict.fromkeys(movable_storages(graph, costs), 0), floor=True)
 
 
 class _Splitter:
-    def __init__(self, graph: Graph, costs: Costs, prices: Mapping[int, int], moves_only: bool) -> None:
-        self.graph, self.costs, self.prices, self.moves_only = graph, costs, prices, moves_only
+    def __init__(self, graph: Graph, costs: Costs, prices: Mapping[int, int], moves_only: bool, floor: bool) -> None:
+        self.graph, self.costs, self.prices, self.moves_only, self.floor = graph, costs, prices, moves_only, floor
         self.ops: list[Op] = []
         self.times: list[int] = []
         self.workspaces: list[int] = []
@@ -168,7 +171,8 @@ class _Splitter:
         for value in outputs:
             self.values[value] = replace(self.values[value], producer=number)
         self.bases.update((storage, number) for storage in owned if storage not in moving)
-        whole = sum(int(self.costs.storage_bytes[storage]) for storage in moving)
+        within = self.floor and op.overwrites  # of one storage, which takes the place of another as large
+        whole = 0 if within else sum(int(self.costs.storage_bytes[storage]) for storage in moving)
         over = () if moving else op.overwrites
         once = op.once or (bool(owned) and (self.moves_only or len(owned) == len(moving)))
         self.ops.append(replace(op, id=number, outputs=(*outputs, *handles), overwrites=over, once=once))

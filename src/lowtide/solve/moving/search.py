@@ -22,7 +22,7 @@ from lowtide.solve.bounds import INFEASIBLE_NS, prove_time, proven_infeasible
 from lowtide.solve.model.compact import compact
 from lowtide.solve.model.split import Split, movable_storages, split, split_for_nothing
 from lowtide.solve.moving.placing import place_transfers
-from lowtide.solve.outcome import answer
+from lowtide.solve.outcome import answer, least_time_ns
 from lowtide.solve.portfolio_search import search_sequences
 from lowtide.solve.problem import Problem, Solution, Status
 from lowtide.solve.search.portfolio import make_portfolio
@@ -130,7 +130,7 @@ def moving_schedules(problem: Problem, effort: int, *, moves_only: bool = False)
     if memory is None:
         return []
     moves = _Moves.of(problem, memory, moves_only)
-    least = problem.costs.total_time_ns
+    least = least_time_ns(problem)
     rounds: list[Callable[[], Iterable[tuple[Pair, int]]]] = [
         lambda: ((pair, 0) for pair in (_FIRST if effort else _QUICK))
     ]
@@ -160,7 +160,7 @@ def _around(moves: _Moves, step: float) -> Callable[[], Iterable[tuple[Pair, int
 
 def bounded(problem: Problem, solution: Solution, effort: int) -> Solution:
     """``solution`` with a bound that holds for all schedules, whatever they move."""
-    least = problem.costs.total_time_ns
+    least = least_time_ns(problem)
     if not solution.status.solved:
         parts = split_for_nothing(problem.graph, problem.costs)
         proven = proven_infeasible(compact(parts.graph, parts.costs, floor=True), problem.budget_bytes)
@@ -205,4 +205,4 @@ def _weighted(graph: Graph, costs: Costs, memory: SecondMemory, weight: float) -
         again_ns = (1 - weight) * part * int(costs.time_ns[base]) if graph.ops[base].recomputable else fetch_ns
         prices[storage] = int(min(fetch_ns, again_ns))
     scaled = np.floor((1 - weight) * costs.time_ns).astype(np.int64)
-    return split(graph, replace(costs, time_ns=scaled), prices)
+    return split(graph, replace(costs, time_ns=scaled), prices, floor=True)
