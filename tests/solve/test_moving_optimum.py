@@ -105,7 +105,7 @@ def compare(seeds: list[int], planner: str) -> tuple[int, int]:
     return len(found), sum(found)
 
 
-@pytest.mark.parametrize(("planner", "optimal"), [("auto", 96), ("offload{effort=1}", 79), ("rotor", 51)])
+@pytest.mark.parametrize(("planner", "optimal"), [("auto", 96), ("offload{effort=1}", 79), ("pofo", 52), ("rotor", 51)])
 def test_planners_are_never_better_than_the_optimum(planner: str, optimal: int) -> None:
     """And as good as it about as often as ever; where nothing fits nothing is found."""
     total, equal = compare(SEEDS, planner)

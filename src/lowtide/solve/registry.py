@@ -43,6 +43,7 @@ PLANNERS: dict[str, tuple[str, str, str]] = {
     "h-rockmate": ("block_programs", "HRockmate", "recursive partition, options composed upwards"),
     "rockmate": ("block_programs", "Rockmate", "a menu of options per block, dynamic program over the chain"),
     "offload": ("offload", "Offload", "moves results to a second memory and back, computes nothing again"),
+    "pofo": ("pofo", "Pofo", "dynamic program over a chain of blocks, which are kept, run again or moved"),
     "rotor": ("block_programs", "Rotor", "dynamic program over a chain of blocks, each saved whole or not at all"),
 }
 

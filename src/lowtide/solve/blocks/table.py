@@ -83,9 +83,14 @@ class Table:
 
     def codes(self, slots: int) -> Indices:
         """The encoded sequence behind the entry for so many free slots, which has to exist."""
+        return np.array([*self.part(0, self.chain.blocks, slots), self.chain.model.nodes], np.int32)
+
+    def part(self, low: int, high: int, slots: int) -> list[int]:
+        """Codes of blocks ``low .. high - 1``, forward and backward, as of an entry that has to exist; the forward nodes run
+        again where these are not the last blocks."""
         chain, model = self.chain, self.chain.model
         codes: list[int] = []
-        waiting: list[tuple[int, int, int] | Indices] = [(0, chain.blocks, slots)]
+        waiting: list[tuple[int, int, int] | Indices] = [(low, high, slots)]
         while waiting:
             item = waiting.pop()
             if not isinstance(item, tuple):
@@ -107,7 +112,7 @@ class Table:
                 waiting.append(option)
                 if middle < high:
                     waiting.append((middle, high, free - int(self.costs.saved[self.costs.start[low] + ~choice])))
-        return np.array([*codes, model.nodes], np.int32)
+        return codes
 
 
 def spread(values: Numbers, count: int) -> list[int]:

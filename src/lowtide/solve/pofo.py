@@ -1,0 +1,59 @@
+"""``pofo``: rematerialization and offloading on a chain of blocks by one dynamic program.
+
+The forward pass is cut into blocks as for ``rotor``. In the forward pass each block is saved whole, or begins a segment that
+runs again in the backward pass as rotor's table has it; what came into a block that is saved, or into a segment, stays or moves
+to the second memory, from where it comes back before its backward pass. The recurrence, its states and their discretisation
+stand in ``lowtide.solve.moving.chain_table``.
+
+Source: Beaumont, Eyraud-Dubois, Shilova, *Efficient Combination of Rematerialization and Offloading for Training DNNs*, NeurIPS
+2021 (POFO). As there: nothing moves that was computed again, what moves leaves as soon as it was made and in that order, links
+are fluid (any part of a storage that has left is free) and know no latency, and each pass waits for its link only where
+memory is short. Deviations:
+
+- states are kept with their exact figures, one per cell of a grid, and not rounded to it; so the table is no proven optimum
+  of the model either;
+- while a segment runs again, what comes back has either all of its room set aside or none; the paper has the segment's
+  sequence share memory with it step by step;
+- segments that run again are taken from rotor's table for the least memory that they have, and what crosses a cut may be
+  several storages.
+
+A real link is not fluid: each of several cuttings and nominal budgets gives a schedule, whose transfers are placed by the
+exact clock (``lowtide.solve.moving.placing``), and the quickest of these and of rotor's that fits is the answer. No guarantee,
+as other graphs than chains come with storages that cross many blocks. Without a second memory it is ``rotor``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lowtide.ir import keep_all_schedule
+from lowtide.solve.block_programs import Rotor
+from lowtide.solve.blocks.compose import BlockChains
+from lowtide.solve.model.compact import compact
+from lowtide.solve.moving.chains import chain_schedules, pofo_builders
+from lowtide.solve.options import Options, between
+from lowtide.solve.outcome import answer, keeping_all
+from lowtide.solve.problem import Problem, Solution, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Pofo(Options):
+    """``slots``: of rotor's table. ``blocks``: at most so many; half, a quarter and so on of them are tried too. ``cells``:
+    parts of the budget in which states are told apart."""
+
+    slots: int = between(300, 1, 5000)
+    blocks: int = between(40, 1, 200)
+    cells: int = between(12, 1, 64)
+    moves: ClassVar[bool] = True
+
+    def solve(self, problem: Problem) -> Solution:
+        kept = keeping_all("pofo", problem)
+        if kept.status is Status.OPTIMAL:
+            return kept
+        rotor = Rotor().solve(problem)
+        still = [schedule for schedule in (rotor.schedule, rotor.lowest_schedule) if schedule is not None]
+        chains = BlockChains(compact(problem.graph, problem.costs))
+        builders = pofo_builders(chains, self.blocks, self.slots) if chains.has_blocks else []
+        moving = chain_schedules(problem, builders, self.cells)
+        return answer("pofo", problem, [keep_all_schedule(problem.graph), *still, *moving])

@@ -1,0 +1,110 @@
+"""The dynamic program over blocks that are kept, run again or moved, and the planner on top of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lowtide.errors import PlanError
+from lowtide.ir import Compute, Costs, Fetch, Graph, SecondMemory, keep_all_schedule, simulate
+from lowtide.solve import Problem, get_planner, solve
+from lowtide.solve.block_programs import Rotor
+from lowtide.solve.blocks.chain import make_chain
+from lowtide.solve.model.compact import compact
+from lowtide.solve.moving.chain_table import ChainTable
+from lowtide.solve.moving.chains import chain_program
+from tests.solve.block_chains import BlockChain, draw_chain
+from tests.solve.brute_force_moves import memory_like
+
+_FAST, _NEVER = SecondMemory(2**60, 2**60), SecondMemory(1, 1)
+
+
+def _chain(seed: int, blocks: int) -> tuple[BlockChain, Graph, Costs]:
+    """Bytes and times of a size at which transfers of fractions of a storage are nothing."""
+    chain = draw_chain(seed, blocks)
+    graph, costs = chain.graph()
+    return chain, graph, replace(costs, storage_bytes=costs.storage_bytes * 1000, time_ns=costs.time_ns * 1000)
+
+
+def _program(chain: BlockChain, graph: Graph, costs: Costs, memory: SecondMemory, budget: int) -> ChainTable:
+    table = Rotor(slots=0).table(make_chain(compact(graph, costs), chain.cuts()), 2 * budget)
+    return chain_program(table, memory, budget, 12)
+
+
+def _peak(graph: Graph, costs: Costs) -> int:
+    return simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_link_that_carries_nothing_leaves_rotor(seed: int) -> None:
+    chain, graph, costs = _chain(seed, 7)
+    peak = _peak(graph, costs)
+    table = Rotor(slots=0).table(make_chain(compact(graph, costs), chain.cuts()), 2 * peak)
+    backward_ns = 7 * 1000
+    for budget in range(peak // 3, peak, 1000):
+        program = _program(chain, graph, costs, _NEVER, budget)
+        rotor = table.time_ns(budget)
+        assert (program.solve() is None) == (rotor is None)
+        if rotor is not None:
+            assert min(program.ends)[0] == rotor + backward_ns
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_link_that_takes_no_time_leaves_nothing_to_run_again(seed: int) -> None:
+    """Where the peaks of single blocks fit, and only what they need at a time is there."""
+    chain, graph, costs = _chain(seed, 7)
+    least = max(
+        chain.x[i] + chain.a[i] + chain.x[i + 1] + max(0, chain.g[i] + chain.g[i + 1]) for i in range(chain.blocks)
+    )
+    budget = min(1000 * (least + max(chain.a) + max(chain.x)), _peak(graph, costs) - 1)
+    program = _program(chain, graph, costs, _FAST, budget)
+    assert program.solve() is not None
+    assert min(program.ends)[0] <= 1.0001 * int(costs.time_ns.sum())
+
+
+def test_more_of_the_link_is_never_slower() -> None:
+    """With a cell for each state that matters; a schedule for a slow link is one for a quicker one."""
+    chain, graph, costs = _chain(3, 6)
+    budget = _peak(graph, costs) // 2
+    times = []
+    for percent in (800, 400, 200, 100, 50, 25):
+        program = _program(chain, graph, costs, memory_like(costs, percent), budget)
+        assert program.solve() is not None
+        times.append(min(program.ends)[0])
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < times[0]
+
+
+def test_moving_pays_on_a_long_chain() -> None:
+    _, graph, costs = _chain(3, 40)
+    costs = replace(costs, second_memory=memory_like(costs, 50))
+    budget = _peak(graph, costs) // 4
+    rotor, pofo = (solve(Problem(graph, costs, budget), name) for name in ("rotor", "pofo"))
+    assert rotor.schedule is not None
+    assert pofo.schedule is not None
+    assert pofo.time_ns < 0.95 * rotor.time_ns
+    assert any(isinstance(step, Fetch) for step in pofo.schedule.steps)
+    again = sum(isinstance(step, Compute) for step in pofo.schedule.steps) - len(graph.ops)
+    assert again > 0  # both at once
+    assert solve(Problem(graph, costs, budget), "pofo").schedule == pofo.schedule
+
+
+def test_what_moves_fits_the_second_memory() -> None:
+    _, graph, costs = _chain(5, 30)
+    budget = _peak(graph, costs) // 3
+    memory = memory_like(costs, 20)
+    whole = solve(Problem(graph, replace(costs, second_memory=memory), budget), "pofo")
+    assert whole.schedule is not None
+    used = simulate(graph, replace(costs, second_memory=memory), whole.schedule).timing.second_peak_bytes
+    for room in (0, used // 3):
+        small = replace(costs, second_memory=replace(memory, capacity_bytes=room))
+        solution = solve(Problem(graph, small, budget), "pofo")
+        assert solution.schedule is not None
+        assert simulate(graph, small, solution.schedule).timing.second_peak_bytes <= room
+
+
+@pytest.mark.parametrize("spec", ["pofo{cells=0}", "pofo{slots=0}", "pofo{blocks=201}"])
+def test_options_out_of_range_are_refused(spec: str) -> None:
+    with pytest.raises(PlanError, match="write for instance"):
+        get_planner(spec)
