@@ -64,6 +64,19 @@ def test_table_json_and_plot(instance: str, tmp_path: Path, capsys: pytest.Captu
     assert (plots / "chain.png").stat().st_size > 0
 
 
+def test_a_second_memory(instance: str, tmp_path: Path) -> None:
+    """Asked here and in a process of its own, the planners know of the same link."""
+    found = []
+    for name, more in (("here", []), ("apart", ["--time-limit", "60"])):
+        out = tmp_path / f"{name}.json"
+        link = ["--offload", "100GB/s", "--planners", "auto,pofo,rotor", "--json", str(out)]
+        assert main(["compare", instance, "--budgets", "70%", *link, *more]) == 0
+        found.append({str(cell["planner"]): cell["time_ns"] for cell in _cells(out)})
+    here, apart = found
+    assert here == apart
+    assert here["auto"] < here["rotor"]  # type: ignore[operator]
+
+
 def test_all_planners_by_default(instance: str, tmp_path: Path) -> None:
     pytest.importorskip("highspy")
     out = tmp_path / "out.json"
@@ -114,6 +127,7 @@ def test_two_instances_of_one_name(instance: str, tmp_path: Path, capsys: pytest
         (["--budgets", "50%", "--planners", ","], "names no planner"),
         (["--budgets", "50%,much"], "not a budget"),
         (["--budgets", "50%", "--time-limit", "0"], "must be above 0"),
+        (["--budgets", "50%", "--offload", "fast"], "'fast' is not a bandwidth"),
     ],
 )
 def test_bad_input(instance: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

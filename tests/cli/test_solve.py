@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.cli.main import main
-from lowtide.ir import check, keep_all_schedule, simulate
+from lowtide.ir import SecondMemory, check, keep_all_schedule, simulate
 from lowtide.ir.serial import graph_to_json, load_instance, read_json, schedule_from_json
 from lowtide.planning import make_plan
 from tests.support.chains import LAYER_BYTES, chain_dag
@@ -100,6 +100,28 @@ def test_saved_plan_is_an_instance(instance: str, tmp_path: Path, capsys: pytest
     assert json.loads(capsys.readouterr().out)["overhead_percent"] == 0
 
 
+def test_a_second_memory(instance: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "schedule.json"
+    link = ["--offload", "100GB/s,50GB/s", "--offload-latency", "0.001"]
+    assert main(["solve", instance, "--budget", "70%", "--json", *link, "-o", str(out)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert list(result) == [*KEYS[:-1], "transfers", "schedule"]
+    assert read_json(out)["format"] == "lowtide-schedule/2"
+    graph, costs = load_instance(instance)
+    costs = dataclasses.replace(costs, second_memory=SecondMemory(100_000_000_000, 50_000_000_000, 1))
+    schedule = schedule_from_json(read_json(out))
+    check(graph, schedule)
+    run = simulate(graph, costs, schedule)
+    assert (run.peak_bytes, run.time_ns) == (result["peak_bytes"], result["time_ns"])
+    moved = result["transfers"]
+    assert moved["fetched_bytes"] >= moved["second_peak_bytes"] > 0
+    assert sum(step[0] == "fetch" for step in result["schedule"]) == sum(one.back for one in run.timing.transfers)
+    assert main(["solve", instance, "--budget", "70%", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["time_ns"] > result["time_ns"]
+    assert main(["solve", instance, "--budget", "70%", *link, "--offload-budget", "0.5KiB"]) == 0
+    assert "to the second memory" in capsys.readouterr().out
+
+
 def test_infeasible(instance: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["solve", instance, "--budget", str(2 * LAYER_BYTES), "--json"]) == 3
     printed, message = capsys.readouterr()
@@ -160,6 +182,12 @@ def test_smallest_budget_of_a_planner(instance: str, capsys: pytest.CaptureFixtu
         (["{instance}", "--budget", "0"], "not positive"),
         (["{instance}", "--budget", "40%", "--planner", "magic"], "no planner is named"),
         (["{instance}", "--budget", "40%", "--planner", "auto{effort=99}"], "effort"),
+        (["{instance}", "--budget", "40%", "--offload", "16GB"], "'16GB' is not a bandwidth"),
+        (["{instance}", "--budget", "40%", "--offload", "0GB/s"], "not positive"),
+        (["{instance}", "--budget", "40%", "--offload", "1GB/s,2GB/s,3GB/s"], "has 3 bandwidths; give one"),
+        (["{instance}", "--budget", "40%", "--offload", "1GB/s", "--offload-latency", "-1"], "-1 us, but goes from 0"),
+        (["{instance}", "--budget", "40%", "--offload", "1GB/s", "--offload-budget", "50%"], "50%"),
+        (["{instance}", "--budget", "40%", "--offload-budget", "1GiB"], "need --offload"),
     ],
 )
 def test_bad_input(instance: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,9 +105,11 @@ def compare(seeds: list[int], planner: str) -> tuple[int, int]:
     return len(found), sum(found)
 
 
-@pytest.mark.parametrize(("planner", "optimal"), [("auto", 96), ("offload{effort=1}", 79), ("pofo", 52), ("rotor", 51)])
+@pytest.mark.parametrize(
+    ("planner", "optimal"), [("auto{effort=1}", 53), ("offload{effort=0}", 41), ("pofo", 28), ("rotor", 27)]
+)
 def test_planners_are_never_better_than_the_optimum(planner: str, optimal: int) -> None:
-    """And as good as it about as often as ever; where nothing fits nothing is found."""
-    total, equal = compare(SEEDS, planner)
-    assert total == 99
-    assert equal >= optimal, (equal, total)
+    """And as good as it at least as often as ever; where nothing fits nothing is found."""
+    total, equal = compare(SEEDS[:18], planner)
+    assert total == 53
+    assert equal >= optimal

@@ -54,13 +54,19 @@ class Auto(Options):
         return self._recomputing(problem)
 
     def _with_moves(self, problem: Problem) -> Solution:
-        """The better of what moves storages and of what does not."""
-        moving = moving_schedules(problem, self.effort)
+        """The better of what moves storages and of what does not, which the former is also searched from."""
+        recomputing: list[Solution] = []
+
+        def still() -> Solution:
+            if not recomputing:
+                recomputing.append(self._recomputing(problem))
+            return recomputing[0]
+
+        moving = moving_schedules(problem, self.effort, lambda: still().schedule)
         least = least_time_ns(problem)
         if moving and (found := answer("auto", problem, moving)).status.solved and found.time_ns == least:
             return dataclasses.replace(found, status=Status.OPTIMAL, lower_bound_ns=least)
-        still = self._recomputing(problem)
-        candidates = [schedule for schedule in (still.schedule, still.lowest_schedule) if schedule is not None]
+        candidates = [one for one in (still().schedule, still().lowest_schedule) if one is not None]
         return bounded(problem, answer("auto", problem, [*moving, *candidates]), self.effort)
 
     def _recomputing(self, problem: Problem) -> Solution:

@@ -29,5 +29,5 @@ class Offload(Options):
         kept = keeping_all("offload", problem)
         if kept.status is Status.OPTIMAL:
             return kept
-        moving = moving_schedules(problem, self.effort, moves_only=True)
+        moving = moving_schedules(problem, self.effort, lambda: None, moves_only=True)
         return answer("offload", problem, [keep_all_schedule(problem.graph), *moving])

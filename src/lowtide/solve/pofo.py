@@ -54,6 +54,5 @@ class Pofo(Options):
         rotor = Rotor().solve(problem)
         still = [schedule for schedule in (rotor.schedule, rotor.lowest_schedule) if schedule is not None]
         chains = BlockChains(compact(problem.graph, problem.costs))
-        builders = pofo_builders(chains, self.blocks, self.slots) if chains.has_blocks else []
-        moving = chain_schedules(problem, builders, self.cells)
+        moving = chain_schedules(problem, pofo_builders(chains, self.blocks, self.slots), self.cells)
         return answer("pofo", problem, [keep_all_schedule(problem.graph), *still, *moving])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable, Sequence
 
 from lowtide.solve.bounds import prove_time, proven_infeasible
 from lowtide.solve.minimum import lowest_candidate, starting_points, working_set_bound
+from lowtide.solve.model.compact import encode
 from lowtide.solve.model.sweep import Candidate, quickest
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
@@ -34,12 +36,17 @@ _WIDE_BOUND, _WIDE_PLAN = 0.05, 0.1
 _PATIENCE = 20  # generations without anything better
 
 
-def search_sequences(problem: Problem, portfolio: Portfolio, effort: int, *, prove: bool = True) -> Solution:
+def search_sequences(
+    problem: Problem, portfolio: Portfolio, effort: int, *, prove: bool = True, known: Iterable[Sequence[int]] = ()
+) -> Solution:
     """The quickest schedule that runs of an ``effort`` of 0 (starting points alone) to 5 find. ``prove``: with a bound, which
-    ends the search where it is met."""
+    ends the search where it is met. ``known``: op ids in the order in which they are computed, the starting points where one
+    of them fits."""
     budget, nodes = problem.budget_bytes, portfolio.model.nodes
     problem.progress("starting points", 0.0)
-    fitting = _starting(problem, portfolio, first=effort == 0)
+    given = portfolio.measure(encode(portfolio.model, ops) for ops in known)
+    fitting = [point for point in given if point.peak_bytes <= budget]
+    fitting = fitting or _starting(problem, portfolio, first=effort == 0)
     if not fitting:
         problem.progress("lowering the peak", 0.05)
         fitting = [lowest_candidate(portfolio, budget, _LOWER_EFFORT[effort])]

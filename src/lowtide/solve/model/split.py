@@ -101,6 +101,27 @@ class Split:
                 met.add(step.op)
         return Schedule(tuple(steps), len(steps) if boundary is None else boundary)
 
+    def sequence(self, schedule: Schedule) -> list[int]:
+        """Operators of this graph in the order in which ``schedule``, of the original one, makes their results. What can move
+        is fetched where it was computed again; what cannot, and was fetched, is computed again."""
+        computes = {op: number for number, op in enumerate(self.computed) if op is not None}
+        fetches = {storage: number for number, storage in self.fetched.items()}
+        sequence: list[int] = []
+        met: set[int] = set()
+        for step in schedule.steps:
+            if isinstance(step, Compute):
+                again = step.op in met
+                moving = [fetches[storage] for storage in self.owned[step.op] if storage in fetches]
+                if not (again and len(moving) == len(self.owned[step.op]) > 0):
+                    sequence.append(computes[step.op])
+                sequence += moving
+                met.add(step.op)
+            elif isinstance(step, Fetch):
+                base = self.graph.storages[step.storage].base
+                assert base is not None
+                sequence.append(fetches.get(step.storage, base))
+        return sequence
+
 
 def split(
     graph: Graph, costs: Costs, prices: Mapping[int, int], *, moves_only: bool = False, floor: bool = False

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from lowtide.ir import Schedule, SecondMemory, schedule_from_sequence
+from lowtide.ir import Schedule, SecondMemory, schedule_from_sequence, simulate
 from lowtide.solve.block_programs import Rotor
 from lowtide.solve.blocks.chain import Chain, make_chain
 from lowtide.solve.blocks.compose import BlockChains
@@ -25,14 +25,18 @@ _BLOCKS, _BUNDLES, _PART_NODES, _BLOCK_NODES = 32, 24, 12, 60
 _OPTIONS, _SLOTS = 12, 300
 
 
-def pofo_builders(chains: BlockChains, blocks: int, slots: int) -> list[Builder]:
+def pofo_builders(chains: BlockChains, blocks: int = 40, slots: int = 300) -> list[Builder]:
     """Tables of rotor, one per way to cut."""
+    if not chains.has_blocks:
+        return []
     rotor = Rotor(slots=slots)
     return [partial(rotor.table, make_chain(chains.model, cuts)) for cuts in several_cuts(chains.model, blocks)]
 
 
 def menu_builders(chains: BlockChains) -> list[Builder]:
     """Tables of rockmate and of h-rockmate: blocks that may save less than everything."""
+    if not chains.has_blocks:
+        return []
     cuts = refined_cuts(chains.model, articulation_cuts(chains.model, _BLOCKS), _BLOCK_NODES)
     ways = [chains.with_menus(cuts, _OPTIONS)]
     ways += [chains.composed(tops, _PART_NODES, _OPTIONS) for tops in top_cuts(chains.model, _BUNDLES, _PART_NODES)[:2]]
@@ -40,7 +44,8 @@ def menu_builders(chains: BlockChains) -> list[Builder]:
 
 
 def chain_schedules(problem: Problem, builders: Sequence[Builder], cells: int) -> list[Schedule]:
-    """One schedule per table and nominal budget, transfers placed; empty without a second memory."""
+    """One schedule per table and nominal budget, transfers placed, those over the budget left out; where all are, the lowest.
+    Empty without a second memory."""
     if problem.costs.second_memory is None or problem.budget_bytes <= problem.graph.fixed_bytes:
         return []
     found: dict[Schedule, None] = {}
@@ -51,7 +56,10 @@ def chain_schedules(problem: Problem, builders: Sequence[Builder], cells: int) -
             segments = chain_program(table, problem.costs.second_memory, budget, cells).solve()
             if segments is not None:
                 found[_schedule(problem, table, segments)] = None
-    return [*dict.fromkeys(place_transfers(problem.graph, problem.costs, one, problem.budget_bytes) for one in found)]
+    peaks = {one: simulate(problem.graph, problem.costs, one).peak_bytes for one in found}
+    fitting = [one for one, peak in peaks.items() if peak <= problem.budget_bytes]
+    chosen = fitting or sorted(peaks, key=lambda one: peaks[one])[:1]
+    return [*dict.fromkeys(place_transfers(problem.graph, problem.costs, one, problem.budget_bytes) for one in chosen)]
 
 
 def chain_program(table: Table, memory: SecondMemory, budget_bytes: int, cells: int) -> ChainTable:

@@ -2,8 +2,11 @@
 
 A search knows no clock, so a transfer has a price: a share of the time that it takes back. What competes with computing again
 is chosen by a *ratio*: storages whose operator takes at least so many times the transfer may move, the others may be computed
-again. For each pair of a ratio and a share a quick search answers; its transfers are placed and its schedule is simulated. The
-best pairs are refined around themselves, and searched again with more patience.
+again. For each pair of a ratio and a share a quick search answers; its transfers are placed and its schedule is simulated.
+
+Starting points are the dynamic programs over blocks with transfers (``lowtide.solve.moving.chains``), that of ``pofo`` among
+them, and the best that moves nothing. Searches go on from these with a ladder of pairs, then from the quickest so far with
+pairs around that of its own, the last with more patience.
 
 The lower bound follows from two clocks. A schedule takes as long as its operators, and as long as its transfers back, so for
 every weight w between 0 and 1 at least ``(1 - w) computing + w fetching``: the time of a split graph in which recomputing costs
@@ -12,31 +15,37 @@ every weight w between 0 and 1 at least ``(1 - w) computing + w fetching``: the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
-from lowtide.ir import Costs, Graph, Schedule, SecondMemory, simulate
+from lowtide.ir import Costs, Fetch, Graph, Schedule, SecondMemory, simulate
+from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.bounds import INFEASIBLE_NS, prove_time, proven_infeasible
 from lowtide.solve.model.compact import compact
 from lowtide.solve.model.split import Split, movable_storages, split, split_for_nothing
+from lowtide.solve.moving.chains import chain_schedules, menu_builders, pofo_builders
 from lowtide.solve.moving.placing import place_transfers
 from lowtide.solve.outcome import answer, least_time_ns
 from lowtide.solve.portfolio_search import search_sequences
 from lowtide.solve.problem import Problem, Solution, Status
+from lowtide.solve.search.exact import affordable, shortest
 from lowtide.solve.search.portfolio import make_portfolio
 
 Pair = tuple[float, float]  # a ratio and a share
 
-_FIRST: tuple[Pair, ...] = tuple((ratio, share) for ratio in (0.0, 0.1, 0.3, 1.0, 3.0) for share in (0.02, 0.3))
-_QUICK: tuple[Pair, ...] = ((0.0, 0.02), (0.3, 0.02), (1.0, 0.3))  # for a plan at once
-_STEPS = (1.5, 3.0)  # by how much a pair is changed in a round of refinement, the last round first
-_ROUNDS = {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 6}  # by effort
-_PATIENT = {0: 0, 1: 1, 2: 1, 3: 2, 4: 3, 5: 4}  # how many pairs are searched again
+_QUICK: tuple[Pair, ...] = ((0.0, 0.02), (0.3, 0.02), (1.0, 0.3))  # to begin with
+_LADDER: tuple[Pair, ...] = tuple((ratio, ratio * part) for ratio in (0.03, 0.1, 0.3, 1.0) for part in (1.0, 0.2))
+_STEPS = (1.3, 2.0)  # by how much a pair is changed in a round of refinement, the last round first
+_ROUNDS = {0: 0, 1: 2, 2: 4, 3: 8, 4: 14, 5: 24}  # by effort
+_WARM = {0: 0, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2}  # the effort of their searches
+_PATIENT = {0: 0, 1: 1, 2: 1, 3: 2, 4: 3, 5: 4}  # how many pairs are searched with the whole effort
+_CELLS = 12  # of the dynamic programs over blocks
 _FAILURES = 2  # searches in vain, from the most that may move on, until the others are not tried
 _CLOSE = 2000  # a schedule within one part in so many of the program's time is good enough
-_WEIGHTS = (0.1, 0.3, 0.5, 0.7)  # of the clocks
+_WEIGHTS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7)  # of the clocks
 
 
 @dataclass(slots=True)
@@ -49,7 +58,8 @@ class _Moves:
     sizes: Mapping[int, int]
     fetch_ns: Mapping[int, int]
     ratios: Mapping[int, float]  # storage -> its operator's time in those of its fetch
-    found: dict[tuple[Pair, int], tuple[int, Schedule]] = field(default_factory=dict)  # by pair and effort
+    found: dict[Schedule, tuple[int, Pair | None]] = field(default_factory=dict)  # time, and by which pair
+    tried: set[tuple[Pair, int, Schedule | None]] = field(default_factory=set)
     lowest: tuple[int, Schedule] | None = None  # of those over the budget
     failures: int = 0  # searches that found nothing within it
 
@@ -80,30 +90,41 @@ class _Moves:
             prices[storage] = int(share * self.fetch_ns[storage]) + 1
         return prices
 
-    def attempt(self, pair: Pair, effort: int = 0) -> None:
-        """Search for a schedule in which the pair decides what moves."""
-        problem = self.problem
-        prices = self.prices(pair)
+    def attempt(self, pair: Pair, effort: int = 0, start: Schedule | None = None) -> None:
+        """Search for a schedule in which the pair decides what moves, from ``start`` where there is one."""
+        problem, prices = self.problem, self.prices(pair)
+        for step in start.steps if start is not None else ():
+            if isinstance(step, Fetch):
+                prices.setdefault(step.storage, int(pair[1] * self.fetch_ns[step.storage]) + 1)
         hopeless = not self.found and self.failures >= _FAILURES
-        if (pair, effort) in self.found or not prices or hopeless:
+        if (pair, effort, start) in self.tried or not prices or hopeless:
             return
+        self.tried.add((pair, effort, start))
         parts = split(problem.graph, problem.costs, prices, moves_only=self.moves_only)
         inner = replace(problem, graph=parts.graph, costs=parts.costs, on_progress=None, on_better=None)
-        portfolio = make_portfolio(parts.graph, parts.costs, problem.seed)
-        solution = search_sequences(inner, portfolio, effort, prove=False)
+        solution = _searched(inner, effort, () if start is None else (parts.sequence(start),))
         if solution.schedule is None:
             self.failures += 1
             self._note_lowest(parts, solution)
             return
         schedule = parts.schedule(solution.schedule)
-        placed = place_transfers(problem.graph, problem.costs, schedule, problem.budget_bytes)
-        run = simulate(problem.graph, problem.costs, placed)
-        if run.peak_bytes > problem.budget_bytes:
+        self.note(place_transfers(problem.graph, problem.costs, schedule, problem.budget_bytes), pair)
+
+    def note(self, schedule: Schedule, pair: Pair | None = None) -> None:
+        """Keep it if it fits."""
+        problem, room = self.problem, self.memory.capacity_bytes
+        run = simulate(problem.graph, problem.costs, schedule)
+        if run.peak_bytes > problem.budget_bytes or (room is not None and run.timing.second_peak_bytes > room):
             return
-        before = min((time_ns for time_ns, _ in self.found.values()), default=INFEASIBLE_NS)
-        self.found[pair, effort] = (run.time_ns, placed)
+        before = self.least_ns
+        self.found.setdefault(schedule, (run.time_ns, pair))
         if run.time_ns < before:
-            problem.better(run.time_ns, lambda: answer("auto", problem, [placed]))
+            problem.better(run.time_ns, lambda: answer("auto", problem, [schedule]))
+
+    @property
+    def least_ns(self) -> int:
+        """The time of the quickest."""
+        return min((time_ns for time_ns, _ in self.found.values()), default=INFEASIBLE_NS)
 
     def _note_lowest(self, parts: Split, solution: Solution) -> None:
         if solution.lowest_schedule is not None:
@@ -114,48 +135,94 @@ class _Moves:
 
     def best(self, count: int) -> list[Pair]:
         """The pairs of the quickest schedules."""
-        pairs = dict.fromkeys(pair for (pair, _), _ in sorted(self.found.items(), key=lambda item: item[1][0]))
-        return list(pairs)[:count]
+        pairs = [pair for _, pair in sorted(self.found.values(), key=lambda found: found[0]) if pair is not None]
+        return [*dict.fromkeys(pairs)][:count]
+
+    @property
+    def first(self) -> Schedule | None:
+        """The quickest."""
+        return min(self.found, key=lambda schedule: self.found[schedule][0], default=None)
 
     def ranked(self) -> list[Schedule]:
         """The schedules within the budget, the quickest first; without one, the lowest."""
-        found = [schedule for _, schedule in sorted(self.found.values(), key=lambda item: item[0])]
+        found = sorted(self.found, key=lambda schedule: self.found[schedule][0])
         return found or ([] if self.lowest is None else [self.lowest[1]])
 
 
-def moving_schedules(problem: Problem, effort: int, *, moves_only: bool = False) -> list[Schedule]:
+def _searched(problem: Problem, effort: int, known: Iterable[Sequence[int]]) -> Solution:
+    """The best of a split graph, exactly where it has a few nodes."""
+    portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
+    optimum = shortest(portfolio.model, problem.budget_bytes) if affordable(portfolio.model) else None
+    if optimum is not None and optimum.feasible:
+        return answer("auto", problem, [portfolio.schedule_of(optimum.nodes)])
+    return search_sequences(problem, portfolio, effort, prove=False, known=known)
+
+
+def moving_schedules(
+    problem: Problem, effort: int, still: Callable[[], Schedule | None], *, moves_only: bool = False
+) -> list[Schedule]:
     """Schedules with transfers, the quickest first; where none is within the budget, the lowest. Empty where nothing may
-    move."""
+    move. ``still``: asked for a schedule within the budget that moves nothing, where one could be of use."""
     memory = problem.costs.second_memory
     if memory is None:
         return []
     moves = _Moves.of(problem, memory, moves_only)
     least = least_time_ns(problem)
-    rounds: list[Callable[[], Iterable[tuple[Pair, int]]]] = [
-        lambda: ((pair, 0) for pair in (_FIRST if effort else _QUICK))
-    ]
-    rounds += [_around(moves, _STEPS[number % len(_STEPS)]) for number in range(_ROUNDS[effort], 0, -1)]
-    rounds += [lambda: ((pair, effort) for pair in moves.best(_PATIENT[effort]))]
-    for number, attempts in enumerate(rounds):
+    rounds = [*_rounds(moves, effort, still)]
+    for number, round_of_attempts in enumerate(rounds):
         problem.progress("transfers", number / len(rounds))
-        for pair, patience in list(attempts()):
-            moves.attempt(pair, patience)
-            if moves.found and min(time_ns for time_ns, _ in moves.found.values()) <= least + least // _CLOSE:
+        for attempt in round_of_attempts():
+            attempt()
+            if moves.least_ns <= least + least // _CLOSE:
                 return moves.ranked()
     return moves.ranked()
 
 
-def _around(moves: _Moves, step: float) -> Callable[[], Iterable[tuple[Pair, int]]]:
-    """Pairs next to the best."""
+Attempts = Callable[[], Iterable[Callable[[], None]]]
 
-    def attempts() -> Iterable[tuple[Pair, int]]:
-        for ratio, share in moves.best(1):
-            yield (ratio * step if ratio else 0.05, share), 0
-            yield (ratio / step, share), 0
-            yield (ratio, share * step), 0
-            yield (ratio, share / step), 0
 
-    return attempts
+def _rounds(moves: _Moves, effort: int, still: Callable[[], Schedule | None]) -> Iterator[Attempts]:
+    """What is tried one after the other, each round in the knowledge of those before."""
+    yield lambda: (partial(moves.attempt, pair) for pair in _QUICK)
+    if not moves.moves_only:
+        yield lambda: _on_chains(moves, effort)
+    if effort == 0:
+        return
+    yield lambda: _from(moves, moves.first, _LADDER, _WARM[effort])
+    yield lambda: _from(moves, still(), _LADDER, _WARM[effort])
+    for number in range(_ROUNDS[effort], 0, -1):
+        step = _STEPS[number % len(_STEPS)]
+        yield lambda step=step: _from(moves, moves.first, _around(moves.best(1), step), _WARM[effort])  # type: ignore[misc]
+    yield lambda: _from(moves, moves.first, moves.best(_PATIENT[effort]), effort)
+
+
+def _on_chains(moves: _Moves, effort: int) -> Iterator[Callable[[], None]]:
+    """Those of the dynamic programs over blocks, that of ``pofo`` among them."""
+    problem = moves.problem
+    chains = BlockChains(compact(problem.graph, problem.costs))
+    builders = menu_builders(chains)
+    builders = [*builders, *pofo_builders(chains)] if effort else builders[1:2]
+    for builder in builders:
+        yield lambda builder=builder: _note_all(moves, chain_schedules(problem, [builder], _CELLS))  # type: ignore[misc]
+
+
+def _note_all(moves: _Moves, schedules: Iterable[Schedule]) -> None:
+    for schedule in schedules:
+        moves.note(schedule)
+
+
+def _from(moves: _Moves, start: Schedule | None, pairs: Iterable[Pair], effort: int) -> Iterator[Callable[[], None]]:
+    """Searches from a schedule."""
+    return (partial(moves.attempt, pair, effort, start) for pair in pairs)
+
+
+def _around(pairs: Iterable[Pair], step: float) -> Iterator[Pair]:
+    """Pairs next to these."""
+    for ratio, share in pairs:
+        yield ratio * step if ratio else 0.05, share
+        yield ratio / step, share
+        yield ratio, share * step
+        yield ratio, share / step
 
 
 def bounded(problem: Problem, solution: Solution, effort: int) -> Solution:
@@ -166,8 +233,8 @@ def bounded(problem: Problem, solution: Solution, effort: int) -> Solution:
         proven = proven_infeasible(compact(parts.graph, parts.costs, floor=True), problem.budget_bytes)
         return replace(solution, status=Status.INFEASIBLE) if proven else solution
     bound = least
-    if effort > 1 and solution.time_ns > least:
-        bound = max(bound, moving_bound(problem, min(effort - 1, 3), solution.time_ns))
+    if effort and solution.time_ns > least:
+        bound = max(bound, moving_bound(problem, min(max(effort - 1, 1), 3), solution.time_ns))
     status = Status.OPTIMAL if solution.time_ns <= bound else Status.FEASIBLE
     return replace(solution, status=status, lower_bound_ns=min(bound, solution.time_ns))
 
