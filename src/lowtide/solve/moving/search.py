@@ -39,6 +39,7 @@ Pair = tuple[float, float]  # a ratio and a share
 _QUICK: tuple[Pair, ...] = ((0.0, 0.02), (0.3, 0.02), (1.0, 0.3))  # to begin with
 _LADDER: tuple[Pair, ...] = tuple((ratio, ratio * part) for ratio in (0.03, 0.1, 0.3, 1.0) for part in (1.0, 0.2))
 _STEPS = (1.3, 2.0)  # by how much a pair is changed in a round of refinement, the last round first
+_STARTS = {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 6}  # of the programs over blocks, how many are searched from, by effort
 _ROUNDS = {0: 0, 1: 2, 2: 4, 3: 8, 4: 14, 5: 24}  # by effort
 _WARM = {0: 0, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2}  # the effort of their searches
 _PATIENT = {0: 0, 1: 1, 2: 1, 3: 2, 4: 3, 5: 4}  # how many pairs are searched with the whole effort
@@ -59,6 +60,7 @@ class _Moves:
     fetch_ns: Mapping[int, int]
     ratios: Mapping[int, float]  # storage -> its operator's time in those of its fetch
     found: dict[Schedule, tuple[int, Pair | None]] = field(default_factory=dict)  # time, and by which pair
+    starts: list[Schedule] = field(default_factory=list)
     tried: set[tuple[Pair, int, Schedule | None]] = field(default_factory=set)
     lowest: tuple[int, Schedule] | None = None  # of those over the budget
     failures: int = 0  # searches that found nothing within it
@@ -66,7 +68,14 @@ class _Moves:
     @classmethod
     def of(cls, problem: Problem, memory: SecondMemory, moves_only: bool) -> _Moves:
         graph, costs = problem.graph, problem.costs
-        sizes = {storage: int(costs.storage_bytes[storage]) for storage in movable_storages(graph, costs)}
+        # What the backward pass writes over its inputs stays: moving it would take the place of both.
+        over = {value for op in graph.ops[graph.forward_ops :] if op.overwrites for value in op.outputs}
+        written = {graph.values[value].storage for value in over}
+        sizes = {
+            storage: int(costs.storage_bytes[storage])
+            for storage in movable_storages(graph, costs)
+            if storage not in written
+        }
         fetch_ns = {storage: max(memory.fetch_ns(size), 1) for storage, size in sizes.items()}
         ratios = {}
         for storage in sizes:
@@ -138,6 +147,11 @@ class _Moves:
         pairs = [pair for _, pair in sorted(self.found.values(), key=lambda found: found[0]) if pair is not None]
         return [*dict.fromkeys(pairs)][:count]
 
+    def start(self, place: int) -> Schedule | None:
+        """The quickest to start from, or the one in that place after it; without any, the quickest."""
+        starts = sorted(dict.fromkeys(self.starts), key=lambda schedule: self.found[schedule][0])
+        return starts[place] if place < len(starts) else self.first
+
     @property
     def first(self) -> Schedule | None:
         """The quickest."""
@@ -188,7 +202,8 @@ def _rounds(moves: _Moves, effort: int, still: Callable[[], Schedule | None]) ->
         yield lambda: _on_chains(moves, effort)
     if effort == 0:
         return
-    yield lambda: _from(moves, moves.first, _LADDER, _WARM[effort])
+    for place in range(_STARTS[effort]):
+        yield lambda place=place: _from(moves, moves.start(place), _LADDER, _WARM[effort])  # type: ignore[misc]
     yield lambda: _from(moves, still(), _LADDER, _WARM[effort])
     for number in range(_ROUNDS[effort], 0, -1):
         step = _STEPS[number % len(_STEPS)]
@@ -206,9 +221,12 @@ def _on_chains(moves: _Moves, effort: int) -> Iterator[Callable[[], None]]:
         yield lambda builder=builder: _note_all(moves, chain_schedules(problem, [builder], _CELLS))  # type: ignore[misc]
 
 
-def _note_all(moves: _Moves, schedules: Iterable[Schedule]) -> None:
+def _note_all(moves: _Moves, schedules: Sequence[Schedule]) -> None:
+    """The best of them is one to start from."""
     for schedule in schedules:
         moves.note(schedule)
+    if fitting := [schedule for schedule in schedules if schedule in moves.found]:
+        moves.starts.append(min(fitting, key=lambda schedule: moves.found[schedule][0]))
 
 
 def _from(moves: _Moves, start: Schedule | None, pairs: Iterable[Pair], effort: int) -> Iterator[Callable[[], None]]:
