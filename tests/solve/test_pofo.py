@@ -17,6 +17,7 @@ from lowtide.solve.moving.chains import chain_program
 from tests.solve.block_chains import BlockChain, draw_chain
 from tests.solve.brute_force_moves import memory_like
 
+_QUICK = "pofo{slots=100,cells=6}"
 _FAST, _NEVER = SecondMemory(2**60, 2**60), SecondMemory(1, 1)
 
 
@@ -77,29 +78,42 @@ def test_more_of_the_link_is_never_slower() -> None:
 
 
 def test_moving_pays_on_a_long_chain() -> None:
-    _, graph, costs = _chain(3, 40)
+    _, graph, costs = _chain(3, 30)
     costs = replace(costs, second_memory=memory_like(costs, 50))
     budget = _peak(graph, costs) // 4
-    rotor, pofo = (solve(Problem(graph, costs, budget), name) for name in ("rotor", "pofo"))
+    rotor, pofo = (solve(Problem(graph, costs, budget), name) for name in ("rotor", _QUICK))
     assert rotor.schedule is not None
     assert pofo.schedule is not None
     assert pofo.time_ns < 0.95 * rotor.time_ns
     assert any(isinstance(step, Fetch) for step in pofo.schedule.steps)
     again = sum(isinstance(step, Compute) for step in pofo.schedule.steps) - len(graph.ops)
     assert again > 0  # both at once
-    assert solve(Problem(graph, costs, budget), "pofo").schedule == pofo.schedule
+    assert solve(Problem(graph, costs, budget), _QUICK).schedule == pofo.schedule
+
+
+@pytest.mark.parametrize(("seed", "percent"), [(1, 20), (4, 200)])
+def test_auto_is_at_or_under_what_it_starts_from(seed: int, percent: int) -> None:
+    _, graph, costs = _chain(seed, 8)
+    moving = replace(costs, second_memory=memory_like(costs, percent))
+    problem = Problem(graph, moving, int(0.35 * _peak(graph, costs)))
+    auto = solve(problem, "auto{effort=1}")
+    assert auto.schedule is not None
+    assert auto.lower_bound_ns is not None and auto.lower_bound_ns <= auto.time_ns
+    others = [solve(problem, name) for name in ("pofo", "rotor", "offload{effort=0}")]
+    others.append(solve(replace(problem, costs=costs), "auto{effort=1}"))
+    assert auto.time_ns <= min(other.time_ns for other in others if other.schedule is not None)
 
 
 def test_what_moves_fits_the_second_memory() -> None:
-    _, graph, costs = _chain(5, 30)
+    _, graph, costs = _chain(5, 16)
     budget = _peak(graph, costs) // 3
     memory = memory_like(costs, 20)
-    whole = solve(Problem(graph, replace(costs, second_memory=memory), budget), "pofo")
+    whole = solve(Problem(graph, replace(costs, second_memory=memory), budget), _QUICK)
     assert whole.schedule is not None
     used = simulate(graph, replace(costs, second_memory=memory), whole.schedule).timing.second_peak_bytes
     for room in (0, used // 3):
         small = replace(costs, second_memory=replace(memory, capacity_bytes=room))
-        solution = solve(Problem(graph, small, budget), "pofo")
+        solution = solve(Problem(graph, small, budget), _QUICK)
         assert solution.schedule is not None
         assert simulate(graph, small, solution.schedule).timing.second_peak_bytes <= room
 

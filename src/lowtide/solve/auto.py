@@ -12,8 +12,8 @@ heuristic otherwise, with a lower bound that holds for every schedule (``lowtide
    written and warm from the best starting point, two at a time;
 4. recombination: the best of these are a population, two of them are mixed (``lowtide.solve.search.recombine``), the mixture is
    annealed from a low temperature for a while and takes its place among them; until nothing better comes up;
-5. where there is a second memory, the same searches on graphs in which fetching is an operator (``lowtide.solve.moving``);
-   what they find competes with what recomputes alone.
+5. where there is a second memory, dynamic programs over blocks that are kept, run again or moved, and from these and from what
+   recomputes alone the same searches on graphs in which fetching is an operator (``lowtide.solve.moving``).
 
 ``effort`` (1 to 5) sets the number of iterations, fixed by the size of the graph, never by the clock: same problem,
 same seed, same schedule. With 0 the quickest starting point is the answer: a plan at once, for a start. Below the

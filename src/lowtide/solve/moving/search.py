@@ -46,6 +46,7 @@ _PATIENT = {0: 0, 1: 1, 2: 1, 3: 2, 4: 3, 5: 4}  # how many pairs are searched w
 _CELLS = 12  # of the dynamic programs over blocks
 _FAILURES = 2  # searches in vain, from the most that may move on, until the others are not tried
 _CLOSE = 2000  # a schedule within one part in so many of the program's time is good enough
+_ALWAYS = 2  # but for the first rounds, up to the programs over blocks
 _WEIGHTS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7)  # of the clocks
 
 
@@ -185,9 +186,10 @@ def moving_schedules(
     rounds = [*_rounds(moves, effort, still)]
     for number, round_of_attempts in enumerate(rounds):
         problem.progress("transfers", number / len(rounds))
+        enough = least if number < _ALWAYS else least + least // _CLOSE
         for attempt in round_of_attempts():
             attempt()
-            if moves.least_ns <= least + least // _CLOSE:
+            if moves.least_ns <= enough:
                 return moves.ranked()
     return moves.ranked()
 
