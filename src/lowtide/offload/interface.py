@@ -62,7 +62,8 @@ class Copy(abc.ABC):
 
     def fetch(self) -> list[torch.Tensor]:
         """The values, in new memory that begins to fill; nobody may use them before ``back``."""
-        storage = torch.UntypedStorage(self.bytes, device=self.device)  # type: ignore[no-untyped-call]
+        # Not by ``UntypedStorage``, which allocates elsewhere on the CPU.
+        storage = torch.empty(self.bytes, dtype=torch.uint8, device=self.device).untyped_storage()
         self._begin(storage)
         return [layout.on(storage) for layout in self.layouts]
 
