@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,15 +40,24 @@ Pair = tuple[float, float]  # a ratio and a share
 _QUICK: tuple[Pair, ...] = ((0.0, 0.02), (0.3, 0.02), (1.0, 0.3))  # to begin with
 _LADDER: tuple[Pair, ...] = tuple((ratio, ratio * part) for ratio in (0.03, 0.1, 0.3, 1.0) for part in (1.0, 0.2))
 _STEPS = (1.3, 2.0)  # by how much a pair is changed in a round of refinement, the last round first
+_SHORT = _LADDER[2:6]
 _STARTS = {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 6}  # of the programs over blocks, how many are searched from, by effort
-_ROUNDS = {0: 0, 1: 2, 2: 4, 3: 8, 4: 14, 5: 24}  # by effort
+_ROUNDS = {0: 0, 1: 1, 2: 4, 3: 8, 4: 14, 5: 24}  # by effort
 _WARM = {0: 0, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2}  # the effort of their searches
-_PATIENT = {0: 0, 1: 1, 2: 1, 3: 2, 4: 3, 5: 4}  # how many pairs are searched with the whole effort
+_PATIENT = {0: 0, 1: 0, 2: 1, 3: 2, 4: 3, 5: 4}  # how many pairs are searched with the whole effort
 _CELLS = 12  # of the dynamic programs over blocks
 _FAILURES = 2  # searches in vain, from the most that may move on, until the others are not tried
 _CLOSE = 2000  # a schedule within one part in so many of the program's time is good enough
 _ALWAYS = 2  # but for the first rounds, up to the programs over blocks
 _WEIGHTS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7)  # of the clocks
+
+
+class _Found(NamedTuple):
+    """A schedule within the budget, and the pair that it was found by."""
+
+    time_ns: int
+    schedule: Schedule
+    pair: Pair | None = None
 
 
 @dataclass(slots=True)
@@ -60,9 +70,9 @@ class _Moves:
     sizes: Mapping[int, int]
     fetch_ns: Mapping[int, int]
     ratios: Mapping[int, float]  # storage -> its operator's time in those of its fetch
-    found: dict[Schedule, tuple[int, Pair | None]] = field(default_factory=dict)  # time, and by which pair
-    starts: list[Schedule] = field(default_factory=list)
-    tried: set[tuple[Pair, int, Schedule | None]] = field(default_factory=set)
+    found: list[_Found] = field(default_factory=list)
+    starts: list[_Found] = field(default_factory=list)
+    tried: set[tuple[Pair, int, int]] = field(default_factory=set)
     lowest: tuple[int, Schedule] | None = None  # of those over the budget
     failures: int = 0  # searches that found nothing within it
 
@@ -107,9 +117,9 @@ class _Moves:
             if isinstance(step, Fetch):
                 prices.setdefault(step.storage, int(pair[1] * self.fetch_ns[step.storage]) + 1)
         hopeless = not self.found and self.failures >= _FAILURES
-        if (pair, effort, start) in self.tried or not prices or hopeless:
+        if (pair, effort, id(start)) in self.tried or not prices or hopeless:
             return
-        self.tried.add((pair, effort, start))
+        self.tried.add((pair, effort, id(start)))
         parts = split(problem.graph, problem.costs, prices, moves_only=self.moves_only)
         inner = replace(problem, graph=parts.graph, costs=parts.costs, on_progress=None, on_better=None)
         solution = _searched(inner, effort, () if start is None else (parts.sequence(start),))
@@ -120,21 +130,22 @@ class _Moves:
         schedule = parts.schedule(solution.schedule)
         self.note(place_transfers(problem.graph, problem.costs, schedule, problem.budget_bytes), pair)
 
-    def note(self, schedule: Schedule, pair: Pair | None = None) -> None:
-        """Keep it if it fits."""
+    def note(self, schedule: Schedule, pair: Pair | None = None) -> _Found | None:
+        """What it is, if it fits."""
         problem, room = self.problem, self.memory.capacity_bytes
         run = simulate(problem.graph, problem.costs, schedule)
         if run.peak_bytes > problem.budget_bytes or (room is not None and run.timing.second_peak_bytes > room):
-            return
-        before = self.least_ns
-        self.found.setdefault(schedule, (run.time_ns, pair))
+            return None
+        before, found = self.least_ns, _Found(run.time_ns, schedule, pair)
+        self.found.append(found)
         if run.time_ns < before:
             problem.better(run.time_ns, lambda: answer("auto", problem, [schedule]))
+        return found
 
     @property
     def least_ns(self) -> int:
         """The time of the quickest."""
-        return min((time_ns for time_ns, _ in self.found.values()), default=INFEASIBLE_NS)
+        return min((each.time_ns for each in self.found), default=INFEASIBLE_NS)
 
     def _note_lowest(self, parts: Split, solution: Solution) -> None:
         if solution.lowest_schedule is not None:
@@ -145,23 +156,32 @@ class _Moves:
 
     def best(self, count: int) -> list[Pair]:
         """The pairs of the quickest schedules."""
-        pairs = [pair for _, pair in sorted(self.found.values(), key=lambda found: found[0]) if pair is not None]
+        pairs = [each.pair for each in _ranked(self.found) if each.pair is not None]
         return [*dict.fromkeys(pairs)][:count]
 
     def start(self, place: int) -> Schedule | None:
         """The quickest to start from, or the one in that place after it; without any, the quickest."""
-        starts = sorted(dict.fromkeys(self.starts), key=lambda schedule: self.found[schedule][0])
-        return starts[place] if place < len(starts) else self.first
+        starts = _ranked(self.starts)
+        return starts[place].schedule if place < len(starts) else self.first
 
     @property
     def first(self) -> Schedule | None:
         """The quickest."""
-        return min(self.found, key=lambda schedule: self.found[schedule][0], default=None)
+        return min(self.found, key=_time).schedule if self.found else None
 
     def ranked(self) -> list[Schedule]:
         """The schedules within the budget, the quickest first; without one, the lowest."""
-        found = sorted(self.found, key=lambda schedule: self.found[schedule][0])
+        found = [each.schedule for each in _ranked(self.found)]
         return found or ([] if self.lowest is None else [self.lowest[1]])
+
+
+def _time(found: _Found) -> int:
+    return found.time_ns
+
+
+def _ranked(found: Iterable[_Found]) -> list[_Found]:
+    """The quickest first, then that which was found first."""
+    return sorted(found, key=_time)
 
 
 def _searched(problem: Problem, effort: int, known: Iterable[Sequence[int]]) -> Solution:
@@ -204,9 +224,11 @@ def _rounds(moves: _Moves, effort: int, still: Callable[[], Schedule | None]) ->
         yield lambda: _on_chains(moves, effort)
     if effort == 0:
         return
+    ladder = _SHORT if effort == 1 else _LADDER
     for place in range(_STARTS[effort]):
-        yield lambda place=place: _from(moves, moves.start(place), _LADDER, _WARM[effort])  # type: ignore[misc]
-    yield lambda: _from(moves, still(), _LADDER, _WARM[effort])
+        yield lambda place=place: _from(moves, moves.start(place), ladder, _WARM[effort])  # type: ignore[misc]
+    if effort > 1:
+        yield lambda: _from(moves, still(), ladder, _WARM[effort])
     for number in range(_ROUNDS[effort], 0, -1):
         step = _STEPS[number % len(_STEPS)]
         yield lambda step=step: _from(moves, moves.first, _around(moves.best(1), step), _WARM[effort])  # type: ignore[misc]
@@ -218,17 +240,17 @@ def _on_chains(moves: _Moves, effort: int) -> Iterator[Callable[[], None]]:
     problem = moves.problem
     chains = BlockChains(compact(problem.graph, problem.costs))
     builders = menu_builders(chains)
-    builders = [*builders, *pofo_builders(chains)] if effort else builders[1:2]
+    builders = builders if effort > 1 else builders[1:2]
+    builders = [*builders, *(pofo_builders(chains) if effort else ())]
     for builder in builders:
         yield lambda builder=builder: _note_all(moves, chain_schedules(problem, [builder], _CELLS))  # type: ignore[misc]
 
 
 def _note_all(moves: _Moves, schedules: Sequence[Schedule]) -> None:
     """The best of them is one to start from."""
-    for schedule in schedules:
-        moves.note(schedule)
-    if fitting := [schedule for schedule in schedules if schedule in moves.found]:
-        moves.starts.append(min(fitting, key=lambda schedule: moves.found[schedule][0]))
+    fitting = [found for schedule in schedules if (found := moves.note(schedule)) is not None]
+    if fitting:
+        moves.starts.append(min(fitting, key=_time))
 
 
 def _from(moves: _Moves, start: Schedule | None, pairs: Iterable[Pair], effort: int) -> Iterator[Callable[[], None]]:
