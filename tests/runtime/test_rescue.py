@@ -250,7 +250,7 @@ def test_the_search_goes_on_within_the_lower_budget() -> None:
 def test_what_is_moved_away_is_let_go(tmp_path: Path) -> None:
     """By the pass that fails, and moved anew by the one that runs again."""
     expected = run_training(make(drawing_network), rows(), Scarce("backward"), 3)
-    options = {"budget": "50%", "planner": "offload", "offload": f"disk:{tmp_path}"}
+    options = {"budget": "50%", "planner": "offload{effort=0}", "offload": f"disk:{tmp_path}"}
     model = lowtide.rematerialize(make(drawing_network), *rows()(0), **options)  # type: ignore[arg-type]
     assert plan_of(model).schedule.moves
     assert_same_records(run_training(model, rows(), Scarce("backward"), 3), expected)
