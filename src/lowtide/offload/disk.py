@@ -10,7 +10,6 @@ a buffer of a few megabytes, as that asks for aligned addresses.
 from __future__ import annotations
 
 import errno
-import logging
 import mmap
 import os
 import platform
@@ -20,6 +19,7 @@ import tempfile
 import threading
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,7 +31,6 @@ from lowtide.errors import ExecutionError
 from lowtide.offload.interface import ALIGNMENT, Copy, Lease, SecondMemoryOf, bytes_of
 from lowtide.units import format_bytes
 
-_LOG = logging.getLogger(__name__)
 _CHUNK = 8 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 Bytes = npt.NDArray[np.uint8]
@@ -39,18 +38,20 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A transfer for the thread. ``error``: why it could not be done; ``checksum``: of the bytes, where that was asked for."""
+    """A transfer for the thread of ``process``. ``error``: why it could not be done."""
 
     work: Callable[[Bytes], None]
+    process: int
     done: threading.Event = field(default_factory=threading.Event)
-    error: OSError | None = None
+    error: str | None = None
 
     def wait(self, doing: str) -> None:
-        self.done.wait()
+        if not self.done.is_set() and self.process != os.getpid():  # the thread is not here: nobody would ever be done
+            self.error = "the process was forked during the pass, and threads are not; begin a pass after the fork"
+        else:
+            self.done.wait()
         if self.error is not None:
-            raise ExecutionError(
-                f"{doing} the file that tensors are offloaded to: {self.error.strerror or self.error}."
-            )
+            raise ExecutionError(f"{doing} the file that tensors are offloaded to: {self.error}.")
 
 
 class DiskMemory(SecondMemoryOf):
@@ -65,25 +66,45 @@ class DiskMemory(SecondMemoryOf):
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._size = 0
-        self._free: list[tuple[int, int]] = []  # offset and size of leases that were given back
-        self._end = weakref.finalize(self, _end, self._file, self._jobs)
-        threading.Thread(target=_work, args=(self._jobs,), name="lowtide disk", daemon=True).start()
+        self._free: list[tuple[int, int]] = []  # offset and size of what is not leased, in order
+        self._given_back: deque[tuple[int, int]] = deque()
+        self._process = os.getpid()
+        # Not at the exit, when transfers may be under way: the number of a file that was closed may be another's.
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+        buffer = np.frombuffer(mmap.mmap(-1, _CHUNK), np.uint8)
+        threading.Thread(target=_work, args=(self._jobs, self._file, buffer), name="lowtide disk", daemon=True).start()
 
     def lease(self, nbytes: int) -> DiskLease:
-        nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        nbytes = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         with self._lock:
+            self._join()
+            last = self._free[-1] if self._free and sum(self._free[-1]) == self._size else (self._size, 0)
             fitting = [one for one in self._free if one[1] >= nbytes]
-            if fitting:
-                found = min(fitting, key=lambda one: one[1])
-                self._free.remove(found)
-                return DiskLease(self, *found)
-            self._reserve(nbytes)
-            self._size += nbytes
-            return DiskLease(self, self._size - nbytes, nbytes)
+            found = min(fitting, key=lambda one: one[1], default=last)
+            offset, room = found
+            if room < nbytes:
+                self._reserve(nbytes, nbytes - room)
+            rest = [(offset + nbytes, room - nbytes)] if room > nbytes else []
+            self._free = sorted([*(one for one in self._free if one is not found), *rest])
+        return DiskLease(self, offset, nbytes)
 
-    def _reserve(self, nbytes: int) -> None:
+    def _join(self) -> None:
+        """Join what was given back with what lies beside it, so that room of any size is used again."""
+        given_back = [self._given_back.popleft() for _ in range(len(self._given_back))]
+        joined: list[tuple[int, int]] = []
+        for offset, nbytes in sorted([*self._free, *given_back]):
+            if joined and sum(joined[-1]) == offset:
+                offset, nbytes = joined[-1][0], joined.pop()[1] + nbytes
+            joined.append((offset, nbytes))
+        self._free = joined
+
+    def _reserve(self, nbytes: int, more: int) -> None:
+        """Let the file grow by ``more`` bytes, for a pass that moves ``nbytes``."""
         try:
-            os.posix_fallocate(self._file, self._size, max(nbytes, 1))
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file, self._size, more)
+            else:  # a disk that is full is an error later, where it is written to
+                os.ftruncate(self._file, self._size + more)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             free = f", which has {format_bytes(self.free_bytes())} free" if full else ""
@@ -91,14 +112,15 @@ class DiskMemory(SecondMemoryOf):
                 f"a pass moves {nbytes} bytes ({format_bytes(nbytes)}) to a file in {self.folder}{free}: "
                 f'{error.strerror}. Name another folder with offload="disk:/folder", or give a smaller offload_budget=.'
             ) from error
+        self._size += more
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Room for others."""
-        with self._lock:
-            self._free.append((offset, nbytes))
+        """Room for others. Takes no lock: the garbage collector calls it, in whatever a thread is doing."""
+        self._given_back.append((offset, nbytes))
 
     def free_bytes(self) -> int:
-        return shutil.disk_usage(self.folder).free
+        own = sum(nbytes for _, nbytes in [*self._free, *self._given_back])
+        return shutil.disk_usage(self.folder).free + own
 
     def identity(self) -> tuple[str, ...]:
         return platform.node(), str(os.stat(self.folder).st_dev), str(self.direct)
@@ -130,7 +152,7 @@ class DiskMemory(SecondMemoryOf):
         return self._begin(work)
 
     def _begin(self, work: Callable[[Bytes], None]) -> _Job:
-        job = _Job(work)
+        job = _Job(work, self._process)
         self._jobs.put(job)
         return job
 
@@ -197,26 +219,25 @@ def _memory_of(storage: torch.UntypedStorage) -> Bytes:
     return memory
 
 
-def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    """The thread: one transfer after the other."""
-    buffer = np.frombuffer(mmap.mmap(-1, _CHUNK), np.uint8)
+def _work(jobs: queue.SimpleQueue[_Job | None], file: int, buffer: Bytes) -> None:
+    """The thread: one transfer after the other. Whatever goes wrong is the error of one, which somebody waits for."""
     while (job := jobs.get()) is not None:
         try:
             job.work(buffer)
         except OSError as error:
-            job.error = error
+            job.error = error.strerror or str(error)
+        except BaseException as error:  # noqa: BLE001 - the thread goes on
+            job.error = f"{type(error).__name__}: {error}"
         del job.work
         job.done.set()
         del job  # the next may be long in coming
-
-
-def _end(file: int, jobs: queue.SimpleQueue[_Job | None]) -> None:
-    jobs.put(None)
     os.close(file)
 
 
 def _nameless_file(folder: str) -> tuple[int, bool]:
     """A file without a name, and whether it is read and written past the page cache. Raises ``ExecutionError``."""
+    if not hasattr(os, "preadv"):
+        raise ExecutionError('offload="disk" needs a system that has preadv, such as Linux, and this one does not.')
     flags = os.O_RDWR | getattr(os, "O_TMPFILE", 0)
     try:
         if getattr(os, "O_TMPFILE", 0):

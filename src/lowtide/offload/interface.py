@@ -11,7 +11,7 @@ A pass leases room, and holds the lease as long as it lives. Each storage has a 
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -110,19 +110,20 @@ class SecondMemoryOf(abc.ABC):
 @dataclass(frozen=True, slots=True, eq=False)
 class Room:
     """What the passes of a schedule need of a second memory: where each storage that moves has its slot, and ``nbytes`` in
-    all."""
+    all. ``opened`` gives the memory of the process that a pass runs in, which may be a fork of the one that planned."""
 
-    memory: SecondMemoryOf
+    opened: Callable[[], SecondMemoryOf]
     slots: Mapping[int, int]
     nbytes: int
 
     def lease(self) -> Lease:
         """Room for one pass. Raises ``ExecutionError`` where there is none."""
-        return self.memory.lease(self.nbytes)
+        return self.opened().lease(self.nbytes)
 
 
-def room_for(schedule: Schedule, costs: Costs, memory: SecondMemoryOf) -> Room:
-    """Slots for what the schedule moves; those of storages that are there at the same time do not overlap."""
+def room_for(schedule: Schedule, costs: Costs, opened: Callable[[], SecondMemoryOf]) -> Room:
+    """Slots in the memory that ``opened`` gives for what the schedule moves; those of storages that are there at the same time
+    do not overlap."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, step in enumerate(schedule.steps):
@@ -133,4 +134,4 @@ def room_for(schedule: Schedule, costs: Costs, memory: SecondMemoryOf) -> Room:
     moved = list(first)
     rows = [(first[one], last[one] + 1, int(costs.storage_bytes[one])) for one in moved]
     placement = place(Buffers.of(rows, ALIGNMENT), most_visits=1)
-    return Room(memory, dict(zip(moved, placement.offsets.tolist(), strict=True)), placement.reserved_bytes)
+    return Room(opened, dict(zip(moved, placement.offsets.tolist(), strict=True)), placement.reserved_bytes)

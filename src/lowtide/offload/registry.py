@@ -21,6 +21,8 @@ def open_memory(name: str, device: torch.device) -> SecondMemoryOf:
     ``ExecutionError`` where it cannot be opened."""
     check_second_memory(name)
     key = (name, device, os.getpid())
+    if key in _OPEN:
+        return _OPEN[key]
     with _LOCK:
         if key not in _OPEN:
             _OPEN[key] = _opened(name, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 from lowtide.lower import Addresses, Lowered, lower
@@ -20,8 +21,8 @@ def lowered(program: Program, plan: Plan, arena: Arena | None) -> Lowered:
     runs without, which the log says."""
     memory = plan.costs.second_memory
     if plan.schedule.moves and memory is not None:
-        room = room_for(plan.schedule, plan.costs, open_memory(memory.name, program_device(program)))
-        return lower(program, plan.schedule, room=room)
+        opened = functools.partial(open_memory, memory.name, program_device(program))
+        return lower(program, plan.schedule, room=room_for(plan.schedule, plan.costs, opened))
     if arena is None:
         return lower(program, plan.schedule)
     layout = plan.layout
