@@ -180,6 +180,10 @@ def test_smallest_budget_of_a_planner(instance: str, capsys: pytest.CaptureFixtu
         (["missing.json", "--budget", "1GiB"], "cannot read"),
         (["{instance}", "--budget", "12 apples"], "not a budget"),
         (["{instance}", "--budget", "0"], "not positive"),
+        (
+            ["{instance}", "--budget", "1GiB", "--offload", "1GB/s", "--offload-budget="],
+            "is not a budget of the second",
+        ),
         (["{instance}", "--budget", "40%", "--planner", "magic"], "no planner is named"),
         (["{instance}", "--budget", "40%", "--planner", "auto{effort=99}"], "effort"),
         (["{instance}", "--budget", "40%", "--offload", "16GB"], "'16GB' is not a bandwidth"),

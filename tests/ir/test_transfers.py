@@ -145,7 +145,7 @@ def test_forms(tmp_path: Path) -> None:
     ("memory", "message"),
     [
         ({"offload_bytes_per_second": 0, "fetch_bytes_per_second": 1}, "at least 1 byte per second"),
-        ({"offload_bytes_per_second": 1}, "malformed|lacks"),
+        ({"offload_bytes_per_second": 1}, "the second memory lacks fetch_bytes_per_second"),
         ({"offload_bytes_per_second": 1, "fetch_bytes_per_second": 1, "speed": 1}, "has the fields"),
         ({"offload_bytes_per_second": 1, "fetch_bytes_per_second": 1, "shared": 1}, "shared"),
         ({"offload_bytes_per_second": 1, "fetch_bytes_per_second": -1}, "fetch_bytes_per_second"),

@@ -21,8 +21,10 @@ from lowtide.ir import (
     schedule_from_sequence,
     simulate,
 )
+from lowtide.solve import Problem, solve
 from lowtide.solve.model.split import Split, movable_storages, split
 from lowtide.solve.moving.placing import place_transfers
+from lowtide.solve.moving.search import moving_schedules
 from tests.support.interpreter import Machine
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
@@ -97,3 +99,15 @@ def _long_chain() -> tuple[Graph, Costs]:
 
     graph, costs = chain(12, times=(10,) * 24)
     return graph, replace(costs, second_memory=SecondMemory(400_000_000, 400_000_000))
+
+
+def test_transfers_that_take_for_ever() -> None:
+    """Centuries in nanoseconds, of which the sum is more than 64 bits hold."""
+    graph, costs = _long_chain()
+    slow = replace(costs, storage_bytes=costs.storage_bytes * 10**11, second_memory=SecondMemory(1, 1))
+    budget = simulate(graph, slow, keep_all_schedule(graph)).peak_bytes // 2
+    solution = solve(Problem(graph, slow, budget), "auto{effort=2}")
+    assert solution.schedule is not None
+    assert not solution.schedule.moves
+    (moves,) = moving_schedules(Problem(graph, slow, budget), 0, moves_only=True)[:1]
+    assert moves.moves

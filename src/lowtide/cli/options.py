@@ -53,7 +53,8 @@ def with_second_memory(costs: Costs, options: argparse.Namespace) -> Costs:
         raise PlanError(f"--offload {options.offload} has {len(rates)} bandwidths; give one, or one each way.")
     if not 0 <= (latency := options.offload_latency or 0) <= 1e9:
         raise PlanError(f"--offload-latency is {latency:g} us, but goes from 0 to 1e9.")
-    room = options.offload_budget and parse_budget(options.offload_budget, 0, what="budget of the second memory")
+    room = options.offload_budget
+    room = room if room is None else parse_budget(room, 0, what="budget of the second memory")
     return replace(costs, second_memory=SecondMemory(rates[0], rates[-1], int(1000 * latency), room))
 
 

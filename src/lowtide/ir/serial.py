@@ -101,6 +101,9 @@ def second_memory_from_json(data: Any) -> SecondMemory | None:
         raise PlanError(f"a second memory has the fields {', '.join(sorted(known))}, not {data!r}.")
     shared, name = data.get("shared", False), text(data.get("name", ""), "name of the second memory")
     fields = {key: number for key, number in data.items() if key not in ("shared", "name")}
+    for required in ("offload_bytes_per_second", "fetch_bytes_per_second"):
+        if required not in fields:
+            raise PlanError(f"the second memory lacks {required}.")
     if not isinstance(shared, bool):
         raise PlanError(f"shared of the second memory is {shared!r}, not true or false.")
     if fields.get("capacity_bytes") is None:

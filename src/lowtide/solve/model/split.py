@@ -35,6 +35,8 @@ from lowtide.ir import (
     shared_storages,
 )
 
+_MOST_NS = 2**46  # a price, 19 hours: sums of them stay within 64 bits
+
 
 def movable_storages(graph: Graph, costs: Costs) -> list[int]:
     """Storages that may move: of the program's own, with bytes, of one operator alone, which is no effect, and neither handed
@@ -139,7 +141,8 @@ def split_for_nothing(graph: Graph, costs: Costs) -> Split:
 
 class _Splitter:
     def __init__(self, graph: Graph, costs: Costs, prices: Mapping[int, int], moves_only: bool, floor: bool) -> None:
-        self.graph, self.costs, self.prices, self.moves_only, self.floor = graph, costs, prices, moves_only, floor
+        self.graph, self.costs, self.moves_only, self.floor = graph, costs, moves_only, floor
+        self.prices = {storage: min(price, _MOST_NS) for storage, price in prices.items()}
         self.ops: list[Op] = []
         self.times: list[int] = []
         self.workspaces: list[int] = []
