@@ -12,12 +12,15 @@ import pytest
 from lowtide.ir import (
     Compute,
     Costs,
+    Fetch,
     Free,
     Graph,
     Kind,
     Schedule,
+    SecondMemory,
     check,
     is_view,
+    keep_all_schedule,
     load_instance,
     owned_storages,
     schedule_from_sequence,
@@ -36,21 +39,21 @@ def _schedule(graph: Graph, seed: int) -> Schedule:
 
 
 def _walk(graph: Graph, costs: Costs, layout: Layout) -> None:
-    """Follow the schedule's tensors by ``of_computes`` alone: none may be written where another one is."""
+    """Follow the schedule's tensors by ``of_steps`` alone: none may be written where another one is."""
     owned, sizes = owned_storages(graph), costs.storage_bytes.tolist()
-    offsets = iter(layout.of_computes())
+    offsets = iter(layout.of_steps())
     at: dict[int, int] = {}
     for step in layout.schedule.steps:
         if isinstance(step, Free):
             at.pop(step.storage, None)
-        if not isinstance(step, Compute):
+        if not isinstance(step, (Compute, Fetch)):
             continue
         here = next(offsets)
         listed = here if isinstance(here, list) else [] if here is None else [here]
-        assert len(listed) == len(owned[step.op])
-        if step.into is not None:
+        made = owned[step.op] if isinstance(step, Compute) else [step.storage]
+        if isinstance(step, Compute) and step.into is not None:
             assert at.pop(step.into) == here
-        written = dict(zip(owned[step.op], listed, strict=True))
+        written = dict(zip(made, listed, strict=True))
         taken = [(at[other], at[other] + sizes[other]) for other in at]
         for storage, offset in written.items():
             ranges = [*taken, *((o, o + sizes[s]) for s, o in written.items() if s != storage)]
@@ -73,7 +76,7 @@ def test_no_byte_has_two_owners(seed: int) -> None:
     for each, offset in zip(layout.allocations, layout.offsets, strict=True):
         assert (offset is None) == (each.kind is Kind.FIXED)
     computes = [graph.ops[step.op] for step in schedule.steps if isinstance(step, Compute)]
-    for op, offset in zip(computes, layout.of_computes(), strict=True):
+    for op, offset in zip(computes, layout.of_steps(), strict=True):
         assert not is_view(graph, op) or offset is None
 
 
@@ -102,8 +105,18 @@ def test_what_is_written_over_another_tensor_lies_where_that_lay() -> None:
     layout = lay_out(graph, costs, schedule_from_sequence(graph, range(6)))
     steps = (Compute(0), Compute(1, into=0), Compute(2, into=1), Free(2))
     over = lay_out(graph, costs, Schedule(steps, 4))
-    assert over.of_computes() == [0, 0, 0]
+    assert over.of_steps() == [0, 0, 0]
     assert over.reserved_bytes == 4 < layout.reserved_bytes
+
+
+def test_what_comes_back_has_a_place_of_its_own() -> None:
+    graph, costs = chain(12, times=(10,) * 24)
+    costs = dataclasses.replace(costs, second_memory=SecondMemory(400_000_000, 400_000_000))
+    budget = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes // 2
+    schedule = solve(Problem(graph, costs, budget), "offload{effort=0}").schedule
+    assert schedule is not None
+    assert schedule.moves
+    _walk(graph, costs, lay_out(graph, costs, schedule))
 
 
 def test_a_plan_of_a_transformer() -> None:
@@ -113,7 +126,7 @@ def test_a_plan_of_a_transformer() -> None:
     assert schedule is not None
     layout = lay_out(graph, costs, schedule)
     _walk(graph, costs, layout)
-    assert any(isinstance(offset, list) for offset in layout.of_computes())
+    assert any(isinstance(offset, list) for offset in layout.of_steps())
     assert layout.reserved_bytes <= 1.01 * simulate(graph, costs, schedule).peak_bytes
 
 

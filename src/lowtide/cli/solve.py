@@ -4,9 +4,9 @@ The steps of ``--json`` are ``["compute", op]`` and ``["free", op]``. In a graph
 none, the number after ``"free"`` is the storage's; random ops add ``["save_rng", op]`` and ``["restore_rng", op]``.
 With ``--offload``, or where the graph names a second memory, there are ``["offload", storage]`` and ``["fetch", storage]`` too,
 and ``transfers`` says what moves and how long operators wait for it.
-With ``--layout``, ``offsets`` says where in one block of memory each ``["compute", op]`` puts its result, in their order and in
-bytes, and ``reserved_bytes`` how many that takes, workspaces and what is resident throughout included; the budget is then on
-these. ``cuda`` is what the schedule takes without them, under PyTorch's allocator for CUDA.
+With ``--layout``, ``offsets`` says where in one block of memory each ``["compute", op]`` and each ``["fetch", storage]`` puts
+its result, in their order and in bytes, and ``reserved_bytes`` how many that takes, workspaces and what is resident throughout
+included; the budget is then on these. ``cuda`` is what the schedule takes without them, under PyTorch's allocator for CUDA.
 The certified gap is how far the schedule's time lies above the proven lower bound, in percent of that bound.
 """
 
@@ -93,7 +93,7 @@ def _add_addresses(found: Found, graph: Graph, costs: Costs, layout: Layout) -> 
     reserved, placement = layout.reserved_bytes, layout.placement
     native, expandable = (cuda_memory(graph, costs, layout.schedule, expandable_segments=e) for e in (False, True))
     cuda = {"native": asdict(native), "expandable": asdict(expandable)}
-    found.summary.update(offsets=layout.of_computes(), reserved_bytes=reserved, cuda=cuda)
+    found.summary.update(offsets=layout.of_steps(), reserved_bytes=reserved, cuda=cuda)
     bound = f"at most {100 * placement.gap:.3f} % above the least" if placement.gap else "no placement takes up less"
     found.facts["reserved"] = f"{format_bytes(reserved)} ({reserved} bytes) with addresses, {bound}"
     found.facts.update(cuda_facts(native, expandable))

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from lowtide.ir import Allocation, Compute, Costs, Graph, Kind, Schedule, simulate
+from lowtide.ir import Allocation, Compute, Costs, Fetch, Graph, Kind, Schedule, simulate
 from lowtide.ir.simulator import resident_bytes
 from lowtide.notebook import Shown
 from lowtide.place.buffers import Buffers
@@ -50,16 +50,16 @@ class Layout(Shown):
     def block_bytes(self) -> int:
         return self.placement.reserved_bytes
 
-    def of_computes(self) -> list[Offsets]:
-        """By compute of the schedule: the offset of the tensor that it makes, a list of them in the order of the storages where
-        it makes several, ``None`` where it makes none."""
+    def of_steps(self) -> list[Offsets]:
+        """By compute and fetch of the schedule: the offset of the tensor that it makes, a list of them in the order of the
+        storages where it makes several, ``None`` where it makes none."""
         made: dict[int, list[int]] = {}
         by_storage = zip(self.allocations, self.offsets, strict=True)
         for each, offset in sorted(by_storage, key=lambda pair: (pair[0].first, pair[0].storage or 0)):
             if each.storage is not None and offset is not None:
                 made.setdefault(each.first, []).append(offset)
-        computes = (i for i, step in enumerate(self.schedule.steps) if isinstance(step, Compute))
-        return [_one_or_all(made.get(i, [])) for i in computes]
+        making = (i for i, step in enumerate(self.schedule.steps) if isinstance(step, (Compute, Fetch)))
+        return [_one_or_all(made.get(i, [])) for i in making]
 
 
 def _one_or_all(offsets: list[int]) -> Offsets:
