@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from benchmarks.sweep_model import sweep_model
 from lowtide.cli.main import main as command_line
 from lowtide.device import Accelerator, accelerator_in_use, accelerators, find, interface_of
 from lowtide.memory.allocators import PeakWindow, device_memory, free_memory, meter_of, round_up
+from lowtide.offload.host import HostMemory
 from tests.device import hosted
 
 hosted.register()
@@ -220,6 +223,31 @@ def test_moved_to_the_host(name: str, device: torch.device) -> None:
     assert equal(*found)
     with pytest.raises(lowtide.PlanError, match='use offload="cpu"'):
         lowtide.rematerialize(case(name, device)[0], (x,), **options | {"offload": "disk"})
+
+
+def test_room_on_the_host() -> None:
+    """Blocks that are too small make room for larger ones, and leases come back whatever the thread is doing."""
+    memory = HostMemory(FIRST)
+    blocks = []
+    for count in (1, 2, 3):
+        lease = memory.lease(count << 20)
+        blocks.append(weakref.ref(lease.block))
+        del lease
+    assert [block() is None for block in blocks] == [True, True, False]
+    lease = memory.lease(1 << 20)
+    assert lease.block is blocks[-1]()
+    leases = [lease]
+    del lease
+
+    def collect() -> None:
+        with memory._lock:
+            leases.clear()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert memory.free_bytes() >= 3 << 20
 
 
 def test_autocast() -> None:

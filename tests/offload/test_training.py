@@ -256,6 +256,13 @@ def test_what_makes_no_sense(options: dict[str, Any], message: str) -> None:
         lowtide.rematerialize(make(_network), args, kwargs, budget="50%", **options)
 
 
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_a_model_on_meta_has_no_second_memory(where: str) -> None:
+    model = nn.Linear(8, 8, device="meta")
+    with pytest.raises(lowtide.PlanError, match=r"on meta .* lowtide\.fits\("):
+        lowtide.plan(model, (torch.empty(4, 8, device="meta"),), budget="50%", offload=where)
+
+
 def test_plans_with_transfers_are_saved_and_reported(disk: str, tmp_path: Path) -> None:
     model, _ = _moving(disk)
     (plan,) = lowtide.plans(model)

@@ -8,19 +8,21 @@ filled, as the accelerator's allocator reuses memory in the order of that stream
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from lowtide.errors import ExecutionError
+from lowtide.memory.allocators import free_memory
 from lowtide.offload.interface import Copy, Lease, SecondMemoryOf, bytes_of
 from lowtide.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
+_UNKNOWN = 2**50  # bytes, where the system does not tell how much is free
 
 
 class HostMemory(SecondMemoryOf):
@@ -30,24 +32,25 @@ class HostMemory(SecondMemoryOf):
         self.device = device
         self.out, self.home = torch.Stream(device), torch.Stream(device)
         self._lock = threading.Lock()
-        self._free: list[torch.Tensor] = []  # blocks that leases gave back
+        self._free: deque[torch.Tensor] = deque()  # blocks that leases gave back
 
     def lease(self, nbytes: int) -> HostLease:
         with self._lock:
-            fitting = [one for one in self._free if one.nbytes >= nbytes]
-            block = min(fitting, key=lambda one: one.nbytes, default=None)
+            blocks = sorted((self._free.popleft() for _ in range(len(self._free))), key=lambda one: one.nbytes)
+            block = next((one for one in blocks if one.nbytes >= nbytes), None)
             if block is not None:
-                self._free = [one for one in self._free if one is not block]
                 self.out.wait_event(self.after(self.home))  # who had it may not have waited for what it fetched
+                self._free.extend(one for one in blocks if one is not block)
+            del blocks  # where none is large enough, they make room for one that is
         return HostLease(self, _pinned(nbytes) if block is None else block)
 
     def give_back(self, block: torch.Tensor) -> None:
-        """Room for others."""
-        with self._lock:
-            self._free.append(block)
+        """Room for others. Takes no lock: the garbage collector calls it, in whatever a thread is doing."""
+        self._free.append(block)
 
     def free_bytes(self) -> int:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = free_memory(torch.device("cpu"))
+        return _UNKNOWN if free is None else free + sum(block.nbytes for block in [*self._free])
 
     def after(self, stream: torch.Stream) -> torch.Event:
         """The point that ``stream`` has come to."""
@@ -76,6 +79,8 @@ class HostLease(Lease):
 class HostCopy(Copy):
     def __init__(self, lease: HostLease, offset: int, values: Sequence[torch.Tensor]) -> None:
         super().__init__(values)
+        self._in: Any = None
+        self._waits = False  # whether the device still fills what nobody has waited for
         memory = lease.memory
         self.lease, self.offset = lease, offset
         self.slot = lease.block[offset : offset + self.bytes]
@@ -86,8 +91,6 @@ class HostCopy(Copy):
         with memory.out:
             self.slot.copy_(bytes_of(values[0].untyped_storage()), non_blocking=True)
         self._out = memory.after(memory.out)
-        self._in: Any = None
-        self._waits = False  # whether the device still fills what nobody has waited for
 
     def left(self) -> None:
         self.lease.memory.computing.wait_event(self._out)

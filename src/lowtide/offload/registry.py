@@ -30,9 +30,14 @@ def open_memory(name: str, device: torch.device) -> SecondMemoryOf:
 
 
 def _opened(name: str, device: torch.device) -> SecondMemoryOf:
+    if device.type == "meta":
+        raise PlanError(
+            f"offload={name!r}: how quick the second memory of a model on meta is cannot be measured; put the model on its "
+            'device, or ask lowtide.fits(model, ..., device=..., offload="cpu") for a device that is known by its name.'
+        )
     if name == "cpu":
-        if device.type in ("cpu", "meta"):
-            raise PlanError(f'offload="cpu" moves tensors to where those of a model on {device.type} are; use "disk".')
+        if device.type == "cpu":
+            raise PlanError('offload="cpu" moves tensors to where those of a model on the CPU are; use "disk".')
         from lowtide.offload.host import HostMemory
 
         return HostMemory(device)
