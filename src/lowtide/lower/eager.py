@@ -261,6 +261,7 @@ class _Generator:
 
     def _yield_gradients(self, group: GradientGroup) -> None:
         values = [self.program.gradients[index][1] for index in group.gradients]
+        self._settle(self.graph.values[value].storage for value in values)
         self.lines.append(f"out = [{', '.join(f'v{value}' for value in values)}]")
         for value in values:
             storage = self.graph.values[value].storage

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.ir import Compute, Free, Schedule, simulate
+from lowtide.ir import Compute, Fetch, Free, Offload, Schedule, simulate
 from lowtide.program.program import Program
 from lowtide.program.sizes import byte_costs
 
@@ -29,8 +29,8 @@ class GradientGroup:
 
 
 def _final_steps(program: Program, schedule: Schedule) -> list[int]:
-    """For each gradient, the last step that computes it, or touches its storage or that of what it is the gradient of; for one
-    that leaves in terms, not before the terms that come first."""
+    """For each gradient, the last step that computes or moves it, or touches its storage or that of what it is the gradient of;
+    for one that leaves in terms, not before the terms that come first."""
     graph = program.graph
     last: dict[int, int] = {}
     for index, step in enumerate(schedule.steps):
@@ -38,6 +38,8 @@ def _final_steps(program: Program, schedule: Schedule) -> list[int]:
             op = graph.ops[step.op]
             for value in (*op.inputs, *op.outputs):
                 last[graph.values[value].storage] = index
+        elif isinstance(step, (Offload, Fetch)):
+            last[step.storage] = index
     final = []
     terms: dict[int, int] = {}
     for position, value in program.gradients:
