@@ -59,11 +59,33 @@ def test_room_of_other_sizes_is_used_again(tmp_path: Path) -> None:
 
 def test_room_that_the_file_has_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = DiskMemory(str(tmp_path))
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=5))
+    monkeypatch.setattr(os, "fstatvfs", lambda file: SimpleNamespace(f_bavail=5, f_frsize=1))
     lease = memory.lease(_MIB)
     assert memory.free_bytes() == 5
     del lease
     assert memory.free_bytes() == 5 + _MIB
+
+
+def test_a_folder_that_went_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a relative one does when the process changes its folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    memory = DiskMemory("here")
+    free, identity = memory.free_bytes(), memory.identity()
+    assert free > 0
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert memory.free_bytes() > 0
+    assert memory.identity() == identity
+    assert _round_trip(memory.lease(_MIB))
+
+
+def test_file_systems_in_memory_are_no_disk(caplog: pytest.LogCaptureFixture) -> None:
+    mounts = Path("/proc/mounts")
+    if not mounts.exists() or " /dev/shm tmpfs " not in mounts.read_text(encoding="utf-8"):
+        pytest.skip("no file system in memory is known here")
+    DiskMemory("/dev/shm")
+    (record,) = caplog.records
+    assert "files in /dev/shm are kept in memory" in record.message
 
 
 def test_room_comes_back_whatever_the_thread_is_doing(tmp_path: Path) -> None:

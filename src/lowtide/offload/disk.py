@@ -9,12 +9,14 @@ a buffer of a few megabytes, as that asks for aligned addresses.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import mmap
 import os
 import platform
 import queue
-import shutil
+import re
 import tempfile
 import threading
 import weakref
@@ -31,6 +33,7 @@ from lowtide.errors import ExecutionError
 from lowtide.offload.interface import ALIGNMENT, Copy, Lease, SecondMemoryOf, bytes_of
 from lowtide.units import format_bytes
 
+_LOG = logging.getLogger(__name__)
 _CHUNK = 8 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 Bytes = npt.NDArray[np.uint8]
@@ -63,6 +66,11 @@ class DiskMemory(SecondMemoryOf):
         self.folder = folder
         self.checksums = os.environ.get("LOWTIDE_OFFLOAD_CHECKSUMS", "") not in ("", "0")
         self._file, self.direct = _nameless_file(folder)
+        if _is_in_memory(self._file):
+            _LOG.warning(
+                "files in %s are kept in memory, where what is offloaded takes as much as before; name one on a disk, as in "
+                'offload="disk:/scratch"', folder,
+            )  # fmt: skip
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._size = 0
@@ -120,10 +128,11 @@ class DiskMemory(SecondMemoryOf):
 
     def free_bytes(self) -> int:
         own = sum(nbytes for _, nbytes in [*self._free, *self._given_back])
-        return shutil.disk_usage(self.folder).free + own
+        there = os.fstatvfs(self._file)  # not of the folder, whose path may mean another by now
+        return there.f_bavail * there.f_frsize + own
 
     def identity(self) -> tuple[str, ...]:
-        return platform.node(), str(os.stat(self.folder).st_dev), str(self.direct)
+        return platform.node(), str(os.fstat(self._file).st_dev), str(self.direct)
 
     def write(self, offset: int, nbytes: int, memory: Bytes) -> _Job:
         """Begin to write ``memory``; the job holds on to nothing once it is done."""
@@ -255,3 +264,12 @@ def _nameless_file(folder: str) -> tuple[int, bool]:
             f"no file can be made in {folder} to offload tensors to: {error.strerror or error}. Name a folder on a local disk, "
             'as in offload="disk:/scratch".'
         ) from error
+
+
+def _is_in_memory(file: int) -> bool:
+    """Whether Linux keeps the file's file system in memory, as it often does that of /tmp."""
+    device = os.fstat(file).st_dev
+    numbers = f" {os.major(device)}:{os.minor(device)} "
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+        return any(numbers in mount and re.search(" - (tmpfs|ramfs) ", mount) for mount in mounts)
+    return False
