@@ -12,11 +12,13 @@ from lowtide.ir import (
     Compute,
     Costs,
     Fetch,
+    Free,
     Graph,
     Offload,
     Schedule,
     SecondMemory,
     check,
+    graph_from_json,
     keep_all_schedule,
     schedule_from_sequence,
     simulate,
@@ -24,7 +26,7 @@ from lowtide.ir import (
 from lowtide.solve import Problem, solve
 from lowtide.solve.model.split import Split, movable_storages, split
 from lowtide.solve.moving.placing import place_transfers
-from lowtide.solve.moving.search import moving_schedules
+from lowtide.solve.moving.search import moving_bound, moving_schedules
 from tests.support.interpreter import Machine
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
@@ -111,3 +113,35 @@ def test_transfers_that_take_for_ever() -> None:
     assert not solution.schedule.moves
     moves = moving_schedules(Problem(graph, slow, budget), 0, lambda: None, moves_only=True)[0]
     assert moves.moves
+
+
+def test_an_operator_that_runs_again_for_what_cannot_move_pays_once() -> None:
+    """No bound is above a schedule: the first operator makes a result that is handed on to the end and one that may move."""
+
+    def op(name: str, reads: list[int], makes: list[int], time_ns: int, workspace: int = 0) -> dict[str, object]:
+        return {
+            "name": name, "target": name, "inputs": reads, "outputs": makes, "time_ns": time_ns, "workspace_bytes": workspace,
+        }  # fmt: skip
+
+    bases, sizes = [0, 0, 1, 2, 3], [10, 10, 1, 1, 1]
+    graph, costs = graph_from_json(
+        {
+            "format": "lowtide-graph/2", "name": "x", "fixed_bytes": 0, "device": "", "rng_state_bytes": 0, "inputs": [],
+            "forward_ops": 0, "second_memory": {"offload_bytes_per_second": 1000, "fetch_bytes_per_second": 1000},
+            "storages": [{"base": base, "bytes": size} for base, size in zip(bases, sizes, strict=True)],
+            "values": [{"name": f"v{i}", "storage": i, "producer": base} for i, base in enumerate(bases)],
+            "ops": [op("a", [], [0, 1], 100), op("b", [0, 1], [2], 1), op("c", [2], [3], 1, 25), op("d", [0, 3], [4], 1)],
+            "forward_outputs": [], "outputs": [1, 4],
+        }
+    )  # fmt: skip
+    steps = (
+        Compute(0), Compute(1), Free(0), Free(1), Compute(2), Free(2), Compute(0), Compute(3), Free(0), Free(3),
+    )  # fmt: skip
+    check(graph, Schedule(steps, 0))
+    known = simulate(graph, costs, Schedule(steps, 0))
+    problem = Problem(graph, costs, known.peak_bytes)
+    assert moving_bound(problem, 3) <= known.time_ns
+    solution = solve(problem)
+    assert solution.time_ns <= known.time_ns
+    assert solution.lower_bound_ns is not None
+    assert solution.lower_bound_ns <= known.time_ns

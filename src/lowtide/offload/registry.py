@@ -45,4 +45,4 @@ def _opened(name: str, device: torch.device) -> SecondMemoryOf:
         raise PlanError(f'offload={name!r} is for models on the CPU, not on {device}; use offload="cpu".')
     from lowtide.offload.disk import DiskMemory
 
-    return DiskMemory(name.partition(":")[2] or tempfile.gettempdir())
+    return DiskMemory(os.path.expanduser(name.partition(":")[2]) or tempfile.gettempdir())

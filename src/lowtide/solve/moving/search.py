@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.ir import Costs, Fetch, Graph, Schedule, SecondMemory, simulate
+from lowtide.ir import Costs, Fetch, Graph, Schedule, SecondMemory, owned_storages, simulate
 from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.bounds import INFEASIBLE_NS, prove_time, proven_infeasible
 from lowtide.solve.model.compact import compact
@@ -298,20 +298,19 @@ def moving_bound(problem: Problem, effort: int, known_ns: int | None = None) -> 
 
 def _weighted(graph: Graph, costs: Costs, memory: SecondMemory, weight: float) -> Split:
     """The split graph on whose times the weighted sum of both clocks is bounded. An operator that runs again brings all of
-    its storages back, so each has its part of the operator's time."""
+    its storages back, so each has its part of the operator's time; where some of them cannot move, it is they that have it."""
     movable = movable_storages(graph, costs)
-    whole: dict[int, int] = {}
-    for storage in movable:
-        base = graph.storages[storage].base
-        assert base is not None
-        whole[base] = whole.get(base, 0) + int(costs.storage_bytes[storage])
+    own = owned_storages(graph)
     prices = {}
     for storage in movable:
         base = graph.storages[storage].base
         assert base is not None
         fetch_ns = weight * memory.fetch_ns(int(costs.storage_bytes[storage]))
-        part = int(costs.storage_bytes[storage]) / whole[base]
-        again_ns = (1 - weight) * part * int(costs.time_ns[base]) if graph.ops[base].recomputable else fetch_ns
+        again_ns = fetch_ns
+        if graph.ops[base].recomputable:
+            whole = sum(int(costs.storage_bytes[one]) for one in own[base])
+            part = int(costs.storage_bytes[storage]) / whole if {*own[base]} <= {*movable} else 0.0
+            again_ns = (1 - weight) * part * int(costs.time_ns[base])
         prices[storage] = int(min(fetch_ns, again_ns))
     scaled = np.floor((1 - weight) * costs.time_ns).astype(np.int64)
     return split(graph, replace(costs, time_ns=scaled), prices, floor=True)
