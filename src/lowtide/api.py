@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from lowtide import pipeline
-from lowtide.capture import capture
 from lowtide.capture.copies import planned_forward
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import PlanError
@@ -44,6 +43,7 @@ def rematerialize(
     offload: str | None = None,
     offload_budget: int | str | None = None,
     rescue: bool = True,
+    chunked_loss: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Model:
     """Make ``model``, any module, train inside a memory budget, in place; returns the same object.
@@ -70,12 +70,13 @@ def rematerialize(
         offload: Where tensors may move to and come back from: ``"disk"``, ``"disk:/folder"``; of an accelerator, ``"cpu"``.
         offload_budget: Bytes that may be there at one time for a pass, by default all that are free.
         rescue: A pass that runs out of memory all the same runs again within a lower budget, said in the log.
+        chunked_loss: Logits and their cross-entropy in pieces: never there as a whole, and sums not equal to the bit.
         optimizer: Updates parameters inside of the backward pass, so that gradients go at once; the loop stays as it is.
     """
     _require_plannable(model)
     given = (budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
     more = (_planning(planning, planner, compiler), dynamic, max_programs, arena, offload, offload_budget, rescue)
-    model.forward = _prepared(model, Settings(*given, *more), optimizer, args, kwargs or {})
+    model.forward = _prepared(model, Settings(*given, *more, chunked_loss), optimizer, args, kwargs or {})
     return model
 
 
@@ -198,6 +199,7 @@ def plan(
     seed: int = 0,
     offload: str | None = None,
     offload_budget: int | str | None = None,
+    chunked_loss: bool = False,
     on_progress: Progress | None = None,
 ) -> Plan:
     """Plan the training pass of ``model(*args, **kwargs)`` without changing the model.
@@ -211,10 +213,11 @@ def plan(
             "a plan is made outside of lowtide.online; inside, whatever runs is kept within the budget as it comes."
         )
     pipeline.require_module(model, "plan")
-    settings = Settings(budget=budget, planner=planner, seed=seed, offload=offload, offload_budget=offload_budget)
+    given: dict[str, Any] = {"offload": offload, "offload_budget": offload_budget, "chunked_loss": chunked_loss}
+    settings = Settings(budget=budget, planner=planner, seed=seed, **given)
     with told(type(model).__name__, on_progress) as tell:
         with torch.enable_grad():
-            program = capture(model, args, kwargs).program
+            program = pipeline.captured_program(model, args, kwargs, settings).program
         return pipeline.make_program_plan(program, settings, model, tell)
 
 

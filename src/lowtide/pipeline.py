@@ -14,6 +14,7 @@ from torch import nn
 
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Captured, Known, capture
+from lowtide.capture.convert.chunked_loss import chunk_losses
 from lowtide.capture.convert.gradients import split_sums
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.cost import analytical_costs, measure_costs
@@ -63,6 +64,8 @@ def captured_program(
         from lowtide.fusion import split_norms
 
         rewrites.append(split_norms)
+    if settings.chunked_loss:
+        rewrites.append(functools.partial(_in_pieces, type(model).__name__))
     if in_terms:
         rewrites.append(split_sums)
 
@@ -73,6 +76,12 @@ def captured_program(
     known = Known(follow=follow) if like is None else Known.of(like)
     with stage("capture"):
         return capture(model, args, kwargs, mask=mask, rewrite=rewrite, known=known)
+
+
+def _in_pieces(name: str, joint: torch.fx.GraphModule) -> None:
+    """Compute the losses of a joint graph in pieces, or say why not."""
+    for reason in chunk_losses(joint):
+        _LOG.warning("chunked_loss=True changes nothing for a loss of %s: %s", name, reason)
 
 
 def fused(program: Program, settings: Settings) -> Program:

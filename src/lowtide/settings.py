@@ -30,6 +30,7 @@ class Settings:
     offload: str | None = None
     offload_budget: int | str | None = None
     rescue: bool = True
+    chunked_loss: bool = False
     agreed: bool = True  # among several processes: one plans for all
     optimizer_bytes: int | None = None  # of the optimizer's states, where these are known
     between_bytes: int = 0  # what the rest of a larger model takes between this part's two passes, within the budget
@@ -65,6 +66,8 @@ class Settings:
         self._check_offload()
         if self.rescue not in (True, False):
             raise PlanError(f"rescue={self.rescue!r} is unknown; use True or False.")
+        if self.chunked_loss not in (True, False):
+            raise PlanError(f"chunked_loss={self.chunked_loss!r} is unknown; use True or False.")
         if not isinstance(self.max_programs, int) or self.max_programs < 1:
             raise PlanError(f"max_programs={self.max_programs!r} must be an integer of 1 or more.")
         parse_budget(self.given, 1 << 40)  # a malformed budget is an error now, not at the first call

@@ -143,6 +143,25 @@ def test_softmax_over_its_argument_gives_the_same_bits(device: str, dtype: torch
                 assert torch.equal(first, operator(*args))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 5, 33), (256, 64, 512), (300, 1000, 3)])
+def test_a_product_added_to_its_argument_gives_the_same_bits(
+    device: str, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> None:
+    rows, inner, columns = shape
+    draw = torch.Generator().manual_seed(0)
+    total = torch.randn(rows, columns, generator=draw).to(device, dtype)
+    right = torch.randn(inner, columns, generator=draw).to(device, dtype)
+    addmm = torch.ops.aten.addmm.default
+    for left in (torch.randn(rows, inner, generator=draw), torch.randn(inner, rows, generator=draw).t()):
+        left = left.to(device, dtype)
+        for form in overwrites._forms(addmm):
+            first = total.clone()
+            form.target(first, left, right, **({form.keyword: first} if form.keyword else {}))
+            assert torch.equal(first, addmm(total, left, right))
+
+
 def test_softmax_is_written_over_its_first_argument_only() -> None:
     class Attending(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

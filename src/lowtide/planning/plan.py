@@ -30,6 +30,7 @@ from lowtide.ir.serial import (
 from lowtide.ir.simulator import Simulation
 from lowtide.memory.measurement import Measurement
 from lowtide.place import CudaMemory, Layout, cuda_memory, lay_out
+from lowtide.planning.chunked import ChunkedLoss, chunked_losses
 from lowtide.progress import told
 from lowtide.report.card import report_card
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint, make_curve
@@ -124,6 +125,11 @@ class Plan:
         return self.time_ns / total - 1 if total else 0.0
 
     @property
+    def chunked(self) -> tuple[ChunkedLoss, ...]:
+        """The losses that are computed in pieces (``chunked_loss=True``), and how far they may be from eager's."""
+        return chunked_losses(self.graph)
+
+    @property
     def layout(self) -> Layout:
         """The addresses of the schedule in an arena; what outlives the step lies outside. Placed when first asked for."""
         if self._layout is None:
@@ -212,6 +218,8 @@ class Plan:
         }
         if self.outside:
             details["beside the pass"] = self.outside
+        if self.chunked:
+            details["loss"] = "; ".join(map(str, self.chunked))
         if self.schedule.moves:
             details["transfers"] = moved_text(simulate(graph, costs, self.schedule).timing)
         if self.lowered_from_bytes:

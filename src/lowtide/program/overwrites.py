@@ -4,9 +4,9 @@ A functional program returns every sum of gradients and every mask of a gradient
 (``torch.Tag.pointwise``) reads a tensor for the last time, nothing else looks at that storage, and the result has the same
 layout and type, the operator can write its result there: the same kernel over the same elements, each read before it is
 written, so the results are equal to the bit. Softmax and its gradient can, too: they pass over a row of their first
-argument, and then write where they read. Which inputs these are is a property of the operator (``Op.overwrites``), known to
-planners, simulator and checker; a schedule decides where one is overwritten (``Compute.into``). Complex tensors are left
-out: their division rounds differently in place.
+argument, and then write where they read. A matrix product that is added to a matrix begins with a copy of it otherwise. Which
+inputs these are is a property of the operator (``Op.overwrites``), known to planners, simulator and checker; a schedule
+decides where one is overwritten (``Compute.into``). Complex tensors are left out: their division rounds differently in place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from lowtide.program.program import Program, Ref, TensorMeta
 
 # Their means and sums are one element at the start of a storage of all of them.
 _WIDE = {"binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"}
-_ROW_BY_ROW = {"_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data"}
+# Not pointwise: they may overwrite their first argument alone.
+_INTO_FIRST = {"addmm", "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,11 +107,11 @@ def written_form(program: Program, op_id: int, value: int) -> Written | None:
         return None
     forms = _forms(call.target)
     first = call.args[:1] == (Ref(value),)
-    return next((form for form in forms if first or (form.keyword and not _reads_rows(call.target))), None)
+    return next((form for form in forms if first or (form.keyword and not _into_first(call.target))), None)
 
 
-def _reads_rows(target: Callable[..., Any]) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target.overloadpacket.__name__ in _ROW_BY_ROW
+def _into_first(target: Callable[..., Any]) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target.overloadpacket.__name__ in _INTO_FIRST
 
 
 @functools.cache
@@ -121,7 +122,7 @@ def _forms(target: Callable[..., Any]) -> tuple[Written, ...]:
     """
     if not isinstance(target, torch._ops.OpOverload):
         return ()
-    if torch.Tag.pointwise not in target.tags and not _reads_rows(target):
+    if torch.Tag.pointwise not in target.tags and not _into_first(target):
         return ()
     wanted = [(argument.name, str(argument.type)) for argument in target._schema.arguments]
     packets = [target.overloadpacket, getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)]

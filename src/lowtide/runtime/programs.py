@@ -61,7 +61,7 @@ class Programs:
         self.improving = (ImprovingTogether if several_processes() else Improving)(type(model).__name__)
         self.rescue = Rescue(self)
         self.in_terms = False  # whether gradients leave as the terms of their sums, since others may add to them
-        self._kins = Kins(settings.dynamic if settings.compiler == "eager" else False)
+        self._kins = Kins(settings.dynamic if settings.compiler == "eager" and not settings.chunked_loss else False)
         self._calls = 0
         self._captures: Counter[Signature] = Counter()
         self._follow: set[AttributePath] = set()  # attributes whose tensors were seen to change

@@ -1,0 +1,277 @@
+"""Losses in pieces: as eager's but for the order of sums over rows, without logits as a whole, and nothing else changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lowtide
+from lowtide.planning.chunked import ChunkedLoss
+from tests.support.training import compare_training, make
+
+CLASSES, WIDTH, BATCH, LENGTH = 90, 12, 4, 25
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Language(nn.Module):
+    """A small language model that returns its loss; ``options`` are those of the cross-entropy."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        *,
+        bias: bool = False,
+        tied: bool = False,
+        shifted: bool = False,
+        change: Change = lambda logits: logits,
+        weight: torch.Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.embedding, self.body = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=bias)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.shifted, self.change, self.options = shifted, change, options
+        self.register_buffer("weight", weight)
+        self.to(dtype)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(torch.tanh(self.body(self.embedding(tokens))))
+        if self.shifted:
+            logits, labels = logits[:, :-1].contiguous(), labels[:, 1:].contiguous()
+        labels = labels.masked_fill(labels < 0, self.options.get("ignore_index", -100))
+        logits = self.change(logits).view(-1, CLASSES)
+        return F.cross_entropy(logits, labels.view(-1), weight=self.weight, **self.options)
+
+
+class Projection(nn.Module):
+    """Just a head and its loss, with a gradient for the hidden states; ``several``: a loss at the same logits twice."""
+
+    def __init__(self, width: int, classes: int, frozen: bool = False, several: bool = False) -> None:
+        super().__init__()
+        self.head, self.several = nn.Linear(width, classes, bias=False), several
+        self.head.weight.requires_grad_(not frozen)
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(hidden)
+        loss = F.cross_entropy(logits, labels)
+        return loss + F.cross_entropy(logits, labels.flip(0), label_smoothing=0.2) if self.several else loss
+
+
+def _tokens(iteration: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(iteration)
+    tokens, labels = (torch.randint(0, CLASSES, (BATCH, LENGTH), generator=generator) for _ in range(2))
+    labels[0, :7] = -100
+    return (tokens, labels), {}
+
+
+def _compare(model: Callable[[], nn.Module], dtype: torch.dtype, *, inputs: Any = _tokens, pieces: int = 8) -> None:
+    budgets = ("100%", "85%")
+    for outcome in compare_training(model, inputs, budgets=budgets, tolerance=TOLERANCE[dtype], chunked_loss=True):
+        (plan,) = lowtide.plans(outcome.model)
+        assert [loss.pieces for loss in plan.chunked] == [pieces]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_losses_and_gradients_are_as_in_eager(dtype: torch.dtype, reduction: str, shifted: bool) -> None:
+    _compare(lambda: Language(dtype, bias=True, tied=True, shifted=shifted, reduction=reduction), dtype)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "label smoothing": {"label_smoothing": 0.1, "bias": True},
+    "class weights": {"weight": torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)},
+    "both": {"label_smoothing": 0.1, "weight": torch.linspace(0.5, 2, CLASSES, dtype=torch.float64), "shifted": True},
+    "a loss for each row": {"reduction": "none"},
+    "another ignored label": {"ignore_index": 3},
+    "scaled and capped": {"change": lambda logits: 3 * torch.tanh(logits * 2 / 3), "shifted": True, "tied": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
+def test_what_is_computed_row_by_row_is_cut(variant: dict[str, Any]) -> None:
+    _compare(lambda: Language(torch.float64, **variant), torch.float64, pieces=8)
+
+
+def test_logits_of_16_bits_are_upcast_in_pieces() -> None:
+    class Autocast(Language):
+        def forward(self, *args: Any) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(*args)
+
+    _compare(lambda: Autocast(tied=True, shifted=True, change=torch.Tensor.float), torch.bfloat16)
+
+
+def _rows(iteration: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(iteration)
+    hidden = torch.randn(101, 16, generator=generator, dtype=torch.float64).requires_grad_()
+    return (hidden, torch.randint(0, 40, (101,), generator=generator)), {}
+
+
+@pytest.mark.parametrize("options", [{}, {"frozen": True}, {"several": True}], ids=str)
+def test_gradients_of_hidden_states_and_frozen_weights(options: dict[str, bool]) -> None:
+    _compare(lambda: Projection(16, 40, **options).double(), torch.float64, inputs=_rows, pieces=3)
+
+
+def test_a_scaled_loss_scales_in_the_backward_pass() -> None:
+    """The gradient of the loss is what arrives, not 1: where it is put in later, small numbers of float16 are lost."""
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return output * 65536.0
+
+    (outcome,) = compare_training(
+        lambda: Language(shifted=True), _tokens, loss, budgets=("90%",), iterations=1, tolerance=2e-6, chunked_loss=True
+    )
+    assert lowtide.plans(outcome.model)[0].chunked
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_language_models_of_transformers_that_return_the_loss(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            if kind == "gpt2":
+                config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=96, n_positions=32)
+                self.model = transformers.GPT2LMHeadModel(config)
+            else:
+                sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 96}
+                self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, **sizes))
+
+        def forward(self, tokens: torch.Tensor) -> Any:
+            return self.model(tokens, labels=tokens, use_cache=False).loss
+
+    def tokens(iteration: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (torch.randint(0, 96, (3, 20), generator=torch.Generator().manual_seed(iteration)),), {}
+
+    _compare(Loss, torch.float32, inputs=tokens, pieces=6)
+
+
+def test_the_peak_falls_by_what_logits_take() -> None:
+    """Logits and log-softmax, or the gradients of both, are never there as a whole; ``compare_training`` measures the peak."""
+    width, classes, count = 32, 2048, 512
+
+    def inputs(iteration: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        generator = torch.Generator().manual_seed(iteration)
+        hidden = torch.randn(count, width, generator=generator).requires_grad_()
+        return (hidden, torch.randint(0, classes, (count,), generator=generator)), {}
+
+    logits = 4 * count * classes
+    least = []
+    for chunked in (False, True):
+        with pytest.raises(lowtide.InfeasibleBudgetError) as raised:
+            lowtide.rematerialize(make(lambda: Projection(width, classes)), *inputs(0), budget=1, chunked_loss=chunked)
+        least.append(raised.value.minimum_bytes)
+    assert least[0] > 2 * logits
+    assert least[1] < logits // 4 + 3 * 4 * width * classes
+    (outcome,) = compare_training(
+        lambda: Projection(width, classes), inputs, budgets=(least[1],), tolerance=2e-6, chunked_loss=True,
+        planner="auto{effort=1}",
+    )  # fmt: skip
+    assert outcome.measured_bytes == lowtide.plans(outcome.model)[0].peak_bytes
+
+
+def _said(caplog: pytest.LogCaptureFixture, model: nn.Module, *args: Any) -> str:
+    """The log's one line on a loss that stays whole."""
+    with caplog.at_level(logging.WARNING):
+        lowtide.rematerialize(model, args, budget="100%", chunked_loss=True)
+    (plan,) = lowtide.plans(model)
+    (line,) = [record.message for record in caplog.records if "chunked_loss" in record.message]
+    assert plan.chunked == () and "loss" not in plan.as_report().details
+    return line
+
+
+def test_returned_logits_stay_whole(caplog: pytest.LogCaptureFixture) -> None:
+    class Both(Projection):
+        def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
+            logits = self.head(hidden)
+            return F.cross_entropy(logits, labels), logits
+
+    line = _said(caplog, Both(4, 9), torch.randn(5, 4), torch.arange(5))
+    assert line.endswith(
+        "a loss of Both: the logits [5, 9] are returned, so they exist as a whole; return the loss alone"
+    )
+
+
+def test_logits_that_others_read_stay_whole(caplog: pytest.LogCaptureFixture) -> None:
+    class Sorted(Projection):
+        def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
+            logits = self.head(hidden)
+            return F.cross_entropy(logits, labels) + logits.cumsum(0).mean()
+
+    assert "aten.cumsum.default reads the logits [5, 9]" in _said(
+        caplog, Sorted(4, 9), torch.randn(5, 4), torch.arange(5)
+    )
+
+
+def test_small_logits_stay_whole(caplog: pytest.LogCaptureFixture) -> None:
+    line = _said(caplog, Projection(9, 9), torch.randn(5, 9), torch.arange(5))
+    assert "no larger than the hidden states (9 classes from 9)" in line
+
+
+def test_a_loss_without_a_projection_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    class Squares(Projection):
+        def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return self.head(hidden).square().mean()
+
+    line = _said(caplog, Squares(4, 9), torch.randn(5, 4), torch.arange(5))
+    assert "no matrix product whose rows go through log_softmax to nll_loss" in line
+
+
+def test_without_being_asked_for_nothing_changes() -> None:
+    for outcome in compare_training(lambda: Language(tied=True, shifted=True), _tokens, budgets=("100%", "90%")):
+        assert lowtide.plans(outcome.model)[0].chunked == ()
+
+
+def test_the_plan_states_the_deviation() -> None:
+    plan = lowtide.plan(make(Language), *_tokens(0), budget="100%", chunked_loss=True)
+    assert plan.chunked == (ChunkedLoss(8, BATCH * LENGTH, CLASSES, "float32"),)
+    assert plan.chunked[0].deviation == 2 * BATCH * LENGTH * 2.0**-24
+    assert "loss: in 8 pieces: sums over 100 rows" in " ".join(str(plan).split()).replace("loss in", "loss: in")
+    assert "1.2e-05 of their terms apart (a bound)" in str(plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_within_the_bound(dtype: torch.dtype) -> None:
+    """The gradient of the weight beside the sum of its terms' magnitudes, for each element."""
+    model, plain = (make(lambda: Projection(8, 64)).to(dtype) for _ in range(2))
+    hidden, labels = torch.randn(300, 8, generator=torch.Generator().manual_seed(0)).to(dtype), torch.arange(300) % 64
+    lowtide.rematerialize(model, (hidden, labels), budget="100%", chunked_loss=True)
+    model(hidden, labels).backward()
+    plain(hidden, labels).backward()
+    shares = (torch.softmax(plain.head(hidden).double(), 1) - F.one_hot(labels, 64)).abs() / 300
+    magnitudes = shares.T @ hidden.double().abs()
+    apart = (model.head.weight.grad.double() - plain.head.weight.grad.double()).abs() / magnitudes
+    assert 0 < apart.max() <= lowtide.plans(model)[0].chunked[0].deviation
+
+
+def test_shapes_and_other_options_go_together() -> None:
+    def inputs(iteration: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        (tokens, labels), _ = _tokens(iteration)
+        return (tokens[:, : LENGTH - iteration], labels[:, : LENGTH - iteration]), {}
+
+    optimizer: Any = {"chunked_loss": True, "offload": "disk"}
+    model = make(lambda: Language(torch.float64, shifted=True))
+    expected = make(lambda: Language(torch.float64, shifted=True))
+    lowtide.rematerialize(model, budget="70%", **optimizer)
+    for iteration in range(4):
+        for each in (model, expected):
+            each(*inputs(iteration)[0]).backward()
+    assert [plan.chunked[0].rows for plan in lowtide.plans(model)] == [BATCH * (LENGTH - 1 - i) for i in range(4)]
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_it_must_be_true_or_false() -> None:
+    with pytest.raises(lowtide.PlanError, match="chunked_loss='auto' is unknown; use True or False"):
+        lowtide.rematerialize(make(Language), budget="100%", chunked_loss="auto")  # type: ignore[arg-type]
