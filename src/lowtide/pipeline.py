@@ -65,7 +65,7 @@ def captured_program(
 
         rewrites.append(split_norms)
     if settings.chunked_loss:
-        rewrites.append(functools.partial(_in_pieces, type(model).__name__))
+        rewrites.append(functools.partial(chunk_losses, model, part=in_terms))
     if in_terms:
         rewrites.append(split_sums)
 
@@ -76,12 +76,6 @@ def captured_program(
     known = Known(follow=follow) if like is None else Known.of(like)
     with stage("capture"):
         return capture(model, args, kwargs, mask=mask, rewrite=rewrite, known=known)
-
-
-def _in_pieces(name: str, joint: torch.fx.GraphModule) -> None:
-    """Compute the losses of a joint graph in pieces, or say why not."""
-    for reason in chunk_losses(joint):
-        _LOG.warning("chunked_loss=True changes nothing for a loss of %s: %s", name, reason)
 
 
 def fused(program: Program, settings: Settings) -> Program:

@@ -18,7 +18,7 @@ from lowtide.runtime.shared import SharedBudget
 from lowtide.runtime.sharing_forward import SharingForward
 from lowtide.settings import Settings
 
-_OPTIONS = ("budget", "total_budget", "reserve", "planner", "compiler", "seed")
+_OPTIONS = ("budget", "total_budget", "reserve", "planner", "compiler", "seed", "chunked_loss")
 _BUDGETS: weakref.WeakSet[GraphsBudget] = weakref.WeakSet()  # each is owned by its graphs
 
 

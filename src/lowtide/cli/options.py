@@ -31,6 +31,11 @@ def add_offload_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offload-budget", metavar="BYTES", help="how much of them may be there at one time")
 
 
+def add_chunked_loss_option(parser: argparse.ArgumentParser) -> None:
+    text = "compute logits and their cross-entropy in pieces; results are no longer equal to the bit"
+    parser.add_argument("--chunked-loss", action="store_true", help=text)
+
+
 def add_second_memory_options(parser: argparse.ArgumentParser) -> None:
     text = "let tensors move to a second memory at this bandwidth, such as 16GB/s, or at one there and one back: 16GB/s,12GB/s"
     parser.add_argument("--offload", metavar="RATE[,RATE]", help=text)

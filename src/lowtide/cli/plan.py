@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lowtide.cli.options import add_budget_option, add_offload_options, add_planner_options
+from lowtide.cli.options import add_budget_option, add_chunked_loss_option, add_offload_options, add_planner_options
 from lowtide.errors import LowtideError, PlanError
 from lowtide.planning import Plan
 from lowtide.progress import progress_bar
@@ -29,6 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_budget_option(parser)
     add_planner_options(parser)
     add_offload_options(parser)
+    add_chunked_loss_option(parser)
     parser.add_argument("--curve", action="store_true", help="show overhead against budget")
     parser.add_argument("--points", type=int, metavar="N", help="budgets of the curve (default: 8)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -53,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
             seed=options.seed,
             offload=options.offload,
             offload_budget=options.offload_budget,
+            chunked_loss=options.chunked_loss,
             on_progress=on_progress,
         )
         if options.curve:

@@ -1,8 +1,9 @@
 """``lowtide run --budget 60% train.py ARGS``: an unchanged training script inside a memory budget.
 
 What the script trains is found when it is first called in training mode, and planned for that call. A budget is of each model's
-forward and backward pass; results are those of the script alone, to the bit. ``-m MODULE ARGS`` runs a module. With
-``--online`` the whole script runs inside ``lowtide.online``, by no plan. A summary follows on stderr, however the script ends.
+forward and backward pass; results are those of the script alone, to the bit (with ``--chunked-loss`` to rounding). ``-m MODULE
+ARGS`` runs a module. With ``--online`` the whole script runs inside ``lowtide.online``, by no plan. A summary follows on
+stderr, however the script ends.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.cli.options import add_offload_options, add_planner_options
+from lowtide.cli.options import add_chunked_loss_option, add_offload_options, add_planner_options
 from lowtide.errors import ExecutionError, PlanError
 from lowtide.report.tables import fact_lines, table_lines
 from lowtide.report.writers import writer_of
@@ -40,6 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compiler", choices=("eager", "inductor"), help="default: inductor for compiled models")
     parser.add_argument("--planning", choices=("background", "wait"), help="see lowtide.rematerialize")
     add_offload_options(parser)
+    add_chunked_loss_option(parser)
     parser.add_argument("--skip", action="append", default=[], metavar="CLASS", help="leave models of this class alone")
     parser.add_argument("--report", metavar="FILE", help=".json: the summary; .html, .txt...: the largest plan")
     add_script_options(parser)
@@ -91,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``lowtide.rematerialize``. Raises ``PlanError`` before anything runs."""
     budget = options.budget if options.budget or options.total else "60%"
-    names = ("reserve", "planner", "seed", "compiler", "planning", "offload", "offload_budget")
+    names = ("reserve", "planner", "seed", "compiler", "planning", "offload", "offload_budget", "chunked_loss")
     settings = {"budget": budget, "total_budget": options.total} | {name: getattr(options, name) for name in names}
     Settings(**{name: value for name, value in settings.items() if value is not None})
     return settings

@@ -18,13 +18,15 @@ differs are sums over rows, which are added up piece by piece, and with them the
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from lowtide.capture.convert.row_by_row import (
     ADDMM,
@@ -47,6 +49,8 @@ from lowtide.capture.convert.row_by_row import (
     value_of,
 )
 
+_LOG = logging.getLogger(__name__)
+_SAID: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models of which the log has said what stays whole
 _ATEN = torch.ops.aten
 _VIEW = _ATEN.view.default
 _MEAN, _ADD_UP = 1, 2  # reductions of nll_loss
@@ -60,8 +64,9 @@ def pieces_of(rows: int, classes: int, hidden: int) -> int:
     return max(1, min(_MOST_PIECES, math.ceil(classes / hidden), rows))
 
 
-def chunk_losses(module: fx.GraphModule) -> list[str]:
-    """Compute the losses of a joint graph in pieces, in place; why that cannot be, of those of which it cannot."""
+def chunk_losses(model: nn.Module, module: fx.GraphModule, part: bool = False) -> None:
+    """Compute the losses in the joint graph of ``model`` in pieces, in place; where one stays whole, the log says once why.
+    ``part``: of a larger model, in which no loss is expected."""
     refused, seen = list[str](), set[fx.Node]()
     for node in list(module.graph.nodes):
         projection = projection_of(node) if node.target is LOG_SOFTMAX and node not in seen else None
@@ -72,13 +77,16 @@ def chunk_losses(module: fx.GraphModule) -> list[str]:
             seen |= region.members()
             _Writer(region).write()
         except Whole as why:
-            refused.append(str(why))
-    found = seen or refused
-    return (
-        refused
-        if found
-        else ["it has no matrix product whose rows go through log_softmax to nll_loss (F.cross_entropy)"]
-    )
+            refused.append(f"changes nothing for a loss of {type(model).__name__}: {why}")
+    if not (seen or refused or part):
+        refused.append(
+            f"changes nothing: {type(model).__name__} computes no matrix product whose rows go through log_softmax to nll_loss "
+            "(F.cross_entropy of logits) in its forward pass"
+        )
+    if refused and model not in _SAID:
+        _SAID.add(model)
+        for reason in refused:
+            _LOG.warning("chunked_loss=True %s", reason)
 
 
 class _Writer:
@@ -115,6 +123,8 @@ class _Writer:
             node = node.next
             if node not in members and any(one in late for one in node.all_input_nodes):
                 late[node] = None
+                if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                    raise Whole(f"{node.target} would draw its numbers after others")
             if node in members and any(one in late and one not in members for one in node.all_input_nodes):
                 raise Whole(f"{node.target} needs what the whole loss gives")
         return [node for node in late if node not in members]

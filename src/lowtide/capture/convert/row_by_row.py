@@ -199,7 +199,7 @@ class Region:
                 raise self._other(end)
 
     def _other(self, node: fx.Node) -> Whole:
-        return Whole(f"{node.target} reads the logits {self._shape()}, and not row by row")
+        return Whole(f"{node.target} reads the logits {self._shape()} in a way that is not known to go row by row")
 
 
 def _same_slice(forward: fx.Node, backward: fx.Node) -> bool:
