@@ -127,17 +127,18 @@ def test_gradients_of_hidden_states_and_frozen_weights(options: dict[str, bool])
 
 
 def test_other_forms_of_projections_and_what_is_asked_of_each_row() -> None:
-    """A weight that is not transposed, with a bias behind it, and the share of rows that are right beside the loss."""
+    """A weight that is not transposed, and beside the loss, before it, a penalty and the share of rows that are right."""
 
     class Product(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight, self.bias = nn.Parameter(torch.randn(16, 40)), nn.Parameter(torch.randn(40))
+            self.weight = nn.Parameter(torch.randn(16, 40))
 
         def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
             logits = hidden @ self.weight
+            penalty = 1e-4 * logits.logsumexp(-1).square().mean()
             right = (logits.argmax(-1) == labels).double().mean()
-            return F.cross_entropy(logits * 0.5, labels) + 1e-4 * logits.logsumexp(-1).square().mean(), right
+            return F.cross_entropy(logits * 0.5, labels) + penalty, right
 
     def loss(output: Any) -> torch.Tensor:
         return output[0].square()  # another gradient than 1

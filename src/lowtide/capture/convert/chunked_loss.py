@@ -108,9 +108,10 @@ class _Writer:
         for group, following in zip(ends, late, strict=True):
             if group:
                 self._write(group, following)
-        members = self.region.members()
+        gone = self.region.members()
+        gone |= {user for node in gone if node.target is NLL for user in node.users}
         for node in reversed(list(self.graph.nodes)):
-            if node in members and not node.users:
+            if node in gone and not node.users:
                 self.graph.erase_node(node)
 
     def _late(self, ends: Sequence[fx.Node]) -> list[fx.Node]:
@@ -222,20 +223,14 @@ class _Writer:
 
     def _part(self, end: fx.Node, number: int, before: Sequence[Any]) -> Any:
         """What a piece adds to an end; of a product that is a sum over rows, the sum up to here."""
-        region, args = self.region, cast(Any, end.args)
-        if end.target is NLL:
+        region, target, args = self.region, cast(Any, end.target), cast(Any, end.args)
+        if target is NLL:
             return self._loss(end, number)
-        if end.target is not MM:
-            dims: Any = [0] if region.sums_rows(end) else 1 if end.target is ARGMAX else [1]
-            kept = region.sums_rows(end)
-            return self._emit(
-                end,
-                end.target,
-                self._piece(args[0], number),
-                dims,
-                *([True] if kept else args[2:]),
-                **cast(Any, end.kwargs),
-            )
+        if target is not MM and region.sums_rows(end):
+            return self._emit(end, SUM, self._piece(args[0], number), [0], True)
+        if target is not MM:
+            dim = 1 if target is ARGMAX else [1]
+            return self._emit(end, target, self._piece(args[0], number), dim, *args[2:], **cast(Any, end.kwargs))
         if not region.sums_rows(end):
             return self._emit(end, MM, self._piece(args[0], number), args[1])
         left, right = (self._factor(end, one, number) for one in args)
@@ -283,7 +278,6 @@ class _Writer:
         results = [self._as(end, one, like.dtype) for one, like in ((loss, whole), (total, weight))]
         for user in list(end.users):
             user.replace_all_uses_with(results[cast(int, user.args[1])])
-            self.graph.erase_node(user)
 
     def _as(self, end: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         return node if value_of(node).dtype == dtype else self._emit(end, _ATEN._to_copy.default, node, dtype=dtype)

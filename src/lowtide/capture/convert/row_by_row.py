@@ -174,7 +174,7 @@ class Region:
         return len(dims) == 1 and dims[0] in (-1, value_of(node.args[0]).dim() - 1)
 
     def _is_over_rows(self, node: fx.Node) -> bool:
-        return node.target is SUM and value_of(node.args[0]).dim() == 2 and node.args[1] == [0]
+        return node.target is SUM and value_of(node.args[0]).dim() == 2 and node.args[1] == [0] and not node.kwargs
 
     def sums_rows(self, node: fx.Node) -> bool:
         """Whether an end is a sum over all rows, and not a result for each."""
