@@ -145,9 +145,11 @@ class Parts:
         self.shared.give_way, self.shared.expected = self._run_more_again, self._with_siblings
         self._calls = self._steps = 0
         self._paused = False
+        changed = ", without an arena" * settings.arena
+        changed += ", with a loss in pieces where one computes all of it" * settings.chunked_loss
         _LOG.warning(
             "%s cannot be one program, so its submodules are planned%s, and code between them runs as it is: %s",
-            type(model).__name__, ", without an arena" * settings.arena, why,
+            type(model).__name__, changed, why,
         )  # fmt: skip
 
     @property
