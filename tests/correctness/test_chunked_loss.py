@@ -78,8 +78,8 @@ def _tokens(iteration: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _compare(model: Callable[[], nn.Module], dtype: torch.dtype, *, inputs: Any = _tokens, pieces: int = 8) -> None:
-    budgets = ("100%", "85%")
-    for outcome in compare_training(model, inputs, budgets=budgets, tolerance=TOLERANCE[dtype], chunked_loss=True):
+    how: dict[str, Any] = {"tolerance": TOLERANCE[dtype], "iterations": 2, "chunked_loss": True}
+    for outcome in compare_training(model, inputs, budgets=("100%", "85%"), **how):
         (plan,) = lowtide.plans(outcome.model)
         assert [loss.pieces for loss in plan.chunked] == [pieces]
 
