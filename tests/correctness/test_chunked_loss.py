@@ -105,6 +105,15 @@ def test_what_is_computed_row_by_row_is_cut(variant: dict[str, Any]) -> None:
     _compare(lambda: Language(torch.float64, **variant), torch.float64, pieces=8)
 
 
+def test_rows_that_are_cut_off_twice() -> None:
+    class Inner(Language):
+        def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits, labels = self.head(torch.tanh(self.body(self.embedding(tokens))))[1:, 2:-1], labels[1:, 3:]
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    _compare(lambda: Inner(torch.float64, bias=True), torch.float64)
+
+
 def test_logits_of_16_bits_are_upcast_in_pieces() -> None:
     class Autocast(Language):
         def forward(self, *args: Any) -> torch.Tensor:
