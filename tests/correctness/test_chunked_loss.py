@@ -255,13 +255,21 @@ def test_small_logits_stay_whole(caplog: pytest.LogCaptureFixture) -> None:
     assert "no larger than the hidden states (9 classes from 9)" in line
 
 
-def test_a_loss_without_a_projection_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    class Squares(Projection):
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_loss_without_a_projection_stays_as_it_is(caplog: pytest.LogCaptureFixture, normed: bool) -> None:
+    class Other(Projection):
         def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return self.head(hidden).square().mean()
+            logits = self.head(hidden)
+            return F.cross_entropy(F.layer_norm(logits, (9,)), labels) if normed else logits.square().mean()
 
-    line = _said(caplog, Squares(4, 9), torch.randn(5, 4), torch.arange(5))
-    assert "Squares computes no matrix product whose rows go through log_softmax to nll_loss" in line
+    line = _said(caplog, Other(4, 9), torch.randn(5, 4), torch.arange(5))
+    assert "Other computes no matrix product whose rows go through log_softmax to nll_loss" in line
+
+
+def test_one_row_of_logits_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        lowtide.rematerialize(Projection(4, 9), (torch.randn(1, 4), torch.arange(1)), budget="100%", chunked_loss=True)
+    assert "there is just one row of logits" in caplog.text
 
 
 def test_without_being_asked_for_nothing_changes() -> None:

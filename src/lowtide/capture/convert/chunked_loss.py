@@ -96,6 +96,8 @@ class _Writer:
         self.region, self.graph = region, region.graph
         width = int(value_of(region.hidden).shape[1])
         self.count = pieces_of(region.rows, region.classes, width)
+        if region.rows < 2:
+            raise Whole("there is just one row of logits")
         if self.count < 2:
             raise Whole(f"the logits are no larger than the hidden states ({region.classes} classes from {width})")
         size = math.ceil(region.rows / self.count)

@@ -35,8 +35,10 @@ def projection_of(node: fx.Node) -> fx.Node | None:
     """The matrix product that a log-softmax is computed from row by row, if it is."""
     classes = value_of(node).shape[-1]
     while node.target not in (MM, ADDMM):
+        if not _goes_on(node.target):
+            return None
         before = [one for one in node.all_input_nodes if value_of(one).dim() > 1 and value_of(one).shape[-1] == classes]
-        if len(before) != 1 or not _goes_on(node.target):
+        if len(before) != 1:
             return None
         node = before[0]
     return node
