@@ -164,7 +164,7 @@ def test_the_third_in_a_row_says_what_takes_the_memory(where: str) -> None:
     assert "memory ran out in 3 steps in a row" in note and f"takes {lowered.peak_bytes} bytes" in note
     held = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
     assert f"parameters and buffers {held / 1024:.1f} KiB" in note
-    assert re.search(r"gradients .*; states of optimizers nothing; inputs of the call 32.0 KiB", note)
+    assert re.search(r"gradients .*; states of optimizers [^;]*; inputs of the call 32.0 KiB", note)
     del raised
     assert _level() <= level
     assert plan_of(model) is lowered
