@@ -31,7 +31,7 @@ def main() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=options.layers, use_cache=False)).to(torch.bfloat16)
         tokens = torch.zeros(options.batch, options.length, dtype=torch.long)
-    program = capture(model.train(), (), {"input_ids": tokens, "labels": tokens})
+    program = capture(model.train(), (), {"input_ids": tokens, "labels": tokens}).program
     print(f"{len(program.graph.ops)} operators captured in {time.perf_counter() - start:.0f} s")
     plan = make_plan(program.graph, analytical_costs(program, options.device), budget=options.budget)
     print(plan)

@@ -8,7 +8,7 @@ from typing import Any
 from lowtide.extras import require
 from lowtide.report import charts
 from lowtide.report.map_chart import MAP_SIZES, describe, map_chart, map_data, map_title
-from lowtide.report.memory_map import Content
+from lowtide.report.memory_map import shown_contents
 from lowtide.report.modules import block_of
 from lowtide.report.profile import Span
 from lowtide.report.report import Report
@@ -50,7 +50,7 @@ def html_page(report: Report) -> str:
         map_title=map_title(report, found) if found else "",
         map_data=map_data(report, found) if found else None,
         map_charts=[map_chart(report, found, size) for size in MAP_SIZES] if found else [],
-        contents=[(content.value, content.name.lower()) for content in Content],
+        contents=[(content.value, content.name.lower()) for content in shown_contents(report.run)],
         native=native,
         expandable=expandable,
         measured_charts=[charts.measured_chart(run, measured, size) for size in charts.SIZES] if measured else [],

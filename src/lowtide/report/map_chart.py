@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from lowtide.errors import PlanError
-from lowtide.report.memory_map import Content, MemoryMap, Rectangle
+from lowtide.report.memory_map import Content, MemoryMap, Rectangle, shown_contents
 from lowtide.report.profile import Span, StepProfile
 from lowtide.report.report import Report
 from lowtide.report.svg import Chart, Size, read_template, ticks
@@ -43,7 +43,7 @@ def map_chart(report: Report, found: MemoryMap, size: Size, style: str = "", *, 
         chart.level(budget, "budget")
     if alone:
         chart.text(chart.left, 18, map_title(report, found), "title")
-        _draw_legend(chart, [content for content in Content if content is not Content.FETCHED or run.transfers])
+        _draw_legend(chart, shown_contents(run))
     chart.draw("rect", x=-9, y=-9, width=0, height=0, class_="picked")
     return chart.picture(f"Memory map: {map_title(report, found)}", style)
 

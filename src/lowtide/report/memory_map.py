@@ -52,6 +52,11 @@ class MemoryMap:
     block_bytes: int
 
 
+def shown_contents(run: StepProfile) -> list[Content]:
+    """What a legend names: what comes back from a second memory only where something does."""
+    return [content for content in Content if content is not Content.FETCHED or run.transfers]
+
+
 def memory_map(run: StepProfile, layout: Layout) -> MemoryMap:
     """Of a profile and a layout of one schedule."""
     placed = list(zip(run.blocks, layout.offsets, strict=True))
