@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lowtide.errors import PlanError
@@ -33,6 +34,15 @@ class SecondMemory:
             raise PlanError("a second memory moves at least 1 byte per second in both directions.")
         if self.latency_ns < 0 or (self.capacity_bytes or 0) < 0:
             raise PlanError("the latency and the capacity of a second memory are not below 0.")
+
+    def held(self, sizes: Iterable[tuple[int, int]]) -> list[int]:
+        """Of storages and their bytes, one after the other, those that it has room for beside the ones before."""
+        room, found = self.capacity_bytes, list[int]()
+        for storage, size in sizes:
+            if room is None or size <= room:
+                found.append(storage)
+                room = None if room is None else room - size
+        return found
 
     def offload_ns(self, size: int) -> int:
         """How long ``size`` bytes take there."""

@@ -63,12 +63,22 @@ class Split:
     first_ns: int
     owned: Sequence[Collection[int]]  # op of the original graph -> storages
 
+    @property
+    def computes(self) -> dict[int, int]:
+        """Op of the original graph -> the op that computes it."""
+        return {op: number for number, op in enumerate(self.computed) if op is not None}
+
+    @property
+    def fetches(self) -> dict[int, int]:
+        """Storage -> the op that fetches it."""
+        return {storage: number for number, storage in self.fetched.items()}
+
     def schedule(self, found: Schedule) -> Schedule:
         """The schedule of the original graph that a schedule of this one stands for: what moves is offloaded once it was
         computed, freed where it was, and fetched just before it is read."""
         counts = Counter(step.op for step in found.steps if isinstance(step, Compute))
-        fetches = {storage: op for op, storage in self.fetched.items()}
-        moved = {storage for op, storage in self.fetched.items() if counts[op] > 1}
+        fetches = self.fetches
+        moved = {storage for storage, op in fetches.items() if counts[op] > 1}
         steps: list[Step] = []
         live: set[int] = set()
         met: set[int] = set()
@@ -106,8 +116,7 @@ class Split:
     def sequence(self, schedule: Schedule) -> list[int]:
         """Operators of this graph in the order in which ``schedule``, of the original one, makes their results. What can move
         is fetched where it was computed again; what cannot, and was fetched, is computed again."""
-        computes = {op: number for number, op in enumerate(self.computed) if op is not None}
-        fetches = {storage: number for number, storage in self.fetched.items()}
+        computes, fetches = self.computes, self.fetches
         sequence: list[int] = []
         met: set[int] = set()
         for step in schedule.steps:

@@ -81,21 +81,16 @@ def _schedule(problem: Problem, table: Table, segments: Sequence[Segment]) -> Sc
     """The schedule of some segments, in which what moves leaves as soon as it was computed and comes back just before it is
     read in the backward pass."""
     graph, costs, chain = problem.graph, problem.costs, table.chain
-    model = chain.model
+    model, memory = chain.model, costs.second_memory
+    assert memory is not None, "segments move to a second memory"
     codes = _codes(table, segments)
     ops = decode(model, np.array(codes, np.int32))
     storage_of = sorted(s.id for s in graph.storages if s.base is not None and s.base in set(model.op_of_node.tolist()))
     movable = {*movable_storages(graph, costs)}
-    room = costs.second_memory.capacity_bytes if costs.second_memory else None
-    moved: set[int] = set()
-    for storage in (storage_of[index] for index in _moved(chain, segments, codes)):
-        size = int(costs.storage_bytes[storage])
-        if storage in movable and (room is None or size <= room):
-            moved.add(storage)
-            room = None if room is None else room - size
+    leaving = (storage_of[index] for index in _moved(chain, segments, codes))
+    moved = {*memory.held((one, int(costs.storage_bytes[one])) for one in leaving if one in movable)}
     parts = split(graph, costs, dict.fromkeys(sorted(moved), 0))
-    computes = {op: number for number, op in enumerate(parts.computed) if op is not None}
-    fetches = {storage: number for number, storage in parts.fetched.items()}
+    computes, fetches = parts.computes, parts.fetches
     node_of = {int(op): node for node, op in enumerate(model.op_of_node)}
     sequence: list[int] = []
     seen: set[int] = set()

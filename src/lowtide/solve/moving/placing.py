@@ -37,6 +37,7 @@ from lowtide.ir import (
 )
 
 Indices = npt.NDArray[np.intp]
+Levels = npt.NDArray[np.int64]
 _BUFFERS = (0, 1, 2, 4)  # times the largest storage that moves: room that is left to transfers
 _AT_ONCE = 2**60  # bytes per second
 
@@ -49,18 +50,19 @@ def place_transfers(graph: Graph, costs: Costs, schedule: Schedule, budget_bytes
     if memory is None or not schedule.moves:
         return schedule
     largest = max(int(costs.storage_bytes[step.storage]) for step in schedule.steps if isinstance(step, Offload))
-    found: dict[Schedule, int] = {}
-    for buffers in _BUFFERS:
-        kept = _without_needless(graph, costs, schedule, budget_bytes - buffers * largest)
+    levels = simulate(graph, costs, schedule).timeline
+
+    def placed(buffers: int) -> Schedule:
+        kept = _without_needless(graph, costs, schedule, levels.copy(), budget_bytes - buffers * largest)
         late = _LateFrees(graph, costs, memory, kept, budget_bytes).run()
-        placed = _with_early_fetches(graph, costs, memory, _used(late), budget_bytes)
-        found[placed] = timing(graph, costs, placed).time_ns
-    return min(found, key=lambda one: found[one])
+        return _with_early_fetches(graph, costs, memory, _used(late), budget_bytes)
+
+    return min(map(placed, _BUFFERS), key=lambda one: timing(graph, costs, one).time_ns)
 
 
-def _without_needless(graph: Graph, costs: Costs, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """Storages stay that there is room for until they are read again, the largest first; not those that are written over."""
-    levels = simulate(graph, costs, schedule).timeline.copy()
+def _without_needless(graph: Graph, costs: Costs, schedule: Schedule, levels: Levels, budget_bytes: int) -> Schedule:
+    """Storages stay that there is room for until they are read again, the largest first; not those that are written over.
+    ``levels``: bytes by step, to which those of what stays are added."""
     sizes, owned = costs.storage_bytes.tolist(), owned_storages(graph)
     freed: dict[int, int] = {}
     gaps = []
@@ -118,7 +120,7 @@ class _LateFrees:
     def run(self) -> Schedule:
         steps, boundary = self.schedule.steps, 0
         for index, step in enumerate(steps):
-            if not self._is_due(index):
+            if not _is_due(self.schedule, index):
                 self._release(self._level(index), self._made_by(index))
             if index == self.schedule.boundary:
                 boundary = len(self.steps)
@@ -145,14 +147,10 @@ class _LateFrees:
         fits = self.levels[index] + self.there + self.sizes[step.into] <= self.budget_bytes
         return Compute(step.op) if fits else step
 
-    def _is_due(self, index: int) -> bool:
-        """Whether the step is a compute that must follow the one before, which is of its generator state."""
-        return index > 0 and isinstance(self.schedule.steps[index - 1], (SaveRng, RestoreRng))
-
     def _level(self, index: int) -> int:
         """The bytes that are there before a place comes at which something can be freed again."""
         level: int = self.levels[index]
-        while index + 1 < len(self.levels) and self._is_due(index + 1):
+        while index + 1 < len(self.levels) and _is_due(self.schedule, index + 1):
             index += 1
             level = max(level, self.levels[index])
         return level
@@ -221,8 +219,12 @@ def _with_early_fetches(
 
 def _may_precede(schedule: Schedule, index: int) -> bool:
     """Whether a fetch may come before the step: not between a generator state and its compute, nor before a free."""
-    bound = index > 0 and isinstance(schedule.steps[index - 1], (SaveRng, RestoreRng))
-    return not bound and not isinstance(schedule.steps[index], Free)
+    return not _is_due(schedule, index) and not isinstance(schedule.steps[index], Free)
+
+
+def _is_due(schedule: Schedule, index: int) -> bool:
+    """Whether the step is a compute that must follow the one before, which is of its generator state."""
+    return index > 0 and isinstance(schedule.steps[index - 1], (SaveRng, RestoreRng))
 
 
 def _next(free: Indices, low: int, high: int) -> int:

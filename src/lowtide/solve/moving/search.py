@@ -98,17 +98,9 @@ class _Moves:
     def prices(self, pair: Pair) -> dict[int, int]:
         """Of the storages that may move, by what moving them saves, as many as the second memory holds."""
         ratio, share = (0.0 if self.moves_only else pair[0]), pair[1]
-        room = self.memory.capacity_bytes
-        prices: dict[int, int] = {}
-        for storage in sorted(self.sizes, key=lambda one: (-self.ratios[one], one)):
-            if self.ratios[storage] < ratio:
-                break
-            if room is not None:
-                if self.sizes[storage] > room:
-                    continue
-                room -= self.sizes[storage]
-            prices[storage] = int(share * self.fetch_ns[storage]) + 1
-        return prices
+        order = sorted(self.sizes, key=lambda one: (-self.ratios[one], one))
+        held = self.memory.held((one, self.sizes[one]) for one in order if self.ratios[one] >= ratio)
+        return {storage: int(share * self.fetch_ns[storage]) + 1 for storage in held}
 
     def attempt(self, pair: Pair, effort: int = 0, start: Schedule | None = None) -> None:
         """Search for a schedule in which the pair decides what moves, from ``start`` where there is one."""
