@@ -175,9 +175,9 @@ def _within_budget(
 
 def _moved(timing: Timing) -> dict[str, int]:
     """What a schedule moves, and how long that is waited for."""
-    there, back = (sum(one.bytes for one in timing.transfers if one.back is way) for way in (False, True))
-    figures = {"offloaded_bytes": there, "fetched_bytes": back, "second_peak_bytes": timing.second_peak_bytes}
-    return {**figures, "wait_ns": timing.wait_ns}
+    return {
+        name: getattr(timing, name) for name in ("offloaded_bytes", "fetched_bytes", "second_peak_bytes", "wait_ns")
+    }
 
 
 def _smallest_budget(

@@ -46,15 +46,25 @@ class Timing:
     transfers: tuple[Transfer, ...] = ()
     second_peak_bytes: int = 0
 
+    @property
+    def offloaded_bytes(self) -> int:
+        """To the second memory, in all."""
+        return sum(one.bytes for one in self.transfers if not one.back)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Back from it, in all."""
+        return sum(one.bytes for one in self.transfers if one.back)
+
 
 def timing(graph: Graph, costs: Costs, schedule: Schedule) -> Timing:
     """``schedule`` on the clock, in time linear in the number of steps and of what they read. Raises ``PlanError`` for
     transfers where ``costs`` have no second memory."""
+    if schedule.moves:
+        return _Clock(graph, costs).run(schedule)
     times = costs.time_ns.tolist()
     starts = [0, *itertools.accumulate(times[step.op] if isinstance(step, Compute) else 0 for step in schedule.steps)]
-    if not schedule.moves:
-        return Timing(starts[-1], tuple(starts[:-1]))
-    return _Clock(graph, costs).run(schedule)
+    return Timing(starts[-1], tuple(starts[:-1]))
 
 
 class _Clock:

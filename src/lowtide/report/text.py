@@ -48,9 +48,8 @@ def summary_facts(report: Report) -> dict[str, str]:
 
 def moved_text(timing: Timing) -> str:
     """What moves to the second memory and back, and what that is waited for."""
-    there, back = (sum(one.bytes for one in timing.transfers if one.back is way) for way in (False, True))
     return (
-        f"{format_bytes(there)} to the second memory, {format_bytes(back)} back, at most "
+        f"{format_bytes(timing.offloaded_bytes)} to the second memory, {format_bytes(timing.fetched_bytes)} back, at most "
         f"{format_bytes(timing.second_peak_bytes)} there; waits {format_time(timing.wait_ns)}"
     )
 
