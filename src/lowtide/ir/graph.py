@@ -23,6 +23,8 @@ from dataclasses import dataclass, replace
 TANGENT_TARGET = "lowtide.tangent"
 UPDATE_TARGET = "lowtide.update"
 OPTIMIZER_TARGET = "lowtide.optimizer"
+LOGITS_PIECE = "logits_piece_"
+"""How the names of ops begin that compute the logits of a piece of a loss; its number and ``_of_`` how many follow."""
 
 
 class Phase(enum.Enum):

@@ -7,8 +7,9 @@ import re
 from typing import NamedTuple
 
 from lowtide.ir import Graph
+from lowtide.ir.graph import LOGITS_PIECE
 
-_PIECE = re.compile(r"logits_piece_(\d+)_of_(\d+)")  # as capture.convert.chunked_loss calls them
+_PIECE = re.compile(rf"{LOGITS_PIECE}(\d+)_of_(\d+)")
 _UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 

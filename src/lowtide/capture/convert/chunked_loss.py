@@ -48,6 +48,7 @@ from lowtide.capture.convert.row_by_row import (
     projection_of,
     value_of,
 )
+from lowtide.ir.graph import LOGITS_PIECE
 
 _LOG = logging.getLogger(__name__)
 _SAID: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models of which the log has said what stays whole
@@ -55,8 +56,6 @@ _ATEN = torch.ops.aten
 _VIEW = _ATEN.view.default
 _MEAN, _ADD_UP = 1, 2  # reductions of nll_loss
 _MOST_PIECES = 16
-PIECE_NAME = "logits_piece_"
-"""How the operators are called that compute the logits of a piece."""
 
 
 def pieces_of(rows: int, classes: int, hidden: int) -> int:
@@ -163,7 +162,7 @@ class _Writer:
         target: Any = node.target
         args: Any = node.args
         if node is self.region.projection:
-            name = f"{PIECE_NAME}{number + 1}_of_{len(self.bounds)}"
+            name = f"{LOGITS_PIECE}{number + 1}_of_{len(self.bounds)}"
             return self._emit(node, target, *args[:-2], self._hidden(number), args[-1], name=name)
         if node in self.region.turned:
             return self._emit(node, TURN, self._piece(args[0], number))
