@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from lowtide.device import Accelerator, accelerator_in_use, accelerators, find, 
 from lowtide.memory.allocators import PeakWindow, device_memory, free_memory, meter_of, round_up
 from lowtide.offload.host import HostMemory
 from tests.device import hosted
+from tests.support.leases import let_go_inside_a_lease
 
 hosted.register()
 
@@ -238,15 +238,7 @@ def test_room_on_the_host() -> None:
     assert lease.block is blocks[-1]()
     leases = [lease]
     del lease
-
-    def collect() -> None:
-        with memory._lock:
-            leases.clear()
-
-    thread = threading.Thread(target=collect, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive()
+    let_go_inside_a_lease(memory, leases)
     assert memory.free_bytes() >= 3 << 20
 
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ import torch
 
 import lowtide
 from lowtide.offload.disk import DiskLease, DiskMemory
+from tests.support.leases import let_go_inside_a_lease
 
 _MIB = 1 << 20
 
@@ -35,7 +35,7 @@ def test_whatever_goes_wrong_in_the_thread_is_an_error_of_its_transfer(error: Ba
     def fails(buffer: object) -> None:
         raise error
 
-    job = memory._begin(fails)
+    job = memory.begin(fails)
     assert job.done.wait(30)
     with pytest.raises(lowtide.ExecutionError, match=f"written to the file .*: {type(error).__name__}: "):
         job.wait("could not be written to")
@@ -92,15 +92,7 @@ def test_room_comes_back_whatever_the_thread_is_doing(tmp_path: Path) -> None:
     """The garbage collector gives back leases in the middle of another lease."""
     memory = DiskMemory(str(tmp_path))
     leases = [memory.lease(_MIB)]
-
-    def collect() -> None:
-        with memory._lock:
-            leases.clear()
-
-    thread = threading.Thread(target=collect, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive()
+    let_go_inside_a_lease(memory, leases)
     assert memory.free_bytes() >= _MIB
 
 

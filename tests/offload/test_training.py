@@ -183,7 +183,7 @@ def test_a_read_that_fails_is_an_error_and_the_next_step_is_right(disk: str, tmp
     loss = model(*args, **kwargs)
     model.zero_grad(set_to_none=True)
     size = os.fstat(memory._file).st_size
-    done = memory._begin(lambda buffer: os.ftruncate(memory._file, 0))
+    done = memory.begin(lambda buffer: os.ftruncate(memory._file, 0))
     done.done.wait()
     with pytest.raises(lowtide.ExecutionError, match="could not be read back"):
         loss.backward()
@@ -209,7 +209,7 @@ def test_what_comes_back_otherwise_is_an_error(tmp_path: Path, monkeypatch: pyte
             buffer[:4096] = 0
             os.pwrite(memory._file, buffer[: len(zeros)], offset)
 
-    memory._begin(damage).done.wait()
+    memory.begin(damage).done.wait()
     with pytest.raises(lowtide.ExecutionError, match="came back otherwise"):
         loss.backward()
 

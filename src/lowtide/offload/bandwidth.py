@@ -45,17 +45,18 @@ def with_offload(costs: Costs, name: str | None, budget: int | str | None, devic
     is."""
     if name is None:
         return costs
-    free = open_memory(name, device).free_bytes()
-    capacity = free if budget is None else parse_budget(budget, int(costs.storage_bytes.sum()), what="offload_budget")
+    memory, whole = open_memory(name, device), int(costs.storage_bytes.sum())
+    free = memory.free_bytes()
+    capacity = free if budget is None else parse_budget(budget, whole, what="offload_budget")
     if capacity > free:
         raise PlanError(
             f"an offload_budget of {capacity} bytes ({format_bytes(capacity)}) is more than is free: {format_bytes(free)}."
         )
     # What is free changes all the time, and plans are found by what they were asked for.
-    known = capacity if budget is not None or capacity < int(costs.storage_bytes.sum()) else None
-    found, shared = _measured(name, device), open_memory(name, device).shared
+    known = capacity if budget is not None or capacity < whole else None
+    found = _measured(name, device)
     rates = found.offload_bytes_per_second, found.fetch_bytes_per_second
-    return replace(costs, second_memory=SecondMemory(*rates, found.latency_ns, known, shared, name))
+    return replace(costs, second_memory=SecondMemory(*rates, found.latency_ns, known, memory.shared, name))
 
 
 class Bandwidth(msgspec.Struct, frozen=True):

@@ -134,33 +134,38 @@ class DiskMemory(SecondMemoryOf):
     def identity(self) -> tuple[str, ...]:
         return platform.node(), str(os.fstat(self._file).st_dev), str(self.direct)
 
-    def write(self, offset: int, nbytes: int, memory: Bytes) -> _Job:
-        """Begin to write ``memory``; the job holds on to nothing once it is done."""
-        source = [memory]
+    def write(self, offset: int, memory: Bytes) -> _Job:
+        """Begin to write ``memory``."""
 
-        def work(buffer: Bytes) -> None:
-            whole = source.pop()
-            for begin in range(0, nbytes, _CHUNK):
-                part = whole[begin : begin + _CHUNK]
-                buffer[: len(part)] = part
-                self._write(offset + begin, buffer[: -(-len(part) // ALIGNMENT) * ALIGNMENT])
+        def write(at: int, part: Bytes, buffer: Bytes) -> None:
+            buffer[: len(part)] = part
+            self._write(at, buffer)
 
-        return self._begin(work)
+        return self._begin(offset, memory, write)
 
-    def read(self, offset: int, nbytes: int, memory: Bytes) -> _Job:
+    def read(self, offset: int, memory: Bytes) -> _Job:
         """Begin to read into ``memory``."""
-        target = [memory]
+
+        def read(at: int, part: Bytes, buffer: Bytes) -> None:
+            self._read(at, buffer)
+            part[:] = buffer[: len(part)]
+
+        return self._begin(offset, memory, read)
+
+    def _begin(self, offset: int, memory: Bytes, move: Callable[[int, Bytes, Bytes], None]) -> _Job:
+        """A job that moves part after part by way of the buffer, and holds on to nothing once it is done."""
+        held = [memory]
 
         def work(buffer: Bytes) -> None:
-            whole = target.pop()
-            for begin in range(0, nbytes, _CHUNK):
+            whole = held.pop()
+            for begin in range(0, len(whole), _CHUNK):
                 part = whole[begin : begin + _CHUNK]
-                self._read(offset + begin, buffer[: -(-len(part) // ALIGNMENT) * ALIGNMENT])
-                part[:] = buffer[: len(part)]
+                move(offset + begin, part, buffer[: -(-len(part) // ALIGNMENT) * ALIGNMENT])
 
-        return self._begin(work)
+        return self.begin(work)
 
-    def _begin(self, work: Callable[[Bytes], None]) -> _Job:
+    def begin(self, work: Callable[[Bytes], None]) -> _Job:
+        """Have the thread do ``work`` with its buffer, after all that was begun before."""
         job = _Job(work, self._process)
         self._jobs.put(job)
         return job
@@ -196,7 +201,7 @@ class DiskCopy(Copy):
         self.lease, self.offset = lease, offset
         memory = _memory_of(values[0].untyped_storage())
         self.checksum = zlib.crc32(memory.data) if lease.memory.checksums else None
-        self._out = lease.memory.write(offset, self.bytes, memory)
+        self._out = lease.memory.write(offset, memory)
         self._in: tuple[_Job, Bytes] | None = None
 
     def left(self) -> None:
@@ -204,7 +209,7 @@ class DiskCopy(Copy):
 
     def _begin(self, storage: torch.UntypedStorage) -> None:
         memory = _memory_of(storage)
-        self._in = self.lease.memory.read(self.offset, self.bytes, memory), memory
+        self._in = self.lease.memory.read(self.offset, memory), memory
 
     def back(self) -> None:
         assert self._in is not None

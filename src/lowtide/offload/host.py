@@ -69,7 +69,7 @@ class HostLease(Lease):
         self.memory, self.block = memory, block
         self.read: list[
             tuple[int, int, torch.Event]
-        ] = []  # first and last byte of what was fetched, and when it had come
+        ] = []  # what was fetched: from where to where, and when it had come
         weakref.finalize(self, memory.give_back, block).atexit = False
 
     def offload(self, offset: int, values: Sequence[torch.Tensor]) -> HostCopy:
