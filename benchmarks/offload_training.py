@@ -7,47 +7,28 @@ Times are medians over all steps, as ratios to eager's, beside the predicted one
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.turns import compared, serve
-from lowtide.store import write_atomically
+from benchmarks.turns import all_compared, asked, keep, serve
 
 RESULTS = Path(__file__).parent / "results" / "offload_training"
+_MODULE = "benchmarks.offload_training"
 _NAMES = {"eager": "eager", "recomputed": "recomputed", "moved": "moved or recomputed"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.offload_training", description=__doc__)
-    parser.add_argument("--models", default="gpt2,unet")
-    parser.add_argument("--budgets", default="25%", help="that recomputing alone can meet, too")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="written as .json and .md")
-    parser.add_argument("--train", nargs=3, metavar=("MODEL", "BUDGET", "WAY"), help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.train:
-        return _train(*asked.train)
+    options = asked(_MODULE, __doc__, "gpt2,unet", "25%", RESULTS)  # a budget that recomputing alone can meet, too
+    if options.train:
+        return _train(*options.train)
     with tempfile.TemporaryDirectory() as cache:  # operators and the disk are measured in this run
         os.environ["LOWTIDE_CACHE_DIR"] = cache
-        rows = _rows(asked)
-    write_atomically(asked.output.with_suffix(".json"), json.dumps(rows, indent=1) + "\n")
-    write_atomically(asked.output.with_suffix(".md"), _table(rows))
+        rows = all_compared(_MODULE, options, _NAMES, _lines)
+    keep(options.output, rows, _table(rows))
     return 0
-
-
-def _rows(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for model in asked.models.split(","):
-        for budget in asked.budgets.split(","):
-            found = compared("benchmarks.offload_training", [model, budget], _NAMES, asked.rounds)
-            rows.append({"model": model, "budget": budget, **found})
-            print("\n".join(_lines(rows[-1])), flush=True)
-    return rows
 
 
 def _train(name: str, budget: str, way: str) -> int:
@@ -70,7 +51,7 @@ def _train(name: str, budget: str, way: str) -> int:
             "plan_bytes": plan.peak_bytes,
             "predicted_ratio": plan.time_ns / plan.costs.total_time_ns,
             "bound_ratio": (plan.lower_bound_ns or 0) / plan.costs.total_time_ns,
-            "moved_bytes": sum(one.bytes for one in timing.transfers),
+            "moved_bytes": timing.offloaded_bytes + timing.fetched_bytes,
             "second_memory": str(plan.costs.second_memory),
         }
 

@@ -9,42 +9,25 @@ the bit.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.turns import compared, serve
-from lowtide.store import write_atomically
+from benchmarks.turns import all_compared, asked, keep, serve
 
 RESULTS = Path(__file__).parent / "results" / "optimizer"
 MODELS = ("gpt2", "resnet50")
+_MODULE = "benchmarks.optimizer"
 WAYS = ("eager", "after", "inside")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.optimizer", description=__doc__)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--budgets", default="100%,80%")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="written as .json and .md")
-    parser.add_argument("--train", nargs=3, metavar=("MODEL", "BUDGET", "WAY"), help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.train:
-        return _train(*asked.train)
-    rows = []
-    for model in asked.models.split(","):
-        for budget in asked.budgets.split(","):
-            rows.append(_compare(model, budget, asked.rounds))
-            print("\n".join(_lines(rows[-1])), flush=True)
-    write_atomically(asked.output.with_suffix(".json"), json.dumps(rows, indent=1) + "\n")
-    write_atomically(asked.output.with_suffix(".md"), _table(rows))
+    options = asked(_MODULE, __doc__, ",".join(MODELS), "100%,80%", RESULTS)
+    if options.train:
+        return _train(*options.train)
+    rows = all_compared(_MODULE, options, WAYS, _lines)
+    keep(options.output, rows, _table(rows))
     return 0
-
-
-def _compare(model: str, budget: str, rounds: int) -> dict[str, Any]:
-    return {"model": model, "budget": budget, **compared("benchmarks.optimizer", [model, budget], WAYS, rounds)}
 
 
 def _train(name: str, budget: str, way: str) -> int:

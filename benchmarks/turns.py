@@ -5,14 +5,19 @@ A benchmark starts itself once for each way. The process trains when a line come
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
+
+from lowtide.store import write_atomically
 
 _STEPS = 3  # in a turn
 
@@ -42,6 +47,35 @@ def compared(module: str, arguments: Sequence[str], ways: Iterable[str], rounds:
             for way, turns in told.items()
         },
     }
+
+
+def asked(module: str, about: str | None, models: str, budgets: str, results: Path) -> argparse.Namespace:
+    """The options of such a benchmark: ``models`` and ``budgets`` by default, and where the ``results`` go."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    parser.add_argument("--models", default=models)
+    parser.add_argument("--budgets", default=budgets)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--output", type=Path, default=results, help="written as .json and .md")
+    parser.add_argument("--train", nargs=3, metavar=("MODEL", "BUDGET", "WAY"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def all_compared(
+    module: str, options: argparse.Namespace, ways: Iterable[str], lines: Callable[[dict[str, Any]], Iterable[str]]
+) -> list[dict[str, Any]]:
+    """A row for each model and budget, whose ``lines`` are printed as it is known."""
+    rows: list[dict[str, Any]] = []
+    for model, budget in itertools.product(options.models.split(","), options.budgets.split(",")):
+        found = compared(module, [model, budget], ways, options.rounds)
+        rows.append({"model": model, "budget": budget, **found})
+        print("\n".join(lines(rows[-1])), flush=True)
+    return rows
+
+
+def keep(output: Path, rows: list[dict[str, Any]], table: str) -> None:
+    """Write the results, as JSON and as a page."""
+    write_atomically(output.with_suffix(".json"), json.dumps(rows, indent=1) + "\n")
+    write_atomically(output.with_suffix(".md"), table)
 
 
 def serve(step: Callable[[], Any], clear: Callable[[], None], facts: dict[str, Any]) -> int:
