@@ -18,6 +18,7 @@ from lowtide.capture.convert.chunked_loss import chunk_losses
 from lowtide.capture.convert.gradients import split_sums
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.cost import analytical_costs, measure_costs
+from lowtide.cost.collectives import measure_collectives
 from lowtide.cost.scaled import Measured, scaled_costs
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, Schedule, keep_all_schedule, simulate
@@ -101,9 +102,10 @@ def planned_program(
     settings: Settings,
     granted_bytes: int = 0,
     finish: Finish = lambda program: program,
+    known: Callable[[Program], Sequence[Schedule]] = lambda program: (),
 ) -> tuple[Program, Plan]:
-    """What is to run for a call that was ``captured``, completed by ``finish``, and its plan. Raises ``CaptureError`` and
-    ``InfeasibleBudgetError``.
+    """What is to run for a call that was ``captured``, completed by ``finish``, and its plan: by one of the schedules ``known``
+    for it where that fits. Raises ``CaptureError`` and ``InfeasibleBudgetError``.
 
     Kernels are fixed before a plan is made, and need at once what their operators need one after the other. So where they
     cannot meet the budget, or only by much recomputation, the program is planned operator by operator too, and the quicker
@@ -112,7 +114,7 @@ def planned_program(
     program = finish(fused(captured.program, settings))
     answer: Plan | InfeasibleBudgetError
     try:
-        answer = make_program_plan(program, settings, model, granted_bytes=granted_bytes)
+        answer = make_program_plan(program, settings, model, granted_bytes=granted_bytes, known=known(program))
     except InfeasibleBudgetError as error:
         if settings.compiler == "eager":
             raise
@@ -180,19 +182,27 @@ def make_program_plan(
     on_progress: Progress | None = None,
     granted_bytes: int = 0,
     costs: Costs | None = None,
+    known: Sequence[Schedule] = (),
 ) -> Plan:
     """Cost and plan ``program``. Raises ``InfeasibleBudgetError`` where the budget cannot be met.
 
-    ``costs``: those of ``program_costs``, where they are known already.
-    ``granted_bytes`` is what an earlier signature of the model was given: a budget in percent is at least that, so that a
-    short last batch may use the memory of a full one. Among several processes, one plans for all that ask the same.
+    ``known``: schedules of which one is taken, if it fits, without a search. ``costs``: those of ``program_costs``, where they
+    are known already. ``granted_bytes`` is what an earlier signature of the model was given: a budget in percent is at least
+    that, so that a short last batch may use the memory of a full one. Among several processes, one plans for all that ask the
+    same.
     """
     outside = _outside(program, settings, model)
-    search = functools.partial(_found, settings, on_progress=on_progress)
+    if costs is None:
+        measure_collectives(program)
+
+    def search(request: PlanRequest) -> Plan:
+        facts: dict[str, Any] = {"budget_bytes": request.budget_bytes, "seed": request.seed, "placed": request.placed}
+        plan = plan_from(program.graph, request.costs, known, planner="adapted", **facts)
+        return plan or _found(settings, request, on_progress)
 
     def make() -> Plan:
-        known = program_costs(program, on_progress) if costs is None else costs
-        return _within_budget(program, settings, known, outside, granted_bytes, search)
+        found = program_costs(program, on_progress) if costs is None else costs
+        return _within_budget(program, settings, found, outside, granted_bytes, search)
 
     if settings.agreed and several_processes():
         return agreed_plan(program, (settings, granted_bytes, outside), make)
@@ -212,7 +222,8 @@ def adapted_plan(
 
     def adapt(request: PlanRequest) -> Plan:
         facts: dict[str, Any] = {"budget_bytes": request.budget_bytes, "seed": request.seed, "placed": request.placed}
-        plan = plan_from(program.graph, request.costs, schedules, planner="adapted", **facts)
+        candidates = (keep_all_schedule(program.graph), *schedules)
+        plan = plan_from(program.graph, request.costs, candidates, planner="adapted", **facts)
         return plan.begun() if plan is not None else _first_plan(request) or _searched(request)
 
     with stage("costs"):

@@ -39,6 +39,7 @@ from lowtide.ir import Graph
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.memory.collector import collector_held
 from lowtide.program import structure
+from lowtide.program.gathers import with_gathers
 from lowtide.program.overwrites import with_overwrites
 from lowtide.program.program import Program
 from lowtide.program.results import GradientMask, Result
@@ -137,7 +138,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     assert known.recorder is not None
     model, recorder, effects = call.model, known.recorder, known.effects
     mode = AnsweringFakeMode(call.sizes)
-    held, followed = _followed(model, known.follow, (*call.state.tensors, *call.tensors))
+    held, followed = _followed(model, known.follow, (*call.state.registered, *call.tensors))
     fakes = fakes_of(mode, call.state.tensors, (*call.tensors, *held))
     traced = TracedModel(call, held, effects.tensors if effects else (), recorder)
     outside: list[Read] = []
@@ -148,7 +149,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
         outside = counters.changed(traced.latest_reads)
         if effects is None and (traced.run.changes or outside):
             names = [read.text for read in outside]
-            effects = rehearse(model, call.state.tensors, held, call.tensors, call.arguments, names)
+            effects = rehearse(model, call.state, held, call.tensors, call.arguments, names)
             if effects.tensors or effects.carried:
                 return replace(known, effects=effects, follow=known.attributes | effects.carried)
     except Exception as error:
@@ -188,6 +189,7 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.Graph
     attribute_effects.say_unknown(call.model, [place for place in run.unknown if place not in effects.counted])
     guards = _guards(call.model, trace, settings)
     program = _assemble(convert(trace.module), trace.metadata, run, call.state, type(call.model).__name__)
+    program = with_gathers(program, call.state.units, call.state.tensors)
     read = _read_inputs(program, trace.questions)
     count = len(inputs) - len(held)
     followed = HeldInputs(trace.held_inputs.places, frozenset(i for i in range(len(held)) if count + i not in read))

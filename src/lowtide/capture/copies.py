@@ -17,21 +17,26 @@ from lowtide.capture.python_state import random_numbers
 from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.capture.sharded import copy_module
 from lowtide.errors import CaptureError
+from lowtide.program.sharded import Unit, begun
 
 _SHARED = (ModuleType, CustomOpDef, torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # by a copy and its original
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A model's parameters and buffers, each once: ``names[i]`` lists every place where ``tensors[i]`` is registered."""
+    """A model's parameters and buffers, each once: ``names[i]`` lists every place where ``registered[i]`` is. ``tensors`` are
+    what operators read: the same, or for the shards of ``units`` the forms of the gathered parameters."""
 
     tensors: tuple[torch.Tensor, ...]
     names: tuple[tuple[str, ...], ...]
     parameters: int  # tensors[:parameters] are parameters, the rest buffers
+    registered: tuple[torch.Tensor, ...]
+    units: tuple[Unit, ...] = ()
 
 
 def model_state(model: nn.Module) -> State:
     """Parameters, then buffers, in registration order, without duplicates."""
+    units = begun(model)
     places: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         if is_lazy(tensor):
@@ -42,8 +47,10 @@ def model_state(model: nn.Module) -> State:
     parameters = len(places)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         places.setdefault(id(buffer), (buffer, []))[1].append(name)
-    tensors = tuple(tensor for tensor, _ in places.values())
-    return State(tensors, tuple(tuple(names) for _, names in places.values()), parameters)
+    registered = tuple(tensor for tensor, _ in places.values())
+    forms = {id(shard): form for unit in units for shard, form in zip(unit.parameters, unit.forms, strict=True)}
+    tensors = tuple(forms.get(id(tensor), tensor) for tensor in registered)
+    return State(tensors, tuple(tuple(names) for _, names in places.values()), parameters, registered, tuple(units))
 
 
 def copy_without_data(

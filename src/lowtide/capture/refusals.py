@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.capture.python_state.held_inputs import holding
 from lowtide.capture.python_state.paths import AttributePath, of_modules, tensors_in
-from lowtide.capture.sharded import refuse_sharded_parts
 from lowtide.capture.trace.writes import WriteError
 from lowtide.capture.traced_model import NO_SAVED_TENSORS_HOOKS
 from lowtide.errors import CaptureError
+from lowtide.program.sharded import is_sharded
 from lowtide.program.source import is_user_file
 
 _MEANINGS = {  # what PyTorch says, in words that help
@@ -36,7 +36,7 @@ def check(model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
         raise CaptureError(
             f"the model and its inputs lie on {len(devices)} devices ({names}); move them to one device."
         )
-    refuse_sharded_parts(model)
+    _refuse_sharded_parts(model)
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise CaptureError(
@@ -58,6 +58,15 @@ def check(model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
             raise CaptureError(
                 f"a {type(tensor).__name__} of layout {tensor.layout} cannot be captured; only dense plain tensors can."
             )
+
+
+def _refuse_sharded_parts(model: nn.Module) -> None:
+    inner = next((name for name, module in model.named_modules() if name and is_sharded(module)), None)
+    if inner is not None and not is_sharded(model):
+        raise CaptureError(
+            f"submodule {inner!r} is a unit of fully_shard, but the model itself is not: call fully_shard(model) too, "
+            "after its blocks, so that the rest of its parameters is sharded as well."
+        )
 
 
 def capture_error(error: Exception) -> CaptureError:

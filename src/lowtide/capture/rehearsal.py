@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.capture.copies import copy_without_data
+from lowtide.capture.copies import State, copy_without_data
 from lowtide.capture.python_state import attribute_effects
 from lowtide.capture.python_state.caches import clear_caches_of_fakes
 from lowtide.capture.python_state.external_effects import ExternalEffects
@@ -43,7 +43,7 @@ class Effects:
 
 def rehearse(
     model: nn.Module,
-    state: Sequence[torch.Tensor],
+    state: State,
     followed: Sequence[torch.Tensor],
     tensors: Sequence[torch.Tensor],
     arguments: Any,
@@ -52,9 +52,9 @@ def rehearse(
     """What a call does to the attributes; calls of one copy of the model find out. ``outside``: names of what each call changes
     outside of the model. Raises ``CaptureError`` where calls do not settle, see ``python_state.attribute_effects``."""
     mode = AnsweringFakeMode()
-    count = len(state) + len(followed)
-    fakes = fakes_of(mode, state, (*followed, *tensors))
-    clone, _ = copy_without_data(model, (*state, *followed), fakes[:count])
+    count = len(state.tensors) + len(followed)
+    fakes = fakes_of(mode, state.tensors, (*followed, *tensors))
+    clone, _ = copy_without_data(model, (*state.registered, *followed), fakes[:count])
     calls: list[RehearsedCall] = []
 
     def call() -> RehearsedCall:

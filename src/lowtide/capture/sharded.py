@@ -1,21 +1,23 @@
 """Copies of modules that FSDP2 manages.
 
 ``fully_shard`` gives a module a class that refuses to be copied, hooks around its forward pass, and its own bookkeeping in
-the module's dictionary. What is traced is the module below all that: between those hooks its parameters are plain tensors.
+the module's dictionary. What is traced is the module below all that, whose parameters are plain tensors, with the casts that
+its policy of mixed precision makes.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from lowtide.errors import CaptureError
+from lowtide.program.sharded import is_sharded, state_of
 
 _BOOKKEEPING = "__composable_api"  # the keys under which torch.distributed's module APIs keep their state
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def is_bookkeeping(attribute: Any) -> bool:
@@ -23,33 +25,40 @@ def is_bookkeeping(attribute: Any) -> bool:
     return str(attribute).startswith(_BOOKKEEPING)
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to this very module."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
-def refuse_sharded_parts(model: nn.Module) -> None:
-    """Raises ``CaptureError`` where a submodule gathers parameters of its own: a region must not span several units."""
-    inner = next((name for name, module in model.named_modules() if name and is_sharded(module)), None)
-    if inner is not None:
-        raise CaptureError(
-            f"submodule {inner!r} is a unit of fully_shard, which gathers its parameters around its own forward pass. "
-            "Rematerialize each unit by itself, with lowtide.integrations.fsdp.rematerialize_blocks before fully_shard."
-        )
-
-
 def copy_module(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """``copy.deepcopy(model, memo)``; of a sharded module, a copy of the plain module that it was."""
-    if not is_sharded(model):
-        return copy.deepcopy(model, memo)
-    kind: Any = type(model)
-    plain = kind.__mro__[kind._orig_cls_mro_index]
-    clone: nn.Module = object.__new__(plain)
-    memo[id(model)] = clone
-    hooks = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks"}
-    for name, value in model.__dict__.items():
+    """``copy.deepcopy(model, memo)``; of sharded modules, copies of the plain modules that they were."""
+    sharded = [module for module in model.modules() if is_sharded(module)]
+    for module in sharded:
+        kind: Any = type(module)
+        memo[id(module)] = object.__new__(kind.__mro__[kind._orig_cls_mro_index])
+    for module in sharded:
+        _fill(memo[id(module)], module, memo, is_root=module is model)
+    return copy.deepcopy(model, memo)
+
+
+def _fill(clone: nn.Module, module: nn.Module, memo: dict[int, Any], is_root: bool) -> None:
+    theirs = set(_own_hooks(module))
+    for name, value in module.__dict__.items():
         if is_bookkeeping(name):
             continue
-        clone.__dict__[name] = OrderedDict() if name in hooks else copy.deepcopy(value, memo)
-    return clone
+        if name in _HOOKS:
+            value = OrderedDict((key, hook) for key, hook in value.items() if key not in theirs)
+        clone.__dict__[name] = copy.deepcopy(value, memo)
+    if not is_root:  # around the root's, a planned call makes them
+        _cast(clone, state_of(module))
+
+
+def _cast(clone: nn.Module, state: Any) -> None:
+    """Have a copy cast its arguments and results as FSDP2's policy says for the module."""
+    arguments, results = state._cast_forward_inputs, state._cast_output_dtype
+    clone.register_forward_pre_hook(
+        lambda module, args, kwargs: arguments(args, kwargs), prepend=True, with_kwargs=True
+    )
+    clone.register_forward_hook(lambda module, args, result: results(result))
+
+
+def _own_hooks(module: nn.Module) -> Iterator[int]:
+    """The keys of the hooks that FSDP2 has on it."""
+    state = state_of(module)
+    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        yield from (each.id for each in getattr(handle, "handles", (handle,)))

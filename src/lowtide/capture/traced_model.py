@@ -117,7 +117,7 @@ class TracedModel:
         return self._run
 
     def _copy(self, others: Sequence[torch.Tensor]) -> tuple[nn.Module, dict[int, Any]]:
-        clone, copies = copy_without_data(self.call.model, (*self.call.state.tensors, *self.held), others)
+        clone, copies = copy_without_data(self.call.model, (*self.call.state.registered, *self.held), others)
         if self.call.watch is not None:
             self.call.watch(clone)
         return clone, copies

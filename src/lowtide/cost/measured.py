@@ -21,6 +21,7 @@ import torch
 
 from lowtide.cost.analytical import operand_bytes, operator_time_ns
 from lowtide.cost.cache import CostCache, OperatorCost
+from lowtide.cost.collectives import collective_costs
 from lowtide.cost.devices import device_name, get_device
 from lowtide.cost.signature import copies_storage, is_lasting, is_opaque, signature, target_name
 from lowtide.cost.synthetic import synthetic_tensor
@@ -69,7 +70,8 @@ def measure_costs(
     ``cache`` defaults to the file of this device and torch version; ``CostCache(None)`` keeps nothing.
     ``on_progress(text, fraction)`` is called as signatures are measured.
     """
-    ops = [op.id for op in program.graph.ops if op.target != TANGENT_TARGET]
+    together = collective_costs(program)
+    ops = [op.id for op in program.graph.ops if op.target != TANGENT_TARGET and op.id not in together]
     records, failed = measure_operators(program, ops, cache=cache, on_progress=on_progress)
     for reason in dict.fromkeys(failed.values()):
         _LOG.warning("%s; its cost is estimated", reason)
@@ -80,6 +82,9 @@ def measure_costs(
             time_ns[op], workspace[op] = records[op].time_ns, _settle(program, program.graph.ops[op], records[op], real)
         else:
             time_ns[op], workspace[op] = operator_time_ns(program, op, get_device()), operand_bytes(program, op)
+    for op, (time, peak) in together.items():
+        made = {program.graph.values[value].storage for value in program.graph.ops[op].outputs}
+        time_ns[op], workspace[op] = time, max(0, peak - sum(real[storage] for storage in made))
     return Costs(time_ns, workspace, real, device=device_name(program_device(program)))  # type: ignore[arg-type]
 
 

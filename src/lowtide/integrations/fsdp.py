@@ -21,12 +21,12 @@ from torch import nn
 from lowtide.api import runtime_of
 from lowtide.budget import parse_budget
 from lowtide.capture import capture
-from lowtide.capture.sharded import is_sharded
 from lowtide.errors import PlanError
 from lowtide.integrations.fsdp_constraints import constraints_of
 from lowtide.integrations.gathers import Gathers
 from lowtide.integrations.samples import BlockCalls, Sample
 from lowtide.pipeline import program_costs, share_planners
+from lowtide.program.sharded import is_sharded
 from lowtide.runtime.model import Rematerialized
 from lowtide.settings import Settings
 from lowtide.sharing import Member, choose, peak_bytes

@@ -21,11 +21,11 @@ from torch._dynamo.decorators import skip
 from torch._dynamo.variables import nn_module
 
 from lowtide.api import restore, runtime_of
-from lowtide.capture.sharded import is_sharded
 from lowtide.capture.trace.patches import replaced
 from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError
 from lowtide.memory.allocators import PeakWindow, meter_of
 from lowtide.planning import Plan
+from lowtide.program.sharded import is_sharded
 from lowtide.runtime.model import Rematerialized
 from lowtide.runtime.parts import is_one_operator
 from lowtide.runtime.transforms import is_transformed

@@ -23,6 +23,8 @@ from dataclasses import dataclass, replace
 TANGENT_TARGET = "lowtide.tangent"
 UPDATE_TARGET = "lowtide.update"
 OPTIMIZER_TARGET = "lowtide.optimizer"
+GATHER_TARGET = "lowtide.all_gather"
+REDUCE_TARGET = "lowtide.reduce_scatter"
 LOGITS_PIECE = "logits_piece_"
 """How the names of ops begin that compute the logits of a piece of a loss; its number and ``_of_`` how many follow."""
 

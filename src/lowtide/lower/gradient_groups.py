@@ -79,6 +79,6 @@ def group_gradients(program: Program, schedule: Schedule) -> tuple[GradientGroup
         if last or ((pending_bytes >= threshold or scarce) and following != steps[index]):
             found.append(GradientGroup(_after_frees(schedule, steps[index]), tuple(pending)))
             pending, pending_bytes = [], 0
-    if program.updated and (not found or found[-1].after + 1 < len(schedule.steps)):
-        found.append(GradientGroup(len(schedule.steps) - 1, ()))  # for the updates that come after the last of them
+    if (program.updated or program.reduced) and (not found or found[-1].after + 1 < len(schedule.steps)):
+        found.append(GradientGroup(len(schedule.steps) - 1, ()))  # for updates and reductions after the last of them
     return tuple(found)

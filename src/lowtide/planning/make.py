@@ -85,11 +85,10 @@ def plan_from(
     seed: int,
     placed: bool = False,
 ) -> Plan | None:
-    """The quickest within the budget of keeping everything and of ``schedules``, which were made for the same operators at
-    other sizes; ``None`` where none fits, or, if it is to be ``placed``, where its addresses do not."""
-    keep_all = keep_all_schedule(graph)
-    unconstrained = simulate(graph, costs, keep_all).peak_bytes
-    runs = ((simulate(graph, costs, schedule), schedule) for schedule in (keep_all, *schedules))
+    """The quickest within the budget of ``schedules``, which were made for the same operators at other sizes; ``None`` where
+    none fits, or, if it is to be ``placed``, where its addresses do not."""
+    unconstrained = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+    runs = ((simulate(graph, costs, schedule), schedule) for schedule in schedules)
     fitting = [(run.time_ns, run.peak_bytes, schedule) for run, schedule in runs if run.peak_bytes <= budget_bytes]
     for time_ns, peak_bytes, schedule in sorted(fitting, key=lambda one: one[0]):
         plan = Plan(graph, costs, schedule, planner, budget_bytes, peak_bytes, unconstrained, time_ns, None, seed)

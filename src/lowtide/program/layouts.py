@@ -65,6 +65,11 @@ def empty(meta: Any) -> torch.Tensor:
 
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in the layout of ``tensor`` that has no memory behind it: only its shape, strides and type may be read."""
-    hollow = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    hollow.untyped_storage().resize_(0)
-    return hollow.requires_grad_(tensor.requires_grad)
+    return hollow(tensor.shape, tensor.stride(), tensor.dtype, tensor.device).requires_grad_(tensor.requires_grad)
+
+
+def hollow(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The same in any layout."""
+    made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    made.untyped_storage().resize_(0)
+    return made

@@ -60,7 +60,8 @@ class Program:
     ``gradients`` pairs a flat input with the value of its gradient. ``mask`` tells for which results a gradient is
     expected, and in which layout (``program.results.GradientMask``). ``kept`` are the flat inputs whose first values,
     overwritten by the forward pass, are its last forward outputs. ``updated`` are the flat inputs that their optimizer updates
-    inside of the backward pass (``program.updates``): their gradients are not among ``gradients``.
+    inside of the backward pass (``program.updates``), ``reduced`` those whose gradients are summed over the ranks in it
+    (``program.gathers``): their gradients are not among ``gradients``.
     """
 
     graph: Graph
@@ -76,6 +77,7 @@ class Program:
     parameters: int
     kept: tuple[int, ...]
     updated: tuple[int, ...] = ()
+    reduced: tuple[int, ...] = ()
 
     def same_as(self, other: Program, held: Collection[int]) -> bool:
         """Whether both are the same operators on the same operands, with the same results, in the same order. ``held``: the ids

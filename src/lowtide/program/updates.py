@@ -10,12 +10,13 @@ too late, whatever it recomputes: planners need no rule for it, and the checker 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from lowtide.ir import Graph, Op, Phase, is_view
 from lowtide.ir.graph import OPTIMIZER_TARGET
+from lowtide.program.insertions import Insertion, inserted
 from lowtide.program.program import Call, Program, Ref
 
 Step = Callable[..., Any]
@@ -121,47 +122,17 @@ def _inserted(
     places: Mapping[int, int],
     once: frozenset[int],
 ) -> Program:
-    """The program with an operator for each update, and operators numbered anew."""
-    graph = program.graph
-    following: dict[int, list[int]] = {}
+    """The program with an operator for each update."""
+    found = []
     for position in sorted(chosen):
-        following.setdefault(places[position], []).append(position)
-    ops: list[Op] = []
-    calls: list[Call] = []
-    new: dict[int, int] = {}
-    for op, call in zip(graph.ops, program.calls, strict=True):
-        new[op.id] = len(ops)
-        ops.append(replace(op, id=len(ops), once=op.once or op.id in once))
-        calls.append(call)
-        for position in following.get(op.id, ()):
-            parameter, gradient = program.inputs[position], chosen[position]
-            assert parameter is not None
-            name = program.state_names[position][0]
-            read, module = (parameter, gradient), name.rpartition(".")[0]
-            ops.append(
-                Op(
-                    len(ops),
-                    f"update of {name}",
-                    OPTIMIZER_TARGET,
-                    read,
-                    (),
-                    Phase.BACKWARD,
-                    effect=True,
-                    module=module,
-                )
-            )
-            calls.append(Call(steps[position], (Ref(parameter), Ref(gradient)), {}, ()))
-    changed = replace(
-        graph,
-        ops=tuple(ops),
-        values=tuple(v if v.producer is None else replace(v, producer=new[v.producer]) for v in graph.values),
-        storages=tuple(s if s.base is None else replace(s, base=new[s.base]) for s in graph.storages),
-        outputs=_remaining(graph.outputs, chosen.values()),
-    )
+        parameter, gradient = program.inputs[position], chosen[position]
+        assert parameter is not None
+        name = program.state_names[position][0]
+        read, module = (parameter, gradient), name.rpartition(".")[0]
+        op = Op(-1, f"update of {name}", OPTIMIZER_TARGET, read, (), Phase.BACKWARD, effect=True, module=module)
+        found.append(Insertion(places[position], op, Call(steps[position], (Ref(parameter), Ref(gradient)), {}, ())))
+    changed = inserted(program, found, once)
+    gone = set(chosen.values())
+    graph = replace(changed.graph, outputs=tuple(value for value in changed.graph.outputs if value not in gone))
     gradients = tuple(pair for pair in program.gradients if pair[0] not in chosen)
-    return replace(program, graph=changed, calls=tuple(calls), gradients=gradients, updated=tuple(sorted(chosen)))
-
-
-def _remaining(outputs: Sequence[int], updated: Any) -> tuple[int, ...]:
-    gone = set(updated)
-    return tuple(value for value in outputs if value not in gone)
+    return replace(changed, graph=graph, gradients=gradients, updated=tuple(sorted(chosen)))

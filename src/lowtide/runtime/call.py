@@ -16,6 +16,7 @@ from lowtide.lower import GradientGroup, Lowered, Step
 from lowtide.memory.arena import AddressTable
 from lowtide.program import generators
 from lowtide.program.results import GradientMask
+from lowtide.program.sharded import version_of
 from lowtide.program.sizes import device_of_inputs
 from lowtide.runtime.arriving import expected, place, prepared, wanted
 from lowtide.runtime.optimizer import UpdatingOptimizer
@@ -251,11 +252,6 @@ class ModelCall:
                 f"{what or 'an output of the model'} was modified in place between the forward and the backward pass, "
                 "which needs the value it had. Modify it after the backward pass, or modify a clone."
             )
-
-
-def version_of(tensor: torch.Tensor) -> int | None:
-    """Counts the writes into it."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def resumed(generator: Step) -> list[torch.Tensor]:

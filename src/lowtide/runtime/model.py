@@ -11,15 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.capture import Captured
 from lowtide.dynamic.context import online
-from lowtide.errors import CaptureError, InfeasibleBudgetError, NoGradientError
+from lowtide.errors import CaptureError, InfeasibleBudgetError, NoGradientError, PlanError
 from lowtide.memory.arena import Arena
+from lowtide.pipeline import Finish
 from lowtide.planning import Plan
 from lowtide.program import Program
+from lowtide.program.sharded import is_sharded
 from lowtide.runtime.entry import Entry, Names, Sample, Signature
 from lowtide.runtime.parts import Parts, can_run_in_parts
 from lowtide.runtime.placed import lowered
 from lowtide.runtime.planned import Planned
+from lowtide.runtime.sharded_root import ShardedRoot
 from lowtide.settings import Settings
 
 _LOG = logging.getLogger(__name__)
@@ -31,6 +35,10 @@ class Rematerialized(Planned):
     def _begin(
         self, model: nn.Module, settings: Settings, original_forward: Callable[..., Any], had_instance_forward: bool
     ) -> None:
+        self._root = ShardedRoot(model, original_forward) if is_sharded(model) else None
+        if self._root is not None:
+            original_forward = self._root
+            settings = dataclasses.replace(settings, planning="wait", dynamic=False)  # all ranks run one plan at a time
         super()._begin(model, settings, original_forward, had_instance_forward)
         self.parts: Parts | None = None
         self._runs_in_parts = False  # whether a call has
@@ -42,7 +50,15 @@ class Rematerialized(Planned):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._online is not None:
             return self.original_forward(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
+        if self._root is None:
+            return super().__call__(*args, **kwargs)
+        args, kwargs = self._root.received(args, kwargs)
+        return self._root.handed(super().__call__(*args, **kwargs))
+
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self._root is not None:
+            args, kwargs = self._root.received(args, kwargs)
+        super().prepare(args, kwargs)
 
     def _run_unplanned(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.parts is None:
@@ -101,6 +117,24 @@ class Rematerialized(Planned):
         for entry in (one for entries in self.entries.values() for one in entries):
             entry.arena, entry.lowered = None, lowered(entry.program, entry.plan, None)
 
+    def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
+        """What is to run, and its plan: of a sharded model, in the order of collectives of all ranks."""
+        if self._root is None:
+            return super().planned(captured, sample, finish, **known)
+        order = self._root.order
+        for _ in range(2):  # the first time another rank may settle the order meanwhile
+            program, plan = super().planned(captured, sample, finish, known=order.schedules)
+            if order.settles(program, plan.schedule):
+                return program, plan
+        if not order.change(program, plan.schedule):
+            raise PlanError(
+                f"within {plan.budget_bytes} bytes this call of {type(self.model).__name__} needs its collectives in another "
+                "order than the ranks have settled on, and not all of them have calls of these shapes. Give rematerialize the "
+                "largest sample that there will be, so that its plan serves all, or raise the budget."
+            )
+        self.entries.clear()  # they are in the former order
+        return program, plan
+
     def _may_be_apart(self) -> bool:
         return self.settings.on_capture_error == "parts" and not self._stays_whole and can_run_in_parts(self.model)
 
@@ -134,6 +168,9 @@ class Rematerialized(Planned):
     def end(self) -> None:
         """End the searches for better plans, and the online mode, where a capture error began it."""
         super().end()
+        if self._root is not None:
+            self._root.end()
+            self.original_forward = self._root.forward
         if self._online is not None:
             context, self._online = self._online, None
             context.__exit__(None, None, None)

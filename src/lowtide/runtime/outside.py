@@ -13,7 +13,7 @@ import torch
 from lowtide.memory.allocators import allocated_bytes
 from lowtide.program import structure
 from lowtide.program.keys import fingerprint
-from lowtide.runtime.call import version_of
+from lowtide.program.sharded import version_of
 from lowtide.runtime.shared import SharedBudget
 
 _MOST_CUTS = 32

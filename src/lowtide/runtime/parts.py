@@ -21,10 +21,10 @@ from torch import nn
 from lowtide.capture import Captured
 from lowtide.capture.copies import model_state
 from lowtide.capture.python_state.paths import named
-from lowtide.capture.sharded import is_sharded
 from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, NoGradientError
 from lowtide.program.results import GradientMask
+from lowtide.program.sharded import is_sharded
 from lowtide.program.sizes import outside_of_model
 from lowtide.runtime.entry import Entry, Sample, Signature
 from lowtide.runtime.forward_pass import ForwardPass

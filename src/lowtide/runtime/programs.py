@@ -258,9 +258,10 @@ class Programs:
         known = self.entries[key]
         return self.latest if self.latest is not None and self.latest in known else known[-1]
 
-    def planned(self, captured: Captured, sample: Sample, finish: Finish) -> tuple[Program, Plan]:
-        """What is to run, and its plan."""
-        return planned_program(captured, self.model, sample.args, sample.kwargs, self.settings, self._granted(), finish)
+    def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
+        """What is to run, and its plan; ``known`` as of ``planned_program``."""
+        of, granted = (captured, self.model, sample.args, sample.kwargs), self._granted()
+        return planned_program(*of, self.settings, granted, finish, **known)
 
     def _fitting(
         self, key: Signature, captured: Captured, sample: Sample, member: FamilyCall | None = None

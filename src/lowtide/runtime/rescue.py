@@ -22,7 +22,6 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from lowtide.capture.sharded import is_sharded
 from lowtide.device import interface_of
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
 from lowtide.ir.graph import OPTIMIZER_TARGET
@@ -32,6 +31,7 @@ from lowtide.memory.holders import holders
 from lowtide.pipeline import lowered_plan
 from lowtide.planning import Plan
 from lowtide.program import Program, targets
+from lowtide.program.sharded import is_sharded
 from lowtide.program.sizes import program_device
 from lowtide.runtime.entry import Entry, Signature
 from lowtide.runtime.placed import lowered as lowered_by

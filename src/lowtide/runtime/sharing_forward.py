@@ -50,7 +50,7 @@ class SharingForward(Planned):
         finally:
             self.shared.set_aside((allocated_bytes(self.shared.device) or 0) - before)
 
-    def planned(self, captured: Captured, sample: Sample, finish: Finish) -> tuple[Program, Plan]:
+    def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
         program = finish(fused(captured.program, self.settings))
         return program, self.shared.plan(program, self._replaced, self.more_follow, bool(self.entries))
 

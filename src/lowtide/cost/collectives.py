@@ -1,0 +1,82 @@
+"""Costs of the collectives of sharded parameters, measured by all ranks of a group at once.
+
+A collective ends when all of its ranks have come to it, so no rank can measure one alone. ``measure_collectives`` is called by
+all of them, for the same units in the same order; what was measured is kept on disk, and is measured again unless all ranks
+find it there. Ranks differ in what they measure: the longest time and the largest peak of the group are those of all, so that
+all plan with the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import distributed
+
+from lowtide.cost.cache import CostCache, OperatorCost
+from lowtide.cost.signature import target_name
+from lowtide.cost.timing import peak_of
+from lowtide.device import interface_of
+from lowtide.program.gathers import collectives_of
+from lowtide.program.program import Program
+from lowtide.program.sharded import Gather, Reduce
+from lowtide.program.sizes import program_device
+
+_REPEATED = 5
+
+_KNOWN: dict[str, tuple[int, int]] = {}  # by name, ranks and backend: time and peak, in this process
+
+
+def measure_collectives(program: Program) -> None:
+    """Time and peak of the collectives in ``program``, where they are not known. All ranks of a unit's group must call it."""
+    device = program_device(program)
+    if device.type == "meta":
+        return
+    cache = CostCache.open(device)
+    for op, target in collectives_of(program):
+        key, group = _key(target), target.unit.group._all_gather_process_group
+        if key in _KNOWN:
+            continue
+        kept = cache.get(key, 0)
+        found = [0, 0] if kept is None else [kept.time_ns, kept.peak_bytes]
+        if _any(kept is None, group, device):
+            metas = [program.metas[value] for value in program.graph.ops[op].inputs]
+            gradients = [torch.zeros(meta.shape, dtype=meta.dtype, device=device) for meta in metas]
+            call: Callable[..., Any] = target.rehearsal() if isinstance(target, Reduce) else target
+            found = _measured(lambda call=call, given=gradients: call(*given), device)  # type: ignore[misc]
+        agreed = _most(found, group, device)
+        _KNOWN[key] = (agreed[0], agreed[1])
+        cache.put(key, OperatorCost(agreed[0], 0, agreed[1], (), ()))
+    cache.save()
+
+
+def collective_costs(program: Program) -> Mapping[int, tuple[int, int]]:
+    """By op, the time in nanoseconds and the peak of a collective of sharded parameters."""
+    return {op: _KNOWN[_key(target)] for op, target in collectives_of(program) if _key(target) in _KNOWN}
+
+
+def _key(target: Gather | Reduce) -> str:
+    backend = distributed.get_backend(target.unit.group._all_gather_process_group)
+    return f"{target_name(target)}@{backend}{','.join(map(str, _ranks(target)))}"
+
+
+def _ranks(target: Gather | Reduce) -> list[int]:
+    return distributed.get_process_group_ranks(target.unit.group._all_gather_process_group)
+
+
+def _measured(call: Callable[[], Any], device: torch.device) -> list[int]:
+    call()
+    peak = max(peak_of(call, device) for _ in range(2))
+    clock = interface_of(device)
+    return [min(clock.timed_ns(call) for _ in range(_REPEATED)), peak]
+
+
+def _any(missing: bool, group: Any, device: torch.device) -> bool:
+    return bool(_most([int(missing)], group, device)[0])
+
+
+def _most(numbers: list[int], group: Any, device: torch.device) -> list[int]:
+    together = torch.tensor(numbers, dtype=torch.int64, device=device)
+    distributed.all_reduce(together, op=distributed.ReduceOp.MAX, group=group)
+    return [int(number) for number in together.tolist()]

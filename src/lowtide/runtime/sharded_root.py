@@ -1,0 +1,68 @@
+"""The root of a model that FSDP2 shards, while it runs by plans.
+
+Between its hooks a planned call is one program, which gathers and reduces by itself, so FSDP2's own hooks on the root are taken
+off: what they do besides is done here. Those of the units inside stay, and are met only where the model runs without a plan.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lowtide.program.sharded import Unit, begun, state_of
+from lowtide.sharing.order import CollectiveOrder
+from lowtide.store import content_key
+
+_MADE: Counter[str] = Counter()  # by layout: so many models of it have been planned
+
+
+class ShardedRoot:
+    """In the place of the model's own ``forward``: called, it is that with FSDP2's hooks around it."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
+        self.state, self.forward = state_of(model), forward
+        functools.update_wrapper(self, forward, updated=())
+        self.order = _order(begun(model))
+        handles = (self.state._pre_forward_hook_handle, self.state._post_forward_hook_handle)
+        places = [(handle.hooks_dict_ref(), handle.id) for handle in handles]
+        self._taken = [(hooks, key, hooks.pop(key)) for hooks, key in places]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.state._modules[0]
+        args, kwargs = self.state._pre_forward(module, args, kwargs)
+        return self.state._post_forward(module, args, self.forward(*args, **kwargs))
+
+    def received(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments on the model's device, in the type that its policy says."""
+        device = self.state._device
+        if device.type != "cpu" and (args or kwargs):
+            from torch.distributed.utils import _to_kwargs
+
+            several, named = _to_kwargs(tuple(args), dict(kwargs), device, False)
+            args, kwargs = several[0], named[0]
+        cast: tuple[tuple[Any, ...], dict[str, Any]] = self.state._cast_forward_inputs(tuple(args), dict(kwargs))
+        return cast
+
+    def handed(self, result: Any) -> Any:
+        """What the caller gets, in the type that the policy says."""
+        return self.state._cast_output_dtype(result)
+
+    def end(self) -> None:
+        """Put FSDP2's hooks back: the first of those before the pass, the last of those behind it."""
+        for number, (hooks, key, hook) in enumerate(self._taken):
+            hooks[key] = hook
+            if number == 0:
+                hooks.move_to_end(key, last=False)
+        self._taken.clear()
+
+
+def _order(units: Sequence[Unit]) -> CollectiveOrder:
+    """Of the collectives of a model with these units, the same on all of its ranks, which make their models in one order."""
+    layout = content_key([(unit.name, unit.describe(range(len(unit.forms)))) for unit in units])
+    _MADE[layout] += 1
+    ranks = max((unit.group.mesh_info.mesh.size() for unit in units), default=1)
+    return CollectiveOrder(f"{layout}/{_MADE[layout]}", ranks)

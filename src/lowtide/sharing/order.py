@@ -1,0 +1,88 @@
+"""One order of collectives for all ranks of a model, whatever shapes each of them sees.
+
+A collective waits for all of its ranks, so ranks that run them in different orders wait for ever. Those that see the same
+shapes run one plan (``sharing.agreement``), but a plan for other shapes may gather in another order. So the first plan of a
+model settles an order, which is kept with its schedule in the store of the default process group, and every later plan must
+keep to it: by that schedule, where it fits, which also takes no search. Where it does not, a plan in another order is taken
+only if all ranks ask for one for the same program, in the same call: then all change to it.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from typing import Any
+
+import msgspec
+import torch
+
+from lowtide.ir import Compute, Graph, Schedule
+from lowtide.ir.serial import schedule_from_json, schedule_to_json
+from lowtide.program.program import Program
+from lowtide.sharing.agreement import program_key
+from lowtide.store import content_key
+
+_POLL_SECONDS = 0.02
+_PATIENCE_SECONDS = 60.0  # for the other ranks to ask for the same program
+
+
+class CollectiveOrder:
+    """The order of a model on ``ranks`` ranks that all know it by ``key``."""
+
+    def __init__(self, key: str, ranks: int) -> None:
+        self._key, self._ranks = f"lowtide/order/{key}", ranks
+        self._generation = 0
+        self._sequence: list[str] | None = None
+        self._schedule: Schedule | None = None
+        self._ops = ""
+
+    def schedules(self, program: Program) -> tuple[Schedule, ...]:
+        """Of a program of the same operators: in the order that is settled."""
+        self._learn()
+        same = self._schedule is not None and self._ops == _ops_key(program.graph)
+        return (self._schedule,) if same and self._schedule is not None else ()
+
+    def settles(self, program: Program, schedule: Schedule) -> bool:
+        """Whether the schedule is in the order of all; of the first one to ask, it is."""
+        self._learn(sequence(program.graph, schedule), schedule, _ops_key(program.graph))
+        return self._sequence == sequence(program.graph, schedule)
+
+    def change(self, program: Program, schedule: Schedule) -> bool:
+        """Let the order be that of this schedule from now on, if all ranks ask for a plan for this program; whether they do."""
+        store, name = _store(), f"{self._key}/{self._generation + 1}/{program_key(program, ())}"
+        store.add(name, 1)
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while store.add(name, 0) < self._ranks:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        self._generation += 1
+        self._sequence = None
+        return self.settles(program, schedule)
+
+    def _learn(self, found: list[str] | None = None, schedule: Schedule | None = None, ops: str = "") -> None:
+        """What is settled, or what this rank settles with a schedule that it has found."""
+        if self._sequence is not None:
+            return
+        store, name = _store(), f"{self._key}/{self._generation}"
+        if found is not None and schedule is not None and store.add(f"{name}/settled", 1) == 1:
+            message = msgspec.json.encode((found, schedule_to_json(schedule), ops))
+            store.set(f"{name}/order", zlib.compress(message))
+        elif found is None and not store.check([f"{name}/order"]):
+            return
+        found, own, self._ops = msgspec.json.decode(zlib.decompress(bytes(store.get(f"{name}/order"))))
+        self._sequence, self._schedule = found, schedule_from_json(own)
+
+
+def sequence(graph: Graph, schedule: Schedule) -> list[str]:
+    """The collectives that a schedule runs, one after the other."""
+    ops = (graph.ops[step.op] for step in schedule.steps if isinstance(step, Compute))
+    return [f"{op.target} {op.name}" for op in ops if op.collective]
+
+
+def _ops_key(graph: Graph) -> str:
+    return content_key(repr([(op.target, op.inputs, op.outputs, op.phase.value, op.overwrites) for op in graph.ops]))
+
+
+def _store() -> Any:
+    return torch.distributed.distributed_c10d._get_default_store()
