@@ -63,7 +63,7 @@ class Op:
 
     @property
     def recomputable(self) -> bool:
-        return not (self.effect or self.collective or self.once)
+        return not (self.effect or self.once)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,8 +21,11 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.errors import CaptureError
+from lowtide.memory.allocators import allocated_bytes, round_up
 from lowtide.program import layouts
 
+_PATIENCE_SECONDS = 0.02  # for copies to go: others may allocate meanwhile
+_POLL_SECONDS = 20e-6
 _UNITS: weakref.WeakKeyDictionary[Any, Unit] = weakref.WeakKeyDictionary()  # by FSDP2's own object
 _SHARDS: Any = WeakTensorKeyDictionary()  # by the gathered form of a parameter: FSDP2's object for it
 
@@ -76,6 +80,12 @@ class Gather:
         self.__qualname__ = f"all_gather{{{unit.describe(range(len(unit.forms)))} as {self.chosen}}}"
 
     def __call__(self) -> list[torch.Tensor]:
+        before = allocated_bytes(self.unit.group.device)
+        found = self._gathered()
+        _wait_for_copies(before, found, self.unit.group.device)
+        return found
+
+    def _gathered(self) -> list[torch.Tensor]:
         group, ranks = self.unit.group, self.unit.ranks
         shards = [group.fsdp_params[index] for index in self.chosen]
         if ranks == 1:
@@ -109,8 +119,11 @@ class Reduce:
         self.__qualname__ = f"reduce_scatter{{{unit.describe(chosen)} by {unit.group._reduce_dtype}}}"
 
     def __call__(self, *gradients: torch.Tensor) -> torch.Tensor:
+        before, fresh = allocated_bytes(self.unit.group.device), self.unit.parameters[self.chosen[0]].grad is None
         with torch.no_grad():
-            return self._reduced(list(gradients))
+            found = self._reduced(list(gradients))
+        _wait_for_copies(before, [found] if fresh else [], self.unit.group.device)
+        return found
 
     def _reduced(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         group = self.unit.group
@@ -172,6 +185,17 @@ def reduced(group: Any, shards: Sequence[Any], gradients: list[torch.Tensor]) ->
     known = inspect.signature(foreach_reduce).parameters
     left: torch.Tensor | None = foreach_reduce(**{name: given[name] for name in known})[-1]
     return left
+
+
+def _wait_for_copies(before: int | None, made: Sequence[torch.Tensor], device: torch.device) -> None:
+    """On the CPU gloo's threads hold copies of what a collective moves until a moment after it has returned: wait until they have
+    let go, so that what follows does not come on top. ``before``: what was allocated when it began."""
+    if before is None or device.type != "cpu":
+        return
+    level = before + sum(round_up(tensor.untyped_storage().nbytes(), device) for tensor in made)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (allocated_bytes(device) or 0) > level and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
 
 
 def is_sharded(module: nn.Module) -> bool:
