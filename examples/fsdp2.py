@@ -9,7 +9,6 @@ from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import lowtide
-from lowtide.integrations.fsdp import rematerialize_blocks
 
 BATCH, LENGTH, STEPS = 4, 128, 5
 
@@ -24,12 +23,12 @@ def main() -> None:
     starts = torch.randint(len(corpus) - LENGTH, (STEPS, BATCH))
     batches = corpus[starts[..., None] + torch.arange(LENGTH)]
 
-    blocks = list(model.transformer.h)
-    sample = {"input_ids": batches[0], "labels": batches[0]}
-    predicted = rematerialize_blocks(model, blocks, (), sample, budget="60%")  # before sharding
-    for block in blocks:
+    for block in model.transformer.h:
         fully_shard(block)
     fully_shard(model)
+    sample = {"input_ids": batches[0], "labels": batches[0]}
+    lowtide.rematerialize(model, (), sample, budget="30%")  # of what the sharded model takes without a plan
+    (plan,) = lowtide.plans(model)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step, batch in enumerate(batches):
@@ -40,7 +39,7 @@ def main() -> None:
         measured = lowtide.measure(compute)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        print(f"rank {rank}, step {step + 1}: peak {measured.peak_bytes}, predicted at most {predicted} bytes")
+        print(f"rank {rank}, step {step + 1}: peak {measured.peak_bytes}, predicted at most {plan.peak_bytes} bytes")
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""FSDP2 over blocks with plans of their own, two processes on the CPU."""
+"""FSDP2: models sharded by ``fully_shard``, planned as a whole, on the CPU."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import lowtide
-from lowtide.integrations.fsdp import rematerialize_blocks
-from lowtide.integrations.samples import BlockCalls
+from lowtide.ir.graph import GATHER_TARGET, REDUCE_TARGET
 from tests.integrations.launch import torchrun
 from tests.integrations.trainers import gpt2, text
 
 _PROGRAM = "tests.integrations.fsdp_program"
 
 
+def test_losses_and_peaks_of_two_ranks() -> None:
+    assert torchrun(_PROGRAM, "losses_and_peaks", "collectives_in_one_order", "other_shapes").count("passed") == 6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "scenario",
     [
-        "losses_and_peaks",
-        "gathers_are_as_without_plans",
+        "policies",
+        "frozen_uneven_and_tied",
+        "accumulation_and_clipping",
+        "evaluated_and_restored",
         "saved_and_resumed",
-        "other_shapes_and_precision",
+        "from_meta",
         "mistakes_are_named",
     ],
 )
@@ -33,45 +38,9 @@ def test_scenario(scenario: str) -> None:
     assert torchrun(_PROGRAM, scenario).count("passed") == 2
 
 
-def test_blocks_without_sharding() -> None:
-    """In one process, unsharded: the prediction holds, and the samples were right."""
-    model, reference = gpt2(), gpt2()
-    windows = text(4).columns["input_ids"]
-    sample = {"input_ids": windows, "labels": windows}
-    blocks = list(model.transformer.h)
-    predicted = rematerialize_blocks(model, blocks, (), sample, budget="60%", planner="auto{effort=1}", ranks=1)
-
-    def step(model: torch.nn.Module) -> torch.Tensor:
-        torch.manual_seed(0)
-        loss: torch.Tensor = model(**sample).loss
-        loss.backward()
-        return loss
-
-    assert torch.equal(step(model), step(reference))
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert ours.grad is not None
-        assert torch.equal(ours.grad, theirs.grad)
-    plans = [lowtide.plans(block) for block in blocks]
-    assert [len(found) for found in plans] == [1] * len(blocks), "the samples were not what the blocks are called with"
-    model.zero_grad()
-    assert lowtide.measure(step, model).peak_bytes <= predicted
-
-
-class WideHead(torch.nn.Module):
-    """Blocks that are small beside the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh()) for _ in range(2)
-        )
-        self.head = torch.nn.Linear(16, 2048)
-
-    def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return torch.nn.functional.cross_entropy(self.head(x), classes)
+@pytest.mark.slow
+def test_four_ranks() -> None:
+    assert torchrun(_PROGRAM, "losses_and_peaks", "replicas_of_shards", processes=4).count("passed") == 8
 
 
 @pytest.fixture
@@ -81,47 +50,73 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_what_surrounds_the_blocks_writes_over_nothing() -> None:
-    """The gradient of a loss is new memory where PyTorch runs it."""
-    model, sample = WideHead(), (torch.randn(64, 16), torch.zeros(64, dtype=torch.long))
-    predicted = rematerialize_blocks(model, list(model.blocks), sample, budget="100%")
-
-    for block in model.blocks:
+def sharded() -> torch.nn.Module:
+    model = gpt2()
+    for block in model.transformer.h:
         fully_shard(block)
-    fully_shard(model)
+    return fully_shard(model)
 
-    def step() -> None:
-        model(*sample).backward()
 
-    step()
-    model.zero_grad()
-    measured = lowtide.measure(step).peak_bytes
-    assert measured <= predicted <= measured + 4096
+def step(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    outputs = model(input_ids=rows, labels=rows)
+    outputs.loss.backward()
+    return outputs.loss
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_sharded_block_is_planned_for_other_shapes() -> None:
-    """What FSDP2 keeps of its own in a module is no part of the model."""
-    model, reference = gpt2(), gpt2()
-    windows = text(4).columns["input_ids"]
-    blocks = list(model.transformer.h)
-    sample = {"input_ids": windows, "labels": windows}
-    rematerialize_blocks(model, blocks, (), sample, budget="60%", planner="auto{effort=1}")
-    for module in (model, reference):
-        for block in module.transformer.h:
-            fully_shard(block)
-        fully_shard(module)
-    for rows in (4, 3, 3):
-        for module in (model, reference):
-            torch.manual_seed(0)
-            module(input_ids=windows[:rows], labels=windows[:rows]).loss.backward()
+def test_a_plan_gathers_and_reduces() -> None:
+    """The program's own operators, counted with all that they make; losses and gradients are those of FSDP2."""
+    model, reference, rows = sharded(), sharded(), text(4).columns["input_ids"]
+    lowtide.rematerialize(model, (), {"input_ids": rows, "labels": rows}, budget="40%", planner="auto{effort=1}")
+    (plan,) = lowtide.plans(model)
+    targets = [op.target for op in plan.graph.ops]
+    assert targets.count(GATHER_TARGET) == targets.count(REDUCE_TARGET) == len(model.transformer.h) + 1
+    assert torch.equal(step(model, rows), step(reference, rows))
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
-    assert {len(lowtide.plans(block)) for block in blocks} == {2}
+    for module in (model, reference):
+        module.zero_grad()
+    measured = lowtide.measure(step, model, rows).peak_bytes
+    assert measured <= plan.peak_bytes < lowtide.measure(step, reference, rows).peak_bytes
 
 
-def test_a_block_that_is_not_called() -> None:
-    calls = BlockCalls(["layer"])
-    with pytest.raises(lowtide.PlanError, match="'layer' is not called"):
-        calls.samples()
+@pytest.mark.usefixtures("one_rank")
+def test_shards_that_are_written_between_the_passes() -> None:
+    """A backward pass that would gather other values says so."""
+    model, rows = sharded(), text(4).columns["input_ids"]
+    lowtide.rematerialize(model, (), {"input_ids": rows, "labels": rows}, budget="40%", planner="auto{effort=1}")
+    loss = model(input_ids=rows, labels=rows).loss
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    with pytest.raises(lowtide.ExecutionError, match="wte"):
+        loss.backward()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_hooks_on_blocks_and_on_the_root() -> None:
+    """Those of others stay, FSDP2's are put back where they were."""
+    model, reference, rows = sharded(), sharded(), text(4).columns["input_ids"]
+
+    def doubled(module: torch.nn.Module, args: tuple[torch.Tensor, ...], result: torch.Tensor) -> torch.Tensor:
+        return result * 2
+
+    for one in (model, reference):
+        one.transformer.h[0].register_forward_hook(doubled)
+    before = [dict(hooks) for hooks in (model._forward_pre_hooks, model._forward_hooks)]
+    lowtide.rematerialize(model, (), {"input_ids": rows, "labels": rows}, budget="50%", planner="auto{effort=1}")
+    assert torch.equal(step(model, rows), step(reference, rows))
+    lowtide.restore(model)
+    assert [dict(hooks) for hooks in (model._forward_pre_hooks, model._forward_hooks)] == before
+    assert torch.equal(step(model, rows), step(reference, rows))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_parameter_as_a_result_is_refused() -> None:
+    class Returning(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().forward(x), self.weight
+
+    model = fully_shard(Returning(8, 8))
+    with pytest.raises(lowtide.CaptureError, match="returns a parameter"):
+        lowtide.rematerialize(model, (torch.randn(4, 8),), budget="100%")

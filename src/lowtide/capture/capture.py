@@ -106,16 +106,14 @@ def capture(
     *,
     mask: GradientMask | None = None,
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None,
-    watch: Callable[[nn.Module], None] | None = None,
     known: Known | None = None,
     sizes: SymbolicSizes | None = None,
 ) -> Captured:
     """The training program of ``model(*args, **kwargs)``, and its contract.
 
-    ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is
-    guessed, see ``traced_model.guess_mask``. ``watch`` is shown every copy of the model before it is traced;
-    ``rewrite`` may change the joint graph before it is converted. With ``sizes``, the program's sizes are symbolic, see
-    ``capture.family``.
+    ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is guessed, see
+    ``traced_model.guess_mask``. ``rewrite`` may change the joint graph before it is converted. With ``sizes``, the program's
+    sizes are symbolic, see ``capture.family``.
 
     The call is traced until a trace finds nothing that the next one should know. Raises ``CaptureError`` where the program
     depends on data in a way that cannot be answered before it runs, or uses something unsupported.
@@ -125,7 +123,7 @@ def capture(
         state = model_state(model)
         tensors, arguments = flat_arguments(args, kwargs)
         check(model, (*state.tensors, *tensors))
-        call = TracedCall(model, state, tensors, arguments, mask, watch, sizes)
+        call = TracedCall(model, state, tensors, arguments, mask, sizes)
         known = known or Known()
         attempt: _Trace | Known = replace(known, recorder=known.recorder or RandomRecorder())
         while isinstance(attempt, Known):

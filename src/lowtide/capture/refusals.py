@@ -14,7 +14,7 @@ from lowtide.capture.python_state.paths import AttributePath, of_modules, tensor
 from lowtide.capture.trace.writes import WriteError
 from lowtide.capture.traced_model import NO_SAVED_TENSORS_HOOKS
 from lowtide.errors import CaptureError
-from lowtide.program.sharded import is_sharded
+from lowtide.program.sharded import GatheredForm, is_sharded
 from lowtide.program.source import is_user_file
 
 _MEANINGS = {  # what PyTorch says, in words that help
@@ -52,6 +52,7 @@ def check(model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
         if tensor.layout is not torch.strided or type(tensor) not in (
             torch.Tensor,
             nn.Parameter,
+            GatheredForm,
             nn.Buffer,
             FakeTensor,
         ):

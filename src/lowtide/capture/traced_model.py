@@ -49,16 +49,14 @@ NO_SAVED_TENSORS_HOOKS = (
 @dataclass(frozen=True, slots=True)
 class TracedCall:
     """``model(*args, **kwargs)`` taken apart: the model's ``state``, the call's distinct ``tensors``, and the structure of the
-    ``arguments``. ``mask`` says which results a gradient is expected for, by default those of ``guess_mask``; ``watch`` sees
-    every copy of the model before it is traced. ``sizes``: the symbols that the tensors' sizes are, where the trace is to
-    stand for other calls too."""
+    ``arguments``. ``mask`` says which results a gradient is expected for, by default those of ``guess_mask``. ``sizes``:
+    the symbols that the tensors' sizes are, where the trace is to stand for other calls too."""
 
     model: nn.Module
     state: State
     tensors: list[torch.Tensor]
     arguments: Any
     mask: GradientMask | None = None
-    watch: Callable[[nn.Module], None] | None = None
     sizes: SymbolicSizes | None = None
 
 
@@ -117,10 +115,7 @@ class TracedModel:
         return self._run
 
     def _copy(self, others: Sequence[torch.Tensor]) -> tuple[nn.Module, dict[int, Any]]:
-        clone, copies = copy_without_data(self.call.model, (*self.call.state.registered, *self.held), others)
-        if self.call.watch is not None:
-            self.call.watch(clone)
-        return clone, copies
+        return copy_without_data(self.call.model, (*self.call.state.registered, *self.held), others)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self.close()

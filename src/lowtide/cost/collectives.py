@@ -8,7 +8,7 @@ all plan with the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,17 +35,17 @@ def measure_collectives(program: Program) -> None:
         return
     cache = CostCache.open(device)
     for op, target in collectives_of(program):
-        key, group = _key(target), target.unit.group._all_gather_process_group
+        key, groups = _key(target), target.unit.groups
         if key in _KNOWN:
             continue
         kept = cache.get(key, 0)
         found = [0, 0] if kept is None else [kept.time_ns, kept.peak_bytes]
-        if _any(kept is None, group, device):
+        if _any(kept is None, groups, device):
             metas = [program.metas[value] for value in program.graph.ops[op].inputs]
             gradients = [torch.zeros(meta.shape, dtype=meta.dtype, device=device) for meta in metas]
             call: Callable[..., Any] = target.rehearsal() if isinstance(target, Reduce) else target
             found = _measured(lambda call=call, given=gradients: call(*given), device)  # type: ignore[misc]
-        agreed = _most(found, group, device)
+        agreed = _most(found, groups, device)
         _KNOWN[key] = (agreed[0], agreed[1])
         cache.put(key, OperatorCost(agreed[0], 0, agreed[1], (), ()))
     cache.save()
@@ -57,12 +57,10 @@ def collective_costs(program: Program) -> Mapping[int, tuple[int, int]]:
 
 
 def _key(target: Gather | Reduce) -> str:
-    backend = distributed.get_backend(target.unit.group._all_gather_process_group)
-    return f"{target_name(target)}@{backend}{','.join(map(str, _ranks(target)))}"
-
-
-def _ranks(target: Gather | Reduce) -> list[int]:
-    return distributed.get_process_group_ranks(target.unit.group._all_gather_process_group)
+    groups = [
+        f"{distributed.get_backend(group)}{distributed.get_process_group_ranks(group)}" for group in target.unit.groups
+    ]
+    return f"{target_name(target)}@{' '.join(groups)}"
 
 
 def _measured(call: Callable[[], Any], device: torch.device) -> list[int]:
@@ -72,11 +70,13 @@ def _measured(call: Callable[[], Any], device: torch.device) -> list[int]:
     return [min(clock.timed_ns(call) for _ in range(_REPEATED)), peak]
 
 
-def _any(missing: bool, group: Any, device: torch.device) -> bool:
-    return bool(_most([int(missing)], group, device)[0])
+def _any(missing: bool, groups: Sequence[Any], device: torch.device) -> bool:
+    return bool(_most([int(missing)], groups, device)[0])
 
 
-def _most(numbers: list[int], group: Any, device: torch.device) -> list[int]:
+def _most(numbers: list[int], groups: Sequence[Any], device: torch.device) -> list[int]:
+    """Of all ranks that one comes to by these groups."""
     together = torch.tensor(numbers, dtype=torch.int64, device=device)
-    distributed.all_reduce(together, op=distributed.ReduceOp.MAX, group=group)
+    for group in groups:
+        distributed.all_reduce(together, op=distributed.ReduceOp.MAX, group=group)
     return [int(number) for number in together.tolist()]

@@ -25,7 +25,6 @@ from lowtide.capture.trace.patches import replaced
 from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError
 from lowtide.memory.allocators import PeakWindow, meter_of
 from lowtide.planning import Plan
-from lowtide.program.sharded import is_sharded
 from lowtide.runtime.model import Rematerialized
 from lowtide.runtime.parts import is_one_operator
 from lowtide.runtime.transforms import is_transformed
@@ -251,8 +250,8 @@ def not_planned(module: nn.Module) -> str:
         return "it is one operator, of which there is nothing to run again"
     if isinstance(module, nn.DataParallel):
         return "DataParallel runs copies of the model that are new in every step; use DistributedDataParallel"
-    if type(module).__name__ == "FullyShardedDataParallel" or any(map(is_sharded, module.modules())):
-        return "it is sharded; plan its blocks with lowtide.integrations.fsdp.rematerialize_blocks"
+    if type(module).__name__ == "FullyShardedDataParallel":
+        return "FullyShardedDataParallel flattens its parameters; use fully_shard, its successor"
     return ""
 
 

@@ -30,13 +30,19 @@ _UNITS: weakref.WeakKeyDictionary[Any, Unit] = weakref.WeakKeyDictionary()  # by
 _SHARDS: Any = WeakTensorKeyDictionary()  # by the gathered form of a parameter: FSDP2's object for it
 
 
+class GatheredForm(nn.Parameter):
+    """What stands for a parameter as it is when it is gathered: its shape and type, without memory to read, or to print."""
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"GatheredForm({list(self.shape)}, {self.dtype})"
+
+
 class Unit:
-    """Parameters that are gathered together. ``forms[i]`` stands for the i-th as it is when it is gathered: a parameter of that
-    shape and type which has no memory."""
+    """Parameters that are gathered together. ``forms[i]`` stands for the i-th."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
-        self.forms: tuple[nn.Parameter, ...] = tuple(map(_form, group.fsdp_params))
+        self.forms: tuple[GatheredForm, ...] = tuple(map(_form, group.fsdp_params))
 
     @property
     def name(self) -> str:
@@ -47,6 +53,12 @@ class Unit:
     def ranks(self) -> int:
         """How many share the parameters."""
         return int(self.group._all_gather_process_group.size())
+
+    @property
+    def groups(self) -> list[Any]:
+        """The process groups that it communicates in: that of its shards and, where there are replicas, theirs."""
+        replicas = getattr(self.group.mesh_info, "replicate_process_group", None)
+        return [self.group._all_gather_process_group, *([] if replicas is None else [replicas])]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -188,8 +200,8 @@ def reduced(group: Any, shards: Sequence[Any], gradients: list[torch.Tensor]) ->
 
 
 def _wait_for_copies(before: int | None, made: Sequence[torch.Tensor], device: torch.device) -> None:
-    """On the CPU gloo's threads hold copies of what a collective moves until a moment after it has returned: wait until they have
-    let go, so that what follows does not come on top. ``before``: what was allocated when it began."""
+    """On the CPU gloo's threads hold copies of what a collective moves until a moment after it has returned: wait until they
+    have let go, so that what follows does not come on top. ``before``: what was allocated when it began."""
     if before is None or device.type != "cpu":
         return
     level = before + sum(round_up(tensor.untyped_storage().nbytes(), device) for tensor in made)
@@ -232,8 +244,10 @@ def version_of(tensor: torch.Tensor) -> int | None:
     """Counts the writes into it, or into the shard that it is gathered from."""
     if tensor.is_inference():
         return None
-    shard = _SHARDS.get(tensor) if _UNITS else None
-    return tensor._version if shard is None else int(shard._sharded_param_data._version)
+    shard = _SHARDS.get(tensor) if type(tensor) is GatheredForm else None
+    if shard is None:
+        return tensor._version
+    return int(shard.sharded_param._version + shard._sharded_param_data._version)
 
 
 def _unit(group: Any) -> Unit:
@@ -258,11 +272,11 @@ def _refuse_other(group: Any) -> None:
         raise CaptureError(f"a unit of fully_shard ({group.modules[0]._get_name()}) {what}, which cannot be planned.")
 
 
-def _form(shard: Any) -> nn.Parameter:
+def _form(shard: Any) -> GatheredForm:
     wanted = shard.mp_policy.param_dtype if shard.sharded_param.dtype.is_floating_point else None
     dtype, device = wanted or shard.sharded_param.dtype, shard.device
     hollow = layouts.hollow(shard._orig_size, shard._contiguous_orig_stride, dtype, device)
-    form = nn.Parameter(hollow, requires_grad=shard.sharded_param.requires_grad)
+    form = GatheredForm(hollow, requires_grad=shard.sharded_param.requires_grad)
     _SHARDS[form] = shard
     return form
 

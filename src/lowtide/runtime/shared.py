@@ -195,7 +195,7 @@ class SharedBudget:
         """The program of a pass, and what it takes by its plan."""
         entry = one.entry
         if entry not in self._known:
-            member = Member(entry.program, entry.plan.costs, outputs_held=True)
+            member = Member(entry.program, entry.plan.costs)
             self._known[entry] = member, member.footprint(entry.plan.schedule)
         return self._known[entry]
 
@@ -214,7 +214,7 @@ class SharedBudget:
         earlier, between = self._before(replaced)
         costs = program_costs(program)
         known = list(map(self.member, earlier))
-        own = Member(program, costs, outputs_held=True)
+        own = Member(program, costs)
         members = [*(member for member, _ in known), own]
         bases = [*(one.between for one in earlier), (between, between)]
         constraints = sequential_constraints(range(len(members)), bases, [*left_gradient_bytes(earlier), 0])

@@ -94,15 +94,14 @@ class _Search:
             if one.running >= 0:
                 taken = one.base_bytes + sum(limits[member] for member in one.saved)
                 # Planners count outputs to the end.
-                unread = self.members[one.running].unread_output_bytes if one.backward else 0
-                rooms[one.running] = min(rooms[one.running], budget_bytes - taken + unread)
+                rooms[one.running] = min(rooms[one.running], budget_bytes - taken)
         return rooms
 
     def _assignment(self, member: Member, key: tuple[str, int], room: int, budget_bytes: int) -> Assignment:
         made = self._made.setdefault(key, [])
         for asked, known in made:
             own = known.footprint
-            if max(own.forward_bytes, own.backward_bytes + member.unread_output_bytes) <= room <= asked:
+            if max(own.forward_bytes, own.backward_bytes) <= room <= asked:
                 return known
         self._plans += 1
         made.append((room, self._planned(member, room, key[1], budget_bytes)))

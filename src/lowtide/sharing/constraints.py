@@ -24,33 +24,28 @@ class Constraint:
     """One point of the step, at which all that is held must fit into the budget.
 
     ``base_bytes`` are held by no member. ``running`` is the member that runs its forward or ``backward`` pass, ``saved`` are
-    those that hold what they saved (as often as they ran), ``entering`` is the one whose backward pass is about to begin: it
-    holds what it saved without its outputs. Members are counted from 0; -1 stands for none.
+    those that hold what they saved (as often as they ran). Members are counted from 0; -1 stands for none.
     """
 
     base_bytes: int
     running: int
     backward: bool
     saved: tuple[int, ...]
-    entering: int = -1
 
     def total_bytes(self, footprints: Sequence[Footprint]) -> int:
         total = self.base_bytes + sum(footprints[member].saved_bytes for member in self.saved)
         if self.running >= 0:
             own = footprints[self.running]
             total += own.backward_bytes if self.backward else own.forward_bytes
-        elif self.entering >= 0:
-            total += footprints[self.entering].entering_bytes
         return total
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Memory of one member: what it saves between its passes, what of that is left when its backward pass begins, and the
-    peaks of its passes."""
+    """Memory of one member: what it saves between its passes, and the peaks of these. Somebody may hold what it returned until
+    the end."""
 
     saved_bytes: int
-    entering_bytes: int
     forward_bytes: int
     backward_bytes: int
 
@@ -78,23 +73,20 @@ def sequential_constraints(
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A program that shares the budget, and its costs. ``outputs_held``: somebody may hold what it returns until the end."""
+    """A program that shares the budget, and its costs."""
 
     program: Program
     costs: Costs
-    outputs_held: bool = False
 
     def footprint(self, schedule: Schedule) -> Footprint:
         """What the program takes by this schedule."""
         run, boundary = simulate(self.program.graph, self.costs, schedule), schedule.boundary
         timeline, tensors = run.timeline, (made for made in run.allocations if made.kind is Kind.TENSOR)
         saved = sum(made.bytes for made in tensors if made.first < boundary <= made.last)
-        unread = self.unread_output_bytes
         return Footprint(
             saved,
-            max(saved - unread, 0),
             int(timeline[:boundary].max(initial=0)),
-            max(int(timeline[boundary:].max(initial=0)) - unread, 0),
+            int(timeline[boundary:].max(initial=0)),
         )
 
     @functools.cached_property
@@ -122,15 +114,6 @@ class Member:
     def arriving_bytes(self) -> int:
         """Bytes of the gradients that come back for the outputs."""
         return self._bytes_of(op.outputs[0] for op in self.program.graph.ops if op.target == TANGENT_TARGET)
-
-    @functools.cached_property
-    def unread_output_bytes(self) -> int:
-        """Bytes of forward outputs that the program does not read: in its backward pass nobody holds them any more."""
-        if self.outputs_held:
-            return 0
-        graph = self.program.graph
-        read = {graph.values[value].storage for op in graph.ops for value in op.inputs}
-        return self._bytes_of(value for value in graph.forward_outputs if graph.values[value].storage not in read)
 
     def _bytes_of(self, values: Iterable[int]) -> int:
         storages = {self.program.graph.values[value].storage for value in values}

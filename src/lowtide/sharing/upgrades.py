@@ -50,14 +50,12 @@ class _Rows:
     def __init__(self, constraints: Sequence[Constraint], members: int) -> None:
         shape = (len(constraints), members)
         self.base = np.array([one.base_bytes for one in constraints], dtype=np.int64)
-        self.saved, self.entering, self.forward, self.backward = (np.zeros(shape, dtype=np.int64) for _ in range(4))
+        self.saved, self.forward, self.backward = (np.zeros(shape, dtype=np.int64) for _ in range(3))
         for row, one in enumerate(constraints):
             for member in one.saved:
                 self.saved[row, member] += 1
             if one.running >= 0:
                 (self.backward if one.backward else self.forward)[row, one.running] = 1
-            elif one.entering >= 0:
-                self.entering[row, one.entering] = 1
 
     def totals(self, footprints: Sequence[Footprint]) -> npt.NDArray[np.int64]:
         found = self.base.copy()
@@ -71,7 +69,6 @@ class _Rows:
     def _of(self, member: int, own: Footprint) -> npt.NDArray[np.int64]:
         found: npt.NDArray[np.int64] = (
             self.saved[:, member] * own.saved_bytes
-            + self.entering[:, member] * own.entering_bytes
             + self.forward[:, member] * own.forward_bytes
             + self.backward[:, member] * own.backward_bytes
         )
