@@ -21,6 +21,7 @@ def test_quiet_and_wide_enough(tmp_path: Path, width: int, dark: bool) -> None:
             page.open(path)
             assert page.complaints == []
             assert page.requests == [path.resolve().as_uri()]
+            page.run("document.querySelectorAll('details').forEach(each => { each.open = true; })")
             assert page.run("document.documentElement.scrollWidth") <= width
             shown = "narrow" if width < 600 else "wide"
             charts = "[...document.querySelectorAll('svg.chart')].filter(e => getComputedStyle(e).display !== 'none')"
