@@ -6,7 +6,14 @@ from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
 from lowtide.ir.parser import parse_graph, parse_schedule
 from lowtide.ir.schedule import Compute, Fetch, Free, Offload, RestoreRng, SaveRng, Schedule, Step
 from lowtide.ir.second_memory import SecondMemory
-from lowtide.ir.sequence import is_view, keep_all_schedule, needed_ops, schedule_from_sequence, shared_storages
+from lowtide.ir.sequence import (
+    collectives_of,
+    is_view,
+    keep_all_schedule,
+    needed_ops,
+    schedule_from_sequence,
+    shared_storages,
+)
 from lowtide.ir.serial import (
     graph_from_json,
     graph_to_json,
@@ -47,6 +54,7 @@ __all__ = [
     "Transfer",
     "Value",
     "check",
+    "collectives_of",
     "format_graph",
     "format_schedule",
     "graph_from_json",

@@ -79,7 +79,8 @@ class _Checker:
         again, own = op.id in self.computed, self._allocated_by(op)
         if again and not op.recomputable:
             self._fail(f"{op.name} must run exactly once")
-        only_views = op.outputs and not own and op.recomputable and not op.random  # pure and free: may run anywhere
+        pure = op.recomputable and not op.random and not op.collective
+        only_views = op.outputs and not own and pure  # these are free, and may run anywhere
         if not again and not only_views:
             if op.id < self.latest:
                 latest = self.graph.ops[self.latest].name

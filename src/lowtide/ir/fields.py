@@ -10,20 +10,20 @@ from lowtide.errors import PlanError
 GRAPH_FORMAT = "lowtide-graph/1"
 SCHEDULE_FORMAT = "lowtide-schedule/1"
 DAG_FORMAT = "lowtide-dag/1"
-MOVING = {GRAPH_FORMAT: "lowtide-graph/2", SCHEDULE_FORMAT: "lowtide-schedule/2", DAG_FORMAT: "lowtide-dag/2"}
-"""The formats of what moves storages to a second memory; readers take either."""
+SECOND = {GRAPH_FORMAT: "lowtide-graph/2", SCHEDULE_FORMAT: "lowtide-schedule/2", DAG_FORMAT: "lowtide-dag/2"}
+"""The formats of what moves storages to a second memory, or has collectives that may run again; readers take either."""
 _LARGEST = 2**50  # a pebibyte, or 13 days in nanoseconds: sums over any graph stay within 64 bits
 
 
-def format_of(form: str, moving: bool) -> str:
+def format_of(form: str, second: bool) -> str:
     """The format that is written: the first version for what everybody who reads it understands."""
-    return MOVING[form] if moving else form
+    return SECOND[form] if second else form
 
 
 def expect_format(data: Any, *wanted: str) -> None:
     """Refuse an object of another format, and whatever is no object."""
     wanted = tuple(
-        itertools.chain.from_iterable((form, MOVING[form]) if form in MOVING else (form,) for form in wanted)
+        itertools.chain.from_iterable((form, SECOND[form]) if form in SECOND else (form,) for form in wanted)
     )
     formats = " or ".join(map(repr, wanted))
     if not isinstance(data, dict):

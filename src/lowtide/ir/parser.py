@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from lowtide.errors import PlanError
 from lowtide.ir.costs import Costs
-from lowtide.ir.fields import GRAPH_FORMAT
+from lowtide.ir.fields import GRAPH_FORMAT, SECOND
 from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import Schedule, Step
 from lowtide.ir.serial import FLAGS, LISTS, STEPS, graph_from_json
@@ -86,12 +86,12 @@ def parse_graph(text: str) -> tuple[Graph, Costs | None]:
 
 
 class _GraphParser:
-    """Collects the lines into a ``lowtide-graph/1`` object, whose reader does the validation."""
+    """Collects the lines into a ``lowtide-graph/2`` object, whose reader does the validation."""
 
     def __init__(self) -> None:
         self.priced = False
         self.section = ""
-        self.data: dict[str, Any] = {"format": GRAPH_FORMAT, "device": "", "rng_state_bytes": 0}
+        self.data: dict[str, Any] = {"format": SECOND[GRAPH_FORMAT], "device": "", "rng_state_bytes": 0}
         self.storages: list[dict[str, Any]] = []
         self.values: dict[int, dict[str, Any]] = {}
         self.ops: list[dict[str, Any]] = []

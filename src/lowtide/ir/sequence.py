@@ -31,7 +31,7 @@ def schedule_from_sequence(graph: Graph, sequence: Sequence[int]) -> Schedule:
 
 def is_view(graph: Graph, op: Op) -> bool:
     """Whether ``op`` allocates nothing and only forms views of storages that exist."""
-    if not op.outputs or not op.recomputable or op.random:
+    if not op.outputs or not op.recomputable or op.random or op.collective:
         return False
     return all(graph.storages[graph.values[value].storage].base != op.id for value in op.outputs)
 
@@ -59,6 +59,12 @@ def shared_storages(graph: Graph) -> set[int]:
         for storage in (graph.values[value].storage for value in op.outputs)
         if graph.storages[storage].base != op.id
     }
+
+
+def collectives_of(graph: Graph, schedule: Schedule) -> list[int]:
+    """The ops by which ``schedule`` communicates with other ranks, in the order in which it runs them: ranks whose sequences
+    differ wait for each other for ever."""
+    return [step.op for step in schedule.steps if isinstance(step, Compute) and graph.ops[step.op].collective]
 
 
 class _Builder:

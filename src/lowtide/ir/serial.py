@@ -1,6 +1,6 @@
 """JSON forms, versioned, and files of them: ``lowtide-graph/1`` (a graph with its costs), ``lowtide-dag/1`` (its published
 form for plain DAGs, in which every op returns one value in a storage of its own) and ``lowtide-schedule/1``; with a second
-memory, or transfers to one, they are version 2."""
+memory, transfers to one or collectives that may run again, they are version 2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.ir.costs import Column, Costs
-from lowtide.ir.fields import DAG_FORMAT, GRAPH_FORMAT, SCHEDULE_FORMAT, count, expect_format, format_of, index, text
+from lowtide.ir.fields import (
+    DAG_FORMAT,
+    GRAPH_FORMAT,
+    SCHEDULE_FORMAT,
+    SECOND,
+    count,
+    expect_format,
+    format_of,
+    index,
+    text,
+)
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
 from lowtide.ir.schedule import Compute, Fetch, Free, Offload, RestoreRng, SaveRng, Schedule, Step
 from lowtide.ir.second_memory import SecondMemory
@@ -43,7 +53,7 @@ def graph_to_json(graph: Graph, costs: Costs, *, compact: bool = False) -> dict[
     storages = zip(graph.storages, costs.storage_bytes.tolist(), strict=True)
     ops = zip(graph.ops, costs.time_ns.tolist(), costs.workspace_bytes.tolist(), strict=True)
     data = {
-        "format": format_of(GRAPH_FORMAT, costs.second_memory is not None),
+        "format": format_of(GRAPH_FORMAT, _needs_second(graph, costs)),
         **_fields(graph, "name", "fixed_bytes", "forward_ops"),
         **_fields(costs, "device", "rng_state_bytes"),
         **_fields(graph, *LISTS),
@@ -67,6 +77,11 @@ def graph_to_json(graph: Graph, costs: Costs, *, compact: bool = False) -> dict[
     return data
 
 
+def _needs_second(graph: Graph, costs: Costs) -> bool:
+    """Whether version 1 cannot say what the graph is."""
+    return costs.second_memory is not None or any(op.collective and op.recomputable for op in graph.ops)
+
+
 def _fields(record: Any, *names: str) -> dict[str, Any]:
     fields = {name: getattr(record, name) for name in names}
     return {name: list(field) if isinstance(field, tuple) else field for name, field in fields.items()}
@@ -78,6 +93,8 @@ def graph_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
     with _naming_what_is_wrong(GRAPH_FORMAT):
         ops = [{**_OP_DEFAULTS, **op} for op in data["ops"]]
         values = [{**_VALUE_DEFAULTS, **value} for value in data["values"]]
+        if data["format"] == GRAPH_FORMAT:
+            ops = [op | {"flags": _flags_of_first(op["flags"])} for op in ops]
         graph = _graph(data, ops, values)
         costs = Costs(
             _column((op["time_ns"], op["name"]) for op in ops),
@@ -90,6 +107,11 @@ def graph_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
     _validate(graph)
     _validate_overwrites(graph, costs)
     return graph, costs
+
+
+def _flags_of_first(flags: list[str]) -> list[str]:
+    """What the flags of version 1 say: there, no collective runs again."""
+    return [*flags, "once"] if "collective" in flags and not {"effect", "once"}.intersection(flags) else flags
 
 
 def second_memory_from_json(data: Any) -> SecondMemory | None:
@@ -129,8 +151,12 @@ def _graph_of_dag(data: dict[str, Any]) -> dict[str, Any]:
                 raise PlanError(f"op {op['name']} ({position}) reads op {source!r}, which is not an earlier one.")
     outputs = [index(output, len(ops), "outputs") for output in data["outputs"]]
     read = {source for op in ops for source in op["inputs"]}.union(outputs)
+
+    def flags(op: dict[str, Any]) -> list[str]:
+        return [] if data["format"] == DAG_FORMAT else op.get("flags", [])
+
     return {
-        "format": GRAPH_FORMAT,
+        "format": SECOND[GRAPH_FORMAT],
         "second_memory": data.get("second_memory"),
         "name": str(data.get("name", "")),
         "fixed_bytes": data.get("fixed_bytes", 0),
@@ -143,7 +169,7 @@ def _graph_of_dag(data: dict[str, Any]) -> dict[str, Any]:
         "ops": [
             {key: op[key] for key in ("name", "inputs", "time_ns", "workspace_bytes")}
             # Every op runs, also one whose result nobody reads.
-            | {"target": op["name"], "outputs": [i], "flags": [] if i in read else ["effect"]}
+            | {"target": op["name"], "outputs": [i], "flags": flags(op) if i in read else [*flags(op), "effect"]}
             for i, op in enumerate(ops)
         ],
         "storages": [{"base": i, "bytes": count(op["bytes"], op["name"])} for i, op in enumerate(ops)],

@@ -20,7 +20,8 @@ Grammar, one item per line::
     step     ::= "compute" int ["into s"int] | "free s"int | "save_rng" int | "restore_rng" int
                | "offload s"int | "fetch s"int
 
-The numbers of ``costs`` are there exactly where the ``costs`` line is. ``value`` lines are the values that no op returns.
+The numbers of ``costs`` are there exactly where the ``costs`` line is. ``value`` lines are the values that
+no op returns. Flags mean what they do in version 2 of the JSON form.
 """
 
 from __future__ import annotations

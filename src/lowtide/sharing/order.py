@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from lowtide.ir import Compute, Graph, Schedule
+from lowtide.ir import Graph, Schedule, collectives_of
 from lowtide.ir.serial import schedule_from_json, schedule_to_json
 from lowtide.program.program import Program
 from lowtide.sharing.agreement import program_key
@@ -76,8 +76,8 @@ class CollectiveOrder:
 
 def sequence(graph: Graph, schedule: Schedule) -> list[str]:
     """The collectives that a schedule runs, one after the other."""
-    ops = (graph.ops[step.op] for step in schedule.steps if isinstance(step, Compute))
-    return [f"{op.target} {op.name}" for op in ops if op.collective]
+    ops = (graph.ops[op] for op in collectives_of(graph, schedule))
+    return [f"{op.target} {op.name}" for op in ops]
 
 
 def _ops_key(graph: Graph) -> str:

@@ -327,8 +327,10 @@ def _flags(target: Any) -> dict[str, bool]:
     """What the schema of an operator tells."""
     if not isinstance(target, torch._ops.OpOverload):
         return {}
+    communicates = target.namespace in ("_c10d_functional", "c10d_functional")
     return {
         "random": torch.Tag.nondeterministic_seeded in target.tags,
         "effect": target._schema.is_mutable or not target._schema.returns,
-        "collective": target.namespace in ("_c10d_functional", "c10d_functional"),
+        "collective": communicates,
+        "once": communicates,
     }
