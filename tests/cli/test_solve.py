@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.cli.main import main
-from lowtide.ir import SecondMemory, check, keep_all_schedule, simulate
+from lowtide.ir import Lane, SecondMemory, check, keep_all_schedule, simulate
 from lowtide.ir.serial import graph_to_json, load_instance, read_json, schedule_from_json
 from lowtide.planning import make_plan
 from tests.support.chains import LAYER_BYTES, chain_dag
@@ -115,7 +115,9 @@ def test_a_second_memory(instance: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert (run.peak_bytes, run.time_ns) == (result["peak_bytes"], result["time_ns"])
     moved = result["transfers"]
     assert moved["fetched_bytes"] >= moved["second_peak_bytes"] > 0
-    assert sum(step[0] == "fetch" for step in result["schedule"]) == sum(one.back for one in run.timing.transfers)
+    assert sum(step[0] == "fetch" for step in result["schedule"]) == sum(
+        one.lane is Lane.FETCH for one in run.timing.transfers
+    )
     assert main(["solve", instance, "--budget", "70%", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["time_ns"] > result["time_ns"]
     assert main(["solve", instance, "--budget", "70%", *link, "--offload-budget", "0.5KiB"]) == 0

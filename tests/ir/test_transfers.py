@@ -15,6 +15,7 @@ from lowtide.ir import (
     Fetch,
     Free,
     Graph,
+    Lane,
     Offload,
     Schedule,
     SecondMemory,
@@ -55,7 +56,7 @@ def test_whoever_needs_what_is_under_way_waits() -> None:
     run = simulate(graph, costs, schedule)
     # op0 until 5, its copy until 16; op1 until 10; the free waits until 16; op2 until 21, the fetch until 40; op3 until 26;
     # op1 again reads v0 and waits until 40.
-    assert [(t.storage, t.back, t.start_ns, t.end_ns) for t in run.timing.transfers] == [
+    assert [(t.of, t.lane is Lane.FETCH, t.start_ns, t.end_ns) for t in run.timing.transfers] == [
         (0, False, 5, 16),
         (0, True, 21, 40),
     ]

@@ -30,16 +30,18 @@ from lowtide.ir.simulator import (
     simulate,
 )
 from lowtide.ir.text import format_graph, format_schedule
-from lowtide.ir.transfers import Timing, Transfer, timing
+from lowtide.ir.transfers import Clock, Lane, Timing, Transfer, awaited, timing
 
 __all__ = [
     "Allocation",
+    "Clock",
     "Compute",
     "Costs",
     "Fetch",
     "Free",
     "Graph",
     "Kind",
+    "Lane",
     "Offload",
     "Op",
     "Phase",
@@ -53,6 +55,7 @@ __all__ = [
     "Timing",
     "Transfer",
     "Value",
+    "awaited",
     "check",
     "collectives_of",
     "format_graph",

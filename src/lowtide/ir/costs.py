@@ -17,7 +17,8 @@ class Costs:
     """``time_ns[op]``, ``workspace_bytes[op]`` (allocated and released inside the op) and ``storage_bytes[storage]``.
     External storages have 0 bytes. ``rng_state_bytes`` is what one saved generator state occupies on the device.
     ``device`` names where the numbers come from. Where there is a ``second_memory``, schedules may move
-    storages there and back. The columns are read-only."""
+    storages there and back. ``collectives_beside``: collectives run beside computing, on a stream of their own. The columns are
+    read-only."""
 
     time_ns: Column
     workspace_bytes: Column
@@ -25,6 +26,7 @@ class Costs:
     rng_state_bytes: int = 0
     device: str = ""
     second_memory: SecondMemory | None = None
+    collectives_beside: bool = False
 
     def __post_init__(self) -> None:
         for name in ("time_ns", "workspace_bytes", "storage_bytes"):

@@ -44,7 +44,8 @@ class Op:
     ops are replayed from the generator state of their first execution; ``effect`` ops run exactly once, in order;
     ``once`` ops are never recomputed, since what they read may have changed. ``collective`` ops communicate with other ranks,
     all of which must run them in one order; they may run again like any other. ``overwrites``: inputs whose storage the
-    op's one storage may take over, where nothing reads it afterwards (the two are of the same size). ``module`` is the module path, ``source`` the user's ``file:line``.
+    op's one storage may take over, where nothing reads it afterwards (the two are of the same size). ``module`` is the
+    module path, ``source`` the user's ``file:line``.
     """
 
     id: int

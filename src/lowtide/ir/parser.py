@@ -128,6 +128,7 @@ class _GraphParser:
             self.priced = True
             found = cursor.expect(rf"device=({STRING}) +rng_state_bytes=(\d+)", "'device=' and 'rng_state_bytes='")
             self.data |= {"device": cursor.unquoted(found[1]), "rng_state_bytes": int(found[2])}
+            self.data["collectives_beside"] = cursor.accept("collectives_beside") is not None
         elif keyword == "second_memory":
             found = cursor.expect(rf"({STRING})((?: +\w+=\d+)+)", "a name and fields of a second memory")
             facts = {key: int(fact) for key, fact in re.findall(r"(\w+)=(\d+)", found[2])}

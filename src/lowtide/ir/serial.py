@@ -25,6 +25,7 @@ from lowtide.ir.fields import (
     format_of,
     index,
     text,
+    truth,
 )
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
 from lowtide.ir.schedule import Compute, Fetch, Free, Offload, RestoreRng, SaveRng, Schedule, Step
@@ -66,6 +67,8 @@ def graph_to_json(graph: Graph, costs: Costs, *, compact: bool = False) -> dict[
             for op, time, workspace in ops
         ],
     }
+    if costs.collectives_beside:
+        data["collectives_beside"] = True
     if costs.second_memory is not None:
         data["second_memory"] = dataclasses.asdict(costs.second_memory)
     if compact:
@@ -79,7 +82,8 @@ def graph_to_json(graph: Graph, costs: Costs, *, compact: bool = False) -> dict[
 
 def _needs_second(graph: Graph, costs: Costs) -> bool:
     """Whether version 1 cannot say what the graph is."""
-    return costs.second_memory is not None or any(op.collective and op.recomputable for op in graph.ops)
+    beside = costs.second_memory is not None or costs.collectives_beside
+    return beside or any(op.collective and op.recomputable for op in graph.ops)
 
 
 def _fields(record: Any, *names: str) -> dict[str, Any]:
@@ -103,6 +107,7 @@ def graph_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
             count(data["rng_state_bytes"], "rng_state_bytes"),
             text(data["device"], "device"),
             second_memory_from_json(data.get("second_memory")),
+            truth(data.get("collectives_beside", False), "collectives_beside"),
         )
     _validate(graph)
     _validate_overwrites(graph, costs)
@@ -126,8 +131,7 @@ def second_memory_from_json(data: Any) -> SecondMemory | None:
     for required in ("offload_bytes_per_second", "fetch_bytes_per_second"):
         if required not in fields:
             raise PlanError(f"the second memory lacks {required}.")
-    if not isinstance(shared, bool):
-        raise PlanError(f"shared of the second memory is {shared!r}, not true or false.")
+    truth(shared, "shared of the second memory")
     if fields.get("capacity_bytes") is None:
         fields.pop("capacity_bytes", None)
     return SecondMemory(**{key: count(number, key) for key, number in fields.items()}, shared=shared, name=name)
@@ -158,6 +162,7 @@ def _graph_of_dag(data: dict[str, Any]) -> dict[str, Any]:
     return {
         "format": SECOND[GRAPH_FORMAT],
         "second_memory": data.get("second_memory"),
+        "collectives_beside": data.get("collectives_beside", False),
         "name": str(data.get("name", "")),
         "fixed_bytes": data.get("fixed_bytes", 0),
         "forward_ops": data["forward_ops"],

@@ -7,6 +7,7 @@
 - ``Free(storage)`` releases after the step, nothing where the storage has become another's.
 - ``SaveRng(op)`` holds ``rng_state_bytes`` until after the last ``Compute`` of the op.
 - ``Fetch(storage)`` allocates it, however long its bytes take to come.
+- Where collectives run beside computing, the workspace of one stays until the first step before which it has certainly ended.
 
 Operators run one after another; how long they wait for transfers is told by ``ir.transfers``. Linear in the number of steps.
 Validity is the checker's business.
@@ -27,7 +28,7 @@ import numpy.typing as npt
 from lowtide.ir.costs import Costs
 from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import Compute, Fetch, Free, SaveRng, Schedule
-from lowtide.ir.transfers import Timing, timing
+from lowtide.ir.transfers import Timing, awaited, timing
 
 
 class Kind(enum.Enum):
@@ -109,6 +110,7 @@ def _allocations(graph: Graph, costs: Costs, schedule: Schedule) -> list[Allocat
     owned = owned_storages(graph)
     last_compute = {step.op: i for i, step in enumerate(schedule.steps) if isinstance(step, Compute)}
     end = len(schedule.steps)
+    ends = awaited(graph, schedule) if costs.collectives_beside else {}
     made: list[list[Any]] = []  # the fields of allocations
     live: dict[int, list[Any]] = {}  # storage -> its allocation
     states: dict[int, list[Any]] = {}  # op -> that of its generator state
@@ -129,7 +131,7 @@ def _allocations(graph: Graph, costs: Costs, schedule: Schedule) -> list[Allocat
                 else:
                     live[storage] = allocate(Kind.TENSOR, sizes[storage], index, end, storage)
             if workspaces[step.op]:
-                allocate(Kind.WORKSPACE, workspaces[step.op], index, index)
+                allocate(Kind.WORKSPACE, workspaces[step.op], index, ends.get(index, index + 1) - 1)
             if step.op in states and last_compute[step.op] == index:
                 states.pop(step.op)[_LAST] = index
         elif isinstance(step, Fetch):

@@ -3,7 +3,7 @@
 Grammar, one item per line::
 
     graph    ::= "graph" string "fixed_bytes=" int
-                 ["costs" "device=" string "rng_state_bytes=" int]
+                 ["costs" "device=" string "rng_state_bytes=" int ["collectives_beside"]]
                  ["second_memory" string (key "=" int)*]                  keys are the fields of ``SecondMemory``
                  storage* ("value" value)*
                  "inputs" ref* "forward_outputs" ref* "outputs" ref*
@@ -42,7 +42,8 @@ def format_graph(graph: Graph, costs: Costs | None = None) -> str:
     """The text of ``graph``, with the numbers of ``costs`` where given."""
     text = [f"graph {_quoted(graph.name)} fixed_bytes={graph.fixed_bytes}"]
     if costs is not None:
-        text.append(f"costs device={_quoted(costs.device)} rng_state_bytes={costs.rng_state_bytes}")
+        beside = " collectives_beside" if costs.collectives_beside else ""
+        text.append(f"costs device={_quoted(costs.device)} rng_state_bytes={costs.rng_state_bytes}{beside}")
         if costs.second_memory is not None:
             facts = dataclasses.asdict(costs.second_memory)
             name = _quoted(facts.pop("name"))

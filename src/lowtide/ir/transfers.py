@@ -1,127 +1,273 @@
-"""When the steps of a schedule run, and the transfers beside them, in exact nanoseconds.
+"""When the steps of a schedule run, and what is under way beside them, in exact nanoseconds.
 
-Steps run in their order, each compute as long as it costs. A transfer begins with its step, but not before the one in the same
-direction that was asked for before it has ended. Who needs what is still under way waits:
+Steps run in their order, each compute as long as it costs. Beside them there are three *lanes*, on each of which one thing is
+under way after the other: transfers to the second memory, transfers back, and, where ``Costs.collectives_beside``, collectives.
+What a lane does begins with its step, but not before what was asked for before it on its lane has ended, nor before what it
+needs is there. Computing goes on at once, and waits only where a step needs what is still under way:
 
-- a ``Free`` for either transfer of its storage, and a ``Compute`` that writes over it;
-- a ``Compute`` that reads a storage, the caller who is handed it and the end, for a ``Fetch`` of it;
-- a second transfer of a storage for the first.
+- whoever reads a storage, the caller who is handed it and the end, for whatever makes it (a ``Fetch``, a collective);
+- whoever frees a storage, or writes into it, for whatever makes it and whatever reads it (an ``Offload``, a collective).
 
-The copy of a storage takes room in the second memory from its ``Offload`` to its last ``Fetch``.
+An ``effect`` op may write into all that it reads. The copy of a storage takes room in the second memory from its ``Offload`` to
+its last ``Fetch``.
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lowtide.errors import PlanError
 from lowtide.ir.costs import Costs
-from lowtide.ir.graph import Graph
+from lowtide.ir.graph import Graph, Op
 from lowtide.ir.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 
 
-class Transfer(NamedTuple):
-    """A storage on its way to the second memory (``Offload``) or back (``Fetch``), asked for by ``step``, under way from
-    ``start_ns`` to ``end_ns``."""
+class Lane(enum.Enum):
+    """Where things are under way beside computing, one after the other."""
 
-    storage: int
-    back: bool
+    OFFLOAD = "offload"
+    FETCH = "fetch"
+    COLLECTIVE = "collective"
+
+
+class Transfer(NamedTuple):
+    """What is under way on a lane from ``start_ns`` to ``end_ns``, asked for by ``step``: a storage ``of`` so many bytes to the
+    second memory or back, or the collective that an op is, which makes so many."""
+
+    lane: Lane
+    of: int
     bytes: int
     step: int
     start_ns: int
     end_ns: int
 
+    @property
+    def time_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timing:
     """``start_ns[i]``: when step i begins, after whatever it waits for. ``wait_ns``: the part of ``time_ns`` in which nothing
-    is computed. ``second_peak_bytes``: the most that the second memory holds."""
+    is computed, ``exposed_ns`` that of it in which a collective is under way. ``second_peak_bytes``: the most that the second
+    memory holds. ``lanes``: all that is under way beside computing, in the order in which it was asked for."""
 
     time_ns: int
     start_ns: tuple[int, ...]
     wait_ns: int = 0
-    transfers: tuple[Transfer, ...] = ()
+    exposed_ns: int = 0
+    lanes: tuple[Transfer, ...] = ()
     second_peak_bytes: int = 0
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Those to the second memory and back."""
+        return tuple(one for one in self.lanes if one.lane is not Lane.COLLECTIVE)
+
+    @property
+    def collectives(self) -> tuple[Transfer, ...]:
+        """When each collective runs that runs beside computing."""
+        return tuple(one for one in self.lanes if one.lane is Lane.COLLECTIVE)
+
+    @property
+    def collective_ns(self) -> int:
+        """How long these take in all; but for ``exposed_ns``, operators run meanwhile."""
+        return sum(one.time_ns for one in self.collectives)
 
     @property
     def offloaded_bytes(self) -> int:
         """To the second memory, in all."""
-        return sum(one.bytes for one in self.transfers if not one.back)
+        return sum(one.bytes for one in self.lanes if one.lane is Lane.OFFLOAD)
 
     @property
     def fetched_bytes(self) -> int:
         """Back from it, in all."""
-        return sum(one.bytes for one in self.transfers if one.back)
+        return sum(one.bytes for one in self.lanes if one.lane is Lane.FETCH)
 
 
 def timing(graph: Graph, costs: Costs, schedule: Schedule) -> Timing:
     """``schedule`` on the clock, in time linear in the number of steps and of what they read. Raises ``PlanError`` for
     transfers where ``costs`` have no second memory."""
-    if schedule.moves:
-        return _Clock(graph, costs).run(schedule)
+    if schedule.moves or costs.collectives_beside:
+        return Clock(graph, costs).run(schedule)
     times = costs.time_ns.tolist()
     starts = [0, *itertools.accumulate(times[step.op] if isinstance(step, Compute) else 0 for step in schedule.steps)]
     return Timing(starts[-1], tuple(starts[:-1]))
 
 
-class _Clock:
+class Needs:
+    """What steps need of storages: ``read`` or ``written``, as told at the head of this file."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._ops = graph.ops
+        self._storage_of = [value.storage for value in graph.values]
+        self._base = [storage.base for storage in graph.storages]
+
+    def of(self, step: Step) -> tuple[Sequence[int], Sequence[int]]:
+        """The storages that a step reads, those that it writes into or releases."""
+        match step:
+            case Compute(op, into):
+                inputs, outputs = self.inputs(op), self.outputs(op)
+                written = [storage for storage in outputs if self._base[storage] != op]
+                written += [] if into is None else [into]
+                written += inputs if self._ops[op].effect else []
+                return [*inputs, *outputs], written
+            case Offload(storage):
+                return (storage,), ()
+            case Free(storage) | Fetch(storage):
+                return (), (storage,)
+        return (), ()
+
+    def inputs(self, op: int) -> list[int]:
+        return self.storages(self._ops[op].inputs)
+
+    def outputs(self, op: int) -> list[int]:
+        return self.storages(self._ops[op].outputs)
+
+    def storages(self, values: Iterable[int]) -> list[int]:
+        return [self._storage_of[value] for value in values]
+
+
+class Clock:
+    """Takes steps one after the other. ``now``: when the next one may begin, ``lanes``: when the latest on each has ended."""
+
     def __init__(self, graph: Graph, costs: Costs) -> None:
-        if costs.second_memory is None:
-            raise PlanError("the schedule moves storages, but its costs have no second memory.")
         self.graph = graph
         self.memory = costs.second_memory
+        self.beside = costs.collectives_beside
         self.times: list[int] = costs.time_ns.tolist()
         self.sizes: list[int] = costs.storage_bytes.tolist()
+        self.needs = Needs(graph)
         self.now = 0
-        self.lanes = [0, 0]  # by direction: when its latest transfer ends
-        self.leaving: dict[int, int] = {}  # storage -> when its copy is complete
-        self.coming: dict[int, int] = {}  # storage -> when it is back
-        self.transfers: list[Transfer] = []
+        self.lanes = dict.fromkeys(Lane, 0)
+        self.read_until: dict[int, int] = {}  # storage -> when the last that reads it beside computing has ended
+        self.made_at: dict[int, int] = {}  # storage -> when what makes it beside computing has ended
+        self.under_way: list[Transfer] = []
+        self.computing: list[tuple[int, int]] = []  # from when to when
 
     def run(self, schedule: Schedule) -> Timing:
         starts = []
         for index, step in enumerate(schedule.steps):
             if index == schedule.boundary:
-                self._wait(self.coming, self._storages(self.graph.forward_outputs))
-            self._before(step)
-            starts.append(self.now)
-            if isinstance(step, Compute):
-                self.now += self.times[step.op]
-            elif isinstance(step, (Offload, Fetch)):
-                self._begin(index, step.storage, back=isinstance(step, Fetch))
-        self.now = max(self.now, *self.lanes)
-        computing = sum(self.times[step.op] for step in schedule.steps if isinstance(step, Compute))
+                self.hand_over()
+            starts.append(self.take(step, index))
+        self.now = max(self.now, *self.lanes.values())
+        computing = sum(end - start for start, end in self.computing)
+        exposed = _exposed([one for one in self.under_way if one.lane is Lane.COLLECTIVE], self.computing)
         peak = _second_peak(schedule, self.sizes)
-        return Timing(self.now, tuple(starts), self.now - computing, tuple(self.transfers), peak)
+        return Timing(self.now, tuple(starts), self.now - computing, exposed, tuple(self.under_way), peak)
 
-    def _before(self, step: Step) -> None:
+    def hand_over(self) -> None:
+        """Wait for what the caller is handed."""
+        self._wait(self.ready(self.needs.storages(self.graph.forward_outputs), ()))
+
+    def take(self, step: Step, index: int = 0) -> int:
+        """When ``step`` begins, beside computing or not."""
+        ready = self.ready(*self.needs.of(step))
+        if isinstance(step, (Offload, Fetch)):
+            return self._move(step, index, ready)
+        if isinstance(step, Compute) and self.beside and self.graph.ops[step.op].collective:
+            return self._communicate(step, index, ready)
+        self._wait(ready)
+        start = self.now
         if isinstance(step, Compute):
-            op = self.graph.ops[step.op]
-            if self.coming:
-                self._wait(self.coming, self._storages((*op.inputs, *op.outputs)))
+            self.now += self.times[step.op]
+            self.computing.append((start, self.now))
+            self._forget(step.into)
+        return start
+
+    def ready(self, read: Iterable[int], written: Iterable[int]) -> int:
+        """When storages are there to be read, and may be written into or released."""
+        made, until = self.made_at, self.read_until
+        ready = max((made.get(storage, 0) for storage in read), default=0)
+        return max(ready, max((max(made.get(one, 0), until.get(one, 0)) for one in written), default=0))
+
+    def _wait(self, until: int) -> None:
+        self.now = max(self.now, until)
+
+    def _move(self, step: Offload | Fetch, index: int, ready: int) -> int:
+        if self.memory is None:
+            raise PlanError("the schedule moves storages, but its costs have no second memory.")
+        size, back = self.sizes[step.storage], isinstance(step, Fetch)
+        lane, other = (Lane.FETCH, Lane.OFFLOAD) if back else (Lane.OFFLOAD, Lane.FETCH)
+        start = max(self.now, ready, self.lanes[lane], self.lanes[other] if self.memory.shared else 0)
+        time_ns = self.memory.fetch_ns(size) if back else self.memory.offload_ns(size)
+        ends = self.made_at if back else self.read_until
+        ends[step.storage] = max(ends.get(step.storage, 0), start + time_ns)
+        return self._begin(lane, step.storage, size, index, start, time_ns)
+
+    def _communicate(self, step: Compute, index: int, ready: int) -> int:
+        start, op = max(self.now, ready, self.lanes[Lane.COLLECTIVE]), self.graph.ops[step.op]
+        end = start + self.times[op.id]
+        inputs, outputs = self.needs.inputs(op.id), self.needs.outputs(op.id)
+        self._forget(step.into)
+        self.read_until.update((one, max(end, self.read_until.get(one, 0))) for one in inputs if one != step.into)
+        self.made_at.update(dict.fromkeys((*outputs, *_changed(op, inputs)), end))
+        size = sum(self.sizes[storage] for storage in dict.fromkeys(outputs))
+        return self._begin(Lane.COLLECTIVE, op.id, size, index, start, self.times[op.id])
+
+    def _begin(self, lane: Lane, of: int, size: int, index: int, start: int, time_ns: int) -> int:
+        self.lanes[lane] = start + time_ns
+        self.under_way.append(Transfer(lane, of, size, index, start, start + time_ns))
+        return start
+
+    def _forget(self, storage: int | None) -> None:
+        """Of what is written over, only the name is left to be freed."""
+        if storage is not None:
+            self.made_at.pop(storage, None)
+            self.read_until.pop(storage, None)
+
+
+def _changed(op: Op, inputs: Sequence[int]) -> Sequence[int]:
+    return inputs if op.effect else ()
+
+
+def awaited(graph: Graph, schedule: Schedule) -> dict[int, int]:
+    """By the step of each collective, the later step before which it has certainly ended when collectives run beside
+    computing, whatever the clock says; the number of steps for the end."""
+    needs, steps = Needs(graph), schedule.steps
+    pending: list[int] = []  # the steps of collectives that may be under way, in their order
+    reading: dict[int, int] = {}  # storage -> the step of the last collective that reads it
+    making: dict[int, int] = {}
+    found: dict[int, int] = {}
+    for index, step in enumerate(steps):
+        last = -1
+        if index == schedule.boundary:
+            last = max((making.get(one, -1) for one in needs.storages(graph.forward_outputs)), default=-1)
+        if isinstance(step, Compute) and graph.ops[step.op].collective:
+            inputs = needs.inputs(step.op)
             if step.into is not None:
-                self._wait(self.leaving, (step.into,))
-        elif isinstance(step, (Free, Offload, Fetch)):
-            self._wait(self.coming, (step.storage,))
-            self._wait(self.leaving, (step.storage,))
+                reading.pop(step.into, None)
+                making.pop(step.into, None)
+            reading.update((one, index) for one in inputs if one != step.into)
+            changed = _changed(graph.ops[step.op], inputs)
+            making.update(dict.fromkeys((*needs.outputs(step.op), *changed), index))
+            pending.append(index)
+        elif isinstance(step, (Compute, Free)):
+            read, written = needs.of(step)
+            met = [making.get(one, -1) for one in (*read, *written)] + [reading.get(one, -1) for one in written]
+            last = max(last, *met, -1)
+        while pending and pending[0] <= last:
+            found[pending.pop(0)] = index
+    return found | dict.fromkeys(pending, len(steps))
 
-    def _wait(self, ends: dict[int, int], storages: Iterable[int]) -> None:
-        for storage in storages:
-            self.now = max(self.now, ends.pop(storage, 0))
 
-    def _begin(self, index: int, storage: int, *, back: bool) -> None:
-        size = self.sizes[storage]
-        start = max(self.now, max(self.lanes) if self.memory.shared else self.lanes[back])
-        end = start + (self.memory.fetch_ns(size) if back else self.memory.offload_ns(size))
-        self.lanes[back] = end
-        (self.coming if back else self.leaving)[storage] = end
-        self.transfers.append(Transfer(storage, back, size, index, start, end))
-
-    def _storages(self, values: Iterable[int]) -> list[int]:
-        return [self.graph.values[value].storage for value in values]
+def _exposed(collectives: Iterable[Transfer], computing: Sequence[tuple[int, int]]) -> int:
+    """Nanoseconds in which one of ``collectives`` is under way and nothing is computed; both are in the order of time."""
+    exposed = first = 0
+    for one in collectives:
+        exposed += one.time_ns
+        while first < len(computing) and computing[first][1] <= one.start_ns:
+            first += 1
+        for start, end in itertools.islice(computing, first, None):
+            if start >= one.end_ns:
+                break
+            exposed -= min(end, one.end_ns) - max(start, one.start_ns)
+    return exposed
 
 
 def _second_peak(schedule: Schedule, sizes: list[int]) -> int:

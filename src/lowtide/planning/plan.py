@@ -61,6 +61,7 @@ class _Costs(msgspec.Struct, frozen=True):
     rng_state_bytes: Amount
     device: str
     second_memory: Any = None
+    collectives_beside: bool = False
 
 
 class _Form(msgspec.Struct, frozen=True):
@@ -335,8 +336,9 @@ def _costs(form: _Form, graph: Graph) -> Costs:
     """The costs that a plan without a graph comes with. Raises ``PlanError`` where they are not of ``graph``."""
     if form.costs is None:
         raise PlanError("the plan has neither a graph nor costs.")
-    *columns, second_memory = msgspec.structs.astuple(form.costs)
-    costs = dataclasses.replace(Costs(*columns), second_memory=second_memory_from_json(second_memory))
+    *columns, second_memory, beside = msgspec.structs.astuple(form.costs)
+    memory = second_memory_from_json(second_memory)
+    costs = dataclasses.replace(Costs(*columns), second_memory=memory, collectives_beside=beside)
     sizes = [len(column) for column in (costs.time_ns, costs.workspace_bytes, costs.storage_bytes)]
     if sizes != [len(graph.ops), len(graph.ops), len(graph.storages)]:
         raise PlanError("the plan's costs are of another program.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.ir import Compute, Costs, Fetch, Graph, Kind, Schedule, resident_bytes, simulate
+from lowtide.ir import Compute, Costs, Fetch, Graph, Kind, Lane, Schedule, resident_bytes, simulate
 
 OFFLOAD, FETCH = "offload", "fetch"  # targets of spans that move a storage
 
@@ -107,8 +107,8 @@ def profile_of_schedule(graph: Graph, costs: Costs, schedule: Schedule) -> StepP
     transfers = tuple(
         _transfer(
             graph,
-            one.storage,
-            FETCH if one.back else OFFLOAD,
+            one.of,
+            FETCH if one.lane is Lane.FETCH else OFFLOAD,
             one.start_ns,
             one.end_ns - one.start_ns,
             one.step < schedule.boundary,
