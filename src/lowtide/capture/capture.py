@@ -40,20 +40,22 @@ from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.memory.collector import collector_held
 from lowtide.program import structure
 from lowtide.program.gathers import with_gathers
+from lowtide.program.local import form_of, with_own_sizes
 from lowtide.program.overwrites import with_overwrites
 from lowtide.program.program import Program
 from lowtide.program.results import GradientMask, Result
 
 
 def flat_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[torch.Tensor], Any]:
-    """The call's distinct tensors and the structure that rebuilds ``(args, kwargs)`` from them."""
+    """The call's distinct tensors, of distributed ones the forms, and the structure that rebuilds ``(args, kwargs)``."""
     if isinstance(args, (torch.Tensor, str)) or not isinstance(args, Sequence):
         raise PlanError(
             f"args is a {type(args).__name__}, but stands for all positional arguments of the model: give a tuple, say (x,)."
         )
     if not isinstance(kwargs, Mapping | None):
         raise PlanError(f"kwargs is a {type(kwargs).__name__}, not a dictionary of the model's keyword arguments.")
-    return structure.flatten_distinct((tuple(args), dict(kwargs or {})))
+    tensors, arguments = structure.flatten_distinct((tuple(args), dict(kwargs or {})))
+    return [form_of(tensor) for tensor in tensors], arguments
 
 
 _LOCK = threading.RLock()  # tracing changes PyTorch's state, and Python's generators, for the whole process
@@ -112,7 +114,7 @@ def capture(
     """The training program of ``model(*args, **kwargs)``, and its contract.
 
     ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is guessed, see
-    ``traced_model.guess_mask``. ``rewrite`` may change the joint graph before it is converted. With ``sizes``, the program's
+    ``gradient_mask.guess_mask``. ``rewrite`` may change the joint graph before it is converted. With ``sizes``, the program's
     sizes are symbolic, see ``capture.family``.
 
     The call is traced until a trace finds nothing that the next one should know. Raises ``CaptureError`` where the program
@@ -181,6 +183,8 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.Graph
         )
     inputs = (*call.state.tensors, *call.tensors, *held)
     share_casts(trace.module, [i for i, tensor in enumerate(inputs) if is_kept(tensor)], period_of_casts)
+    if trace.traced.placed:
+        with_own_sizes(trace.module, trace.traced.placed)
     if rewrite is not None:
         rewrite(trace.module)
     settings = tuple(setting for setting in run.settings if setting.place not in effects.counted)
@@ -188,11 +192,12 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.Graph
     guards = _guards(call.model, trace, settings)
     program = _assemble(convert(trace.module), trace.metadata, run, call.state, type(call.model).__name__)
     program = with_gathers(program, call.state.units, call.state.tensors)
+    program = replace(program, placed=tuple(sorted(trace.traced.placed.items())))
     read = _read_inputs(program, trace.questions)
     count = len(inputs) - len(held)
     followed = HeldInputs(trace.held_inputs.places, frozenset(i for i in range(len(held)) if count + i not in read))
     conditions = Conditions(trace.questions, guards, trace.draws, followed)
-    return Captured(program, Contract(run.result, conditions, effects, settings, run.buffers))
+    return Captured(program, Contract(run.result, conditions, effects, settings, run.buffers, run.specs))
 
 
 def _followed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from lowtide.capture.python_state.random_numbers import RandomNumbers, RandomRec
 from lowtide.capture.rehearsal import Effects
 from lowtide.program import Program, structure
 from lowtide.program.keys import fingerprint
+from lowtide.program.local import formed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +80,8 @@ class Contract:
 
     ``result_structure`` is of a pair: what the model returned, and what it left in the attributes ``effects.tensors``;
     ``settings`` are the plain values that it left (``python_state.attribute_effects``), ``buffers`` those that it registers or
-    replaces, by name. ``conditions``: under which all of this, and the program, hold for a call.
+    replaces, by name; ``specs`` say of each result how it is distributed. ``conditions``: under which all of this, and
+    the program, hold for a call.
     """
 
     result_structure: Any
@@ -86,6 +89,7 @@ class Contract:
     effects: Effects = field(default_factory=Effects)
     settings: tuple[ValueEffect, ...] = ()
     buffers: Mapping[str, MadeBuffer] = field(default_factory=dict)
+    specs: tuple[Any, ...] = ()
 
     @property
     def held_inputs(self) -> HeldInputs:
@@ -101,6 +105,7 @@ class Contract:
         """What the call returns, made of its result ``tensors`` and the ``objects`` among its arguments, after leaving in the
         model what it leaves there; and what was there before."""
         buffer_effects.put(model, self.buffers, tensors)
+        tensors = [formed(*each) for each in itertools.zip_longest(tensors, self.specs)]
         result, left = structure.unflatten(self.result_structure, tensors, objects)
         written = {*(one.place for one in self.effects.tensors), *(setting.place for setting in self.settings)}
         places = written | self.held_inputs.attributes()
@@ -115,7 +120,7 @@ class Contract:
             fingerprint(self.result_structure) == fingerprint(other.result_structure)
             and (self.effects.tensors, self.held_inputs) == (other.effects.tensors, other.held_inputs)
             and repr(self.settings) == repr(other.settings)
-            and self.buffers == other.buffers
+            and (self.buffers, self.specs) == (other.buffers, other.specs)
         )
 
 

@@ -17,6 +17,7 @@ from lowtide.capture.python_state import random_numbers
 from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.capture.sharded import copy_module
 from lowtide.errors import CaptureError
+from lowtide.program.local import form_of
 from lowtide.program.sharded import Unit, begun
 
 _SHARED = (ModuleType, CustomOpDef, torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # by a copy and its original
@@ -25,7 +26,8 @@ _SHARED = (ModuleType, CustomOpDef, torch._ops.OpOverload, torch._ops.OpOverload
 @dataclass(frozen=True, slots=True)
 class State:
     """A model's parameters and buffers, each once: ``names[i]`` lists every place where ``registered[i]`` is. ``tensors`` are
-    what operators read: the same, or for the shards of ``units`` the forms of the gathered parameters."""
+    what operators read: the same, the forms of the gathered parameters for the shards of ``units``, or of distributed tensors
+    the local ones."""
 
     tensors: tuple[torch.Tensor, ...]
     names: tuple[tuple[str, ...], ...]
@@ -49,7 +51,7 @@ def model_state(model: nn.Module) -> State:
         places.setdefault(id(buffer), (buffer, []))[1].append(name)
     registered = tuple(tensor for tensor, _ in places.values())
     forms = {id(shard): form for unit in units for shard, form in zip(unit.parameters, unit.forms, strict=True)}
-    tensors = tuple(forms.get(id(tensor), tensor) for tensor in registered)
+    tensors = tuple(forms[id(tensor)] if id(tensor) in forms else form_of(tensor) for tensor in registered)
     return State(tensors, tuple(tuple(names) for _, names in places.values()), parameters, registered, tuple(units))
 
 

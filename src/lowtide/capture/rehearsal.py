@@ -25,6 +25,7 @@ from lowtide.capture.trace.joint import as_traced
 from lowtide.errors import CaptureError
 from lowtide.program import structure
 from lowtide.program.keys import fingerprint, layout
+from lowtide.program.local import like_form
 
 _FEW = 16  # elements of constants that are compared by their values
 _LOG = logging.getLogger(__name__)
@@ -54,13 +55,15 @@ def rehearse(
     mode = AnsweringFakeMode()
     count = len(state.tensors) + len(followed)
     fakes = fakes_of(mode, state.tensors, (*followed, *tensors))
-    clone, _ = copy_without_data(model, (*state.registered, *followed), fakes[:count])
+    reals = (*state.tensors, *followed, *tensors)
+    wholes = [like_form(real, fake) for real, fake in zip(reals, fakes, strict=True)]
+    clone, _ = copy_without_data(model, (*state.registered, *followed), wholes[:count])
     calls: list[RehearsedCall] = []
 
     def call() -> RehearsedCall:
         with mode:  # inputs of their own in each call
-            inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in fakes[count:]]
-        called, before = RehearsedCall(fakes[:count], inputs), attribute_effects.snapshot(clone)
+            inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in wholes[count:]]
+        called, before = RehearsedCall(wholes[:count], inputs), attribute_effects.snapshot(clone)
         args, kwargs = structure.unflatten(arguments, inputs)
         with as_traced(), untouched(), ExternalEffects(clone, (*args, *kwargs.values())), mode:
             with called:
@@ -68,7 +71,7 @@ def rehearse(
             called.ended(clone, before, result)
             if outside or (calls or [called])[0].changes.plain:
                 with called:
-                    called.differentiate(result, [*fakes[:count], *inputs])
+                    called.differentiate(result, [*wholes[:count], *inputs])
         clear_caches_of_fakes()
         return called
 

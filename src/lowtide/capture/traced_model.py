@@ -8,6 +8,7 @@ one input, so that their gradients are summed by the autograd engine itself, in 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.copies import State, copy_without_data
+from lowtide.capture.gradient_mask import fits, guess_mask
 from lowtide.capture.python_state import attribute_effects, backward_effects, random_numbers
 from lowtide.capture.python_state.buffer_effects import MadeBuffer, declared_buffers, new_buffers, registered
 from lowtide.capture.python_state.caches import clear_caches_of_fakes
@@ -36,8 +38,9 @@ from lowtide.capture.trace.sizes import SymbolicSizes
 from lowtide.capture.trace.writes import RefuseWrites
 from lowtide.errors import CaptureError
 from lowtide.program import structure
+from lowtide.program.local import distributed, local_results, spec_of
 from lowtide.program.objects import is_open, parts_of, reachable
-from lowtide.program.results import GradientMask, Viewed, bases, below, outputs_of
+from lowtide.program.results import GradientMask, Viewed, bases, outputs_of
 from lowtide.program.source import user_source
 
 NO_SAVED_TENSORS_HOOKS = (
@@ -67,6 +70,7 @@ class TracedRun:
     ``result`` is the structure of a pair: what the model returned, and the attributes that are results too. Of each result:
     whether it ``requires_grad``, its entry in the ``mask``, and of what it is ``viewed``. ``changes``: of attributes;
     ``settings``: the plain values among them, and ``unknown`` those that got other ones. ``buffers``: registered or replaced.
+    ``specs``: how results are distributed.
     """
 
     result: Any
@@ -77,6 +81,7 @@ class TracedRun:
     settings: tuple[attribute_effects.ValueEffect, ...]
     unknown: tuple[AttributePath, ...]
     buffers: dict[str, MadeBuffer]
+    specs: tuple[Any, ...]
 
 
 class TracedModel:
@@ -97,6 +102,7 @@ class TracedModel:
     ) -> None:
         self.call, self.held, self.assigned, self.recorder = call, held, assigned, recorder
         self.reads, self.latest_reads = Reads(), Reads()
+        self.placed: dict[int, Any] = {}  # how the gradients of distributed inputs lie
         self._keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
         self._anomaly = torch.is_anomaly_enabled()  # and that on
         self._reached: ExternalEffects | None = None  # of the first run
@@ -120,10 +126,12 @@ class TracedModel:
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self.close()
         names = self.call.state.names
-        state, others = tensors[: len(names)], tensors[len(names) :]
-        given, held = others[: len(self.call.tensors)], others[len(self.call.tensors) :]
-        for traced, real in zip(tensors, (*self.call.state.tensors, *self.call.tensors, *self.held), strict=True):
+        reals = (*self.call.state.tensors, *self.call.tensors, *self.held)
+        for traced, real in zip(tensors, reals, strict=True):
             copy_attributes(real, traced)
+        wholes = self._wholes(tensors, reals)
+        state, others = wholes[: len(names)], wholes[len(names) :]
+        given, held = others[: len(self.call.tensors)], others[len(self.call.tensors) :]
         model, copies = self._copy([*state, *held])
         declared = declared_buffers(model)
         before = attribute_effects.snapshot(model)
@@ -148,19 +156,25 @@ class TracedModel:
         flat, result = structure.flatten_distinct((result, attribute_effects.written(model, before, self.assigned)))
         result = structure.with_argument_slots(result, structure.objects(self.call.arguments))
         result = _with_originals(result, copies)
+        flat, specs = local_results(flat, {id(whole): local for whole, local in zip(wholes, tensors, strict=True)})
         hidden = bases(flat, tensors)
         guess = guess_mask(flat, result) + (False,) * len(hidden)
         flat += hidden
-        mask = self.call.mask if self.call.mask and _fits(self.call.mask, flat) else guess
+        mask = self.call.mask if self.call.mask and fits(self.call.mask, flat) else guess
         known = frozenset(name for everywhere in names for name in everywhere)
         buffers = registered(model, extra, known, declared, len(flat))
         without = [tensor.detach() for tensor in extra.values()]
         outputs, viewed = outputs_of([*flat, *without], mask + (False,) * len(without), tensors)
         requires_grad = (*(tensor.requires_grad for tensor in flat), *(False for _ in without))
-        self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, buffers)
+        self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, buffers, specs)
         self._backward.enter_context(backward_effects.none_of(model, reached))
         self._backward.enter_context(observer.watching_again())
         return outputs
+
+    def _wholes(self, tensors: Sequence[torch.Tensor], reals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the model is given: distributed tensors where the real ones are."""
+        noting = [functools.partial(self.placed.__setitem__, number) for number in range(len(tensors))]
+        return list(map(distributed, tensors, map(spec_of, reals), noting))
 
     def _forward(
         self,
@@ -217,39 +231,6 @@ def _constant(traced: torch.Tensor) -> torch.Tensor | None:
     """The real tensor, where it is one that eager's first call would have left."""
     real = None if traced.requires_grad else known_value(traced, constant=True)
     return real if real is not None and real.device == traced.device else None
-
-
-def _fits(mask: GradientMask, results: Sequence[torch.Tensor]) -> bool:
-    return len(mask) == len(results) and all(
-        entry is False or (tensor.requires_grad and (entry is True or len(entry) == tensor.dim()))
-        for entry, tensor in zip(mask, results, strict=True)
-    )
-
-
-def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested) -> GradientMask:
-    """Which results a gradient will come back for: the scalars where there are some, with the results that depend on parameters
-    of which the scalars know nothing (a scalar may be a part of a loss outside), else all that can have one. What the model
-    only left in attributes counts where it returned nothing of the kind.
-
-    Only a guess. A backward pass that disagrees makes a program for what it really got.
-    """
-    returned = frozenset(structure.slots(result.leaves[0]))
-    able = [index for index, tensor in enumerate(results) if tensor.requires_grad]
-    inner = [index for index in able if index in returned]
-    chosen = [index for index in inner if results[index].numel() == 1]
-    carried = structure.slots_in_objects(result)
-    if chosen:
-        known = below([results[index] for index in chosen])
-        others = [index for index in inner if index not in carried]
-        chosen += [index for index in others if any(map(_is_leaf, below([results[index]], known)))]
-    else:
-        chosen = [index for index in inner if index not in carried] or inner or able
-    return tuple(index in chosen for index in range(len(results)))
-
-
-def _is_leaf(node: Any) -> bool:
-    """Whether it is of a parameter or an input."""
-    return not node.next_functions
 
 
 @contextlib.contextmanager

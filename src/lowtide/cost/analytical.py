@@ -17,6 +17,7 @@ from lowtide.cost.devices import Device, get_device
 from lowtide.cost.signature import target_name
 from lowtide.ir import Costs, is_view
 from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.program.collectives import Waited
 from lowtide.program.layouts import distinct_elements
 from lowtide.program.program import Program, TensorMeta
 from lowtide.program.references import map_references
@@ -25,6 +26,8 @@ from lowtide.program.sizes import storage_bytes
 _COPYING = ("convolution", "attention", "sort", "topk", "index_put", "scatter", "unique", "cum", "fft", "linalg")
 _WRAPPED_NUMBER_BYTES = 16
 _VIEW_NS = 1_500
+_LATENCY_NS = 50_000  # of a functional collective, until costs of these are measured by all ranks at once
+_LINK_BANDWIDTH = 1e9  # bytes per second that one moves: of processes on one host
 
 
 def analytical_costs(program: Program, device_name: str = "auto") -> Costs:
@@ -46,6 +49,8 @@ def operator_time_ns(program: Program, op: int, device: Device) -> int:
         return 0
     if is_view(program.graph, node) and not node.effect:
         return min(_VIEW_NS, device.launch_ns)
+    if isinstance(program.calls[op].target, Waited):
+        return _LATENCY_NS + round(1e9 * operand_bytes(program, op) / _LINK_BANDWIDTH)
     dtype = program.metas[node.outputs[0]].dtype if node.outputs else torch.float32
     flops_s = _flops(program, op) / (device.flops_per_second(dtype) * device.flops_share)
     bytes_s = operand_bytes(program, op) / (device.bandwidth * device.bandwidth_share)
@@ -59,10 +64,22 @@ def operand_bytes(program: Program, op: int) -> int:
     return sum(distinct_elements(meta.shape, meta.stride) * meta.dtype.itemsize for meta in metas)
 
 
+def collective_bytes(program: Program, op: int) -> int:
+    """What gloo copies for a functional collective, whose tensors lie on the host: nothing to reduce in place, else all that it
+    takes or gives. Elsewhere as much as that."""
+    if "all_reduce" in target_name(program.calls[op].target):
+        return 0
+    node = program.graph.ops[op]
+    sizes = [sum(program.metas[value].storage_bytes for value in set(values)) for values in (node.inputs, node.outputs)]
+    return max(sizes)
+
+
 def _workspace_bytes(program: Program, op: int) -> int:
     node = program.graph.ops[op]
     if node.target == TANGENT_TARGET or is_view(program.graph, node):
         return 0
+    if isinstance(program.calls[op].target, Waited):
+        return collective_bytes(program, op)
     name = target_name(program.calls[op].target)
     return operand_bytes(program, op) if any(word in name for word in _COPYING) else _WRAPPED_NUMBER_BYTES
 

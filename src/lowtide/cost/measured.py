@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lowtide.cost.analytical import operand_bytes, operator_time_ns
+from lowtide.cost.analytical import collective_bytes, operand_bytes, operator_time_ns
 from lowtide.cost.cache import CostCache, OperatorCost
 from lowtide.cost.collectives import collective_costs
 from lowtide.cost.devices import device_name, get_device
@@ -31,6 +31,7 @@ from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.memory.allocators import round_up
 from lowtide.memory.collector import collector_held
 from lowtide.program import generators
+from lowtide.program.collectives import Waited
 from lowtide.program.foreign import declares_effect, unseen
 from lowtide.program.overwrites import overwritten_argument
 from lowtide.program.program import Call, Program, Ref
@@ -71,7 +72,8 @@ def measure_costs(
     ``on_progress(text, fraction)`` is called as signatures are measured.
     """
     together = collective_costs(program)
-    ops = [op.id for op in program.graph.ops if op.target != TANGENT_TARGET and op.id not in together]
+    apart = {op for op, call in enumerate(program.calls) if isinstance(call.target, Waited)}.union(together)
+    ops = [op.id for op in program.graph.ops if op.target != TANGENT_TARGET and op.id not in apart]
     records, failed = measure_operators(program, ops, cache=cache, on_progress=on_progress)
     for reason in dict.fromkeys(failed.values()):
         _LOG.warning("%s; its cost is estimated", reason)
@@ -82,6 +84,8 @@ def measure_costs(
             time_ns[op], workspace[op] = records[op].time_ns, _settle(program, program.graph.ops[op], records[op], real)
         else:
             time_ns[op], workspace[op] = operator_time_ns(program, op, get_device()), operand_bytes(program, op)
+    for op in apart.difference(together):
+        time_ns[op], workspace[op] = operator_time_ns(program, op, get_device()), collective_bytes(program, op)
     for op, (time, peak) in together.items():
         made = {program.graph.values[value].storage for value in program.graph.ops[op].outputs}
         time_ns[op], workspace[op] = time, max(0, peak - sum(real[storage] for storage in made))
@@ -170,7 +174,7 @@ def _bytes_of(program: Program, op: int, device: torch.device) -> OperatorCost |
     try:
         args, kwargs, tensors = synthetic_arguments(program, op, drawn=False)
         target, results = _runnable(call.target), list[Any]()
-        if declares_effect(call.target):
+        if declares_effect(call.target) or isinstance(call.target, Waited):
             return None
         if target is not call.target and hasattr(call.target, "rehearsal"):
             target(*args, **kwargs)  # the first time it takes what it keeps
@@ -184,7 +188,7 @@ def _bytes_of(program: Program, op: int, device: torch.device) -> OperatorCost |
 def measure_operator(program: Program, op: int, device: torch.device) -> OperatorCost:
     """Run one operator of ``program`` on synthetic tensors. Raises whatever it raises."""
     call = program.calls[op]
-    if declares_effect(call.target):
+    if declares_effect(call.target) or isinstance(call.target, Waited):
         raise NotImplementedError("it has an effect")
     args, kwargs, tensors = synthetic_arguments(program, op)
     target = _runnable(call.target)

@@ -13,6 +13,7 @@ from torch._higher_order_ops import effects
 
 _OWN = {  # namespaces of PyTorch itself
     *("aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional", "symm_mem", "fsdp"),
+    *("_c10d_functional_autograd", "_dtensor"),
     *("higher_order", "inductor", "mkldnn", "mkldnn_prepacked", "profiler", "quantized"),
 }
 # By operator: a context after which what its implementation can reach is as it was. Kept by whoever looked into it.

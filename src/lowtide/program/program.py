@@ -61,7 +61,8 @@ class Program:
     expected, and in which layout (``program.results.GradientMask``). ``kept`` are the flat inputs whose first values,
     overwritten by the forward pass, are its last forward outputs. ``updated`` are the flat inputs that their optimizer updates
     inside of the backward pass (``program.updates``), ``reduced`` those whose gradients are summed over the ranks in it
-    (``program.gathers``): their gradients are not among ``gradients``.
+    (``program.gathers``): their gradients are not among ``gradients``. ``placed`` tells how the gradients of distributed inputs
+    lie (``program.local``).
     """
 
     graph: Graph
@@ -78,6 +79,7 @@ class Program:
     kept: tuple[int, ...]
     updated: tuple[int, ...] = ()
     reduced: tuple[int, ...] = ()
+    placed: tuple[tuple[int, Any], ...] = ()
 
     def same_as(self, other: Program, held: Collection[int]) -> bool:
         """Whether both are the same operators on the same operands, with the same results, in the same order. ``held``: the ids
@@ -92,7 +94,7 @@ class Program:
         )
 
 
-_COMPARED = ("metas", "inputs", "tangents", "gradients", "results", "mask", "state_names", "kept")
+_COMPARED = ("metas", "inputs", "tangents", "gradients", "results", "mask", "state_names", "kept", "placed")
 
 
 def _same_call(one: Call, other: Call) -> bool:

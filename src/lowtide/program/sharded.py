@@ -94,7 +94,7 @@ class Gather:
     def __call__(self) -> list[torch.Tensor]:
         before = allocated_bytes(self.unit.group.device)
         found = self._gathered()
-        _wait_for_copies(before, found, self.unit.group.device)
+        wait_for_copies(before, found, self.unit.group.device)
         return found
 
     def _gathered(self) -> list[torch.Tensor]:
@@ -134,7 +134,7 @@ class Reduce:
         before, fresh = allocated_bytes(self.unit.group.device), self.unit.parameters[self.chosen[0]].grad is None
         with torch.no_grad():
             found = self._reduced(list(gradients))
-        _wait_for_copies(before, [found] if fresh else [], self.unit.group.device)
+        wait_for_copies(before, [found] if fresh else [], self.unit.group.device)
         return found
 
     def _reduced(self, gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -199,15 +199,18 @@ def reduced(group: Any, shards: Sequence[Any], gradients: list[torch.Tensor]) ->
     return left
 
 
-def _wait_for_copies(before: int | None, made: Sequence[torch.Tensor], device: torch.device) -> None:
+def wait_for_copies(before: int | None, made: Sequence[torch.Tensor], device: torch.device) -> None:
     """On the CPU gloo's threads hold copies of what a collective moves until a moment after it has returned: wait until they
-    have let go, so that what follows does not come on top. ``before``: what was allocated when it began."""
+    have let go, so that what follows does not come on top. ``before``: what was allocated when it began, perhaps with copies of
+    an earlier one, so they are gone only when nothing more goes."""
     if before is None or device.type != "cpu":
         return
     level = before + sum(round_up(tensor.untyped_storage().nbytes(), device) for tensor in made)
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (allocated_bytes(device) or 0) > level and time.monotonic() < deadline:
+    now, last = allocated_bytes(device) or 0, None
+    while (now > level or now != last) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
+        now, last = allocated_bytes(device) or 0, now
 
 
 def is_sharded(module: nn.Module) -> bool:

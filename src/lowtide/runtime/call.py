@@ -15,8 +15,8 @@ from lowtide.errors import ExecutionError
 from lowtide.lower import GradientGroup, Lowered, Step
 from lowtide.memory.arena import AddressTable
 from lowtide.program import generators
+from lowtide.program.local import spec_for, version_of
 from lowtide.program.results import GradientMask
-from lowtide.program.sharded import version_of
 from lowtide.program.sizes import device_of_inputs
 from lowtide.runtime.arriving import expected, place, prepared, wanted
 from lowtide.runtime.optimizer import UpdatingOptimizer
@@ -62,6 +62,12 @@ class ModelCall:
     ran: int = 0
     on_backward: Callable[[], None] | None = None
     on_end: Callable[[], None] | None = None
+
+    def specs(self, node: int) -> tuple[Any, ...]:
+        """How the gradients lie that the node returns, ``None`` of plain ones; nothing where all are."""
+        placed = dict(self.lowered.program.placed)
+        found = tuple(spec_for(self.inputs[i], placed.get(i)) for i, _ in self.nodes[node])
+        return found if any(found) else ()
 
     def forward(self) -> list[torch.Tensor]:
         """Run the forward program; returns the forward outputs."""

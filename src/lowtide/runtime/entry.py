@@ -23,6 +23,7 @@ from lowtide.memory.arena import Arena
 from lowtide.planning import Plan
 from lowtide.program import Program, layouts, structure
 from lowtide.program.keys import fingerprint, tensor_key
+from lowtide.program.local import like_form, spec_of
 from lowtide.program.results import GradientMask
 from lowtide.program.sizes import device_of_inputs
 from lowtide.runtime.placed import lowered
@@ -64,8 +65,10 @@ def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], name
 
 
 def _attributes(tensor: torch.Tensor) -> Any:
-    """What Python code put on a tensor."""
-    own = vars(tensor)
+    """What Python code put on a tensor, or how it is distributed."""
+    own, spec = vars(tensor), spec_of(tensor)
+    if spec is not None:
+        return spec
     return fingerprint(dict(own)) if own else None
 
 
@@ -87,7 +90,7 @@ class Sample:
         """The same without floating tensors' memory, in the autocast state of now. Shapes suffice to capture it again for other
         gradients, but values answer the questions, so the integers stay."""
         tensors, tree = flat_arguments(self.args, self.kwargs)
-        args, kwargs = structure.unflatten(tree, [_without_data(tensor) for tensor in tensors])
+        args, kwargs = structure.unflatten(tree, [like_form(tensor, _without_data(tensor)) for tensor in tensors])
         enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         keep_casts = torch.is_autocast_cache_enabled()
         autocast = torch.autocast(device_type, dtype if enabled else None, enabled, cache_enabled=keep_casts)

@@ -18,6 +18,7 @@ from torch._C._autograd import CreationMeta, _set_creation_meta
 
 from lowtide.lower import Lowered
 from lowtide.program import generators
+from lowtide.program.local import whole_gradient, whole_of
 from lowtide.program.results import with_views
 from lowtide.program.sizes import device_of_inputs
 from lowtide.runtime.arriving import check_arriving
@@ -61,6 +62,7 @@ class StageNode(torch.autograd.Function):
         ctx.call = call
         ctx.node = node
         ctx.chained = token is not None
+        ctx.specs = call.specs(node)
         return torch.empty(0)
 
     @staticmethod
@@ -68,7 +70,8 @@ class StageNode(torch.autograd.Function):
         check_arriving((token,))
         with without_autocast(ctx.call.device_type), noting_failure(ctx.call):
             gradients = ctx.call.stage(ctx.node)
-        return None, None, torch.empty(0) if ctx.chained else None, *gradients
+        wholes = map(whole_gradient, gradients, ctx.specs) if ctx.specs else gradients
+        return None, None, torch.empty(0) if ctx.chained else None, *wholes
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
@@ -111,7 +114,7 @@ def _linked(call: ModelCall, inputs: Sequence[torch.Tensor]) -> list[torch.Tenso
         call.optimizer.called(call)
     token = None
     for node in range(len(nodes) - 1, -1, -1):
-        token = StageNode.apply(call, node, token, *(inputs[i] for i, _ in nodes[node]))  # type: ignore[no-untyped-call]
+        token = StageNode.apply(call, node, token, *(whole_of(inputs[i]) for i, _ in nodes[node]))  # type: ignore[no-untyped-call]
     differentiable = {result.returned for result in program.results if result.requires_grad}
     returned = len(program.graph.forward_outputs) - len(program.kept)
     fixed = tuple(i for i in range(returned) if i not in differentiable)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -108,23 +108,38 @@ class Successors:
 
 
 def program_key(program: Program, asked: Any) -> str:
-    """Equal for programs whose plans can be exchanged: the same graph, layouts, kind of device and settings."""
+    """Equal for programs whose plans can be exchanged: the same graph, layouts, kind of device and settings.
+
+    Equal parts of one storage that one operator returns are one to a plan: each rank goes on with its own."""
     graph, device = program.graph, program_device(program)
     where = device_name(device) if device.type != "meta" else "meta"
-    ops = [(op.target, op.inputs, op.outputs, op.phase.value, op.random, op.effect) for op in graph.ops]
     values = [(value.storage, value.dtype, value.shape) for value in graph.values]
+
+    def named(read: Sequence[int]) -> list[Any]:
+        return [(graph.values[value].producer, values[value]) for value in read]
+
+    ops = [(op.target, named(op.inputs), op.outputs, op.phase.value, op.random, op.effect) for op in graph.ops]
     sizes = [meta.storage_bytes for meta in program.metas]
-    ends = (graph.inputs, graph.forward_outputs, graph.outputs, graph.forward_ops)
+    ends = (graph.inputs, named(graph.forward_outputs), named(graph.outputs), graph.forward_ops)
     return content_key(repr((ops, values, sizes, ends)), where, asked)
 
 
 def _made_elsewhere(store: Any, key: str, program: Program) -> Plan | None:
     """Another process's plan, for the own graph. Raises ``ScheduleError`` where its schedule is not valid for that."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    patience = min(_PATIENCE_SECONDS, _timeout_seconds())
+    deadline = time.monotonic() + patience
     while not store.check([f"{key}/plan"]):
         if time.monotonic() > deadline:
-            _LOG.warning("no plan has come from another process in %.0f s; it is made here", _PATIENCE_SECONDS)
+            _LOG.warning("no plan has come from another process in %.0f s; it is made here", patience)
             return None
         time.sleep(_POLL_SECONDS)
     message = bytes(store.get(f"{key}/plan"))
     return Plan.from_json(msgspec.json.decode(zlib.decompress(message)), program.graph) if message else None
+
+
+def _timeout_seconds() -> float:
+    """Of the default process group's collectives: whoever waits longer for a process takes it for dead."""
+    group = torch.distributed.distributed_c10d._get_default_group()
+    device = next(iter(group._device_types), torch.device("cpu"))
+    timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+    return _PATIENCE_SECONDS if timeout is None else float(timeout.total_seconds())

@@ -30,6 +30,7 @@ from lowtide.capture.traced_model import origin
 from lowtide.errors import CaptureError
 from lowtide.ir import Phase
 from lowtide.program import targets
+from lowtide.program.collectives import is_collective, is_wait, waited
 from lowtide.program.foreign import is_foreign
 from lowtide.program.program import Call, Ref
 
@@ -160,10 +161,10 @@ class _Walk:
             container = self.value_of[first]
             self.value_of[node] = container[node.args[1]] if isinstance(container, dict) else container
         elif (
-            node.target in _ALIASES or _is_tangent(node) or is_whole(node)
+            node.target in _ALIASES or is_wait(node.target) or _is_tangent(node) or is_whole(node)
         ):  # tangents: as ``program.results`` has them arrive
             self.value_of[node] = self.value_of[first]
-            if is_whole(node):
+            if is_whole(node) or is_wait(node.target):
                 self.builder.same_storage(node.meta["val"], self._value(first))
         elif node.target is _ATEN.as_strided.default and _is_tangent(first):
             # It arrives with these strides (an expanded scalar, say): it needs no more memory than that.
@@ -210,7 +211,8 @@ class _Walk:
         reference: Any = lambda n: n.meta["val"] if is_size(n) else Ref(self._value(n))  # noqa: E731
         arguments: Any = fx.map_arg((node.args, node.kwargs), reference)
         read = [each for each in node.all_input_nodes if not is_size(each)]
-        return _callable(node.target), arguments[0], dict(arguments[1]), read
+        target = waited(node.target) if is_collective(node.target) else _callable(node.target)
+        return target, arguments[0], dict(arguments[1]), read
 
     def _flags(self, node: fx.Node) -> dict[str, bool]:
         flags = _flags(node.target)
@@ -327,10 +329,9 @@ def _flags(target: Any) -> dict[str, bool]:
     """What the schema of an operator tells."""
     if not isinstance(target, torch._ops.OpOverload):
         return {}
-    communicates = target.namespace in ("_c10d_functional", "c10d_functional")
     return {
         "random": torch.Tag.nondeterministic_seeded in target.tags,
         "effect": target._schema.is_mutable or not target._schema.returns,
-        "collective": communicates,
-        "once": communicates,
+        "collective": is_collective(target),
+        "once": is_collective(target),
     }

@@ -99,6 +99,8 @@ class Gradients:
         builder, value = self.builder, self.value_of[node]
         meta, storage = builder.metas[value], builder.values[value].storage
         parameter = builder.metas[self.value_of[self._inputs[descriptor.grad_of]]]
+        if meta.shape != parameter.shape:  # of a distributed tensor, in other placements
+            parameter = replace(parameter, shape=meta.shape, stride=meta.stride)
         base = builder.bases[storage]
         ours = base is not None and builder.ops[base].phase is Phase.BACKWARD and not builder.ops[base].effect
         whole = meta.storage_bytes == owned(meta).storage_bytes

@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.program.local import local_of
+
 
 class WriteError(Exception):
     """The forward pass writes into ``tensor``, which is a real one."""
@@ -30,6 +32,6 @@ class RefuseWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             arguments = enumerate(function._schema.arguments)
             written = [args[i] if i < len(args) else kwargs.get(one.name) for i, one in arguments if one.is_write]
             for leaf in pytree.tree_leaves(written):
-                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, (FakeTensor, FunctionalTensor)):
+                if isinstance(leaf, torch.Tensor) and not isinstance(local_of(leaf), (FakeTensor, FunctionalTensor)):
                     raise WriteError(leaf)
         return function(*args, **kwargs)

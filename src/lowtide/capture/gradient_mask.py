@@ -1,0 +1,45 @@
+"""For which results of a traced call a gradient will come back: a guess, or what a backward pass told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lowtide.program import structure
+from lowtide.program.results import GradientMask, below
+
+
+def fits(mask: GradientMask, results: Sequence[torch.Tensor]) -> bool:
+    """Whether a mask is one for these results."""
+    return len(mask) == len(results) and all(
+        entry is False or (tensor.requires_grad and (entry is True or len(entry) == tensor.dim()))
+        for entry, tensor in zip(mask, results, strict=True)
+    )
+
+
+def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested) -> GradientMask:
+    """Which results a gradient will come back for: the scalars where there are some, with the results that depend on parameters
+    of which the scalars know nothing (a scalar may be a part of a loss outside), else all that can have one. What the model
+    only left in attributes counts where it returned nothing of the kind.
+
+    Only a guess. A backward pass that disagrees makes a program for what it really got.
+    """
+    returned = frozenset(structure.slots(result.leaves[0]))
+    able = [index for index, tensor in enumerate(results) if tensor.requires_grad]
+    inner = [index for index in able if index in returned]
+    chosen = [index for index in inner if results[index].numel() == 1]
+    carried = structure.slots_in_objects(result)
+    if chosen:
+        known = below([results[index] for index in chosen])
+        others = [index for index in inner if index not in carried]
+        chosen += [index for index in others if any(map(_is_leaf, below([results[index]], known)))]
+    else:
+        chosen = [index for index in inner if index not in carried] or inner or able
+    return tuple(index in chosen for index in range(len(results)))
+
+
+def _is_leaf(node: Any) -> bool:
+    """Whether it is of a parameter or an input."""
+    return not node.next_functions

@@ -1,0 +1,73 @@
+"""Functional collectives (``torch.distributed._functional_collectives``) as operators of a program.
+
+A functional collective only begins; ``wait_tensor`` returns the same tensor once it has ended. In a program the two are one
+operator, ``Waited``: what it returns may be read. It runs once, at its place among the others: its ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from lowtide.errors import ExecutionError
+from lowtide.memory.allocators import allocated_bytes
+from lowtide.program.sharded import wait_for_copies
+
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
+_WAITS = ("wait_tensor",)
+_ALONE = "_dtensor::shard_dim_alltoall"  # waits by itself
+
+
+class Waited:
+    """``operator``, a functional collective, and the wait for its results."""
+
+    def __init__(self, operator: torch._ops.OpOverload) -> None:
+        self.operator = operator
+        self.__name__, self.__module__ = str(operator), "lowtide"
+        self.__qualname__ = self.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        device = next(leaf.device for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        before = allocated_bytes(device)
+        result = self.operator(*args, **kwargs)
+        made = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+        if self.operator._schema.name != _ALONE:
+            self._wait(made)
+        wait_for_copies(before, made, device)
+        return result
+
+    def _wait(self, made: Sequence[torch.Tensor]) -> None:
+        try:
+            for each in made:
+                torch.ops._c10d_functional.wait_tensor(each)
+        except RuntimeError as error:
+            reason = str(error).split("\n")[0]
+            raise ExecutionError(
+                f"collective {self.operator} failed: another process has ended, failed, or not come to it in time ({reason})."
+            ) from error
+
+
+@functools.cache
+def waited(operator: torch._ops.OpOverload) -> Waited:
+    """The operator of a program for a functional collective."""
+    return Waited(operator)
+
+
+def is_wait(target: Any) -> bool:
+    """Whether an operator of PyTorch's waits for a functional collective."""
+    return _is_functional(target) and target._schema.name.split("::")[1] in _WAITS
+
+
+def is_collective(target: Any) -> bool:
+    """Whether an operator of PyTorch's is a functional collective."""
+    return _is_functional(target) and not is_wait(target)
+
+
+def _is_functional(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.namespace in _NAMESPACES or target._schema.name == _ALONE

@@ -1,0 +1,115 @@
+"""Distributed tensors in captured programs, seen from one rank of two that need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lowtide.capture import capture
+from lowtide.cost import analytical_costs, measure_costs
+from lowtide.cost.cache import CostCache
+from lowtide.program.collectives import Waited
+from lowtide.program.local import form_of, hooked, version_of, whole_of
+from lowtide.sharing.agreement import program_key
+
+
+@pytest.fixture(params=[0, 1])
+def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
+    """Of two ranks, this one being either."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def feed_forward(mesh: DeviceMesh) -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return model
+
+
+def test_inputs_and_gradients_are_local(mesh: DeviceMesh) -> None:
+    program = capture(feed_forward(mesh), (torch.randn(4, 8),)).program
+    shapes = [program.metas[value].shape for value in program.inputs if value is not None]
+    assert shapes == [(16, 8), (16,), (8, 16), (8,), (4, 8)]
+    assert {i: program.metas[value].shape for i, value in program.gradients} == dict(enumerate(shapes[:4]))
+    assert {i: spec.placements for i, spec in program.placed} == {
+        0: (Shard(0),), 1: (Shard(0),), 2: (Shard(1),), 3: (Replicate(),),
+    }  # fmt: skip
+
+
+def test_collectives_run_once_and_are_waited_for(mesh: DeviceMesh) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    program = capture(feed_forward(mesh), (x,)).program
+    found = [op for op in program.graph.ops if op.collective]
+    assert [op.phase.value for op in found] == ["forward", "backward"]
+    for op in found:
+        assert op.once
+        assert not op.recomputable
+        assert isinstance(program.calls[op.id].target, Waited)
+        (result,) = op.outputs
+        assert program.graph.storages[program.graph.values[result].storage].base == op.id
+    assert not any("wait_tensor" in op.target for op in program.graph.ops)
+
+
+def test_collectives_are_not_run_to_be_measured(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Waited, *args: object) -> None:
+        raise AssertionError(f"{self.operator} was run")
+
+    program = capture(feed_forward(mesh), (torch.randn(4, 8),)).program
+    (op,) = (op.id for op in program.graph.ops if op.collective)
+    monkeypatch.setattr(Waited, "__call__", fail)
+    costs = measure_costs(program, cache=CostCache(None))
+    assert costs.time_ns[op] > 0
+    assert costs.time_ns[op] == analytical_costs(program).time_ns[op]
+
+
+def test_ranks_have_one_key_for_plans_though_each_keeps_another_part() -> None:
+    keys = set()
+    for rank in range(2):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        plan = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
+        parallelize_module(model, mesh, {"0": plan})
+        keys.add(program_key(capture(model, (torch.randn(4, 8, requires_grad=True),)).program, ()))
+        dist.destroy_process_group()
+    assert len(keys) == 1
+
+
+def test_the_form_of_a_distributed_tensor(mesh: DeviceMesh) -> None:
+    """It is one as long as the memory is, counts writes, and knows what it is of."""
+    whole = nn.Parameter(distribute_tensor(torch.randn(4, 2), mesh, [Shard(0)]))
+    form = form_of(whole)
+    assert type(form) is torch.Tensor
+    assert form.requires_grad
+    assert form is form_of(whole)
+    assert whole_of(form) is whole
+    version = version_of(form)
+    with torch.no_grad():
+        whole.add_(1)
+    assert version_of(form) == (version or 0) + 1
+    assert form.data_ptr() == whole.to_local().data_ptr()
+    whole.data = distribute_tensor(torch.randn(4, 2), mesh, [Shard(0)])
+    assert form_of(whole).data_ptr() == whole.to_local().data_ptr()
+    plain = torch.randn(2)
+    assert form_of(plain) is plain is whole_of(plain)
+
+
+def test_a_distributed_result_is_formed_again(mesh: DeviceMesh) -> None:
+    model = nn.Linear(8, 16)
+    parallelize_module(model, mesh, ColwiseParallel(use_local_output=False))
+    x = torch.randn(4, 8)
+    captured = capture(model, *hooked(model, (x,), {}))
+    (spec,) = captured.contract.specs
+    assert spec.placements == (Shard(-1 % 2),)
+    result, _ = captured.contract.fulfil(model, [torch.randn(4, 8)], ())
+    assert isinstance(result, DTensor)
+    assert result.shape == (4, 16)
