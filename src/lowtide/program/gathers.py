@@ -91,7 +91,7 @@ def _reduced(program: Program, unit: Unit, positions: Sequence[int]) -> tuple[Pr
     read = tuple(gradients[index] for index in sorted(gradients))
     storages = {graph.values[value].storage for value in read}
     touching = [op for op in graph.ops if any(graph.values[v].storage in storages for v in (*op.inputs, *op.outputs))]
-    dtype, device = unit.parameters[min(gradients)].dtype, unit.group.device
+    dtype, device = unit.parameters[min(gradients)].dtype, unit.forms[0].device
     elements = sum(unit.padded_elements(index) for index in gradients) // unit.ranks
     meta = TensorMeta((elements,), (1,), dtype, device, 0, elements * dtype.itemsize)
     name, value, storage = f"reduction of {unit.name or graph.name}", len(graph.values), len(graph.storages)

@@ -8,12 +8,13 @@ of FSDP2 itself, with its types, groups, factors and hooks, so their results are
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -237,10 +238,24 @@ def begun(model: nn.Module) -> list[Unit]:
     """The units of a model as they are between calls: with all parameters sharded."""
     units = units_of(model)
     if units:
-        state_of(model)._lazy_init()
+        with _meta_allowed() if any(p.is_meta for p in units[0].parameters) else contextlib.nullcontext():
+            state_of(model)._lazy_init()
     for unit in units:
         unit.settle()
     return units
+
+
+@contextlib.contextmanager
+def _meta_allowed() -> Iterator[None]:
+    """Inside, FSDP2 takes parameters that have no data yet: they can be planned for, not trained."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    check: Any = FSDPParamGroup._validate_no_meta_params
+    FSDPParamGroup._validate_no_meta_params = lambda self: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FSDPParamGroup._validate_no_meta_params = check  # type: ignore[method-assign]
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -277,7 +292,8 @@ def _refuse_other(group: Any) -> None:
 
 def _form(shard: Any) -> GatheredForm:
     wanted = shard.mp_policy.param_dtype if shard.sharded_param.dtype.is_floating_point else None
-    dtype, device = wanted or shard.sharded_param.dtype, shard.device
+    device = shard.sharded_param.device if shard.sharded_param.is_meta else shard.device
+    dtype = wanted or shard.sharded_param.dtype
     hollow = layouts.hollow(shard._orig_size, shard._contiguous_orig_stride, dtype, device)
     form = GatheredForm(hollow, requires_grad=shard.sharded_param.requires_grad)
     _SHARDS[form] = shard
