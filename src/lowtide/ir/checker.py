@@ -2,8 +2,9 @@
 
 Every input is live when read, nothing is freed twice or while it is not live, outputs are there when they are due, random
 ops are replayed under their first state, effects run once and in order, no parameter is read after its optimizer has updated
-it, and first computes keep the program's order (views, which cost nothing, excepted). What moves to the second memory has been
-computed, goes there once, and comes back after it was freed.
+it, and first computes keep the program's order: but for views, which cost nothing, and for collectives that need nothing of the
+program, which may run earlier, in the order of collectives. What moves to the second memory has been computed, goes there once,
+and comes back after it was freed.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import itertools
 from typing import NoReturn
 
 from lowtide.errors import ScheduleError
-from lowtide.ir.graph import OPTIMIZER_TARGET, Graph, Op, Phase, Storage
+from lowtide.ir.graph import OPTIMIZER_TARGET, TANGENT_TARGET, Graph, Op, Phase, Storage
 from lowtide.ir.schedule import Compute, Fetch, Free, Offload, RestoreRng, SaveRng, Schedule
-from lowtide.ir.sequence import shared_storages
+from lowtide.ir.sequence import may_run_early, shared_storages
 
 
 def check(graph: Graph, schedule: Schedule) -> None:
@@ -31,7 +32,7 @@ class _Checker:
         self.values = {value.id for value in graph.values if value.producer is None}
         self.storages = {storage.id for storage in graph.storages if storage.external}
         self.computed: set[int] = set()
-        self.latest = -1
+        self.latest = self.latest_collective = -1
         self.saved: set[int] = set()
         self.replayed: set[int] = set()
         self.due: Op | None = None  # whose compute must come next
@@ -82,12 +83,9 @@ class _Checker:
         pure = op.recomputable and not op.random and not op.collective
         only_views = op.outputs and not own and pure  # these are free, and may run anywhere
         if not again and not only_views:
-            if op.id < self.latest:
-                latest = self.graph.ops[self.latest].name
-                self._fail(f"{op.name} first runs after {latest}, which comes later in the program")
+            self._first(op)
             if backward and op.phase is Phase.FORWARD:
                 self._fail(f"forward op {op.name} first runs in the backward program")
-            self.latest = op.id
         for value in op.inputs:
             if value not in self.values:
                 gone = "updated already" if self.storage_of[value] in self.updated else "not live"
@@ -107,6 +105,18 @@ class _Checker:
             parameter = self.storage_of[op.inputs[0]]
             self.updated.add(parameter)
             self.values.difference_update(self.graph.storages[parameter].values)
+
+    def _first(self, op: Op) -> None:
+        """The op keeps the program's order. What a collective needs of other ranks may depend on effects before it."""
+        changes = op.effect and op.target not in (TANGENT_TARGET, OPTIMIZER_TARGET)
+        latest = max(self.latest, self.latest_collective) if op.collective or changes else self.latest
+        if op.id < latest:
+            later = self.graph.ops[latest].name
+            self._fail(f"{op.name} first runs after {later}, which comes later in the program")
+        if op.collective:
+            self.latest_collective = op.id
+        if not may_run_early(self.graph, op):
+            self.latest = op.id
 
     def _check_into(self, op: Op, into: int) -> None:
         """The op may overwrite ``into``, has one new storage, and ``into`` is freed before anything else runs."""

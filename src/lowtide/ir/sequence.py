@@ -67,6 +67,14 @@ def collectives_of(graph: Graph, schedule: Schedule) -> list[int]:
     return [step.op for step in schedule.steps if isinstance(step, Compute) and graph.ops[step.op].collective]
 
 
+def may_run_early(graph: Graph, op: Op) -> bool:
+    """Whether ``op`` is a collective that needs nothing of the program, as the gathering of a parameter: it may first run
+    before operators that come before it in the program. A schedule that has it there needs no less memory, but for its
+    workspace, than the one that has it in its place, and runs the same operators."""
+    reads = (graph.values[value].storage for value in op.inputs)
+    return op.collective and not (op.effect or op.random) and all(graph.storages[storage].external for storage in reads)
+
+
 class _Builder:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

@@ -8,6 +8,7 @@ from dataclasses import replace
 from lowtide.errors import ScheduleError
 from lowtide.ir import check, simulate
 from lowtide.progress import Progress
+from lowtide.solve.beside import runs_beside, solve_beside
 from lowtide.solve.minimum import greedy_within, minimum_peak, peak_lower_bound, times_above, working_set_bound
 from lowtide.solve.outcome import least_time_ns
 from lowtide.solve.problem import Planner, Problem, Solution, Status, check_seed
@@ -39,9 +40,10 @@ def solve(problem: Problem, planner: str | Planner = "auto") -> Solution:
     defect of the planner), ``PlanError`` for an unknown planner."""
     chosen = get_planner(planner) if isinstance(planner, str) else planner
     began = time.perf_counter()
-    solution = chosen.solve(problem)
+    beside = runs_beside(problem)
+    solution = solve_beside(problem, chosen) if beside else chosen.solve(problem)
     solution = replace(solution, solve_seconds=time.perf_counter() - began)
-    if problem.costs.second_memory is not None and not getattr(chosen, "moves", False):
+    if not beside and problem.costs.second_memory is not None and not getattr(chosen, "moves", False):
         solution = _among_moving(problem, solution)
     if solution.schedule is None:
         return solution

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.ir import Costs, Graph, is_view, needed_ops
+from lowtide.ir import Costs, Graph, is_view, may_run_early, needed_ops
 from lowtide.solve.model.ragged import inverse, owners, ragged, row, rows
 
 Indices = npt.NDArray[np.int32]
@@ -250,7 +250,8 @@ class _Compaction:
         replaced: dict[int, tuple[int, ...]],
     ) -> Numbers:
         """Per node; that of the views it needs is taken before its own storages are there."""
-        workspace = [*map(int, self.costs.workspace_bytes[ops]), 0]
+        anywhere = {op.id for op in self.graph.ops if self.floor and may_run_early(self.graph, op)}
+        workspace = [*(0 if op in anywhere else int(self.costs.workspace_bytes[op]) for op in ops), 0]
         for node, (_, views) in enumerate(uses):
             own = sum(int(self.costs.storage_bytes[storage]) for storage in owns[node])
             workspace[node] -= own if node in replaced else 0

@@ -1,11 +1,11 @@
-"""When transfers run: a schedule that frees what it offloads as soon as it can, and fetches as late as it can, is given the
-room that the budget leaves.
+"""When transfers run, and collectives beside computing: a schedule that frees what they need as soon as it can, and begins them
+as late as it can, is given the room that the budget leaves.
 
 1. What fits anyway is not moved: where a storage could stay until it is read again, it does.
-2. What was offloaded stays until its copy is complete, instead of being waited for, while there is room for it; what was to be
-   written over it has memory of its own.
-3. What is fetched begins to come back as early as there is room for it, in the order in which it is read, but no earlier than
-   the transfer before it lets it.
+2. What was offloaded stays until its copy is complete, and what a collective reads until that has ended, instead of being
+   waited for, while there is room for it; what was to be written over it has memory of its own.
+3. What is fetched or gathered begins to come as early as there is room for it, or just in time, in the order in which it is
+   read, but no earlier than what is before it on its lane lets it (``lowtide.solve.moving.early``).
 
 Bytes only move into room that the schedule leaves: a peak within the budget stays there.
 """
@@ -13,13 +13,13 @@ Bytes only move into room that the schedule leaves: a peak within the budget sta
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from lowtide.ir import (
+    Clock,
     Compute,
     Costs,
     Fetch,
@@ -29,35 +29,43 @@ from lowtide.ir import (
     RestoreRng,
     SaveRng,
     Schedule,
-    SecondMemory,
     Step,
     owned_storages,
     simulate,
-    timing,
 )
+from lowtide.solve.moving.early import is_due, with_early
 
-Indices = npt.NDArray[np.intp]
 Levels = npt.NDArray[np.int64]
 _BUFFERS = (0, 1, 2, 4)  # times the largest storage that moves: room that is left to transfers
-_AT_ONCE = 2**60  # bytes per second
 
 
 def place_transfers(graph: Graph, costs: Costs, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """``schedule`` with its transfers where they are waited for least, and without those that are needless.
+    """``schedule`` with its transfers, and collectives that run beside computing, where they are waited for least, and without
+    transfers that are needless.
 
     Room that storages stay in is none that transfers could hide in: several divisions of it are tried."""
-    memory = costs.second_memory
-    if memory is None or not schedule.moves:
+    if not (schedule.moves or costs.collectives_beside):
         return schedule
-    largest = max(int(costs.storage_bytes[step.storage]) for step in schedule.steps if isinstance(step, Offload))
+    runs = [(simulate(graph, costs, one), one) for one in (*_placed(graph, costs, schedule, budget_bytes), schedule)]
+    most = max(budget_bytes, runs[-1][0].peak_bytes)
+    return min((pair for pair in runs if pair[0].peak_bytes <= most), key=lambda pair: pair[0].time_ns)[1]
+
+
+def _placed(graph: Graph, costs: Costs, schedule: Schedule, budget_bytes: int) -> Iterator[Schedule]:
+    largest = max(
+        (int(costs.storage_bytes[one.storage]) for one in schedule.steps if isinstance(one, Offload)), default=0
+    )
     levels = simulate(graph, costs, schedule).timeline
 
-    def placed(buffers: int) -> Schedule:
+    for buffers in _BUFFERS if largest else (0,):
         kept = _without_needless(graph, costs, schedule, levels.copy(), budget_bytes - buffers * largest)
-        late = _LateFrees(graph, costs, memory, kept, budget_bytes).run()
-        return _with_early_fetches(graph, costs, memory, _used(late), budget_bytes)
-
-    return min(map(placed, _BUFFERS), key=lambda one: timing(graph, costs, one).time_ns)
+        late = _used(_LateFrees(graph, costs, kept, budget_bytes).run())
+        yield with_early(graph, costs, late, budget_bytes)
+        if costs.collectives_beside:
+            yield late
+            yield with_early(graph, costs, late, budget_bytes, just_in_time=True)
+            early = with_early(graph, costs, kept, budget_bytes, just_in_time=True)
+            yield _used(_LateFrees(graph, costs, early, budget_bytes).run())
 
 
 def _without_needless(graph: Graph, costs: Costs, schedule: Schedule, levels: Levels, budget_bytes: int) -> Schedule:
@@ -102,36 +110,35 @@ def _without(schedule: Schedule, dropped: set[int]) -> Schedule:
 
 
 class _LateFrees:
-    """Runs the schedule on the clock; what is freed while its copy is under way waits for room to become scarce."""
+    """Runs the schedule on the clock; what is freed while it is read beside computing waits for room to become scarce."""
 
-    def __init__(self, graph: Graph, costs: Costs, memory: SecondMemory, schedule: Schedule, budget_bytes: int) -> None:
-        self.schedule, self.memory, self.budget_bytes = schedule, memory, budget_bytes
+    def __init__(self, graph: Graph, costs: Costs, schedule: Schedule, budget_bytes: int) -> None:
+        self.schedule, self.budget_bytes = schedule, budget_bytes
         self.levels = simulate(graph, costs, schedule).timeline.tolist()
-        self.times, self.sizes = costs.time_ns.tolist(), costs.storage_bytes.tolist()
+        self.sizes = costs.storage_bytes.tolist()
         self.owned = owned_storages(graph)
         self.steps: list[Step] = []
-        self.now = 0
-        self.lane = 0  # when the latest copy is complete
-        self.ends: dict[int, int] = {}  # storage -> when its copy is complete
-        self.waiting: list[tuple[int, int]] = []  # when its copy is complete, storage: freed, but still there
+        self.clock = Clock(graph, costs)
+        self.waiting: list[tuple[int, int]] = []  # when it is no longer read, storage: freed, but still there
         self.there = 0  # bytes of these
         self.written: set[int] = set()  # storages that were written over, and whose frees follow
 
     def run(self) -> Schedule:
         steps, boundary = self.schedule.steps, 0
         for index, step in enumerate(steps):
-            if not _is_due(self.schedule, index):
+            if not is_due(self.schedule, index):
                 self._release(self._level(index), self._made_by(index))
             if index == self.schedule.boundary:
                 boundary = len(self.steps)
+                self.clock.hand_over()
             if (
                 isinstance(step, Free)
-                and self.ends.get(step.storage, 0) > self.now
+                and self._ready(step.storage) > self.clock.now
                 and step.storage not in self.written
             ):
-                heapq.heappush(self.waiting, (self.ends[step.storage], step.storage))
+                heapq.heappush(self.waiting, (self._ready(step.storage), step.storage))
                 self.there += self.sizes[step.storage]
-            elif isinstance(step, Fetch) and (entry := (self.ends.get(step.storage, 0), step.storage)) in self.waiting:
+            elif isinstance(step, Fetch) and (entry := (self._ready(step.storage), step.storage)) in self.waiting:
                 self.waiting.remove(entry)  # it never left
                 heapq.heapify(self.waiting)
                 self.there -= self.sizes[step.storage]
@@ -140,9 +147,13 @@ class _LateFrees:
         self._release(None, ())
         return Schedule(tuple(self.steps), boundary if self.schedule.boundary < len(steps) else len(self.steps))
 
+    def _ready(self, storage: int) -> int:
+        """When nothing beside computing needs the storage any more."""
+        return self.clock.ready((), (storage,))
+
     def _apart(self, step: Step, index: int) -> Step:
         """A compute that is to write over what is being copied has memory of its own, if there is room."""
-        if not isinstance(step, Compute) or step.into is None or self.ends.get(step.into, 0) <= self.now:
+        if not isinstance(step, Compute) or step.into is None or self._ready(step.into) <= self.clock.now:
             return step
         fits = self.levels[index] + self.there + self.sizes[step.into] <= self.budget_bytes
         return Compute(step.op) if fits else step
@@ -150,7 +161,7 @@ class _LateFrees:
     def _level(self, index: int) -> int:
         """The bytes that are there before a place comes at which something can be freed again."""
         level: int = self.levels[index]
-        while index + 1 < len(self.levels) and _is_due(self.schedule, index + 1):
+        while index + 1 < len(self.levels) and is_due(self.schedule, index + 1):
             index += 1
             level = max(level, self.levels[index])
         return level
@@ -167,7 +178,7 @@ class _LateFrees:
         while self.waiting:
             end, storage = self.waiting[0]
             again = any(one in made for _, one in self.waiting)
-            if level is not None and end > self.now and level + self.there <= self.budget_bytes and not again:
+            if level is not None and end > self.clock.now and level + self.there <= self.budget_bytes and not again:
                 return
             heapq.heappop(self.waiting)
             self.there -= self.sizes[storage]
@@ -175,71 +186,8 @@ class _LateFrees:
 
     def _take(self, step: Step) -> None:
         self.steps.append(step)
-        if isinstance(step, Compute):
-            if step.into is not None:
-                self.now = max(self.now, self.ends.get(step.into, 0))
-                self.written.add(step.into)
-            self.now += self.times[step.op]
-        elif isinstance(step, Offload):
-            self.lane = max(self.lane, self.now) + self.memory.offload_ns(self.sizes[step.storage])
-            self.ends[step.storage] = self.lane
+        self.clock.take(step)
+        if isinstance(step, Compute) and step.into is not None:
+            self.written.add(step.into)
         elif isinstance(step, Free):
-            self.now = max(self.now, self.ends.get(step.storage, 0))
             self.written.discard(step.storage)
-
-
-def _with_early_fetches(
-    graph: Graph, costs: Costs, memory: SecondMemory, schedule: Schedule, budget_bytes: int
-) -> Schedule:
-    at_once = replace(costs, second_memory=replace(memory, fetch_bytes_per_second=_AT_ONCE))
-    run = simulate(graph, at_once, schedule)
-    levels, starts = run.timeline.copy(), np.array([*run.timing.start_ns, run.time_ns])
-    sizes = costs.storage_bytes.tolist()
-    free: Indices = np.flatnonzero([_may_precede(schedule, index) for index in range(len(schedule.steps))])
-    moved: dict[int, list[int]] = {}  # index -> the fetches that come before the step there
-    freed: dict[int, int] = {}
-    lane = first = 0
-    for index, step in enumerate(schedule.steps):
-        if isinstance(step, Free):
-            freed[step.storage] = index
-        if not isinstance(step, Fetch):
-            continue
-        size = sizes[step.storage]
-        low = max(first, freed[step.storage] + 1)
-        full = np.flatnonzero(levels[low:index] + size > budget_bytes)
-        low = low + int(full[-1]) + 1 if len(full) else low
-        idle = int(np.searchsorted(starts, lane, side="right")) - 1  # the step during which the lane becomes free
-        place = _next(free, max(low, min(idle, index)), index)
-        moved.setdefault(place, []).append(index)
-        levels[place:index] += size
-        lane = max(lane, int(starts[place])) + memory.fetch_ns(size)
-        first = place
-    return _reordered(schedule, moved)
-
-
-def _may_precede(schedule: Schedule, index: int) -> bool:
-    """Whether a fetch may come before the step: not between a generator state and its compute, nor before a free."""
-    return not _is_due(schedule, index) and not isinstance(schedule.steps[index], Free)
-
-
-def _is_due(schedule: Schedule, index: int) -> bool:
-    """Whether the step is a compute that must follow the one before, which is of its generator state."""
-    return index > 0 and isinstance(schedule.steps[index - 1], (SaveRng, RestoreRng))
-
-
-def _next(free: Indices, low: int, high: int) -> int:
-    """The first place from ``low`` on, ``high`` at the latest."""
-    found = int(np.searchsorted(free, low))
-    return min(int(free[found]), high) if found < len(free) else high
-
-
-def _reordered(schedule: Schedule, moved: dict[int, list[int]]) -> Schedule:
-    steps: list[Step] = []
-    boundary = len(schedule.steps)
-    for index, step in enumerate(schedule.steps):
-        if index == schedule.boundary:
-            boundary = len(steps)
-        steps += [schedule.steps[one] for one in moved.get(index, ())]
-        if not isinstance(step, Fetch):
-            steps.append(step)
-    return Schedule(tuple(steps), boundary)
