@@ -16,7 +16,7 @@ from lowtide.batches.verify import measured_peak
 from lowtide.budget import is_amount, is_percentage, parse_budget
 from lowtide.capture import Captured
 from lowtide.errors import InfeasibleBudgetError, PlanError
-from lowtide.ir import simulate
+from lowtide.ir import plain_time_ns, simulate
 from lowtide.memory.allocators import free_memory
 from lowtide.notebook import Shown
 from lowtide.pipeline import require_module
@@ -230,7 +230,9 @@ class _Search:
         return plan if self._quick_enough(member, plan.time_ns) else None
 
     def _quick_enough(self, member: Member, time_ns: int) -> bool:
-        return self.max_overhead is None or time_ns <= (1 + self.max_overhead) * member.costs.total_time_ns
+        return self.max_overhead is None or time_ns <= (1 + self.max_overhead) * plain_time_ns(
+            member.graph, member.costs
+        )
 
     def _measured(self, batch: int, captured: Captured, plan: Plan) -> int | None:
         """The peak of a real step, where the device is real and has the memory."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from lowtide.cli.options import add_budget_option, add_chunked_loss_option, add_offload_options, add_planner_options
 from lowtide.errors import LowtideError, PlanError
+from lowtide.ir import plain_time_ns
 from lowtide.planning import Plan
 from lowtide.progress import progress_bar
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _summary(plan: Plan) -> dict[str, Any]:
     """What ``--json`` prints; without a budget the plan is the one that recomputes nothing."""
-    bound, least = plan.lower_bound_ns, plan.costs.total_time_ns
+    bound, least = plan.lower_bound_ns, plain_time_ns(plan.graph, plan.costs)
     return {
         "planner": plan.planner,
         "budget_bytes": plan.budget_bytes,

@@ -4,6 +4,8 @@ time = launch + max(FLOPs / sustained FLOP rate, bytes read and written / sustai
 ``torch.utils.flop_counter``'s formulas; an operator without one is bound by its bytes. Williams, Waterman, Patterson:
 Roofline, CACM 52(4), 2009.
 
+Collectives take what ``cost.links`` says on the link between their ranks, and inside what ``cost.on_links`` says.
+
 Workspace is a rule of thumb, above what was seen rather than below: operators that copy their arguments into
 another layout (convolutions, attention, sorting, scatter) are charged their arguments and results once more, others a
 wrapped number. Measure on the device for exact bytes.
@@ -11,34 +13,43 @@ wrapped number. Measure on the device for exact bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from lowtide.cost.devices import Device, get_device
+from lowtide.cost.links import Link, get_link
+from lowtide.cost.on_links import collective_of, collective_workspace
 from lowtide.cost.signature import target_name
 from lowtide.ir import Costs, is_view
 from lowtide.ir.graph import TANGENT_TARGET
-from lowtide.program.collectives import Waited
 from lowtide.program.layouts import distinct_elements
 from lowtide.program.program import Program, TensorMeta
 from lowtide.program.references import map_references
 from lowtide.program.sizes import storage_bytes
 
+LinkOf = Callable[[tuple[int, ...]], Link]
 _COPYING = ("convolution", "attention", "sort", "topk", "index_put", "scatter", "unique", "cum", "fft", "linalg")
 _WRAPPED_NUMBER_BYTES = 16
 _VIEW_NS = 1_500
-_LATENCY_NS = 50_000  # of a functional collective, until costs of these are measured by all ranks at once
-_LINK_BANDWIDTH = 1e9  # bytes per second that one moves: of processes on one host
 
 
-def analytical_costs(program: Program, device_name: str = "auto") -> Costs:
-    """Modelled time and workspace of every op, for ``device_name`` of the table in ``cost.devices``."""
+def analytical_costs(program: Program, device_name: str = "auto", link_of: LinkOf | None = None) -> Costs:
+    """Modelled time and workspace of every op, for ``device_name`` of the table in ``cost.devices``. ``link_of``: by the ranks
+    of a group, the link between them, by default the device's own."""
     device = get_device(device_name)
+    own = get_link(device.ranks)
     ops = program.graph.ops
+    times = [operator_time_ns(program, op.id, device) for op in ops]
+    for op in ops:
+        if (together := collective_of(program, op.id)) is not None:
+            times[op.id] = together.time_ns(link_of(together.members) if link_of else own)
     return Costs(
-        [operator_time_ns(program, op.id, device) for op in ops],  # type: ignore[arg-type]
+        times,  # type: ignore[arg-type]
         [_workspace_bytes(program, op.id) for op in ops],  # type: ignore[arg-type]
         storage_bytes(program),  # type: ignore[arg-type]
         device=f"analytical {device.name}",
+        collectives_beside=device.name != "cpu" and any(op.collective for op in ops),
     )
 
 
@@ -47,10 +58,10 @@ def operator_time_ns(program: Program, op: int, device: Device) -> int:
     node = program.graph.ops[op]
     if node.target == TANGENT_TARGET:
         return 0
+    if (together := collective_of(program, op)) is not None:
+        return together.time_ns(get_link(device.ranks))
     if is_view(program.graph, node) and not node.effect:
         return min(_VIEW_NS, device.launch_ns)
-    if isinstance(program.calls[op].target, Waited):
-        return _LATENCY_NS + round(1e9 * operand_bytes(program, op) / _LINK_BANDWIDTH)
     dtype = program.metas[node.outputs[0]].dtype if node.outputs else torch.float32
     flops_s = _flops(program, op) / (device.flops_per_second(dtype) * device.flops_share)
     bytes_s = operand_bytes(program, op) / (device.bandwidth * device.bandwidth_share)
@@ -64,22 +75,12 @@ def operand_bytes(program: Program, op: int) -> int:
     return sum(distinct_elements(meta.shape, meta.stride) * meta.dtype.itemsize for meta in metas)
 
 
-def collective_bytes(program: Program, op: int) -> int:
-    """What gloo copies for a functional collective, whose tensors lie on the host: nothing to reduce in place, else all that it
-    takes or gives. Elsewhere as much as that."""
-    if "all_reduce" in target_name(program.calls[op].target):
-        return 0
-    node = program.graph.ops[op]
-    sizes = [sum(program.metas[value].storage_bytes for value in set(values)) for values in (node.inputs, node.outputs)]
-    return max(sizes)
-
-
 def _workspace_bytes(program: Program, op: int) -> int:
     node = program.graph.ops[op]
     if node.target == TANGENT_TARGET or is_view(program.graph, node):
         return 0
-    if isinstance(program.calls[op].target, Waited):
-        return collective_bytes(program, op)
+    if (inside := collective_workspace(program, op)) is not None:
+        return inside
     name = target_name(program.calls[op].target)
     return operand_bytes(program, op) if any(word in name for word in _COPYING) else _WRAPPED_NUMBER_BYTES
 

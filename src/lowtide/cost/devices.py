@@ -24,6 +24,8 @@ class Device:
     """``flops``: peak floating-point operations per second by dtype; ``bandwidth``: bytes per second; ``link``: the same to
     the host's memory and back, each way, 0 where that is the device's own.
 
+    ``ranks``: the link of ``cost.links`` to the device's like, on which collectives run.
+
     ``flops_share`` and ``bandwidth_share`` are the parts of the peaks that large operators reach in practice;
     ``launch_ns`` is what any operator takes.
     """
@@ -36,6 +38,7 @@ class Device:
     bandwidth_share: float
     matches: tuple[str, ...] = ()
     link: float = 0.0
+    ranks: str = "ethernet-25"
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
         """Of an unlisted dtype: float32's."""
@@ -48,10 +51,10 @@ def _rates(float32: float, half: float, float64: float) -> Mapping[torch.dtype, 
 
 _DEVICES = (
     Device("cpu", _rates(192e9, 96e9, 96e9), 25e9, 3_000, 0.6, 0.6),
-    Device("a100", _rates(19.5e12, 312e12, 9.7e12), 2.039e12, 5_000, 0.6, 0.8, ("A100",), 31.5e9),
-    Device("h100", _rates(67e12, 989e12, 34e12), 3.35e12, 5_000, 0.6, 0.8, ("H100",), 63e9),
-    Device("h200", _rates(67e12, 989e12, 34e12), 4.8e12, 5_000, 0.6, 0.8, ("H200",), 63e9),
-    Device("rtx4090", _rates(82.6e12, 165.2e12, 1.29e12), 1.008e12, 5_000, 0.6, 0.8, ("4090",), 31.5e9),
+    Device("a100", _rates(19.5e12, 312e12, 9.7e12), 2.039e12, 5_000, 0.6, 0.8, ("A100",), 31.5e9, "nvlink3"),
+    Device("h100", _rates(67e12, 989e12, 34e12), 3.35e12, 5_000, 0.6, 0.8, ("H100",), 63e9, "nvlink4"),
+    Device("h200", _rates(67e12, 989e12, 34e12), 4.8e12, 5_000, 0.6, 0.8, ("H200",), 63e9, "nvlink4"),
+    Device("rtx4090", _rates(82.6e12, 165.2e12, 1.29e12), 1.008e12, 5_000, 0.6, 0.8, ("4090",), 31.5e9, "pcie4"),
 )
 DEVICES = {device.name: device for device in _DEVICES}
 

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
-from lowtide.cost.analytical import collective_bytes, operand_bytes, operator_time_ns
+from lowtide.cost.analytical import operand_bytes, operator_time_ns
 from lowtide.cost.cache import CostCache, OperatorCost
 from lowtide.cost.collectives import collective_costs
 from lowtide.cost.devices import device_name, get_device
+from lowtide.cost.on_links import collective_workspace
 from lowtide.cost.signature import copies_storage, is_lasting, is_opaque, signature, target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.cost.timing import peak_of, time_call
@@ -85,7 +86,7 @@ def measure_costs(
         else:
             time_ns[op], workspace[op] = operator_time_ns(program, op, get_device()), operand_bytes(program, op)
     for op in apart.difference(together):
-        time_ns[op], workspace[op] = operator_time_ns(program, op, get_device()), collective_bytes(program, op)
+        time_ns[op], workspace[op] = operator_time_ns(program, op, get_device()), collective_workspace(program, op) or 0
     for op, (time, peak) in together.items():
         made = {program.graph.values[value].storage for value in program.graph.ops[op].outputs}
         time_ns[op], workspace[op] = time, max(0, peak - sum(real[storage] for storage in made))

@@ -12,6 +12,7 @@ from lowtide.ir.sequence import (
     keep_all_schedule,
     may_run_early,
     needed_ops,
+    plain_time_ns,
     schedule_from_sequence,
     shared_storages,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "owned_storages",
     "parse_graph",
     "parse_schedule",
+    "plain_time_ns",
     "resident_bytes",
     "schedule_from_json",
     "schedule_from_sequence",

@@ -36,5 +36,5 @@ class Costs:
 
     @property
     def total_time_ns(self) -> int:
-        """Time of the program without recomputation."""
+        """Time of all operators, each once: of the program without recomputation, where nothing runs beside computing."""
         return int(self.time_ns.sum())

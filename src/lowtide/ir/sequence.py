@@ -12,14 +12,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from lowtide.ir.costs import Costs
 from lowtide.ir.graph import Graph, Op, Phase
 from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule, Step
 from lowtide.ir.simulator import owned_storages
+from lowtide.ir.transfers import timing
 
 
 def keep_all_schedule(graph: Graph) -> Schedule:
     """The program without recomputation."""
     return schedule_from_sequence(graph, range(len(graph.ops)))
+
+
+def plain_time_ns(graph: Graph, costs: Costs) -> int:
+    """Time of the program without recomputation on the clock of ``costs``: what overhead is measured against."""
+    if not costs.collectives_beside:
+        return costs.total_time_ns
+    return timing(graph, costs, keep_all_schedule(graph)).time_ns
 
 
 def schedule_from_sequence(graph: Graph, sequence: Sequence[int]) -> Schedule:

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Meta
 
 from lowtide.errors import PlanError, ScheduleError
-from lowtide.ir import Costs, Graph, Schedule, check, keep_all_schedule, simulate
+from lowtide.ir import Costs, Graph, Schedule, check, keep_all_schedule, plain_time_ns, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.ir.serial import (
     graph_from_json,
@@ -122,7 +122,7 @@ class Plan:
     @property
     def overhead(self) -> float:
         """Extra time over the same program without recomputation, as a fraction."""
-        total = self.costs.total_time_ns
+        total = plain_time_ns(self.graph, self.costs)
         return self.time_ns / total - 1 if total else 0.0
 
     @property
@@ -230,7 +230,7 @@ class Plan:
             heading=f"{f'plan of {graph.name}' if graph.name else 'plan'}: {len(graph.ops)} ops",
             run=run,
             plain=profile_of_schedule(graph, costs, keep_all_schedule(graph)),
-            base_ns=costs.total_time_ns,
+            base_ns=plain_time_ns(graph, costs),
             budget_bytes=self.budget_bytes,
             decided_by=decided_by,
             device=costs.device,

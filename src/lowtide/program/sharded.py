@@ -129,7 +129,8 @@ class Reduce:
     def __init__(self, unit: Unit, chosen: Sequence[int]) -> None:
         self.unit, self.chosen = unit, tuple(chosen)
         self.__name__, self.__module__ = "reduce_scatter", "lowtide"
-        self.__qualname__ = f"reduce_scatter{{{unit.describe(chosen)} by {unit.group._reduce_dtype}}}"
+        self.dtype = unit.group.mp_policy.reduce_dtype or unit.forms[self.chosen[0]].dtype  # that is communicated
+        self.__qualname__ = f"reduce_scatter{{{unit.describe(chosen)} by {self.dtype}}}"
 
     def __call__(self, *gradients: torch.Tensor) -> torch.Tensor:
         before, fresh = allocated_bytes(self.unit.group.device), self.unit.parameters[self.chosen[0]].grad is None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import LowtideError
-from lowtide.ir import Costs, Graph, SecondMemory, keep_all_schedule, load_instance, simulate
+from lowtide.ir import Costs, Graph, SecondMemory, keep_all_schedule, load_instance, plain_time_ns, simulate
 from lowtide.report.tables import table_lines
 from lowtide.solve import Problem, Progress, solve
 from lowtide.units import format_bytes, overhead_percent
@@ -93,7 +93,7 @@ def run_cell(graph: Graph, costs: Costs, task: Task, on_progress: Progress | Non
             _LOG.warning("%s failed", task, exc_info=True)
             message = f"{type(error).__name__}: {error}"
         return task.cell(FAILED, message=message, seconds=time.perf_counter() - began)
-    found, bound, least = solution.schedule is not None, solution.lower_bound_ns, costs.total_time_ns
+    found, bound, least = solution.schedule is not None, solution.lower_bound_ns, plain_time_ns(graph, costs)
     return task.cell(
         solution.status.value,
         peak_bytes=solution.peak_bytes if found else None,

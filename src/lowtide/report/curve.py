@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from lowtide.errors import PlanError
-from lowtide.ir import Costs, Graph, Schedule, keep_all_schedule, needed_ops, simulate
+from lowtide.ir import Costs, Graph, Schedule, keep_all_schedule, needed_ops, plain_time_ns, simulate
 from lowtide.ir.fields import expect_format
 from lowtide.notebook import card, note, picture, table
 from lowtide.report.overhead_chart import Priced, overhead_chart
@@ -142,8 +142,10 @@ def make_curve(
     if not 2 <= points <= _MOST_POINTS:
         raise PlanError(f"a curve has from 2 to {_MOST_POINTS} points, not {points}: each is a plan of its own.")
     whole = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
-    base = costs.total_time_ns
-    every_schedule_ns = sum(int(costs.time_ns[op]) for op in needed_ops(graph))
+    base = plain_time_ns(graph, costs)
+    needed = [graph.ops[op] for op in needed_ops(graph)]
+    beside = sum(int(costs.time_ns[op.id]) for op in needed if op.collective and costs.collectives_beside)
+    every_schedule_ns = max(sum(int(costs.time_ns[op.id]) for op in needed) - beside, beside)
     found = [CurvePoint(whole, whole, base, every_schedule_ns), *known]
     if on_progress is not None:
         on_progress("finding the least budget", 0.0)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lowtide.ir import keep_all_schedule, simulate
+from lowtide.ir import keep_all_schedule, plain_time_ns, simulate
 from lowtide.planning import Plan, make_plan
 from lowtide.sharing.constraints import Footprint, Member
 
@@ -32,7 +32,7 @@ class Assignment:
     plan: Plan | None = None
 
     def time_ns(self, member: Member) -> int:
-        return member.costs.total_time_ns if self.plan is None else self.plan.time_ns
+        return plain_time_ns(member.program.graph, member.costs) if self.plan is None else self.plan.time_ns
 
 
 def plan_alone(chosen: Assignment, member: Member) -> Plan:

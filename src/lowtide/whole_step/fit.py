@@ -18,7 +18,7 @@ from lowtide.capture.capture import flat_arguments
 from lowtide.cost import analytical_costs
 from lowtide.cost.devices import DEVICES, get_device
 from lowtide.errors import CostError, InfeasibleBudgetError, PlanError
-from lowtide.ir import Costs, Graph, SecondMemory, keep_all_schedule, simulate
+from lowtide.ir import Costs, Graph, SecondMemory, keep_all_schedule, plain_time_ns, simulate
 from lowtide.ir.second_memory import check_second_memory
 from lowtide.notebook import Shown
 from lowtide.pipeline import require_module
@@ -164,7 +164,9 @@ class Fit(Shown):
         }
         if self.plan is not None:
             peak, overhead = format_bytes(self.plan.peak_bytes), format_percent(self.plan.overhead)
-            bound = format_percent((self.plan.lower_bound_ns or 0) / max(self.plan.costs.total_time_ns, 1) - 1)
+            bound = format_percent(
+                (self.plan.lower_bound_ns or 0) / max(plain_time_ns(self.plan.graph, self.plan.costs), 1) - 1
+            )
             proven = "" if self.plan.lower_bound_ns is None else f", at least {bound} with any"
             facts["with a plan"] = f"{peak} for the pass, {overhead} more time{proven}"
             if self.plan.schedule.moves:

@@ -1,0 +1,83 @@
+"""Collectives of a program on paper: which they are, how much they move among which ranks, and what they take inside."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from lowtide.cost.links import KINDS, Link, collective_ns
+from lowtide.program.collectives import Waited
+from lowtide.program.program import Call, Program
+from lowtide.program.sharded import Gather, Reduce
+
+_UNKNOWN_RANKS = 2  # of a group that is not known here: at the least
+
+
+class Collective(NamedTuple):
+    """``bytes`` as of ``links.collective_ns``. ``members``: the ranks of its group, where that is known here."""
+
+    kind: str
+    bytes: int
+    ranks: int
+    members: tuple[int, ...]
+
+    def time_ns(self, link: Link) -> int:
+        return collective_ns(self.kind, self.bytes, self.ranks, link)
+
+
+def collective_of(program: Program, op: int) -> Collective | None:
+    """What an op is, if it is a collective."""
+    target, node = program.calls[op].target, program.graph.ops[op]
+    if isinstance(target, (Gather, Reduce)):
+        kind = "all_gather" if isinstance(target, Gather) else "reduce_scatter"
+        members = tuple(torch.distributed.get_process_group_ranks(target.unit.groups[0]))
+        return Collective(kind, _moved_bytes(target), len(members), members)
+    if not isinstance(target, Waited):
+        return None
+    name = target.operator._schema.name.split("::")[1].removeprefix("shard_dim_").replace("alltoall", "all_to_all")
+    kind = next((one for one in KINDS if name.startswith(one)), "")
+    ranks, members = _group(target, program.calls[op])
+    values = node.outputs if kind == "all_gather" else node.inputs
+    size = sum(meta.dtype.itemsize * math.prod(meta.shape) for meta in (program.metas[value] for value in values))
+    return Collective(kind, size, ranks, members) if kind else None
+
+
+def collective_workspace(program: Program, op: int) -> int | None:
+    """Bytes that a collective takes beside its operands and results; ``None`` of other operators.
+
+    The flat buffer that a unit's shards are gathered in, or its gradients reduced from (with this rank's part, where that is
+    then given another type); for a functional collective as much as it takes or gives, but nothing to reduce in place.
+    """
+    target, node = program.calls[op].target, program.graph.ops[op]
+    if isinstance(target, Gather):
+        return _moved_bytes(target)
+    if isinstance(target, Reduce):
+        moved = _moved_bytes(target)
+        return moved + (0 if target.dtype == target.unit.parameters[0].dtype else moved // target.unit.ranks)
+    if not isinstance(target, Waited):
+        return None
+    if "all_reduce" in target.__name__:
+        return 0
+    return max(sum(program.metas[value].storage_bytes for value in set(each)) for each in (node.inputs, node.outputs))
+
+
+def _moved_bytes(target: Gather | Reduce) -> int:
+    """Of the flat buffer: a gather moves the whole unit, whatever is read of it."""
+    unit = target.unit
+    if isinstance(target, Gather):
+        return sum(unit.padded_elements(index) * form.dtype.itemsize for index, form in enumerate(unit.forms))
+    return sum(map(unit.padded_elements, target.chosen)) * target.dtype.itemsize
+
+
+def _group(target: Waited, call: Call) -> tuple[int, tuple[int, ...]]:
+    """How many ranks the group has that a functional collective names, and which."""
+    names = [argument.name for argument in target.operator._schema.arguments]
+    given: dict[str, Any] = dict(zip(names, call.args, strict=False)) | call.kwargs
+    try:
+        group = torch.distributed.distributed_c10d._resolve_process_group(given["group_name"])  # type: ignore[attr-defined]
+        members = tuple(torch.distributed.get_process_group_ranks(group))
+        return len(members), members
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        return int(given.get("group_size") or len(given.get("input_split_sizes") or ()) or _UNKNOWN_RANKS), ()
