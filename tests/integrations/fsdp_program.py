@@ -20,6 +20,7 @@ import lowtide
 from lowtide.demo.gpt2 import Shape, build_model, draw_batches, load_corpus
 from tests.integrations.launch import say
 from tests.integrations.scenarios import perform
+from tests.integrations.tp_program import BATCH, LENGTH, VOCABULARY, Llama, parallel
 
 SHAPE = Shape(layers=4, width=64, heads=2, context=64, batch=4)
 _PLANNER = "auto{effort=1}"
@@ -318,6 +319,44 @@ def replicas_of_shards() -> None:
     assert_same(ours, reference)
 
 
+def sharded_and_parallel() -> None:
+    """Parameters that tensor parallelism has distributed over one dimension of a mesh, sharded over the other (2D)."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for by_sequence in (False, True):
+        trained = []
+        for budget in (None, 0.6):
+            torch.manual_seed(0)
+            model = parallel(Llama(), mesh["tp"], by_sequence=by_sequence)
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
+            torch.manual_seed(mesh["dp"].get_local_rank())
+            data = torch.randint(VOCABULARY, (4, BATCH, LENGTH))
+            if budget:
+                alone = int(budget * max(trained[0].peaks[1:]))
+                lowtide.rematerialize(model, (data[0], data[0]), budget=alone, planner=_PLANNER)
+            run = Run(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+            for tokens in data:
+
+                def compute(tokens: torch.Tensor = tokens, run: Run = run) -> None:
+                    loss = run.model(tokens, tokens)
+                    loss.backward()
+                    run.losses.append(loss.item())
+
+                run.peaks.append(lowtide.measure(compute).peak_bytes)
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            trained.append(run)
+        reference, ours = trained
+        assert_same(ours, reference)
+        assert max(ours.peaks[1:]) <= plan_of(ours).budget_bytes, (ours.peaks, plan_of(ours))
+        with recorded():
+            ours.model(data[0], data[0]).backward()
+        say(
+            f"by sequence {by_sequence}: peaks {ours.peaks}, predicted {plan_of(ours).peak_bytes}, alone {reference.peaks}"
+        )
+
+
 def mistakes_are_named() -> None:
     run = make()
     batch = batches(1)[0]
@@ -354,5 +393,6 @@ if __name__ == "__main__":
         from_meta,
         other_shapes,
         replicas_of_shards,
+        sharded_and_parallel,
         mistakes_are_named,
     )

@@ -40,7 +40,12 @@ def test_scenario(scenario: str) -> None:
 
 @pytest.mark.slow
 def test_four_ranks() -> None:
-    assert torchrun(_PROGRAM, "losses_and_peaks", "replicas_of_shards", processes=4).count("passed") == 8
+    assert (
+        torchrun(_PROGRAM, "losses_and_peaks", "replicas_of_shards", "sharded_and_parallel", processes=4).count(
+            "passed"
+        )
+        == 12
+    )
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from lowtide.capture.trace.sizes import SymbolicSizes
 from lowtide.capture.trace.writes import RefuseWrites
 from lowtide.errors import CaptureError
 from lowtide.program import structure
-from lowtide.program.local import distributed, local_results, spec_of
+from lowtide.program.local import distributed, local_results
 from lowtide.program.objects import is_open, parts_of, reachable
 from lowtide.program.results import GradientMask, Viewed, bases, outputs_of
 from lowtide.program.source import user_source
@@ -174,7 +174,7 @@ class TracedModel:
     def _wholes(self, tensors: Sequence[torch.Tensor], reals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the model is given: distributed tensors where the real ones are."""
         noting = [functools.partial(self.placed.__setitem__, number) for number in range(len(tensors))]
-        return list(map(distributed, tensors, map(spec_of, reals), noting))
+        return list(map(distributed, tensors, reals, noting))
 
     def _forward(
         self,

@@ -77,6 +77,8 @@ def hooked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def spec_of(tensor: torch.Tensor) -> Any:
     """Mesh, placements and layout of a distributed tensor, or of what a form is of; ``None`` of others."""
+    if type(tensor) is sharded.GatheredForm:
+        return tensor.spec
     whole = whole_of(tensor)
     return whole._spec if is_distributed(whole) else None  # type: ignore[attr-defined]
 
@@ -112,27 +114,35 @@ def _made(local: torch.Tensor, spec: Any, requires_grad: bool) -> torch.Tensor:
     return DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]
 
 
-def distributed(local: torch.Tensor, spec: Any, note: Callable[[Any], None]) -> torch.Tensor:
-    """In a trace: the distributed tensor of a ``local`` one, itself where there is no ``spec``. ``note`` hears how its gradient
-    lies when that arrives."""
+def distributed(local: torch.Tensor, form: torch.Tensor, note: Callable[[Any], None]) -> torch.Tensor:
+    """In a trace: the distributed tensor of a ``local`` one, as what ``form`` is of lies; itself where that is not distributed.
+    ``note`` hears how its gradient lies when that arrives: of a sharded parameter as that does, before it is reduced."""
+    spec = spec_of(form)
     if spec is None:
         return local
-    made: torch.Tensor = _Distributed.apply(local, spec, note)  # type: ignore[no-untyped-call]
+    made: torch.Tensor = _Distributed.apply(local, spec, note, type(form) is sharded.GatheredForm)  # type: ignore[no-untyped-call]
     return made
 
 
 class _Distributed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: Any, note: Callable[[Any], None]) -> torch.Tensor:
-        ctx.note, ctx.shape = note, local.shape
+    def forward(ctx: Any, local: torch.Tensor, spec: Any, note: Callable[[Any], None], alike: bool) -> torch.Tensor:
+        ctx.note, ctx.shape, ctx.placements = note, local.shape, spec.placements if alike else None
         return _made(local.detach(), spec, local.requires_grad)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> tuple[Any, None, None]:
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, None, None, None]:
+        if ctx.placements not in (None, gradient.placements):
+            gradient = gradient.redistribute(placements=ctx.placements)
         ctx.note(gradient._spec)
         local = gradient._local_tensor
         # Where it lies in other placements than the tensor its parts may have other sizes, which autograd would refuse.
-        return local if local.shape == ctx.shape else local.as_strided(ctx.shape, [0] * len(ctx.shape)), None, None
+        return (
+            local if local.shape == ctx.shape else local.as_strided(ctx.shape, [0] * len(ctx.shape)),
+            None,
+            None,
+            None,
+        )
 
 
 def with_own_sizes(joint: torch.fx.GraphModule, placed: Mapping[int, Any]) -> None:

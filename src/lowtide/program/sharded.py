@@ -32,7 +32,14 @@ _SHARDS: Any = WeakTensorKeyDictionary()  # by the gathered form of a parameter:
 
 
 class GatheredForm(nn.Parameter):
-    """What stands for a parameter as it is when it is gathered: its shape and type, without memory to read, or to print."""
+    """What stands for a parameter as it is when it is gathered: its shape and type, without memory to read, or to print.
+
+    Where tensor parallelism has distributed it as well, that is the local tensor, and ``spec`` how it lies."""
+
+    @property
+    def spec(self) -> Any:
+        shard = _SHARDS[self]
+        return None if shard._unsharded_dtensor_spec is None else shard._get_unsharded_dtensor_spec(self)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"GatheredForm({list(self.shape)}, {self.dtype})"
@@ -283,8 +290,8 @@ def _refuse_other(group: Any) -> None:
     what = ""
     if not isinstance(group.mesh_info, FSDPMeshInfo):
         what = "replicates its parameters (torch.distributed's replicate): use DistributedDataParallel"
-    elif any(shard.is_dtensor for shard in group.fsdp_params):
-        what = "shards parameters that are distributed already"
+    elif group.mesh_info.is_spmd_mesh:
+        what = "shards over dimensions of a mesh that its parameters lie on already (dp_mesh_dims)"
     elif any(hasattr(shard._sharded_local_tensor, "fsdp_pre_all_gather") for shard in group.fsdp_params):
         what = "has parameters that gather themselves (fsdp_pre_all_gather, as float8 tensors do)"
     if what:
