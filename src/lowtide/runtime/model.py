@@ -18,7 +18,7 @@ from lowtide.memory.arena import Arena
 from lowtide.pipeline import Finish
 from lowtide.planning import Plan
 from lowtide.program import Program
-from lowtide.program.local import hooked, is_distributed
+from lowtide.program.local import hooked
 from lowtide.program.sharded import is_sharded
 from lowtide.runtime.entry import Entry, Names, Sample, Signature
 from lowtide.runtime.parts import Parts, can_run_in_parts
@@ -40,8 +40,6 @@ class Rematerialized(Planned):
         if self._root is not None:
             original_forward = self._root
             settings = dataclasses.replace(settings, planning="wait", dynamic=False)  # all ranks run one plan at a time
-        elif any(map(is_distributed, model.parameters())):
-            settings = dataclasses.replace(settings, dynamic=False)  # global sizes are part of the program
         super()._begin(model, settings, original_forward, had_instance_forward)
         self.parts: Parts | None = None
         self._runs_in_parts = False  # whether a call has

@@ -26,6 +26,7 @@ from lowtide.memory.arena import Arena, new_arena
 from lowtide.pipeline import FIRST_PLANNER, Finish, adapted_plan, captured_program, plan_request, planned_program
 from lowtide.planning import Plan
 from lowtide.program import Program
+from lowtide.program.local import spec_of
 from lowtide.program.results import GradientMask
 from lowtide.program.sizes import program_device
 from lowtide.progress import shown
@@ -177,6 +178,8 @@ class Programs:
     def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
         """The kind of the call and the shapes of its tensors, where shapes may vary, and what its family tells of it."""
         inputs, names, _ = self._flat(sample.args, sample.kwargs)
+        if any(spec_of(tensor) is not None for tensor in inputs):  # global sizes are in the program as well
+            return None, None, None
         kin, shapes = self._kins.of(key, inputs, len(names))
         if kin is None or shapes is None:
             return None, None, None

@@ -139,6 +139,8 @@ def _made_elsewhere(store: Any, key: str, program: Program) -> Plan | None:
 
 def _timeout_seconds() -> float:
     """Of the default process group's collectives: whoever waits longer for a process takes it for dead."""
+    if not torch.distributed.is_initialized():  # the store alone is there
+        return _PATIENCE_SECONDS
     group = torch.distributed.distributed_c10d._get_default_group()
     device = next(iter(group._device_types), torch.device("cpu"))
     timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
