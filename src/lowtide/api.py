@@ -45,6 +45,7 @@ def rematerialize(
     rescue: bool = True,
     chunked_loss: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
+    in_flight: int = 1,
 ) -> Model:
     """Make ``model``, any module, train inside a memory budget, in place; returns the same object.
 
@@ -72,11 +73,17 @@ def rematerialize(
         rescue: A pass that runs out of memory all the same runs again within a lower budget, said in the log.
         chunked_loss: Logits and their cross-entropy in pieces: never there as a whole, and sums not equal to the bit.
         optimizer: Updates parameters inside of the backward pass, so that gradients go at once; the loop stays as it is.
+        in_flight: So many calls wait for their backward pass at once (micro-batches of a pipeline): the budget is for all.
+            With more than one, a plan stays as it is made: ``planning`` waits, and there are no parts and no ``rescue``.
     """
     _require_plannable(model)
+    if in_flight != 1:  # what changes a plan knows nothing of the other calls
+        planning, rescue = planning or "wait", False
+        on_capture_error = "error" if on_capture_error == "parts" else on_capture_error
     given = (budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
     more = (_planning(planning, planner, compiler), dynamic, max_programs, arena, offload, offload_budget, rescue)
-    model.forward = _prepared(model, Settings(*given, *more, chunked_loss), optimizer, args, kwargs or {})
+    settings = Settings(*given, *more, chunked_loss, in_flight=in_flight)
+    model.forward = _prepared(model, settings, optimizer, args, kwargs or {})
     return model
 
 

@@ -21,7 +21,7 @@ from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.collectives import measure_collectives
 from lowtide.cost.scaled import Measured, scaled_costs
 from lowtide.errors import InfeasibleBudgetError, PlanError
-from lowtide.ir import Costs, Schedule, keep_all_schedule, simulate
+from lowtide.ir import Costs, Schedule, keep_all_schedule
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.offload import with_offload
 from lowtide.planning import Plan, plan_from
@@ -33,6 +33,7 @@ from lowtide.progress import Progress, report
 from lowtide.settings import Settings, searches
 from lowtide.sharing import Member, Planning, Share
 from lowtide.sharing.agreement import agreed_plan, several_processes
+from lowtide.sharing.in_flight import plan_in_flight, unconstrained_bytes
 from lowtide.stage_times import stage
 from lowtide.version import __version__
 
@@ -246,7 +247,11 @@ def _within_budget(
     budget, outside = _budget(program, settings, costs, outside, granted_bytes)
     try:
         with stage("search"):
-            plan = _as_lowered(program, settings, costs, budget, search)
+            if settings.in_flight > 1:
+                own = dataclasses.replace(settings, agreed=False)
+                plan = plan_in_flight(program, costs, settings.in_flight, budget, *share_planners(own))
+            else:
+                plan = _as_lowered(program, settings, costs, budget, search)
     except InfeasibleBudgetError as error:
         raise error.beside(outside.bytes, str(outside)) from None
     return plan if settings.budget is not None else dataclasses.replace(plan, outside=str(outside))
@@ -282,8 +287,8 @@ def lowered_plan(program: Program, settings: Settings, plan: Plan) -> Plan:
 
 def plan_request(program: Program, costs: Costs, budget_bytes: int, settings: Settings) -> PlanRequest:
     """What ``settings`` ask of a planner for ``program``."""
-    versions = (__version__, str(torch.__version__))
-    return PlanRequest(program.graph, costs, budget_bytes, settings.planner, settings.seed, versions, settings.arena)
+    asked = (settings.planner, settings.seed, (__version__, str(torch.__version__)), settings.arena)
+    return PlanRequest(program.graph, costs, budget_bytes, *asked)
 
 
 def _found(settings: Settings, request: PlanRequest, on_progress: Progress | None = None) -> Plan:
@@ -316,7 +321,7 @@ def _budget(
     program: Program, settings: Settings, costs: Costs, outside: Outside, granted_bytes: int
 ) -> tuple[int, Outside]:
     """Bytes for a pass, and what of the given budget a pass must leave alone."""
-    unconstrained = simulate(program.graph, costs, keep_all_schedule(program.graph)).peak_bytes
+    unconstrained = unconstrained_bytes(program, costs, settings.in_flight)
     reserve = parse_budget(settings.reserve, unconstrained, what="reserve") if settings.reserve != 0 else 0
     outside = outside._replace(reserved=reserve)
     total = parse_budget(settings.given, unconstrained + (0 if settings.total_budget is None else outside.bytes))
@@ -331,6 +336,7 @@ def share_planners(settings: Settings) -> tuple[Planning, Planning | None]:
     def planning(planner: str) -> Planning:
         def planned(member: Member, share: Share) -> Plan:
             own = {"budget": share.budget_bytes, "between_bytes": share.between_bytes, "planner": planner}
+            own |= {"in_flight": 1, "total_budget": None, "reserve": 0}
             return make_program_plan(member.program, dataclasses.replace(settings, **own), costs=member.costs)  # type: ignore[arg-type]
 
         return planned

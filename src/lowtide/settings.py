@@ -33,6 +33,7 @@ class Settings:
     chunked_loss: bool = False
     agreed: bool = True  # among several processes: one plans for all
     optimizer_bytes: int | None = None  # of the optimizer's states, where these are known
+    in_flight: int = 1  # calls that wait for their backward pass at once
     between_bytes: int = 0  # what the rest of a larger model takes between this part's two passes, within the budget
     most_bytes: int | None = None  # for a pass, since a step ran out of memory (runtime.rescue)
 
@@ -70,11 +71,29 @@ class Settings:
             raise PlanError(f"chunked_loss={self.chunked_loss!r} is unknown; use True or False.")
         if not isinstance(self.max_programs, int) or self.max_programs < 1:
             raise PlanError(f"max_programs={self.max_programs!r} must be an integer of 1 or more.")
+        if not isinstance(self.in_flight, int) or self.in_flight < 1:
+            raise PlanError(f"in_flight={self.in_flight!r} must be an integer of 1 or more.")
+        if self.in_flight > 1:
+            self._check_in_flight()
         parse_budget(self.given, 1 << 40)  # a malformed budget is an error now, not at the first call
         if self.reserve != 0:
             parse_budget(self.reserve, 1 << 40, what="reserve")
         get_planner(self.planner)
         check_seed(self.seed)
+
+    def _check_in_flight(self) -> None:
+        """What several calls at once cannot be combined with: plans that are changed without knowing of the others."""
+        wrong = {
+            'planning="background"': self.planning == "background",
+            'on_capture_error="parts"': self.on_capture_error == "parts",
+            'on_capture_error="online"': self.on_capture_error == "online",
+            "rescue=True": self.rescue,
+            "arena=True": self.arena,
+            "offload=": self.offload is not None,
+        }
+        for name, given in wrong.items():
+            if given:
+                raise PlanError(f"in_flight={self.in_flight} does not go with {name}.")
 
     def _check_offload(self) -> None:
         if self.offload is None:

@@ -10,11 +10,10 @@ import dataclasses
 import functools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
 from lowtide.errors import PlanError, ScheduleError
 from lowtide.ir import Costs, Graph, Schedule, check, keep_all_schedule, plain_time_ns, simulate
@@ -31,6 +30,7 @@ from lowtide.ir.simulator import Simulation
 from lowtide.memory.measurement import Measurement
 from lowtide.place import CudaMemory, Layout, cuda_memory, lay_out
 from lowtide.planning.chunked import ChunkedLoss, chunked_losses
+from lowtide.planning.form import CostsForm, PlanForm
 from lowtide.progress import told
 from lowtide.report.card import report_card
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint, make_curve
@@ -48,35 +48,6 @@ PLAN_FORMAT = "lowtide-plan/1"
 _FACTS = (
     "planner", "seed", "budget_bytes", "peak_bytes", "unconstrained_peak_bytes", "time_ns", "lower_bound_ns", "solve_seconds",
 )  # fmt: skip
-Amount = Annotated[int, Meta(ge=0, le=1 << 62)]  # bytes or nanoseconds, as large as a budget may be
-Column = Annotated[list[Annotated[int, Meta(ge=0, le=1 << 50)]], Meta(max_length=1 << 24)]
-
-
-class _Costs(msgspec.Struct, frozen=True):
-    """Costs by themselves, for a program that is at hand."""
-
-    time_ns: Column
-    workspace_bytes: Column
-    storage_bytes: Column
-    rng_state_bytes: Amount
-    device: str
-    second_memory: Any = None
-    collectives_beside: bool = False
-
-
-class _Form(msgspec.Struct, frozen=True):
-    """The fields of ``lowtide-plan/1`` that are read; what follows from the schedule is computed again."""
-
-    planner: str
-    seed: Annotated[int, Meta(ge=0)]
-    budget_bytes: Annotated[int, Meta(ge=1, le=1 << 62)]
-    lower_bound_ns: Amount | None
-    solve_seconds: Annotated[float, Meta(ge=0, le=1e9)]
-    schedule: Any
-    graph: Any = None
-    costs: _Costs | None = None
-    curve: Any = None
-    outside: str = ""
 
 
 class Improvement(NamedTuple):
@@ -98,7 +69,8 @@ class Plan:
     process (``plan_cache``). ``str(plan)`` is a readable report. ``known_curve`` is what ``with_curve`` found; it is saved
     along. ``history``: the plans that were in force before, and this one, where it was improved in the background.
     ``lowered_from_bytes``: the budget that was given, where steps ran out of memory within it and it was lowered; else 0.
-    ``outside``: what a total budget counted beside the pass.
+    ``outside``: what a total budget counted beside the pass. ``in_flight``: so many calls may wait for their backward
+    pass at once; ``waiting_bytes`` are what the others hold while one runs, and gradients that earlier ones left in parameters.
     """
 
     graph: Graph
@@ -117,6 +89,8 @@ class Plan:
     history: tuple[Improvement, ...] = ()
     lowered_from_bytes: int = 0
     outside: str = ""
+    in_flight: int = 1
+    waiting_bytes: int = 0
     _layout: Layout | None = field(default=None, init=False, repr=False)
 
     @property
@@ -219,6 +193,9 @@ class Plan:
         }
         if self.outside:
             details["beside the pass"] = self.outside
+        if self.in_flight > 1:
+            others, total = format_bytes(self.waiting_bytes), format_bytes(self.peak_bytes + self.waiting_bytes)
+            details["in flight"] = f"{self.in_flight} calls; beside one of them {others}, at most {total} together"
         if self.chunked:
             details["loss"] = "; ".join(map(str, self.chunked))
         if self.schedule.moves:
@@ -267,11 +244,13 @@ class Plan:
         data: dict[str, Any] = {"format": PLAN_FORMAT} | {name: getattr(self, name) for name in _FACTS}
         data["schedule"] = schedule_to_json(self.schedule)
         data |= {"outside": self.outside} if self.outside else {}
+        if self.in_flight > 1:
+            data |= {"in_flight": self.in_flight, "waiting_bytes": self.waiting_bytes}
         if graph:
             data["graph"] = graph_to_json(self.graph, self.costs)
             data["curve"] = None if self.known_curve is None else self.known_curve.to_json()
         elif costs:
-            fields = {name: getattr(self.costs, name) for name in _Costs.__struct_fields__}
+            fields = {name: getattr(self.costs, name) for name in CostsForm.__struct_fields__}
             data["costs"] = {name: x.tolist() if isinstance(x, np.ndarray) else x for name, x in fields.items()}
             if self.costs.second_memory is not None:
                 data["costs"]["second_memory"] = dataclasses.asdict(self.costs.second_memory)
@@ -283,7 +262,7 @@ class Plan:
         own. Raises ``PlanError`` for what is no plan, or not of ``graph``, and ``ScheduleError`` for a schedule that is
         not valid, or that exceeds the budget on ``graph``."""
         try:
-            form = msgspec.convert(data, _Form)
+            form = msgspec.convert(data, PlanForm)
         except ValueError as error:
             raise PlanError(f"it is not a complete plan: {error}.") from error
         at_hand = graph is not None
@@ -312,6 +291,8 @@ class Plan:
             form.solve_seconds,
             known_curve=None if form.curve is None else Curve.from_json(form.curve),
             outside=form.outside,
+            in_flight=form.in_flight,
+            waiting_bytes=form.waiting_bytes,
         )
 
     def __str__(self) -> str:
@@ -332,7 +313,7 @@ def storages_outside(graph: Graph) -> frozenset[int]:
     return frozenset(graph.values[value].storage for value in (*graph.forward_outputs, *handed))
 
 
-def _costs(form: _Form, graph: Graph) -> Costs:
+def _costs(form: PlanForm, graph: Graph) -> Costs:
     """The costs that a plan without a graph comes with. Raises ``PlanError`` where they are not of ``graph``."""
     if form.costs is None:
         raise PlanError("the plan has neither a graph nor costs.")

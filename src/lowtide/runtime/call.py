@@ -37,7 +37,7 @@ class ModelCall:
     comes to it and when it leaves it.
     ``rescue`` lowers the plan where memory runs out. A backward program that began again has other groups of gradients than the
     nodes: ``ends[i]`` of them must have run for the i-th node, and ``ran`` have. ``arrived``: the gradients of the outputs, for
-    that.
+    that. ``next_node`` is the one that a backward pass comes to next.
     """
 
     lowered: Lowered
@@ -60,6 +60,7 @@ class ModelCall:
     arrived: list[torch.Tensor] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     ran: int = 0
+    next_node: int = 0
     on_backward: Callable[[], None] | None = None
     on_end: Callable[[], None] | None = None
 
@@ -100,6 +101,7 @@ class ModelCall:
         again = self.generator is None or self.received or keeps or not expected(lowered, gradients)
         self._check_unmodified(lowered.reads if again else lowered.reads_after)
         self.gradients.clear()
+        self.next_node = 0
         if again:
             self._run_again(gradients, keeps)
         else:
@@ -110,6 +112,13 @@ class ModelCall:
 
     def stage(self, node: int) -> tuple[torch.Tensor | None, ...]:
         """Run the next segment; the gradients of ``nodes[node]``, ``None`` for inputs that have none."""
+        if node != self.next_node:
+            raise ExecutionError(
+                "a backward pass begins in the middle of a planned model, whose program runs from its outputs on. Schedules of "
+                "pipelines that split it (ZeroBubble, ZBV, DualPipeV) do that: use GPipe, 1F1B or Interleaved1F1B, or call "
+                "lowtide.restore(model)."
+            )
+        self.next_node += 1
         if self.generator is not None:
             self._advance_to(node)
             if node + 1 == len(self.nodes):

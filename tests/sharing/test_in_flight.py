@@ -1,0 +1,127 @@
+"""Several calls of one model that wait for their backward pass at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.planning import Plan
+
+
+def blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)) for _ in range(4))
+    )
+
+
+SAMPLE = torch.ones(64, 32)
+BATCHES = torch.randn(4, 64, 32).unbind()
+
+
+def planned(budget: int | str, in_flight: int, **options: Any) -> tuple[nn.Module, Plan]:
+    model = lowtide.rematerialize(
+        blocks(), (SAMPLE,), budget=budget, in_flight=in_flight, planner="auto{effort=1}", **options
+    )
+    (plan,) = lowtide.plans(model)
+    return model, plan
+
+
+def step(model: nn.Module, ahead: int) -> None:
+    """So many forward passes ahead of the backward passes, the oldest first."""
+    torch.manual_seed(1)
+    waiting = []
+    for batch in BATCHES:
+        waiting.append(model(batch))
+        if len(waiting) == ahead:
+            waiting.pop(0).sum().backward()
+    while waiting:
+        waiting.pop(0).sum().backward()
+
+
+def peak(model: nn.Module, ahead: int) -> int:
+    model.zero_grad()
+    return lowtide.measure(step, model, ahead).peak_bytes
+
+
+@pytest.mark.parametrize(("ahead", "share"), [(2, 0.6), (2, 0.8), (4, 0.6), (4, 0.8)])
+def test_the_budget_is_for_all_of_them(ahead: int, share: float) -> None:
+    """Measured over the step, whichever gradients there are, and equal to the bit."""
+    reference = blocks()
+    alone = peak(reference, ahead)
+    budget = int(share * alone)
+    model, plan = planned(budget, ahead)
+    assert (plan.in_flight, plan.budget_bytes + plan.waiting_bytes) == (ahead, budget)
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert plan.overhead > 0
+    for _ in range(2):
+        assert peak(model, ahead) <= budget
+        peak(reference, ahead)
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_plan_for_one_call_is_none_for_more() -> None:
+    budget = int(0.6 * peak(blocks(), 4))
+    model, plan = planned(budget, 1)
+    assert plan.waiting_bytes == 0
+    assert peak(model, 4) > budget
+
+
+def test_percentages_are_of_so_many_calls() -> None:
+    one, several = (planned("100%", count)[1] for count in (1, 3))
+    assert several.overhead == 0
+    kept = several.waiting_bytes + several.peak_bytes
+    assert kept > 2 * one.peak_bytes
+    assert several.budget_bytes + several.waiting_bytes >= kept
+
+
+def test_it_is_said_and_saved(tmp_path: Any) -> None:
+    _, plan = planned("60%", 3)
+    assert "3 calls; beside one of them" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert (loaded.in_flight, loaded.waiting_bytes) == (3, plan.waiting_bytes)
+    _, alone = planned("60%", 1)
+    assert "in flight" not in str(alone)
+
+
+def test_a_budget_that_is_too_small() -> None:
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="3 calls at once") as found:
+        planned(30_000, 3)
+    model, plan = planned(found.value.minimum_bytes, 3)
+    assert peak(model, 3) <= found.value.minimum_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"in_flight": 0}, "in_flight=0"),
+        ({"in_flight": 1.5}, "in_flight=1.5"),
+        ({"in_flight": 2, "planning": "background"}, "background"),
+        ({"in_flight": 2, "arena": True}, "arena"),
+        ({"in_flight": 2, "on_capture_error": "online", "budget": 1 << 20}, "online"),
+    ],
+)
+def test_what_does_not_go_together(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(lowtide.PlanError, match=words):
+        lowtide.rematerialize(blocks(), (SAMPLE,), **{"budget": "60%", **options})
+
+
+def test_a_backward_pass_from_the_middle_is_refused() -> None:
+    """As zero-bubble schedules run it: to the inputs first, then on from what they have recorded."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    model, _ = planned("80%", 1)
+    x = torch.randn(64, 32, requires_grad=True)
+    result = model(x)
+    _, groups = stage_backward_input([result], [torch.ones_like(result)], [x], model.parameters())
+    assert x.grad is not None
+    with pytest.raises(lowtide.ExecutionError, match="ZeroBubble"):
+        stage_backward_weight(model.parameters(), groups)
