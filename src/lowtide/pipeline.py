@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -18,11 +17,11 @@ from lowtide.capture.convert.chunked_loss import chunk_losses
 from lowtide.capture.convert.gradients import split_sums
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.cost import analytical_costs, measure_costs
+from lowtide.cost.beside import with_generator_states, with_room_between
 from lowtide.cost.collectives import measure_collectives
 from lowtide.cost.scaled import Measured, scaled_costs
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, Schedule, keep_all_schedule
-from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.offload import with_offload
 from lowtide.planning import Plan, plan_from
 from lowtide.planning.cache import PlanCache, PlanRequest, enabled
@@ -43,7 +42,6 @@ _QUICK_SEARCH = "auto{effort=1}"
 _FEW_OPS = 100  # up to which the whole search takes about a second
 FIRST_PLANNER = "auto{effort=0}"  # for a start, where the search goes on in the background
 _COSTLY = 0.15  # overhead of a plan of kernels, from which operators one by one are planned as well
-_RNG_STATE_BYTES = 5056  # what torch allocates for a moment to read a CPU generator's state
 
 
 def captured_program(
@@ -153,27 +151,7 @@ def program_costs(program: Program, on_progress: Progress | None = None) -> Cost
             costs = analytical_costs(program)
         else:
             costs = measure_costs(program, on_progress=on_progress or report)
-    return _with_generator_states(program, costs)
-
-
-def _with_generator_states(program: Program, costs: Costs) -> Costs:
-    """Reading a CPU generator's state takes memory for a moment, before the random operator takes its own."""
-    workspace = np.array(costs.workspace_bytes)
-    for op in program.graph.ops:
-        if op.random:
-            own = sum(int(costs.storage_bytes[s]) for s in {program.graph.values[v].storage for v in op.outputs})
-            workspace[op.id] = max(int(workspace[op.id]), _RNG_STATE_BYTES - own)
-    return dataclasses.replace(costs, workspace_bytes=workspace, rng_state_bytes=0)
-
-
-def _with_room_between(program: Program, costs: Costs, nbytes: int) -> Costs:
-    """``nbytes`` more while the first gradient arrives: what must be free when the forward pass has ended."""
-    arrival = next((op.id for op in program.graph.ops if op.target == TANGENT_TARGET), None)
-    if nbytes <= 0 or arrival is None:
-        return costs
-    workspace = np.array(costs.workspace_bytes)
-    workspace[arrival] += nbytes
-    return dataclasses.replace(costs, workspace_bytes=workspace)
+    return with_generator_states(program, costs)
 
 
 def make_program_plan(
@@ -228,7 +206,7 @@ def adapted_plan(
         return plan.begun() if plan is not None else _first_plan(request) or _searched(request)
 
     with stage("costs"):
-        costs = _with_generator_states(program, scaled_costs(program, known))
+        costs = with_generator_states(program, scaled_costs(program, known))
     outside = _outside(program, settings, model)
     return _within_budget(program, settings, costs, outside, granted_bytes, adapt)
 
@@ -242,14 +220,13 @@ def _within_budget(
     search: Callable[[PlanRequest], Plan],
 ) -> Plan:
     """What ``search`` finds for the bytes that are left of the budget for a pass."""
-    costs = _with_room_between(program, costs, settings.between_bytes)
+    costs = with_room_between(program, costs, settings.between_bytes)
     costs = with_offload(costs, settings.offload, settings.offload_budget, program_device(program))
     budget, outside = _budget(program, settings, costs, outside, granted_bytes)
     try:
         with stage("search"):
             if settings.in_flight > 1:
-                own = dataclasses.replace(settings, agreed=False)
-                plan = plan_in_flight(program, costs, settings.in_flight, budget, *share_planners(own))
+                plan = plan_in_flight(program, costs, settings.in_flight, budget, *in_flight_planners(settings))
             else:
                 plan = _as_lowered(program, settings, costs, budget, search)
     except InfeasibleBudgetError as error:
@@ -332,16 +309,22 @@ def _budget(
 
 def share_planners(settings: Settings) -> tuple[Planning, Planning | None]:
     """The last arguments of ``sharing.choose``: programs planned as ``settings`` say, and by a quick form of its search."""
+    return _planning(settings), _planning(settings, planner=_QUICK_SEARCH) if searches(settings.planner) else None
 
-    def planning(planner: str) -> Planning:
-        def planned(member: Member, share: Share) -> Plan:
-            own = {"budget": share.budget_bytes, "between_bytes": share.between_bytes, "planner": planner}
-            own |= {"in_flight": 1, "total_budget": None, "reserve": 0}
-            return make_program_plan(member.program, dataclasses.replace(settings, **own), costs=member.costs)  # type: ignore[arg-type]
 
-        return planned
+def in_flight_planners(settings: Settings) -> tuple[Planning, Planning]:
+    """The same of ``plan_in_flight``."""
+    own: dict[str, Any] = {"in_flight": 1, "agreed": False, "total_budget": None, "reserve": 0}
+    quick = FIRST_PLANNER if settings.planner.startswith("auto") else settings.planner
+    return _planning(settings, **own), _planning(settings, **own, planner=quick)
 
-    return planning(settings.planner), planning(_QUICK_SEARCH) if searches(settings.planner) else None
+
+def _planning(settings: Settings, **own: Any) -> Planning:
+    def planned(member: Member, share: Share) -> Plan:
+        given = {"budget": share.budget_bytes, "between_bytes": share.between_bytes, **own}
+        return make_program_plan(member.program, dataclasses.replace(settings, **given), costs=member.costs)
+
+    return planned
 
 
 def require_module(model: object, verb: str) -> None:

@@ -95,7 +95,7 @@ def test_it_is_said_and_saved(tmp_path: Any) -> None:
 def test_a_budget_that_is_too_small() -> None:
     with pytest.raises(lowtide.InfeasibleBudgetError, match="3 calls at once") as found:
         planned(30_000, 3)
-    model, plan = planned(found.value.minimum_bytes, 3)
+    model, _ = planned(found.value.minimum_bytes, 3)
     assert peak(model, 3) <= found.value.minimum_bytes
 
 

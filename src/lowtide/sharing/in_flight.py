@@ -1,63 +1,121 @@
 """Several calls of one program at once, as the micro-batches of a pipeline are: while one runs, others wait for their backward
-pass and hold what they save, and parameters hold the gradients that earlier ones left."""
+pass and hold what they save, and parameters hold the gradients that earlier ones left.
+
+The more a call saves, the less it recomputes, and the less room is left for the one that runs. So plans are made quickly for
+several limits of what may be saved, and the planner is asked for that of the quickest.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Costs
 from lowtide.planning import Plan
 from lowtide.program.program import Program
-from lowtide.sharing.assignment import Planning, plan_alone
-from lowtide.sharing.choice import choose
+from lowtide.sharing.assignment import Assignment, Planning, Share, plan_alone
 from lowtide.sharing.constraints import Constraint, Member, peak_bytes
 from lowtide.units import format_bytes
 
+_TRIED = 8  # limits, evenly from the outputs alone to what is saved without a plan
+_RAISES = 8  # of a budget that is too small, until one is met
+
 
 def plan_in_flight(
-    program: Program,
-    costs: Costs,
-    in_flight: int,
-    budget_bytes: int,
-    planning: Planning,
-    quick: Planning | None,
+    program: Program, costs: Costs, in_flight: int, budget_bytes: int, planning: Planning, quick: Planning
 ) -> Plan:
-    """A plan with which ``in_flight`` calls fit the budget: the more each saves, the less is left for the one that runs, which
-    is the plan's own budget. ``planning`` and ``quick`` as of ``choose``.
-
-    Raises ``InfeasibleBudgetError``."""
-    member, constraints = Member(program, costs, outputs_held=True), _constraints(program, costs, in_flight)
-    try:
-        (chosen,) = choose([member], constraints, budget_bytes, planning, quick)
-    except InfeasibleBudgetError as error:
-        raise InfeasibleBudgetError(
-            f"no plan was found by which {in_flight} calls at once fit into {budget_bytes} bytes "
-            f"({format_bytes(budget_bytes)}); about {error.minimum_bytes} bytes ({format_bytes(error.minimum_bytes)}) would "
-            "do. Raise the budget, make the micro-batches smaller, or take a schedule that has fewer of them in flight.",
-            minimum_bytes=error.minimum_bytes,
-            budget_bytes=budget_bytes,
-        ) from None
-    plan = plan_alone(chosen, member)
-    waiting = (in_flight - 1) * member.footprint(plan.schedule).saved_bytes + _gradient_bytes(program, costs)
-    return dataclasses.replace(
-        plan, budget_bytes=budget_bytes - waiting, in_flight=in_flight, waiting_bytes=waiting, lower_bound_ns=None
+    """A plan by which ``in_flight`` calls fit the budget; its own budget is what is left for the one that runs. ``quick`` makes
+    those that are compared. Raises ``InfeasibleBudgetError``."""
+    calls = _Calls(program, costs, in_flight)
+    found = calls.plan(budget_bytes, planning, quick)
+    if found is not None:
+        return found
+    least = calls.least_budget(budget_bytes, quick)
+    raise InfeasibleBudgetError(
+        f"no plan was found by which {in_flight} calls at once fit into {budget_bytes} bytes ({format_bytes(budget_bytes)}); "
+        f"about {least} bytes ({format_bytes(least)}) would do. Raise the budget, make the micro-batches smaller, or take a "
+        "schedule that has fewer of them in flight.",
+        minimum_bytes=least,
+        budget_bytes=budget_bytes,
     )
 
 
 def unconstrained_bytes(program: Program, costs: Costs, in_flight: int) -> int:
     """The peak of so many calls without rematerialization."""
-    member = Member(program, costs, outputs_held=True)
-    return peak_bytes(_constraints(program, costs, in_flight), [member.keep_all])
+    calls = _Calls(program, costs, in_flight)
+    return calls.peak_bytes(Assignment(calls.member.keep_all))
 
 
-def _constraints(program: Program, costs: Costs, in_flight: int) -> list[Constraint]:
-    others, left = (0,) * (in_flight - 1), _gradient_bytes(program, costs) if in_flight > 1 else 0
-    return [Constraint(left, 0, backward, others) for backward in (False, True)]
+class _Calls:
+    """``in_flight`` calls of a program: ``left_bytes`` are those of the gradients that a call leaves in parameters."""
 
+    def __init__(self, program: Program, costs: Costs, in_flight: int) -> None:
+        self.member, self.in_flight = Member(program, costs, outputs_held=True), in_flight
+        graph = program.graph
+        storages = {
+            graph.values[value].storage for position, value in program.gradients if position < program.parameters
+        }
+        self.left_bytes = sum(int(costs.storage_bytes[storage]) for storage in storages) if in_flight > 1 else 0
 
-def _gradient_bytes(program: Program, costs: Costs) -> int:
-    """Of the gradients that a call leaves in parameters."""
-    graph = program.graph
-    storages = {graph.values[value].storage for position, value in program.gradients if position < program.parameters}
-    return sum(int(costs.storage_bytes[storage]) for storage in storages)
+    def peak_bytes(self, chosen: Assignment) -> int:
+        """With all of them run in this way."""
+        others = (0,) * (self.in_flight - 1)
+        constraints = [Constraint(self.left_bytes, 0, backward, others) for backward in (False, True)]
+        return peak_bytes(constraints, [chosen.footprint])
+
+    def plan(self, budget_bytes: int, planning: Planning, quick: Planning) -> Plan | None:
+        """One within the budget, if one is found."""
+        keep_all = Assignment(self.member.keep_all)
+        if self.peak_bytes(keep_all) <= budget_bytes:
+            return self._finished(keep_all, budget_bytes)
+        found = [one for one, _ in self._tried(budget_bytes, quick) if one is not None]
+        found = sorted(found, key=lambda one: one.time_ns(self.member))
+        for one in found:
+            assert one.share is not None
+            best, _ = self._assignment(one.share, budget_bytes, planning)
+            if best is not None:
+                return self._finished(min(best, found[0], key=lambda each: each.time_ns(self.member)), budget_bytes)
+        return None
+
+    def least_budget(self, budget_bytes: int, quick: Planning) -> int:
+        """The first budget from ``budget_bytes`` on that is found to be met."""
+        for _ in range(_RAISES):
+            tried = list(self._tried(budget_bytes, quick))
+            if any(one is not None for one, _ in tried):
+                break
+            budget_bytes = max(
+                budget_bytes + 1, min((missing for _, missing in tried), default=2 * budget_bytes) + budget_bytes
+            )
+        return budget_bytes
+
+    def _tried(self, budget_bytes: int, quick: Planning) -> Iterator[tuple[Assignment | None, int]]:
+        """For each limit a quick plan, or ``None`` and by how much it missed the budget."""
+        for number in range(_TRIED):
+            limit = self.member.limit_bytes(number / _TRIED)
+            room = budget_bytes - self.left_bytes - (self.in_flight - 1) * limit
+            if room <= limit:
+                yield None, limit - room + 1
+                continue
+            between = max(room - limit - self.member.arriving_bytes, 0)
+            yield self._assignment(Share(room, between), budget_bytes, quick)
+
+    def _assignment(self, share: Share, budget_bytes: int, planning: Planning) -> tuple[Assignment | None, int]:
+        try:
+            plan = planning(self.member, share)
+        except InfeasibleBudgetError as error:
+            return None, error.minimum_bytes - share.budget_bytes
+        found = Assignment(self.member.footprint(plan.schedule), share, plan)
+        over = self.peak_bytes(found) - budget_bytes
+        return (None, over) if over > 0 else (found, 0)
+
+    def _finished(self, chosen: Assignment, budget_bytes: int) -> Plan:
+        waiting = self.left_bytes + (self.in_flight - 1) * chosen.footprint.saved_bytes
+        plan = plan_alone(chosen, self.member)
+        return dataclasses.replace(
+            plan,
+            budget_bytes=budget_bytes - waiting,
+            lower_bound_ns=None,
+            in_flight=self.in_flight,
+            waiting_bytes=waiting,
+        )

@@ -1,0 +1,33 @@
+"""What a pass needs beside its operators, as workspaces of theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from lowtide.ir import Costs
+from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.program import Program
+
+_RNG_STATE_BYTES = 5056  # what torch allocates for a moment to read a CPU generator's state
+
+
+def with_generator_states(program: Program, costs: Costs) -> Costs:
+    """Reading a CPU generator's state takes memory for a moment, before the random operator takes its own."""
+    workspace = np.array(costs.workspace_bytes)
+    for op in program.graph.ops:
+        if op.random:
+            own = sum(int(costs.storage_bytes[s]) for s in {program.graph.values[v].storage for v in op.outputs})
+            workspace[op.id] = max(int(workspace[op.id]), _RNG_STATE_BYTES - own)
+    return dataclasses.replace(costs, workspace_bytes=workspace, rng_state_bytes=0)
+
+
+def with_room_between(program: Program, costs: Costs, nbytes: int) -> Costs:
+    """``nbytes`` more while the first gradient arrives: what must be free when the forward pass has ended."""
+    arrival = next((op.id for op in program.graph.ops if op.target == TANGENT_TARGET), None)
+    if nbytes <= 0 or arrival is None:
+        return costs
+    workspace = np.array(costs.workspace_bytes)
+    workspace[arrival] += nbytes
+    return dataclasses.replace(costs, workspace_bytes=workspace)
