@@ -16,6 +16,7 @@ class Task:
     duration: int
     looks: set[tuple[int, int]] = field(default_factory=set)
     alone: set[tuple[int, int]] = field(default_factory=set)
+    asked: int = 0
     begin: int = 0
     end: int = 0
 
@@ -83,11 +84,13 @@ def run_tasks(tasks: list[Task], shared: bool = False) -> int:
     computed = 0
     for index, task in enumerate(tasks):
         before = tasks[:index]
+        task.asked = computed
         task.begin = max([computed, *(one.end for one in before if task.after(one))])
         if task.lane:
             same = ("in", "out") if shared and task.lane in ("in", "out") else (task.lane,)
             task.begin = max([task.begin, *(one.end for one in before if one.lane in same)])
         else:
+            task.asked = task.begin
             computed = task.begin + task.duration
         task.end = task.begin + task.duration
     return max(task.end for task in tasks)

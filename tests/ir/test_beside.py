@@ -136,7 +136,7 @@ def test_the_clock_agrees_with_a_simulation_of_pairs(seed: int) -> None:
         assert run.time_ns == run_tasks(tasks, costs.second_memory.shared)
         steps = [*tasks]
         del steps[schedule.boundary]
-        assert list(run.timing.start_ns) == [task.begin for task in steps]
+        assert list(run.timing.start_ns) == [task.asked for task in steps]
         lane = [(task.begin, task.end) for task in steps if task.lane == "collective"]
         assert [(one.start_ns, one.end_ns) for one in run.timing.collectives] == lane
         computed = {at for task in steps if not task.lane for at in range(task.begin, task.end)}

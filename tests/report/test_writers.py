@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from lowtide.errors import LowtideError, PlanError
+from lowtide.ir import keep_all_schedule, simulate
 from lowtide.memory.measurement import Measurement, load_measurement
 from lowtide.planning import Plan, make_plan
 from lowtide.report.profile import profile_of_schedule
 from lowtide.report.report import Report, report_of_trace
 from lowtide.report.writers import WRITERS, write_report
 from tests.report.reports import HOSTILE, MEASURED, plan_report, small_plan, trace_of_chain, trace_report
+from tests.solve.small_graphs import sharded
 from tests.support.random_graphs import random_graph
 
 _VOID = {"meta", "link"}
@@ -223,3 +225,20 @@ def test_replays_recompute_within_the_recorded_budget() -> None:
     assert report.run.peak_bytes <= report.budget_bytes < report.plain.peak_bytes
     assert any(span.again for span in report.run.spans)
     assert report.plain.boundary == 8
+
+
+def test_the_trace_has_a_track_for_collectives_beside_computing(tmp_path: Path) -> None:
+    graph, costs = sharded(3)
+    top = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+    plan = make_plan(graph, costs, budget=top * 7 // 10, planner="auto{effort=1}")
+    events = json.loads(_written(plan.as_report(), tmp_path / "trace.trace.json"))["traceEvents"]
+    tracks = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    shown = [event for event in events if event["ph"] == "X" and tracks[event["pid"], event["tid"]] == "collectives"]
+    ran = [event for event in shown if event["pid"] == 1]
+    expected = [
+        (one.start_ns / 1000, one.time_ns / 1000) for one in simulate(graph, costs, plan.schedule).timing.collectives
+    ]
+    assert sorted((event["ts"], event["dur"]) for event in ran) == expected
+    assert {event["pid"] for event in shown} == {1, 2}
+    assert "collectives" in str(plan)
+    assert "exposed" in str(plan)

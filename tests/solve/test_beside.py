@@ -14,8 +14,6 @@ from lowtide.ir import (
     Compute,
     Costs,
     Graph,
-    Op,
-    Phase,
     Schedule,
     check,
     collectives_of,
@@ -27,39 +25,7 @@ from lowtide.solve import Problem, Solution, Status, solve
 from lowtide.solve.beside import in_line
 from lowtide.solve.moving.placing import place_transfers
 from tests.solve.brute_force_beside import brute_force_beside
-from tests.solve.small_graphs import chain
-
-
-def sharded(
-    blocks: int, *, compute: int = 10, gather: int = 8, activation: int = 4, parameter: int = 3
-) -> tuple[Graph, Costs]:
-    """Every block gathers its parameter for its forward and its backward op, which makes a gradient that is then reduced."""
-    ops: list[Op] = []
-    producers: list[int] = []
-    times, sizes, outputs = [], [], []
-
-    def add(name: str, inputs: tuple[int, ...], forward: bool, time: int, size: int, collective: bool = False) -> int:
-        phase = Phase.FORWARD if forward else Phase.BACKWARD
-        ops.append(Op(len(ops), name, name, inputs, (len(producers),), phase, collective=collective))
-        producers.append(len(ops) - 1)
-        times.append(time)
-        sizes.append(size)
-        return len(producers) - 1
-
-    parameters, activations = [], []
-    for block in range(blocks):
-        parameters.append(add(f"gather{block}", (), True, gather, parameter, True))
-        before = (activations[-1],) if activations else ()
-        activations.append(add(f"forward{block}", (parameters[-1], *before), True, compute, activation))
-    forward_ops, gradient = len(ops), activations[-1]
-    for block in reversed(range(blocks)):
-        before = (activations[block - 1],) if block else ()
-        backward = (parameters[block], gradient, *before)
-        gradient = add(f"backward{block}", tuple(dict.fromkeys(backward)), False, 2 * compute, activation)
-        outputs.append(add(f"reduce{block}", (gradient,), False, gather, 1, True))
-        ops[-1] = replace(ops[-1], once=True)
-    graph = Graph.of_results("sharded", ops, producers, outputs, forward_ops=forward_ops)
-    return graph, Costs(np.array(times), np.zeros(len(ops)), np.array(sizes), collectives_beside=True)
+from tests.solve.small_graphs import chain, sharded
 
 
 def drawn(seed: int) -> tuple[Graph, Costs]:

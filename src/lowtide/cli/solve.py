@@ -41,7 +41,7 @@ from lowtide.planning import infeasible
 from lowtide.progress import Progress, progress_bar
 from lowtide.report.curve import lowest_schedule
 from lowtide.report.tables import fact_lines
-from lowtide.report.text import cuda_facts, moved_text
+from lowtide.report.text import collectives_text, cuda_facts, moved_text
 from lowtide.solve import Problem, Solution, Status, peak_lower_bound, solve
 from lowtide.store import write_atomically
 from lowtide.units import format_bytes, format_percent, format_time, overhead_percent
@@ -170,6 +170,10 @@ def _within_budget(
     if costs.second_memory is not None:
         timing = simulate(graph, costs, solution.schedule).timing
         summary["transfers"], facts["transfers"] = _moved(timing), moved_text(timing)
+    if costs.collectives_beside:
+        timing = simulate(graph, costs, solution.schedule).timing
+        summary["collectives"] = {"time_ns": timing.collective_ns, "exposed_ns": timing.exposed_ns}
+        facts["collectives"] = collectives_text(timing)
     heading = f"{solution.status.value} by {solution.planner} in {solution.solve_seconds:.2f} s"
     answer = Found(solution.schedule, summary, heading, facts)
     if placed and layout:

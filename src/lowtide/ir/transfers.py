@@ -52,7 +52,8 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timing:
-    """``start_ns[i]``: when step i begins, after whatever it waits for. ``wait_ns``: the part of ``time_ns`` in which nothing
+    """``start_ns[i]``: when step i begins, after whatever it waits for, or when what runs beside computing is asked for; never
+    before those of the steps before. ``wait_ns``: the part of ``time_ns`` in which nothing
     is computed, ``exposed_ns`` that of it in which a collective is under way. ``second_peak_bytes``: the most that the second
     memory holds. ``lanes``: all that is under way beside computing, in the order in which it was asked for."""
 
@@ -133,7 +134,8 @@ class Needs:
 
 
 class Clock:
-    """Takes steps one after the other. ``now``: when the next one may begin, ``lanes``: when the latest on each has ended."""
+    """Takes steps one after the other. ``asked``: when the latest was taken, ``now``: when the next one may be, ``lanes``: when
+    the latest on each has ended."""
 
     def __init__(self, graph: Graph, costs: Costs) -> None:
         self.graph = graph
@@ -142,7 +144,7 @@ class Clock:
         self.times: list[int] = costs.time_ns.tolist()
         self.sizes: list[int] = costs.storage_bytes.tolist()
         self.needs = Needs(graph)
-        self.now = 0
+        self.now = self.asked = 0
         self.lanes = dict.fromkeys(Lane, 0)
         self.read_until: dict[int, int] = {}  # storage -> when the last that reads it beside computing has ended
         self.made_at: dict[int, int] = {}  # storage -> when what makes it beside computing has ended
@@ -154,7 +156,8 @@ class Clock:
         for index, step in enumerate(schedule.steps):
             if index == schedule.boundary:
                 self.hand_over()
-            starts.append(self.take(step, index))
+            self.take(step, index)
+            starts.append(self.asked)
         self.now = max(self.now, *self.lanes.values())
         computing = sum(end - start for start, end in self.computing)
         exposed = _exposed([one for one in self.under_way if one.lane is Lane.COLLECTIVE], self.computing)
@@ -165,20 +168,21 @@ class Clock:
         """Wait for what the caller is handed."""
         self._wait(self.ready(self.needs.storages(self.graph.forward_outputs), ()))
 
-    def take(self, step: Step, index: int = 0) -> int:
-        """When ``step`` begins, beside computing or not."""
+    def take(self, step: Step, index: int = 0) -> None:
+        """Run ``step``, beside computing or not."""
         ready = self.ready(*self.needs.of(step))
+        communicates = isinstance(step, Compute) and self.beside and self.graph.ops[step.op].collective
+        if not communicates and not isinstance(step, (Offload, Fetch)):
+            self._wait(ready)
+        self.asked = self.now
         if isinstance(step, (Offload, Fetch)):
-            return self._move(step, index, ready)
-        if isinstance(step, Compute) and self.beside and self.graph.ops[step.op].collective:
-            return self._communicate(step, index, ready)
-        self._wait(ready)
-        start = self.now
-        if isinstance(step, Compute):
+            self._move(step, index, ready)
+        elif isinstance(step, Compute) and communicates:
+            self._communicate(step, index, ready)
+        elif isinstance(step, Compute):
             self.now += self.times[step.op]
-            self.computing.append((start, self.now))
+            self.computing.append((self.asked, self.now))
             self._forget(step.into)
-        return start
 
     def ready(self, read: Iterable[int], written: Iterable[int]) -> int:
         """When storages are there to be read, and may be written into or released."""
@@ -189,7 +193,7 @@ class Clock:
     def _wait(self, until: int) -> None:
         self.now = max(self.now, until)
 
-    def _move(self, step: Offload | Fetch, index: int, ready: int) -> int:
+    def _move(self, step: Offload | Fetch, index: int, ready: int) -> None:
         if self.memory is None:
             raise PlanError("the schedule moves storages, but its costs have no second memory.")
         size, back = self.sizes[step.storage], isinstance(step, Fetch)
@@ -198,9 +202,9 @@ class Clock:
         time_ns = self.memory.fetch_ns(size) if back else self.memory.offload_ns(size)
         ends = self.made_at if back else self.read_until
         ends[step.storage] = max(ends.get(step.storage, 0), start + time_ns)
-        return self._begin(lane, step.storage, size, index, start, time_ns)
+        self._begin(lane, step.storage, size, index, start, time_ns)
 
-    def _communicate(self, step: Compute, index: int, ready: int) -> int:
+    def _communicate(self, step: Compute, index: int, ready: int) -> None:
         start, op = max(self.now, ready, self.lanes[Lane.COLLECTIVE]), self.graph.ops[step.op]
         end = start + self.times[op.id]
         inputs, outputs = self.needs.inputs(op.id), self.needs.outputs(op.id)
@@ -208,12 +212,11 @@ class Clock:
         self.read_until.update((one, max(end, self.read_until.get(one, 0))) for one in inputs if one != step.into)
         self.made_at.update(dict.fromkeys((*outputs, *_changed(op, inputs)), end))
         size = sum(self.sizes[storage] for storage in dict.fromkeys(outputs))
-        return self._begin(Lane.COLLECTIVE, op.id, size, index, start, self.times[op.id])
+        self._begin(Lane.COLLECTIVE, op.id, size, index, start, self.times[op.id])
 
-    def _begin(self, lane: Lane, of: int, size: int, index: int, start: int, time_ns: int) -> int:
+    def _begin(self, lane: Lane, of: int, size: int, index: int, start: int, time_ns: int) -> None:
         self.lanes[lane] = start + time_ns
         self.under_way.append(Transfer(lane, of, size, index, start, start + time_ns))
-        return start
 
     def _forget(self, storage: int | None) -> None:
         """Of what is written over, only the name is left to be freed."""

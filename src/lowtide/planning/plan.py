@@ -38,7 +38,7 @@ from lowtide.report.memory_map import memory_map
 from lowtide.report.modules import rows_of
 from lowtide.report.profile import profile_of_schedule
 from lowtide.report.report import Report
-from lowtide.report.text import moved_text, summary_text
+from lowtide.report.text import collectives_text, moved_text, summary_text
 from lowtide.report.writers import write_report, writer_of
 from lowtide.solve import Progress
 from lowtide.store import write_atomically
@@ -200,6 +200,8 @@ class Plan:
             details["loss"] = "; ".join(map(str, self.chunked))
         if self.schedule.moves:
             details["transfers"] = moved_text(simulate(graph, costs, self.schedule).timing)
+        if self.costs.collectives_beside:
+            details["collectives"] = collectives_text(simulate(graph, costs, self.schedule).timing)
         if self.lowered_from_bytes:
             details["budget lowered"] = f"from {format_bytes(self.lowered_from_bytes)}, as a step ran out of memory"
         return Report(

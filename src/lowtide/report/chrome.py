@@ -1,8 +1,8 @@
 """A report as Chrome Trace Event JSON, which Perfetto and chrome://tracing open.
 
 Two processes, the step within the budget and the plain one; in each a track for the forward pass, the backward pass,
-recomputations, and modules, two for transfers where there are any, and memory as a counter. Times are microseconds, in the
-order of the file.
+recomputations, and modules, two for transfers and one for collectives beside computing, where there are any, and memory as a
+counter. Times are microseconds, in the order of the file.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from lowtide.report.report import Report
 
 _TRACKS = {1: "forward", 2: "backward", 3: "recomputation", 4: "modules"}
 _TRANSFERS = {5: "to the second memory", 6: "back from it"}
+_COLLECTIVES = {7: "collectives"}
 
 
 def chrome_trace(report: Report) -> str:
@@ -25,7 +26,7 @@ def chrome_trace(report: Report) -> str:
     names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     for pid, name, run in (1, f"within {report.budget_bytes} bytes", report.run), (2, "without a budget", report.plain):
-        tracks = _TRACKS | _TRANSFERS if run.transfers else _TRACKS
+        tracks = _TRACKS | (_TRANSFERS if run.transfers else {}) | (_COLLECTIVES if run.collectives else {})
         names += _names(pid, f"{report.title}, {name}", tracks)
         events += _events(run, pid)
     events += [_counter("budget", 1, at_ns, report.budget_bytes) for at_ns in (0, report.run.time_ns)]
@@ -51,6 +52,9 @@ def _events(run: StepProfile, pid: int) -> Iterator[dict[str, Any]]:
         yield event | {"args": {key: value for key, value in about.items() if value}}
     for transfer in run.transfers:
         yield _complete(pid, 5 if transfer.target == OFFLOAD else 6, transfer.name, [transfer])
+    for one in run.collectives:
+        about = {"target": one.target, "module": one.module, "again": one.again}
+        yield _complete(pid, 7, one.name, [one]) | {"args": {key: value for key, value in about.items() if value}}
     yield _counter("memory", pid, run.time_ns, run.final_bytes)
     for name, group in itertools.groupby(run.spans, key=lambda span: block_of(span.module)):
         if name:

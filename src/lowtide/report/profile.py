@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide.ir import Compute, Costs, Fetch, Graph, Kind, Lane, Schedule, resident_bytes, simulate
 
@@ -47,13 +47,15 @@ class MemoryBlock:
 @dataclass(frozen=True, slots=True)
 class StepProfile:
     """``boundary``: the first span of the backward pass. ``blocks`` are in the order of their allocation. ``time_ns``: when
-    everything has ended; ``transfers``: what is under way beside the spans, there and back."""
+    everything has ended; ``transfers``: what is under way beside the spans, there and back; ``collectives``: those that run
+    beside computing, whose spans are where they are asked for, and take no time."""
 
     spans: tuple[Span, ...]
     blocks: tuple[MemoryBlock, ...]
     boundary: int
     time_ns: int
     transfers: tuple[Span, ...] = ()
+    collectives: tuple[Span, ...] = ()
 
     @property
     def boundary_ns(self) -> int:
@@ -98,7 +100,8 @@ def profile_of_schedule(graph: Graph, costs: Costs, schedule: Schedule) -> StepP
     for position, (step, start_ns) in enumerate(zip(schedule.steps, run.timing.start_ns, strict=True)):
         forward = position < schedule.boundary
         if isinstance(step, Compute):
-            op, time_ns, again = graph.ops[step.op], int(costs.time_ns[step.op]), step.op in computed
+            op, again = graph.ops[step.op], step.op in computed
+            time_ns = 0 if op.collective and costs.collectives_beside else int(costs.time_ns[op.id])
             spans.append(Span(op.name, op.target, start_ns, time_ns, forward, again, op.module, op.source))
             computed.add(step.op)
         elif isinstance(step, Fetch):
@@ -124,7 +127,10 @@ def profile_of_schedule(graph: Graph, costs: Costs, schedule: Schedule) -> StepP
             value = graph.values[graph.storages[made.storage].values[0]]
             detail = f"{value.dtype} {'x'.join(map(str, value.shape))}".strip()
         blocks.append(MemoryBlock(made.kind, made.bytes, first, last, span, detail))
-    return StepProfile(tuple(spans), tuple(blocks), before[schedule.boundary], run.time_ns, transfers)
+    collectives = tuple(
+        replace(spans[before[one.step]], start_ns=one.start_ns, time_ns=one.time_ns) for one in run.timing.collectives
+    )
+    return StepProfile(tuple(spans), tuple(blocks), before[schedule.boundary], run.time_ns, transfers, collectives)
 
 
 def _transfer(graph: Graph, storage: int, target: str, start_ns: int, time_ns: int, forward: bool) -> Span:

@@ -46,6 +46,12 @@ def summary_facts(report: Report) -> dict[str, str]:
     return facts | report.details
 
 
+def collectives_text(timing: Timing) -> str:
+    """How long collectives beside computing take, and how much of that nothing is computed in."""
+    all_ns, exposed_ns = timing.collective_ns, timing.exposed_ns
+    return f"{format_time(all_ns)} beside computing, {format_time(exposed_ns)} of it exposed"
+
+
 def moved_text(timing: Timing) -> str:
     """What moves to the second memory and back, and what that is waited for."""
     return (

@@ -164,9 +164,8 @@ class Fit(Shown):
         }
         if self.plan is not None:
             peak, overhead = format_bytes(self.plan.peak_bytes), format_percent(self.plan.overhead)
-            bound = format_percent(
-                (self.plan.lower_bound_ns or 0) / max(plain_time_ns(self.plan.graph, self.plan.costs), 1) - 1
-            )
+            plain_ns = max(plain_time_ns(self.plan.graph, self.plan.costs), 1)
+            bound = format_percent((self.plan.lower_bound_ns or 0) / plain_ns - 1)
             proven = "" if self.plan.lower_bound_ns is None else f", at least {bound} with any"
             facts["with a plan"] = f"{peak} for the pass, {overhead} more time{proven}"
             if self.plan.schedule.moves:
