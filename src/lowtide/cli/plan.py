@@ -7,6 +7,7 @@ then. The curve is planned by auto{effort=1}, in seconds per point, unless ``--p
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import pkgutil
@@ -35,9 +36,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--points", type=int, metavar="N", help="budgets of the curve (default: 8)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-o", "--output", metavar="plan.json", help="save the plan, and the curve with it")
+    parser.add_argument(
+        "--mesh", metavar="dp=8,tp=4", help="of a cluster that is not there: what one of its ranks takes"
+    )
+    parser.add_argument("--link", metavar="NAME|DIM=NAME,..", help="between the ranks of a mesh, such as nvlink")
+    parser.add_argument("--device", metavar="H100-80GB", help="of a mesh")
+    parser.add_argument("--optimizer", metavar="NAME", help="of a mesh; of torch.optim (default: AdamW)")
 
 
 def run(options: argparse.Namespace) -> int:
+    of_mesh = {name: getattr(options, name) for name in ("link", "device", "optimizer") if getattr(options, name)}
+    if options.mesh:
+        return _on_mesh(options, of_mesh)
+    if of_mesh:
+        raise PlanError(f"--{next(iter(of_mesh))} is that of a --mesh; for one device there is lowtide fits.")
     if not (options.budget or options.curve):
         raise PlanError('give a --budget such as "40%" or "8GiB", or --curve to see what each costs.')
     if options.points is not None and not options.curve:
@@ -71,6 +83,25 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _on_mesh(options: argparse.Namespace, given: dict[str, str]) -> int:
+    """Whether a model that is spread over a mesh of devices fits each of them; 3 where it does not."""
+    import lowtide
+    from lowtide.whole_step.mesh import parse_mesh, pretended
+
+    if "device" not in given:
+        raise PlanError('a --mesh is one of devices: give --device, such as "H100-80GB".')
+    if options.budget or options.curve or options.output:
+        raise PlanError("the budget of a --mesh is what its --device has; --budget, --curve and --output go without.")
+    with pretended(parse_mesh(options.mesh)) as mesh, progress_bar() as on_progress:
+        model, args, kwargs = sample(options.target, mesh)
+        quick = "auto{effort=0}" if options.planner == "auto" else options.planner
+        offload = {"offload": options.offload, "offload_budget": options.offload_budget}
+        facts = {**given, **offload, "planner": quick, "seed": options.seed, "on_progress": on_progress}
+        fit = lowtide.fits(model, args, kwargs, mesh=options.mesh, **facts)
+    print(json.dumps(fit.to_json()) if options.json else fit)
+    return 0 if fit else 3
+
+
 def _summary(plan: Plan) -> dict[str, Any]:
     """What ``--json`` prints; without a budget the plan is the one that recomputes nothing."""
     bound, least = plan.lower_bound_ns, plain_time_ns(plan.graph, plan.costs)
@@ -88,11 +119,12 @@ def _summary(plan: Plan) -> dict[str, Any]:
     }
 
 
-def sample(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Call the user's callable; the current folder is importable. Raises ``PlanError`` for anything but a sample."""
+def sample(target: str, *given: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Call the user's callable, with what it is ``given`` if it takes that; the current folder is importable. Raises
+    ``PlanError`` for anything but a sample."""
     from torch import nn
 
-    result = call(target)
+    result = call(target, *given)
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
         returned = type(result).__name__
         if isinstance(result, tuple):
@@ -105,10 +137,12 @@ def sample(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return model, tuple(args), kwargs
 
 
-def call(target: str) -> Any:
+def call(target: str, *given: Any) -> Any:
     """What the user's callable returns. Raises ``PlanError`` where it cannot be found or fails."""
     try:
-        return find_callable(target)()
+        function = find_callable(target)
+        takes = len(inspect.signature(function).parameters) >= len(given)
+        return function(*given) if takes else function()
     except LowtideError:
         raise
     except Exception as error:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import PlanError
+from lowtide.program.local import local_of
 from lowtide.program.sizes import held_bytes
 
 Optimizer = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | str
@@ -68,7 +69,8 @@ def _stepped(make: Make, parameters: list[Tensor], device: str) -> int:
     """Bytes of the state after a step of copies of these parameters."""
     copies: Copies = {}
     for parameter in parameters:
-        copies[parameter] = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=device))
+        shape = local_of(parameter).shape  # an optimizer keeps its state for the part that this rank has
+        copies[parameter] = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=device))
         copies[parameter].grad = torch.zeros_like(copies[parameter]) if parameter.requires_grad else None
     optimizer = make(copies)
     optimizer.step()

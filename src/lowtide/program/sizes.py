@@ -11,6 +11,7 @@ from torch import nn
 from lowtide.errors import PlanError
 from lowtide.ir import Costs
 from lowtide.memory.allocators import device_memory, round_up
+from lowtide.program.local import local_of
 from lowtide.program.program import Program
 from lowtide.units import format_bytes
 
@@ -26,8 +27,8 @@ def storage_bytes(program: Program) -> list[int]:
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of the storages behind tensors, each once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    """Of the storages behind tensors, each once; of distributed ones what this rank holds."""
+    storages = (local_of(tensor).untyped_storage() for tensor in tensors)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 

@@ -51,7 +51,7 @@ class _Calls:
     """``in_flight`` calls of a program: ``left_bytes`` are those of the gradients that a call leaves in parameters."""
 
     def __init__(self, program: Program, costs: Costs, in_flight: int) -> None:
-        self.member, self.in_flight = Member(program, costs, outputs_held=True), in_flight
+        self.member, self.in_flight = Member(program, costs), in_flight
         graph = program.graph
         storages = {
             graph.values[value].storage for position, value in program.gradients if position < program.parameters

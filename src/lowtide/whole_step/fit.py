@@ -16,9 +16,11 @@ from lowtide.budget import parse_budget
 from lowtide.capture import capture
 from lowtide.capture.capture import flat_arguments
 from lowtide.cost import analytical_costs
+from lowtide.cost.analytical import LinkOf
 from lowtide.cost.devices import DEVICES, get_device
 from lowtide.errors import CostError, InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, Graph, SecondMemory, keep_all_schedule, plain_time_ns, simulate
+from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.ir.second_memory import check_second_memory
 from lowtide.notebook import Shown
 from lowtide.pipeline import require_module
@@ -30,6 +32,8 @@ from lowtide.report.tables import fact_lines
 from lowtide.report.text import moved_text
 from lowtide.units import format_bytes, format_percent
 from lowtide.whole_step.attention import FusedAttention
+from lowtide.whole_step.mesh import blocks_of, current_mesh, link_of, parse_links, parse_mesh, pretended, spread
+from lowtide.whole_step.ranked import RankedPass, checkpointed
 
 _NAMED = re.compile(r"(?P<name>.+?)[-_ ]?(?P<gigabytes>\d+(\.\d+)?)\s*gb", re.IGNORECASE)
 _LARGEST = 3  # tensors that are named
@@ -43,7 +47,8 @@ class Fit(Shown):
     ``pass_bytes``: the peak of a forward and backward pass that recomputes nothing, its ``gradient_bytes`` among them.
     ``plan``: a plan for the room that the rest leaves; ``None`` where none was found, and then ``least_bytes`` is the smallest
     peak of a pass that is known. ``largest``: the largest tensors at the peak without a plan. ``samples``: the first size of
-    the first input. Times are modelled, not measured.
+    the first input. ``mesh``: what the model is spread over; then all bytes are one rank's, and ``passes`` are its passes by
+    how they run. Times are modelled, not measured.
     """
 
     model: str
@@ -61,6 +66,8 @@ class Fit(Shown):
     plan: Plan | None
     largest: tuple[tuple[str, int], ...]
     samples: int
+    mesh: str = ""
+    passes: tuple[tuple[str, RankedPass], ...] = ()
 
     def __bool__(self) -> bool:
         """Whether it fits, with a plan or without."""
@@ -129,7 +136,7 @@ class Fit(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """Its numbers and words as plain data."""
-        apart = ("plan", "largest")
+        apart = ("plan", "largest", "passes")
         numbers = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
         return {
             **numbers,
@@ -139,6 +146,7 @@ class Fit(Shown):
             "missing_bytes": self.missing_bytes,
             "peak_bytes": None if self.plan is None else self.plan.peak_bytes,
             "overhead": self.overhead,
+            "passes": {name: each.to_json() for name, each in self.passes},
             "largest": [{"tensor": name, "bytes": size} for name, size in self.largest],
             "advice": list(self.advice),
         }
@@ -149,7 +157,8 @@ class Fit(Shown):
     def _heading(self) -> str:
         verdict = "fits" if self.fits_without else "fits with a plan" if self.plan else "does not fit"
         room = format_bytes(self.capacity_bytes - self.reserve_bytes)
-        return f"{self.model} {verdict} on {self.device}: {format_bytes(self.without_bytes)} without a plan, of {room}"
+        spread = f", spread over {self.mesh}," if self.mesh else ""
+        return f"{self.model}{spread} {verdict} on {self.device}: {format_bytes(self.without_bytes)} without a plan, of {room}"
 
     def _facts(self) -> Mapping[str, str]:
         least = f", at least {format_bytes(self.least_bytes)} with one" if self.plan is None else ""
@@ -171,6 +180,7 @@ class Fit(Shown):
             if self.plan.schedule.moves:
                 timing = simulate(self.plan.graph, self.plan.costs, self.plan.schedule).timing
                 facts["transfers"] = moved_text(timing)
+        facts |= {f"pass {name}": str(each) for name, each in self.passes}
         tensors = {
             f"largest tensor {n}": f"{format_bytes(size)} {name}" for n, (name, size) in enumerate(self.largest, 1)
         }
@@ -189,6 +199,8 @@ def fits(
     seed: int = 0,
     offload: str | None = None,
     offload_budget: int | str | None = None,
+    mesh: str | None = None,
+    link: str | None = None,
     on_progress: Progress | None = None,
 ) -> Fit:
     """Whether ``model(*args, **kwargs)`` trains on a device, and what takes its memory. Nothing is allocated there, or run: the
@@ -201,39 +213,78 @@ def fits(
     ``offload="cpu"`` the plan may move tensors to the host's memory by the link that the named device has, at most
     ``offload_budget`` of them at one time.
 
+    ``mesh``: sizes by dimension, such as ``"dp=8,tp=4"``, of a cluster of such devices that is not there: the answer is of one
+    of its ranks (``lowtide.whole_step.mesh``; the arguments are those of a rank). The model is spread over it, and stays so.
+    ``link``: the link between ranks, or one for each dimension (``"tp=nvlink,dp=infiniband-ndr"``), of ``lowtide.cost.links``.
+
     The answer counts bytes as an allocator hands them out. Operators' scratch is modelled, not measured, and so is time.
     Raises ``PlanError`` for a device, an optimizer or an amount that makes no sense, and what capturing the model raises.
     """
     require_module(model, "fits")
     name, capacity = _device(device)
-    with told(type(model).__name__, on_progress) as tell:
-        optimizer_name, optimizer_bytes = optimizer_state_bytes(optimizer, model)
-        with torch.enable_grad(), contextlib.nullcontext() if name == "auto" else FusedAttention():
-            program = capture(model, args, kwargs).program
-        graph, costs = program.graph, analytical_costs(program, name)
+    if link is not None and mesh is None:
+        raise PlanError("link= is that of a mesh; give mesh=, too.")
+    sizes = None if mesh is None else parse_mesh(mesh)
+    with told(type(model).__name__, on_progress) as tell, contextlib.ExitStack() as stack:
+        between = None
+        if sizes is not None:
+            links = parse_links(link, sizes, name)
+            made = stack.enter_context(pretended(sizes)) if current_mesh() is None else current_mesh()
+            spread(model, made)
+            between = link_of(made, links)
+        fit, graph, costs = _without_plan(model, args, kwargs, device, name, optimizer, between)
+        fit = replace(fit, capacity_bytes=capacity, mesh=mesh or "")
+        if reserve is not None:
+            fit = replace(fit, reserve_bytes=0 if reserve == 0 else parse_budget(reserve, 1, what="reserve"))
         if offload is not None:
             costs = replace(costs, second_memory=_host(offload, offload_budget, name, costs))
-        inputs, _ = flat_arguments(args, kwargs)
-        whole = simulate(graph, costs, keep_all_schedule(graph))
-        usual = 0 if name == "auto" else _RESERVE
-        fit = Fit(
-            model=type(model).__name__,
-            device=device if isinstance(device, str) else format_bytes(device),
-            capacity_bytes=capacity,
-            reserve_bytes=usual if reserve is None else 0 if reserve == 0 else parse_budget(reserve, 1, what="reserve"),
-            parameter_bytes=held_bytes(model.parameters()),
-            buffer_bytes=held_bytes(model.buffers()),
-            input_bytes=held_bytes(inputs),
-            optimizer=optimizer_name,
-            optimizer_bytes=optimizer_bytes,
-            gradient_bytes=sum(program.metas[value].storage_bytes for _, value in program.gradients),
-            pass_bytes=whole.peak_bytes,
-            least_bytes=whole.peak_bytes,
-            plan=None,
-            largest=_largest(graph, costs, whole.live_at_peak),
-            samples=next((len(tensor) for tensor in inputs if tensor.dim()), 1),
-        )
-        return _planned(fit, graph, costs, planner, seed, tell)
+        fit = _planned(fit, graph, costs, planner, seed, tell)
+        if sizes is None:
+            return fit
+        names = {id(module): path for path, module in model.named_modules()}
+        every = checkpointed(graph, costs, [names[id(block)] for block in blocks_of(model)])
+        schedules = {"without a plan": keep_all_schedule(graph), "with every block checkpointed": every}
+        if fit.plan is not None:
+            schedules["with the plan"] = fit.plan.schedule
+        passes = tuple((how, RankedPass.of(graph, costs, schedule)) for how, schedule in schedules.items())
+        return replace(fit, passes=passes)
+
+
+def _without_plan(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    device: int | str,
+    name: str,
+    optimizer: Optimizer,
+    between: LinkOf | None,
+) -> tuple[Fit, Graph, Costs]:
+    """What a step takes on a device of unlimited memory, and the pass that it makes."""
+    optimizer_name, optimizer_bytes = optimizer_state_bytes(optimizer, model)
+    with torch.enable_grad(), contextlib.nullcontext() if name == "auto" else FusedAttention():
+        program = capture(model, args, kwargs).program
+    graph, costs = program.graph, analytical_costs(program, name, between)
+    inputs, _ = flat_arguments(args, kwargs)
+    whole = simulate(graph, costs, keep_all_schedule(graph))
+    arriving = {op.outputs[0] for op in graph.ops if op.target == TANGENT_TARGET}
+    fit = Fit(
+        model=type(model).__name__,
+        device=device if isinstance(device, str) else format_bytes(device),
+        capacity_bytes=0,
+        reserve_bytes=0 if name == "auto" else _RESERVE,
+        parameter_bytes=held_bytes(model.parameters()),
+        buffer_bytes=held_bytes(model.buffers()),
+        input_bytes=held_bytes(inputs),
+        optimizer=optimizer_name,
+        optimizer_bytes=optimizer_bytes,
+        gradient_bytes=sum(program.metas[value].storage_bytes for value in graph.outputs if value not in arriving),
+        pass_bytes=whole.peak_bytes,
+        least_bytes=whole.peak_bytes,
+        plan=None,
+        largest=_largest(graph, costs, whole.live_at_peak),
+        samples=next((len(tensor) for tensor in inputs if tensor.dim()), 1),
+    )
+    return fit, graph, costs
 
 
 def _planned(fit: Fit, graph: Graph, costs: Costs, planner: str, seed: int, tell: Progress) -> Fit:

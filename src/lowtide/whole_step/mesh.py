@@ -1,0 +1,165 @@
+"""A mesh of devices that is not there: a process group that communicates with nobody, and a model spread over it.
+
+The dimensions of a mesh are ``replicate`` and ``dp``, over which FSDP2 replicates and shards (``fully_shard``: every block of a
+list of modules, then the rest), and ``tp``, over which layers are parallel by columns and rows. A model that is spread already,
+by a function that was given the mesh, is taken as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.cost.devices import get_device
+from lowtide.cost.links import LINKS, Link, get_link
+from lowtide.errors import CostError, PlanError
+from lowtide.program.local import is_distributed
+from lowtide.program.sharded import is_sharded
+
+_DIMENSIONS = ("replicate", "dp", "tp")  # from the outermost one
+_MOST_RANKS = 1 << 20
+_MADE: list[Any] = []  # the mesh inside of ``pretended``
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """``"dp=8,tp=4"`` as sizes by dimension, outermost first. Raises ``PlanError``."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
+        if match is None or match[1] not in _DIMENSIONS or match[1] in found or int(match[2]) < 1:
+            raise PlanError(
+                f'mesh {text!r} is not understood: give sizes by dimension, each once, such as "dp=8,tp=4"; dimensions are '
+                f"{', '.join(_DIMENSIONS)}."
+            )
+        found[match[1]] = int(match[2])
+    sizes = {name: found[name] for name in _DIMENSIONS if name in found}
+    ranks = torch.Size(sizes.values()).numel()
+    if ranks > _MOST_RANKS:
+        raise PlanError(f"mesh {text!r} has {ranks} ranks; {_MOST_RANKS} are the most.")
+    return sizes
+
+
+def parse_links(text: str | None, sizes: Mapping[str, int], device: str) -> dict[str, Link]:
+    """``"nvlink"``, or ``"tp=nvlink,dp=infiniband-ndr"``: the link of each dimension, by default the device's own. A name may
+    be that of a family, of which the device's own is taken, or else the first of the table. Raises ``PlanError``."""
+    own = get_device(device).ranks
+    found = dict.fromkeys(sizes, get_link(own))
+    for part in (text or "").split(",") if text else []:
+        name, equals, given = (piece.strip() for piece in part.partition("="))
+        link = _link(given if equals else name, own)
+        if equals and name not in sizes:
+            raise PlanError(f"link {text!r} names dimension {name!r}, but the mesh has {', '.join(sizes)}.")
+        found |= {name: link} if equals else dict.fromkeys(sizes, link)
+    return found
+
+
+def _link(name: str, own: str) -> Link:
+    family = [known for known in LINKS if known.startswith(name)] if name else []
+    try:
+        return get_link(own if own in family else family[0] if family else name)
+    except CostError as error:
+        raise PlanError(str(error)) from None
+
+
+@contextlib.contextmanager
+def pretended(sizes: Mapping[str, int]) -> Iterator[Any]:
+    """Inside there is a process group of so many ranks, of which this process is the first, and a mesh of them: collectives
+    return at once, what they return is never looked at. Raises ``PlanError`` where there is a real group."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if torch.distributed.is_initialized():
+        raise PlanError(
+            "a mesh on paper takes the place of the process group, but there is one; plan in a process alone."
+        )
+    ranks = torch.Size(sizes.values()).numel()
+    torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        _MADE.append(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+        yield _MADE[-1]
+    finally:
+        _MADE.clear()
+        torch.distributed.destroy_process_group()
+
+
+def current_mesh() -> Any:
+    """The mesh inside of ``pretended``; ``None`` outside."""
+    return _MADE[-1] if _MADE else None
+
+
+def spread(model: nn.Module, mesh: Any) -> None:
+    """Make ``model`` parallel over ``tp`` and sharded over ``dp``, where it is not yet. Raises ``PlanError`` for a model that
+    does not say how it is parallel by tensors."""
+    names = mesh.mesh_dim_names
+    if "tp" in names and mesh["tp"].size() > 1 and not any(map(is_distributed, model.parameters())):
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        parallelize_module(model, mesh["tp"], _styles(model), src_data_rank=None)
+    shards = tuple(name for name in ("replicate", "dp") if name in names)
+    if shards and not is_sharded(model):
+        from torch.distributed.fsdp import fully_shard
+
+        inner = mesh[shards] if len(shards) > 1 else mesh[shards[0]]
+        for block in blocks_of(model):
+            fully_shard(block, mesh=inner)
+        fully_shard(model, mesh=inner)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The modules in lists of several of one class, the outermost ones: what is sharded, or checkpointed, one by one."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        children = list(module.children())
+        alike = isinstance(module, nn.ModuleList) and len(children) > 1 and len(set(map(type, children))) == 1
+        if alike and id(module) not in inside:
+            found += children
+            inside.update(id(each) for child in children for each in child.modules())
+    return found
+
+
+def link_of(mesh: Any, links: Mapping[str, Link]) -> Callable[[tuple[int, ...]], Link]:
+    """By the ranks of a group, the slowest of the links of the dimensions that it spans."""
+    grid = mesh.mesh
+    spanned: dict[tuple[int, ...], Link] = {}
+    for count in range(1, len(links) + 1):
+        for names in itertools.combinations(links, count):
+            index = tuple(slice(None) if name in names else 0 for name in mesh.mesh_dim_names)
+            spanned[tuple(grid[index].flatten().tolist())] = min(
+                (links[n] for n in names), key=lambda one: one.bandwidth
+            )
+    slowest = min(links.values(), key=lambda one: one.bandwidth)
+    return lambda members: spanned.get(members, slowest)
+
+
+def _styles(model: nn.Module) -> dict[str, Any]:
+    """By pattern of module names, how the layers of a model of transformers are parallel."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    known: dict[str, Any] = {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+    }
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
+    if not plan:
+        raise PlanError(
+            f"{type(model).__name__} does not say how its layers are parallel (a tp_plan, as models of transformers have). Let "
+            "the function that builds it take the mesh, and call parallelize_module(model, mesh['tp'], ...) there."
+        )
+    other = sorted({style for style in plan.values() if style not in known})
+    if other:
+        raise PlanError(
+            f"the tp_plan of {type(model).__name__} has styles that are not known here ({', '.join(other)}). Let the function "
+            "that builds the model take the mesh, and call parallelize_module there."
+        )
+    return {pattern: known[style] for pattern, style in plan.items()}

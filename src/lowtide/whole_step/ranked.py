@@ -1,0 +1,73 @@
+"""One rank of a model that is spread over a mesh: what its step takes beside what checkpointing every block would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.ir import Compute, Costs, Graph, Phase, Schedule, collectives_of, schedule_from_sequence, simulate
+from lowtide.solve.moving.early import improved
+from lowtide.solve.moving.placing import place_transfers
+from lowtide.units import format_bytes, format_time
+
+
+@dataclass(frozen=True, slots=True)
+class RankedPass:
+    """A forward and backward pass of one rank: bytes at its peak, and nanoseconds, of which collectives take ``collective_ns``
+    and are waited for ``exposed_ns``. ``collectives``: how many there are."""
+
+    peak_bytes: int
+    time_ns: int
+    computing_ns: int
+    collective_ns: int
+    collectives: int
+
+    @property
+    def exposed_ns(self) -> int:
+        """In which nothing is computed."""
+        return self.time_ns - self.computing_ns
+
+    @staticmethod
+    def of(graph: Graph, costs: Costs, schedule: Schedule) -> RankedPass:
+        run = simulate(graph, costs, schedule)
+        together = collectives_of(graph, schedule)
+        every = sum(int(costs.time_ns[step.op]) for step in schedule.steps if isinstance(step, Compute))
+        collective = sum(int(costs.time_ns[op]) for op in together)
+        return RankedPass(run.peak_bytes, run.time_ns, every - collective, collective, len(together))
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.peak_bytes)}, {format_time(self.time_ns)}: computing {format_time(self.computing_ns)}, "
+            f"{self.collectives} collectives {format_time(self.collective_ns)}, waited for {format_time(self.exposed_ns)}"
+        )
+
+    def to_json(self) -> Mapping[str, Any]:
+        names = ("peak_bytes", "time_ns", "computing_ns", "collective_ns", "exposed_ns", "collectives")
+        return {name: getattr(self, name) for name in names}
+
+
+def checkpointed(graph: Graph, costs: Costs, blocks: Sequence[str]) -> Schedule:
+    """Every block runs forward again, and is gathered again, before it runs backward; collectives begin as early as that takes
+    no more memory than one more unit. ``blocks``: the paths of their modules."""
+    paths = [f"{name}." for name in blocks]
+    block = [next((i for i, path in enumerate(paths) if f"{op.module}.".startswith(path)), -1) for op in graph.ops]
+    forward: list[list[int]] = [[] for _ in blocks]
+    for op in graph.ops:
+        if op.phase is Phase.FORWARD and block[op.id] >= 0 and op.recomputable:
+            forward[block[op.id]].append(op.id)
+    sequence, again = [*range(graph.forward_ops)], set[int]()
+    for op in graph.ops[graph.forward_ops :]:
+        own = block[op.id]
+        if own >= 0 and own not in again:
+            again.add(own)
+            sequence += forward[own]
+        sequence.append(op.id)
+    schedule = schedule_from_sequence(graph, sequence)
+    if not costs.collectives_beside:
+        return schedule
+    made = [
+        sum(int(costs.storage_bytes[graph.values[v].storage]) for v in op.outputs) for op in graph.ops if op.collective
+    ]
+    room = simulate(graph, costs, schedule).peak_bytes + max(made, default=0)
+    return improved(graph, costs, place_transfers(graph, costs, schedule, room), room)
