@@ -28,12 +28,7 @@ from lowtide.solve.outcome import answer, least_time_ns
 from lowtide.solve.problem import Planner, Problem, Solution, Status
 
 _HIDDEN = 0.02  # the price of a collective that is hidden
-_TRIES = (
-    (1.0, 0),
-    (_HIDDEN, 0),
-    (_HIDDEN, 1),
-    (1.0, 1),
-)  # prices, and the largest results of collectives that are left room
+_TRIES = ((1.0, 0), (_HIDDEN, 0), (1.0, 1))  # prices; how many of the largest result of a collective room is left for
 _WEIGHTS = (0.0, 0.1, 0.3, 0.5, 0.7)  # of collectives' time
 _BOUND_EFFORT = 3
 _RETRIES = 3  # with less memory, where workspaces that stay longer exceed it
