@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -357,6 +359,17 @@ def sharded_and_parallel() -> None:
         )
 
 
+def as_on_paper() -> None:
+    """A pass that keeps everything, beside what another process says of it that has neither data nor ranks."""
+    run = make("100%")
+    run.train(batches(2))
+    paper = subprocess.run(
+        [sys.executable, "-m", "tests.integrations.on_paper", str(dist.get_world_size())],
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    say(f"on paper {int(paper.stdout.split()[-1])}, measured {run.peaks[-1]}")
+
+
 def mistakes_are_named() -> None:
     run = make()
     batch = batches(1)[0]
@@ -394,5 +407,6 @@ if __name__ == "__main__":
         other_shapes,
         replicas_of_shards,
         sharded_and_parallel,
+        as_on_paper,
         mistakes_are_named,
     )

@@ -116,6 +116,51 @@ def test_hooks_on_blocks_and_on_the_root() -> None:
     assert torch.equal(step(model, rows), step(reference, rows))
 
 
+class Attending(torch.nn.Module):
+    """A block that reads what others read too, several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.own(x) * self.other(memory) + memory.sin()) + 0.1 * memory
+
+
+class Shared(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(16, 16)
+        self.blocks = torch.nn.ModuleList(Attending() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = torch.relu(self.first(x))
+        x = memory.cos()
+        for block in self.blocks:
+            x = block(x, memory) + memory
+        return (x * memory).square().mean()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_gradients_are_added_in_the_order_of_fsdp2() -> None:
+    """A block's gradients for what others read as well arrive together, when its backward pass has ended."""
+    models = [Shared() for _ in range(3)]
+    for model in models[:2]:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    x = torch.randn(64, 16)
+    lowtide.rematerialize(models[0], (x,), budget="80%")
+    gradients = []
+    for model in models:
+        model(x).backward()
+        gradients.append([p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters()])
+    ours, sharded, plain = gradients
+    assert all(map(torch.equal, ours, sharded))
+    assert not all(map(torch.equal, plain, sharded)), "the order is another without sharding, or this shows nothing"
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_a_parameter_as_a_result_is_refused() -> None:
     class Returning(torch.nn.Linear):

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from lowtide.program.sharded import is_sharded, state_of
@@ -49,12 +51,46 @@ def _fill(clone: nn.Module, module: nn.Module, memo: dict[int, Any], is_root: bo
 
 
 def _cast(clone: nn.Module, state: Any) -> None:
-    """Have a copy cast its arguments and results as FSDP2's policy says for the module."""
-    arguments, results = state._cast_forward_inputs, state._cast_output_dtype
-    clone.register_forward_pre_hook(
-        lambda module, args, kwargs: arguments(args, kwargs), prepend=True, with_kwargs=True
-    )
+    """Have a copy cast its arguments and results as FSDP2's policy says for the module, and gather the gradients of its
+    arguments where FSDP2 does, which settles in which order they are added to others."""
+    cast, results, units = state._cast_forward_inputs, state._cast_output_dtype, len(state._fsdp_param_groups)
+
+    def arguments(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        given = cast(args, kwargs)
+        for _ in range(units if torch.is_grad_enabled() else 0):
+            given = _passed(given)
+        return given
+
+    clone.register_forward_pre_hook(arguments, prepend=True, with_kwargs=True)
     clone.register_forward_hook(lambda module, args, result: results(result))
+
+
+def _passed(given: Any) -> Any:
+    """Arguments of which all that require gradients went through one node of the graph of autograd."""
+    from torch.distributed.fsdp import _common_utils
+
+    if hasattr(_common_utils, "collect_grad_tensors"):
+        tensors = _common_utils.collect_grad_tensors(given)
+        return _common_utils.replace_grad_tensors(given, iter(_together(tensors)))
+    leaves, spec = pytree.tree_flatten(given)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    for place, tensor in zip(places, _together([leaves[place] for place in places]), strict=True):
+        leaves[place] = tensor
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _together(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return _Together.apply(*tensors) if tensors else ()  # type: ignore[no-untyped-call]
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients
 
 
 def _own_hooks(module: nn.Module) -> Iterator[int]:

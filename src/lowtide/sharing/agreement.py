@@ -33,9 +33,11 @@ _CALLS_AHEAD = 4  # from hearing of a better plan to its exchange
 
 
 def several_processes() -> bool:
-    """Whether this process is one of several of a distributed training."""
+    """Whether this process is one of several of a distributed training, not of one that is only on paper."""
     distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    if not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return distributed.get_world_size() > 1 and distributed.get_backend() != "fake"
 
 
 def agreed_plan(program: Program, asked: Any, make: Callable[[], Plan]) -> Plan:

@@ -111,7 +111,7 @@ class Fit(Shown):
         if self.plan is not None:
             return (
                 f"lowtide.rematerialize(model, ..., budget={self.plan.budget_bytes}) makes it fit, for about "
-                f"{format_percent(self.plan.overhead)} more time",
+                f"{_more_time(self.plan.overhead)}",
             )
         return (*self._advice_where_nothing_fits(), f"a device with {format_bytes(self.missing_bytes)} more")
 
@@ -172,11 +172,11 @@ class Fit(Shown):
             "left for it": format_bytes(max(self.room_bytes, 0)),
         }
         if self.plan is not None:
-            peak, overhead = format_bytes(self.plan.peak_bytes), format_percent(self.plan.overhead)
+            peak, overhead = format_bytes(self.plan.peak_bytes), _more_time(self.plan.overhead)
             plain_ns = max(plain_time_ns(self.plan.graph, self.plan.costs), 1)
-            bound = format_percent((self.plan.lower_bound_ns or 0) / plain_ns - 1)
-            proven = "" if self.plan.lower_bound_ns is None else f", at least {bound} with any"
-            facts["with a plan"] = f"{peak} for the pass, {overhead} more time{proven}"
+            bound = _more_time((self.plan.lower_bound_ns or 0) / plain_ns - 1)
+            proven = "" if self.plan.lower_bound_ns is None else f", at best {bound}"
+            facts["with a plan"] = f"{peak} for the pass, {overhead}{proven}"
             if self.plan.schedule.moves:
                 timing = simulate(self.plan.graph, self.plan.costs, self.plan.schedule).timing
                 facts["transfers"] = moved_text(timing)
@@ -285,6 +285,11 @@ def _without_plan(
         samples=next((len(tensor) for tensor in inputs if tensor.dim()), 1),
     )
     return fit, graph, costs
+
+
+def _more_time(overhead: float) -> str:
+    """Less, where collectives are hidden that a pass without a plan waits for."""
+    return f"{format_percent(abs(overhead))} {'less' if overhead < 0 else 'more'} time"
 
 
 def _planned(fit: Fit, graph: Graph, costs: Costs, planner: str, seed: int, tell: Progress) -> Fit:
