@@ -52,24 +52,47 @@ class ArgumentSlot:
 def flatten(tree: Any) -> tuple[list[torch.Tensor], Any]:
     """The tensors in ``tree``, each object once per occurrence, and the structure that ``unflatten`` takes."""
     tensors: list[torch.Tensor] = []
-    return tensors, _visit(tree, tensors, ())
+    return tensors, _visit(tree, tensors, (), {})
 
 
-def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[int, ...]) -> Any:
+def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[int, ...], bare: dict[int, Any]) -> Any:
+    """``bare``: objects that are known to lead to no tensor, by identity."""
     if isinstance(node, torch.Tensor):
         tensors.append(node)
         return Slot(len(tensors) - 1)
-    if isinstance(node, (*PLAIN, *CLOSED)) or id(node) in seen or getattr(type(node), "_lowtide_runtime", False):
+    if _is_closed(node) or id(node) in seen:
         return node
     within = (*seen, id(node))
     if not _is_pytree_leaf(node):
         leaves, spec = _one_level(node)
-        return Nested(spec, tuple(_visit(leaf, tensors, within) for leaf in leaves))
+        return Nested(spec, tuple(_visit(leaf, tensors, within, bare) for leaf in leaves))
     # A class that pytree does not know is looked into only where it holds tensors.
-    attributes = {name: _visit(value, tensors, within) for name, value in fields(node).items()}
+    if _is_bare(node, bare):
+        return node
+    attributes = {name: _visit(value, tensors, within, bare) for name, value in fields(node).items()}
     if not any(slots(child) for child in attributes.values()):
         return node
     return OpenObject(_emptied(node, attributes), attributes)
+
+
+def _is_bare(node: Any, bare: dict[int, Any]) -> bool:
+    """Whether no tensor can be reached; each object is looked at once, by however many ways it is reached: a logger, say, leads
+    to all others. What leads to none is added to ``bare``."""
+    seen: dict[int, Any] = {}
+    waiting = [node]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, torch.Tensor):
+            return False
+        if not _is_closed(one) and id(one) not in seen and id(one) not in bare:
+            seen[id(one)] = one
+            waiting += fields(one).values() if _is_pytree_leaf(one) else _one_level(one)[0]
+    bare.update(seen)
+    return True
+
+
+def _is_closed(node: Any) -> bool:
+    return isinstance(node, (*PLAIN, *CLOSED)) or getattr(type(node), "_lowtide_runtime", False)
 
 
 def flatten_distinct(tree: Any) -> tuple[list[torch.Tensor], Any]:

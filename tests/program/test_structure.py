@@ -1,0 +1,40 @@
+"""Taking nested arguments apart into tensors and what holds them, and putting them together again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lowtide.program.structure import Slot, flatten, unflatten
+
+
+def test_an_object_that_many_ways_lead_to_is_looked_at_once() -> None:
+    """Two ways to the next one, sixty times: more ways than there is time for."""
+    first: Any = None
+    for _ in range(60):
+        first = SimpleNamespace(left=first, right=[first])
+    assert flatten((first, 3.0))[0] == []
+
+
+def test_what_leads_to_a_tensor_by_a_circle() -> None:
+    """Neither of two objects that know each other is taken for one without tensors, in whatever order they come."""
+    held = torch.ones(2)
+    owner, part = SimpleNamespace(tensor=held), SimpleNamespace(name="part")
+    owner.part, part.owner = part, owner
+    for tree in ([owner, part], [part, owner]):
+        tensors, structure = flatten(tree)
+        assert [id(tensor) for tensor in tensors] == [id(held)] * 2
+        found = {tuple(vars(one)): one for one in unflatten(structure, [held + 1, held + 2])}
+        assert found["tensor", "part"].tensor.sum() + found["name", "owner"].owner.tensor.sum() == 10
+        assert owner.tensor is held and part.owner is owner
+
+
+def test_objects_without_tensors_are_kept_as_they_are() -> None:
+    bare = SimpleNamespace(number=1)
+    tensors, structure = flatten({"bare": bare, "also": SimpleNamespace(bare=bare, tensor=torch.ones(1))})
+    assert len(tensors) == 1
+    assert structure.leaves[0] is bare
+    assert structure.leaves[1].attributes["bare"] is bare
+    assert structure.leaves[1].attributes["tensor"] == Slot(0)
