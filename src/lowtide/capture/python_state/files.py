@@ -46,7 +46,7 @@ def _install() -> None:
 
 
 def _note(event: str, args: tuple[Any, ...]) -> None:
-    if event not in _READING:
+    if not _READING or event not in _READING:  # at the end of the process names of modules are gone
         return
     found = getattr(_watching, "found", None)
     if found is None or not isinstance(args[0], (str, bytes, os.PathLike)):
