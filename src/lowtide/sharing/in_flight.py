@@ -15,7 +15,7 @@ from lowtide.ir import Costs
 from lowtide.planning import Plan
 from lowtide.program.program import Program
 from lowtide.sharing.assignment import Assignment, Planning, Share, plan_alone
-from lowtide.sharing.constraints import Constraint, Member, peak_bytes
+from lowtide.sharing.constraints import Member
 from lowtide.units import format_bytes
 
 _TRIED = 8  # limits, evenly from the outputs alone to what is saved without a plan
@@ -60,9 +60,8 @@ class _Calls:
 
     def peak_bytes(self, chosen: Assignment) -> int:
         """With all of them run in this way."""
-        others = (0,) * (self.in_flight - 1)
-        constraints = [Constraint(self.left_bytes, 0, backward, others) for backward in (False, True)]
-        return peak_bytes(constraints, [chosen.footprint])
+        own = chosen.footprint
+        return self.left_bytes + (self.in_flight - 1) * own.saved_bytes + max(own.forward_bytes, own.backward_bytes)
 
     def plan(self, budget_bytes: int, planning: Planning, quick: Planning) -> Plan | None:
         """One within the budget, if one is found."""
