@@ -1,0 +1,190 @@
+"""What ``test_pipeline_parallel`` runs under torchrun: ``python -m tests.integrations.pp_program SCENARIO...``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+import lowtide
+from tests.integrations.launch import say
+from tests.integrations.scenarios import perform
+from tests.integrations.tp_program import LENGTH, WIDTH, Block
+
+MICRO_BATCHES, ROWS, _STEPS = 4, 2, 4
+ACTIVATION_BYTES = ROWS * LENGTH * WIDTH * 4  # of a micro-batch, between two stages
+LOSS_BYTES = 3 * ACTIVATION_BYTES + 64  # for a micro-batch: a difference, and two gradients of it
+Build = Callable[[list[PipelineStage]], Any]
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, target)
+
+
+def gpipe(stages: list[PipelineStage]) -> Any:
+    return ScheduleGPipe(stages[0], MICRO_BATCHES, loss_fn=loss_of)
+
+
+def one_forward_one_backward(stages: list[PipelineStage]) -> Any:
+    return Schedule1F1B(stages[0], MICRO_BATCHES, loss_fn=loss_of)
+
+
+def interleaved(stages: list[PipelineStage]) -> Any:
+    return ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss_fn=loss_of)
+
+
+def zero_bubble(stages: list[PipelineStage]) -> Any:
+    return ScheduleInterleavedZeroBubble(stages, MICRO_BATCHES, loss_fn=loss_of)
+
+
+@dataclass(slots=True)
+class Run:
+    """A training of this rank's stages."""
+
+    modules: list[nn.Module]
+    losses: list[list[float]] = field(default_factory=list)
+    gradients: list[list[torch.Tensor]] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+
+    def train(self, build: Build, stages: list[PipelineStage]) -> Run:
+        schedule, rank = build(stages), dist.get_rank()
+        parameters = [parameter for module in self.modules for parameter in module.parameters()]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
+        torch.manual_seed(3)
+        for _ in range(_STEPS):
+            given, target = torch.randn(2, MICRO_BATCHES * ROWS, LENGTH, WIDTH)
+            losses: list[torch.Tensor] = []
+            arguments = (given,) if rank == 0 else ()
+            options = {"target": target, "losses": losses} if rank == dist.get_world_size() - 1 else {}
+
+            def compute(arguments: Any = arguments, options: Any = options) -> None:
+                schedule.step(*arguments, **options)
+
+            self.peaks.append(lowtide.measure(compute).peak_bytes)
+            self.losses.append([loss.item() for loss in losses])
+            self.gradients.append([p.grad.clone() for p in parameters if p.grad is not None])
+            optimizer.step()
+            optimizer.zero_grad()
+        return self
+
+
+def trained(build: Build, budgets: Sequence[int | str] = (), in_flight: Sequence[int] = (1,)) -> Run:
+    """This rank's stages, as many as there are numbers ``in_flight``, planned for ``budgets`` where there are some."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    modules = [nn.Sequential(Block(0.1), Block(0.1)) for _ in in_flight]
+    stages = []
+    for number, module in enumerate(modules):
+        index = rank + ranks * number
+        last = index == ranks * len(modules) - 1
+        if budgets:
+            sample = torch.ones(ROWS, LENGTH, WIDTH, requires_grad=index > 0)
+            kept = reserved(in_flight[number], first=index == 0, last=last)
+            kept += gradient_bytes(module) if in_flight[number] == 1 else 0
+            options = {"in_flight": in_flight[number], "reserve": kept, "planner": "auto{effort=1}"}
+            budget = budgets[number]
+            lowtide.rematerialize(module, (sample,), budget=budget, on_capture_error="error", **options)  # type: ignore[arg-type]
+        stages.append(PipelineStage(module, index, ranks * len(modules), torch.device("cpu")))
+    return Run(modules).train(build, stages)
+
+
+def reserved(in_flight: int, *, first: bool, last: bool) -> int:
+    """What a stage's schedule keeps beside its passes: gradients of what it received, and of the last stage the outputs, and
+    what the losses need."""
+    received = 0 if first else MICRO_BATCHES * ACTIVATION_BYTES
+    return received + (MICRO_BATCHES * ACTIVATION_BYTES + in_flight * LOSS_BYTES if last else 0)
+
+
+def gradient_bytes(module: nn.Module) -> int:
+    """Of those that earlier micro-batches left: outside of a budget for one call."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def assert_same(ours: Run, reference: Run) -> None:
+    assert ours.losses == reference.losses, (ours.losses, reference.losses)
+    for mine, theirs in zip(ours.gradients, reference.gradients, strict=True):
+        assert len(mine) == len(theirs)
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _one_stage(build: Build, in_flight: int) -> None:
+    reference = trained(build)
+    alone = max(reference.peaks[1:])  # buffers of what is received come with the first step
+    budget = int(0.85 * alone)
+    ours = trained(build, (budget,), (in_flight,))
+    assert_same(ours, reference)
+    (plan,) = lowtide.plans(ours.modules[0])
+    assert plan.in_flight == in_flight
+    assert plan.overhead > 0
+    assert max(ours.peaks[1:]) <= budget, (ours.peaks, budget)
+    say(
+        f"{in_flight} in flight: peaks {ours.peaks}, planned {plan.peak_bytes + plan.waiting_bytes}, of {budget}, alone {alone}"
+    )
+
+
+def all_micro_batches() -> None:
+    """GPipe: bits, and the measured peak of a step within the budget."""
+    _one_stage(gpipe, MICRO_BATCHES)
+
+
+def as_many_as_stages_follow() -> None:
+    """1F1B: so many in flight as there are stages from this one on."""
+    _one_stage(one_forward_one_backward, dist.get_world_size() - dist.get_rank())
+
+
+def counted(schedule: Any, rank: int) -> dict[int, int]:
+    """By stage, the most micro-batches of it that are in flight on a rank: as the guide counts them."""
+    running, most = Counter[int](), Counter[int]()
+    for action in filter(None, schedule.pipeline_order[rank]):
+        running[action.stage_index] += (action.computation_type == "F") - (action.computation_type == "B")
+        most[action.stage_index] = max(most[action.stage_index], running[action.stage_index])
+    return dict(most)
+
+
+def several_stages_of_a_rank() -> None:
+    """Interleaved 1F1B: each stage has a budget of its own, and the rank's peak is within both together."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plain = [PipelineStage(nn.Identity(), rank + ranks * number, 2 * ranks, torch.device("cpu")) for number in range(2)]
+    most = counted(interleaved(plain), rank)
+    in_flight = [most[stage.stage_index] for stage in plain]
+    assert all(1 <= count <= MICRO_BATCHES for count in in_flight)
+    reference = trained(interleaved, (), in_flight)
+    alone = max(reference.peaks[1:])
+    ours = trained(interleaved, (int(0.45 * alone),) * 2, in_flight)
+    assert_same(ours, reference)
+    plans = [lowtide.plans(module)[0] for module in ours.modules]
+    assert [plan.in_flight for plan in plans] == in_flight
+    assert any(plan.overhead > 0 for plan in plans)
+    assert max(ours.peaks[1:]) <= 0.9 * alone, (ours.peaks, alone)
+    say(f"in flight {in_flight}: peaks {ours.peaks}, alone {alone}")
+
+
+def split_backward_passes_are_refused() -> None:
+    try:
+        trained(zero_bubble, ("100%",) * 2, (MICRO_BATCHES,) * 2)
+    except Exception as error:
+        chain: BaseException | None = error
+        while chain is not None and not isinstance(chain, lowtide.ExecutionError):
+            chain = chain.__cause__ or chain.__context__
+        assert chain is not None, error
+        assert "ZeroBubble" in str(chain)
+        say("refused")
+        return
+    raise AssertionError("a schedule that splits backward passes ran")
+
+
+if __name__ == "__main__":
+    perform(all_micro_batches, as_many_as_stages_follow, several_stages_of_a_rank, split_backward_passes_are_refused)
