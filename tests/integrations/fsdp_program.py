@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -359,6 +360,17 @@ def sharded_and_parallel() -> None:
         )
 
 
+def killed() -> None:
+    """The last rank dies between its passes."""
+    run = make("50%")
+    run.train(batches(1))
+    batch = batches(1)[0]
+    loss = run.model(input_ids=batch, labels=batch).loss
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os._exit(3)
+    loss.backward()
+
+
 def as_on_paper() -> None:
     """A pass that keeps everything, beside what another process says of it that has neither data nor ranks."""
     run = make("100%")
@@ -408,5 +420,6 @@ if __name__ == "__main__":
         replicas_of_shards,
         sharded_and_parallel,
         as_on_paper,
+        killed,
         mistakes_are_named,
     )

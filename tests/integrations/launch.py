@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,28 @@ def torchrun(module: str, *arguments: str, processes: int = 2) -> str:
         raise AssertionError(f"{module} {arguments} took more than {_SECONDS} s:\n{output}") from None
     assert process.returncode == 0, output
     return output
+
+
+def ranks_of(module: str, *arguments: str) -> tuple[list[int], str]:
+    """Run ``python -m module arguments`` in two processes that nobody watches; their exit codes, the first one's errors."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = os.pathsep.join([str(_ROOT / "src"), str(_ROOT), os.environ.get("PYTHONPATH", "")])
+    common = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], cwd=_ROOT, text=True, stderr=subprocess.PIPE,
+            env={**os.environ, **common, "WORLD_SIZE": "2", "RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        (_, error), _ = (rank.communicate(timeout=240) for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [rank.returncode for rank in ranks], error
 
 
 def say(line: str) -> None:

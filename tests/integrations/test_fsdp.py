@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lowtide
 from lowtide.ir.graph import GATHER_TARGET, REDUCE_TARGET
-from tests.integrations.launch import torchrun
+from tests.integrations.launch import ranks_of, torchrun
 from tests.integrations.trainers import gpt2, text
 
 _PROGRAM = "tests.integrations.fsdp_program"
@@ -46,6 +46,15 @@ def test_four_ranks() -> None:
         )
         == 12
     )
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_other() -> None:
+    """With the error of the collective that it did not come to."""
+    codes, error = ranks_of(_PROGRAM, "killed")
+    assert codes == [1, 3]
+    assert "ExecutionError" in error
+    assert "another process" in error
 
 
 @pytest.fixture

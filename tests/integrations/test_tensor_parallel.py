@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.integrations.launch import torchrun
+from tests.integrations.launch import ranks_of, torchrun
 
 _PROGRAM = "tests.integrations.tp_program"
-_ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -35,23 +28,7 @@ def test_scenario(scenario: str) -> None:
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_other() -> None:
     """With the error of the collective that it did not come to, long before the group's timeout."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    path = os.pathsep.join([str(_ROOT / "src"), str(_ROOT), os.environ.get("PYTHONPATH", "")])
-    common = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", _PROGRAM, "killed"], cwd=_ROOT, text=True, stderr=subprocess.PIPE,
-            env={**os.environ, **common, "WORLD_SIZE": "2", "RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        (_, error), _ = (rank.communicate(timeout=240) for rank in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [1, 3]
+    (first, second), error = ranks_of(_PROGRAM, "killed")
+    assert (first, second) == (1, 3)
     assert "ExecutionError" in error
     assert "another process" in error

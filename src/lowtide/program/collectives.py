@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from lowtide.errors import ExecutionError
 from lowtide.memory.allocators import allocated_bytes
-from lowtide.program.sharded import wait_for_copies
+from lowtide.program.sharded import communicating, wait_for_copies
 
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 _WAITS = ("wait_tensor",)
@@ -41,14 +40,9 @@ class Waited:
         return result
 
     def _wait(self, made: Sequence[torch.Tensor]) -> None:
-        try:
+        with communicating(str(self.operator)):
             for each in made:
                 torch.ops._c10d_functional.wait_tensor(each)
-        except RuntimeError as error:
-            reason = str(error).split("\n")[0]
-            raise ExecutionError(
-                f"collective {self.operator} failed: another process has ended, failed, or not come to it in time ({reason})."
-            ) from error
 
 
 @functools.cache

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lowtide.errors import CaptureError
+from lowtide.errors import CaptureError, ExecutionError
 from lowtide.memory.allocators import allocated_bytes, round_up
 from lowtide.program import layouts
 
@@ -101,7 +101,8 @@ class Gather:
 
     def __call__(self) -> list[torch.Tensor]:
         before = allocated_bytes(self.unit.group.device)
-        found = self._gathered()
+        with communicating(f"gather of {self.unit.name or 'the root'}"):
+            found = self._gathered()
         wait_for_copies(before, found, self.unit.group.device)
         return found
 
@@ -141,7 +142,7 @@ class Reduce:
 
     def __call__(self, *gradients: torch.Tensor) -> torch.Tensor:
         before, fresh = allocated_bytes(self.unit.group.device), self.unit.parameters[self.chosen[0]].grad is None
-        with torch.no_grad():
+        with torch.no_grad(), communicating(f"reduction of {self.unit.name or 'the root'}"):
             found = self._reduced(list(gradients))
         wait_for_copies(before, [found] if fresh else [], self.unit.group.device)
         return found
@@ -206,6 +207,18 @@ def reduced(group: Any, shards: Sequence[Any], gradients: list[torch.Tensor]) ->
     known = inspect.signature(foreach_reduce).parameters
     left: torch.Tensor | None = foreach_reduce(**{name: given[name] for name in known})[-1]
     return left
+
+
+@contextlib.contextmanager
+def communicating(what: str) -> Iterator[None]:
+    """Inside, an error of a collective says in plain words that another process has not come to it."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).split("\n")[0]
+        raise ExecutionError(
+            f"collective {what} failed: another process has ended, failed, or not come to it in time ({reason})."
+        ) from error
 
 
 def wait_for_copies(before: int | None, made: Sequence[torch.Tensor], device: torch.device) -> None:
