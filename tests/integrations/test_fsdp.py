@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lowtide
 from lowtide.ir.graph import GATHER_TARGET, REDUCE_TARGET
+from lowtide.units import format_bytes
 from tests.integrations.launch import ranks_of, torchrun
 from tests.integrations.trainers import gpt2, text
 
@@ -93,6 +94,18 @@ def test_a_plan_gathers_and_reduces() -> None:
         module.zero_grad()
     measured = lowtide.measure(step, model, rows).peak_bytes
     assert measured <= plan.peak_bytes < lowtide.measure(step, reference, rows).peak_bytes
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_total_budget_counts_shards() -> None:
+    """The parameters, and two states of each, beside the pass."""
+    model, rows = sharded(), text(4).columns["input_ids"]
+    sample = {"input_ids": rows, "labels": rows}
+    lowtide.rematerialize(model, (), sample, total_budget="100%", planner="keep-all")
+    (plan,) = lowtide.plans(model)
+    shards = sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
+    assert f"optimizer states {format_bytes(2 * shards)}" in plan.outside
+    assert f"parameters, buffers and inputs {format_bytes(shards + rows.untyped_storage().nbytes())}" in plan.outside
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -11,7 +11,9 @@ Bytes are charged to storages, never to values, so a view costs nothing. Graph i
 tensors) live in *external* storages: they were allocated before the pass began, cost nothing and are never freed.
 The gradients that arrive for the forward outputs are produced by ordinary operators with target ``lowtide.tangent`` and
 the ``effect`` flag, first in the backward pass; a mutated buffer is written back by a ``lowtide.update`` op. A
-``lowtide.optimizer`` op reads a parameter and its gradient and updates the parameter: nothing reads that afterwards.
+``lowtide.optimizer`` op reads a parameter and its gradient and updates the parameter: nothing reads that afterwards. Of a
+sharded model, a ``lowtide.all_gather`` op makes the parameters of a unit, and a ``lowtide.reduce_scatter`` op takes their
+gradients.
 """
 
 from __future__ import annotations

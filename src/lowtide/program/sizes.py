@@ -11,6 +11,7 @@ from torch import nn
 from lowtide.errors import PlanError
 from lowtide.ir import Costs
 from lowtide.memory.allocators import device_memory, round_up
+from lowtide.program.gathers import collectives_of
 from lowtide.program.local import local_of
 from lowtide.program.program import Program
 from lowtide.units import format_bytes
@@ -75,8 +76,11 @@ def outside_of(program: Program, model: nn.Module | None, states: int | None) ->
     inputs = {program.graph.values[value].storage: meta.storage_bytes for value, meta in metas.items()}
     trained = [program.inputs[position] for position in {*program.updated, *dict(program.gradients)}]
     trainable = sum(program.metas[value].storage_bytes for value in trained if value is not None)
+    units = {target.unit for _, target in collectives_of(program)}
+    shards = [parameter for unit in units for parameter in unit.parameters]
+    trainable += held_bytes(parameter for parameter in shards if parameter.requires_grad)
     gradients = gradient_bytes(model) if model else 0
-    return Outside(0, sum(inputs.values()), gradients, 2 * trainable if states is None else states)
+    return Outside(0, sum(inputs.values()) + held_bytes(shards), gradients, 2 * trainable if states is None else states)
 
 
 def outside_of_model(model: nn.Module, states: int | None) -> Outside:
@@ -88,7 +92,7 @@ def outside_of_model(model: nn.Module, states: int | None) -> Outside:
 
 def gradient_bytes(model: nn.Module) -> int:
     """Of the gradients that the model's parameters have now."""
-    return sum(p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None)
+    return sum(local_of(p.grad).untyped_storage().nbytes() for p in model.parameters() if p.grad is not None)
 
 
 def check_device(program: Program, budget: int) -> None:
