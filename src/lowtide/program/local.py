@@ -66,6 +66,7 @@ def hooked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """Arguments of a call as the hooks on a model that is distributed itself, not in its modules alone, hand them on."""
     if not any(map(is_distributed, model.parameters(recurse=False))):
         return args, kwargs
+    args = tuple(args)
     for number, hook in model._forward_pre_hooks.items():
         if number in model._forward_pre_hooks_with_kwargs:
             args, kwargs = hook(model, args, kwargs) or (args, kwargs)

@@ -59,7 +59,7 @@ class Rematerialized(Planned):
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self._root is not None:
             args, kwargs = self._root.received(args, kwargs)
-        super().prepare(*hooked(self.model, tuple(args), kwargs))
+        super().prepare(*hooked(self.model, args, kwargs))
 
     def _run_unplanned(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.parts is None:
