@@ -19,6 +19,8 @@ _PROGRAM = "tests.integrations.tp_program"
         "distributed_arguments",
         "collectives_in_one_order",
         "better_plans_and_other_shapes",
+        "in_parts",
+        "hooks_on_the_model_itself",
     ],
 )
 def test_scenario(scenario: str) -> None:

@@ -155,7 +155,7 @@ def make(**options: Any) -> Llama:
     return parallel(model, init_device_mesh("cpu", (dist.get_world_size(),)), **options)
 
 
-def planned(model: Llama, *sample: torch.Tensor, budget: str = "60%", **options: Any) -> Llama:
+def planned(model: Llama, *sample: torch.Tensor, budget: int | str = "60%", **options: Any) -> Llama:
     options = {"planner": "auto{effort=1}", "on_capture_error": "error", **options}
     return lowtide.rematerialize(model, sample, budget=budget, **options)
 
@@ -219,6 +219,53 @@ def distributed_results() -> None:
     ours = Run(planned(make(**options), batches(1)[0])).train(loss_of, batches(3))
     assert_same(ours, reference)
     assert lowtide.plans(ours.model)[0].overhead > 0
+
+
+class Deciding(Llama):
+    """No single program: it looks at its activations."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x) if float(x.detach().float().norm()) >= 0 else x
+        assert labels is not None
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def in_parts() -> None:
+    """The blocks have plans of their own, and the step keeps to the budget once its parts are known."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def model() -> Llama:
+        torch.manual_seed(0)
+        return parallel(Deciding(), mesh, by_sequence=True)
+
+    sample = batches(1)[0]
+    reference = Run(model()).train(own_loss, batches(_STEPS))
+    budget = int(0.6 * min(reference.peaks))
+    ours = Run(planned(model(), sample, sample, budget=budget, on_capture_error="parts"))
+    assert_same(ours.train(own_loss, batches(_STEPS)), reference)
+    assert len(lowtide.plans(ours.model)) > LAYERS
+    assert max(ours.peaks[1:]) <= budget + 2 * LOGITS_BYTES, (ours.peaks, budget)
+    say(f"in parts: peaks {ours.peaks}, budget {budget}")
+
+
+def hooks_on_the_model_itself() -> None:
+    """What ``parallelize_module`` puts on the model runs around the plan, and on the sample."""
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for plans in (False, True):
+        torch.manual_seed(0)
+        model = parallelize_module(nn.Linear(WIDTH, WIDTH), mesh, ColwiseParallel(output_layouts=Replicate()))
+        x = torch.randn(BATCH, WIDTH, requires_grad=True)
+        if plans:
+            lowtide.rematerialize(model, (x,), budget="100%", on_capture_error="error")
+        for _ in range(2):
+            model(x).square().sum().backward()
+        found.append([_parts(tensor.grad) for tensor in (x, *model.parameters())])
+    assert len(lowtide.plans(model)) == 1
+    for (a, *how), (b, *wanted) in zip(*found, strict=True):
+        assert how == wanted
+        assert torch.equal(a, b)
 
 
 class Stack(nn.Module):
@@ -319,5 +366,7 @@ if __name__ == "__main__":
         distributed_arguments,
         collectives_in_one_order,
         better_plans_and_other_shapes,
+        in_parts,
+        hooks_on_the_model_itself,
         killed,
     )
