@@ -1,5 +1,5 @@
-"""Settings that must stand before torch is imported, what the mark ``gpu`` means, a heap that is quick to walk, costs that are
-quick to measure."""
+"""Settings that must stand before torch is imported, what the marks ``gpu`` and ``slow`` mean, a heap that is quick to walk,
+costs that are quick to measure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support import wide
+
 # Tests are of planners as they are, not of plans made before.
 os.environ.setdefault("LOWTIDE_PLAN_CACHE", "0")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" in config.getoption("markexpr"):
+        wide.narrow()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

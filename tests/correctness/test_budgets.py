@@ -13,6 +13,7 @@ from torch import nn
 import lowtide
 from tests.support.networks import WithLoss, perceptron, residual_blocks, rows
 from tests.support.training import MINIMUM, compare_training, make, prepared
+from tests.support.wide import pairs
 
 _QUICK = "auto{effort=1}"
 
@@ -25,8 +26,19 @@ def _network() -> nn.Module:
 @pytest.mark.parametrize("planner", [_QUICK, "greedy"])
 @pytest.mark.parametrize("budget", ["100%", "80%", "55%", "30%", MINIMUM])
 def test_every_budget_is_kept_or_refused(budget: int | str, planner: str) -> None:
-    """The least budget is met when it is named in an error, and less is refused, see ``prepared``."""
+    """The least budget is met when it is named in an error, see ``prepared``."""
     compare_training(_network, rows(512), budgets=(budget,), iterations=2, planner=planner)
+
+
+@pytest.mark.parametrize("planner", [_QUICK, "greedy"])
+def test_less_than_the_least_budget_is_refused(planner: str) -> None:
+    """Planners name the least that they meet to 2 %."""
+    model, (args, kwargs) = make(_network), rows(512)(0)
+    budget = 1
+    for _ in range(2):
+        with pytest.raises(lowtide.InfeasibleBudgetError) as raised:
+            lowtide.plan(model, args, kwargs, budget=budget, planner=planner)
+        budget = raised.value.minimum_bytes * 98 // 100
 
 
 def test_smaller_budget_is_never_faster() -> None:
@@ -198,8 +210,10 @@ class _Views(nn.Module):
         }[self.kind]
 
 
-@pytest.mark.parametrize("budget", ["100%", "70%", MINIMUM])
-@pytest.mark.parametrize("kind", ["the first and the rest", "all and the first", "both ways round", "one", "many"])
+_KINDS = "the first and the rest", "all and the first", "both ways round", "one", "many"
+
+
+@pytest.mark.parametrize(("kind", "budget"), pairs(_KINDS, ("100%", "70%", MINIMUM)))
 def test_results_that_are_views(kind: str, budget: int | str) -> None:
     """The plan forms and sums their gradients. What a loss of the caller's takes to make them is not part of it."""
 

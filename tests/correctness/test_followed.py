@@ -367,7 +367,9 @@ def test_what_is_measured_writes_nothing() -> None:
         return h + model.keys.sum(0)
 
     model = make(lambda: _Model(use, keys=torch.zeros(8, WIDTH)))
-    lowtide.max_batch(lambda batch: ((torch.ones(batch, WIDTH),), {}), model, budget="256KiB", max_overhead=0.5)
+    lowtide.max_batch(
+        lambda batch: ((torch.ones(batch, WIDTH),), {}), model, budget="32KiB", max_overhead=0.5, limit=32
+    )
     assert not model.keys.any()
 
 

@@ -16,8 +16,10 @@ from torch import nn
 
 import lowtide
 from lowtide.solve import planner_names
+from tests.support.networks import tiny_gpt2
 from tests.support.records import Inputs, Record, assert_same_records, run_training, scalar_loss, training_step
 from tests.support.training import assert_within_plan, make
+from tests.support.wide import pairs
 
 ITERATIONS = 2
 # Where the default options would take long on graphs of this size, quicker ones: what is tested is the execution.
@@ -35,21 +37,6 @@ class Case:
     factory: Callable[[], nn.Module]
     inputs: Callable[[int], Inputs]
     expected: list[Record]
-
-
-def _gpt2() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=64,
-        n_positions=32,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        use_cache=False,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return transformers.GPT2LMHeadModel(config).train()
 
 
 def _tokens(iteration: int) -> Inputs:
@@ -110,7 +97,7 @@ def _pictures(iteration: int) -> Inputs:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Inputs]]] = {
-    "gpt2": (_gpt2, _tokens),
+    "gpt2": (lambda: tiny_gpt2(64), _tokens),
     "resnet": (_ResNet, _pictures),
     "unet": (_UNet, _pictures),
 }
@@ -146,15 +133,7 @@ def _planner_spec(name: str) -> str:
     return SPECS.get(name, name)
 
 
-# Each planner on one of the models; on the two others in the wide sweep.
-CASES = [
-    pytest.param(model, planner, marks=() if place % len(MODELS) == turn else pytest.mark.slow)
-    for turn, model in enumerate(MODELS)
-    for place, planner in enumerate(planner_names())
-]
-
-
-@pytest.mark.parametrize(("model_name", "planner"), CASES)
+@pytest.mark.parametrize(("model_name", "planner"), pairs(MODELS, planner_names()))
 def test_schedule_runs_within_its_budget_and_to_the_bit(model_name: str, planner: str) -> None:
     case, spec = _case(model_name), _planner_spec(planner)
     model = make(case.factory)

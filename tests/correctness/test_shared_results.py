@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import lowtide
+from tests.support.wide import pairs
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -97,15 +98,7 @@ def _weighted(tensor: torch.Tensor) -> torch.Tensor:
     return (real * torch.linspace(-1, 1, real.numel()).view(real.shape)).sum()
 
 
-# Each way of sharing with a loss beside it or without; both in the wide sweep.
-_CASES = [
-    pytest.param(sharing, with_loss, marks=() if (index + with_loss) % 2 else pytest.mark.slow)
-    for index, sharing in enumerate(SHARING)
-    for with_loss in (True, False)
-]
-
-
-@pytest.mark.parametrize(("sharing", "with_loss"), _CASES)
+@pytest.mark.parametrize(("sharing", "with_loss"), pairs(SHARING, (True, False)))
 def test_gradients_for_some_of_the_results(sharing: str, with_loss: bool) -> None:
     torch.manual_seed(0)
     plain = _Model(sharing, with_loss)

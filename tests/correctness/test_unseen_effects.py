@@ -17,6 +17,7 @@ from torch import nn
 import lowtide
 from lowtide.capture import capture
 from tests.support.training import make
+from tests.support.wide import pairs
 
 
 class _Linear(nn.Module):
@@ -287,10 +288,10 @@ class _Losses(nn.Module):
         return self.loss(torch.sigmoid(self.decode(code)), target) * 0.5 + 0.25 * self.loss(code, target)
 
 
-@pytest.mark.parametrize(
-    "loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss, F.huber_loss, F.l1_loss]
-)
-@pytest.mark.parametrize("budget", ["100%", "90%"])
+_OWNING = F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss, F.huber_loss, F.l1_loss
+
+
+@pytest.mark.parametrize(("loss", "budget"), pairs(_OWNING, ("100%", "90%")))
 def test_losses_that_own_more_than_their_element(loss: Callable[..., torch.Tensor], budget: str) -> None:
     """The kernels leave a mean at the start of a storage of all elements, which nothing else must take over."""
     model, x = _Losses(loss), torch.rand(2048, 16)
@@ -304,8 +305,10 @@ def test_losses_that_own_more_than_their_element(loss: Callable[..., torch.Tenso
     assert all(map(torch.equal, (p.grad for p in model.parameters() if p.grad is not None), expected))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(16), lambda: nn.GroupNorm(4, 16), lambda: nn.BatchNorm1d(16)])
+_NORMS = (lambda: nn.LayerNorm(16), lambda: nn.GroupNorm(4, 16), lambda: nn.BatchNorm1d(16))
+
+
+@pytest.mark.parametrize(("norm", "dtype"), pairs(_NORMS, (torch.bfloat16, torch.float16)))
 def test_statistics_of_norms_under_autocast(norm: Callable[[], nn.Module], dtype: torch.dtype) -> None:
     """Of the weight's type, though PyTorch's own shape functions say the input's."""
     model, x = nn.Sequential(nn.Linear(16, 16), norm(), nn.Tanh(), nn.Linear(16, 16)), torch.randn(64, 16)

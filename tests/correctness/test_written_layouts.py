@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
+from tests.support.wide import pairs
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -56,15 +57,7 @@ class _Model(nn.Module):
         return (y * y.detach().sin()).sum(), y
 
 
-# Each write in one layout, the layouts in turn; all of them in the wide sweep.
-_CASES = [
-    pytest.param(write, layout, marks=() if (first + second) % len(LAYOUTS) == 0 else pytest.mark.slow)
-    for first, write in enumerate(WRITES)
-    for second, layout in enumerate(LAYOUTS)
-]
-
-
-@pytest.mark.parametrize(("write", "layout"), _CASES)
+@pytest.mark.parametrize(("write", "layout"), pairs(WRITES, LAYOUTS))
 def test_writes_keep_the_layout(write: str, layout: str) -> None:
     torch.manual_seed(0)
     plain = _Model(WRITES[write], LAYOUTS[layout])

@@ -8,6 +8,7 @@ from lowtide.ir import keep_all_schedule, simulate
 from lowtide.place import solve_placed
 from lowtide.solve import Problem, Status, solve
 from tests.solve.small_graphs import chain, small_graph
+from tests.support.wide import seeds
 
 
 def test_a_schedule_that_peaks_lower_where_addresses_take_up_more() -> None:
@@ -41,7 +42,7 @@ def test_no_schedule_no_addresses() -> None:
     assert not found.solution.status.solved
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(8, 20))
 def test_the_budget_holds_and_costs_nothing_where_addresses_fit(seed: int) -> None:
     graph, costs = small_graph(seed, ops=8)
     whole = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes

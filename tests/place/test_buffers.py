@@ -9,15 +9,16 @@ from lowtide.errors import PlanError
 from lowtide.place import Buffers
 from lowtide.place.buffers import sections
 from tests.place.instances import load, random_rows
+from tests.support.wide import seeds
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(12, 40))
 def test_the_load_is_what_is_live_at_once(seed: int) -> None:
     rows = random_rows(seed, 12)
     assert Buffers.of(rows).load_bytes == load(rows)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(12, 40))
 def test_sections_are_the_largest_live_sets(seed: int) -> None:
     rows = random_rows(seed, 10)
     found = sections(Buffers.of(rows))

@@ -15,6 +15,7 @@ from lowtide.place import Buffers, CachingAllocator, CudaMemory, cuda_memory, sm
 from lowtide.place.schedule import buffers_of
 from tests.place.instances import Row
 from tests.solve.small_graphs import small_graph
+from tests.support.wide import seeds
 
 KIB, MIB = 1 << 10, 1 << 20
 NATIVE_AND_EXPANDABLE = pytest.mark.parametrize("expandable", [False, True], ids=["native", "expandable"])
@@ -228,7 +229,7 @@ def random_size(draw: random.Random) -> int:
 
 
 @NATIVE_AND_EXPANDABLE
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(12, 40))
 def test_as_the_reference_does(seed: int, expandable: bool) -> None:
     draw = random.Random(seed)
     capacity = draw.choice([60, 100, 130, 1 << 20]) * MIB
@@ -253,7 +254,7 @@ def test_as_the_reference_does(seed: int, expandable: bool) -> None:
 
 
 @NATIVE_AND_EXPANDABLE
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(8, 20))
 def test_nothing_is_lost_or_handed_out_twice(seed: int, expandable: bool) -> None:
     draw = random.Random(seed)
     capacity = draw.choice([100, 1 << 20]) * MIB
@@ -284,7 +285,7 @@ def test_nothing_is_lost_or_handed_out_twice(seed: int, expandable: bool) -> Non
 
 
 @NATIVE_AND_EXPANDABLE
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(6, 12))
 def test_the_smallest_device(seed: int, expandable: bool) -> None:
     """On it and on every larger one there is room, on those of one byte less there is none: tried on all that differ."""
     draw = random.Random(seed)

@@ -15,9 +15,10 @@ from lowtide.place.orders import ORDERS, Rule, order_keys, sorted_by
 from lowtide.place.search import luby
 from lowtide.solve import Status
 from tests.place.instances import filled_rectangle, fits, full_rows, least, overlapping, random_rows
+from tests.support.wide import seeds
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(16, 60))
 def test_as_low_as_brute_force(seed: int) -> None:
     rows = random_rows(seed, 4 + seed % 4, times=5)
     buffers = Buffers.of(rows, alignment=1 + seed % 3)
@@ -29,7 +30,7 @@ def test_as_low_as_brute_force(seed: int) -> None:
     assert found.gap == 0.0
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(16, 60))
 def test_a_capacity_is_met_or_refuted(seed: int) -> None:
     buffers = Buffers.of(random_rows(seed, 4 + seed % 4, times=5))
     needed = least(buffers)

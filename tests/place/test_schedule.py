@@ -29,6 +29,7 @@ from lowtide.ir import (
 from lowtide.place import DEVICE_ALIGNMENT, Layout, lay_out
 from lowtide.solve import Problem, Status, solve
 from tests.solve.small_graphs import chain, small_graph
+from tests.support.wide import seeds
 
 
 def _schedule(graph: Graph, seed: int) -> Schedule:
@@ -63,7 +64,7 @@ def _walk(graph: Graph, costs: Costs, layout: Layout) -> None:
     assert next(offsets, "end") == "end"
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(16, 60))
 def test_no_byte_has_two_owners(seed: int) -> None:
     graph, costs = small_graph(seed, ops=8)
     schedule = _schedule(graph, seed)

@@ -12,9 +12,10 @@ from lowtide.trace import OperatorCall, ReplayStatus, unconstrained_peak_bytes
 from lowtide.trace import simulate as simulate_trace
 from tests.support.random_graphs import random_graph
 from tests.support.traces import random_trace
+from tests.support.wide import seeds
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(6, 12))
 def test_levels_are_the_simulators(seed: int) -> None:
     graph, costs = random_graph(seed, 6 + 4 * seed)
     peak = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes

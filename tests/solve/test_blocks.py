@@ -13,6 +13,7 @@ from lowtide.solve.blocks.sequences import block_sequences
 from lowtide.solve.model.compact import compact
 from lowtide.solve.search.portfolio import make_portfolio
 from tests.support.random_graphs import random_graph
+from tests.support.wide import seeds
 
 
 def transformer(layers: int, *, mask: bool = True) -> tuple[Graph, Costs]:
@@ -78,7 +79,7 @@ def test_a_shared_value_is_paid_once() -> None:
     assert crossing[3, 5] == 10  # who stores block 3's input has the mask already
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(10, 30))
 def test_regions_cover_the_backward_pass_in_order(seed: int) -> None:
     model = compact(*random_graph(seed, 60))
     for cuts in (articulation_cuts(model, 20), even_cuts(model, 6), *top_cuts(model, 8, 3)):
@@ -91,7 +92,7 @@ def test_regions_cover_the_backward_pass_in_order(seed: int) -> None:
         assert nodes == list(range(model.boundary, model.nodes))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(8, 20))
 def test_options_run_each_backward_node_once_and_recompute_only_their_block(seed: int) -> None:
     model = compact(*random_graph(seed, 60))
     chain = make_chain(model, refined_cuts(model, [0, model.boundary], 7))
@@ -104,7 +105,7 @@ def test_options_run_each_backward_node_once_and_recompute_only_their_block(seed
             assert model.recomputable[inside].all()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(8, 20))
 def test_seeds_are_valid_sequences(seed: int) -> None:
     graph, costs = random_graph(seed, 80)
     portfolio = make_portfolio(graph, costs, 0)

@@ -17,6 +17,7 @@ from lowtide.solve.milp.stages import StageModel
 from lowtide.solve.model.compact import compact
 from tests.solve.brute_force import brute_force
 from tests.solve.small_graphs import chain, small_graph
+from tests.support.wide import is_wide
 
 pytest.importorskip("highspy")
 
@@ -174,7 +175,7 @@ def test_a_program_without_columns() -> None:
 def test_optima_and_infeasible_budgets_of_vgg16_are_proven() -> None:
     graph, costs = load_instance(FOLDER / "vgg16_176.json")
     rows = json.loads((FOLDER / "reference_gurobi.json").read_text())["vgg16_176"]["gurobi"]
-    for row in rows:
+    for row in rows if is_wide() else rows[2:4]:  # the least that is met, and the most that is not
         solution = solve(Problem(graph, costs, row["budget_bytes"]), "checkmate{warm-start=false,time-limit=300}")
         if row["overhead_percent"] is None:
             assert solution.status is Status.INFEASIBLE

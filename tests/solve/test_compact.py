@@ -15,6 +15,7 @@ from tests.solve.sequences import measure, with_recomputes
 from tests.solve.small_graphs import chain, small_graph
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
+from tests.support.wide import seeds
 
 
 def assert_never_under(graph: Graph, costs: Costs, seed: int) -> None:
@@ -29,17 +30,17 @@ def assert_never_under(graph: Graph, costs: Costs, seed: int) -> None:
         assert swept.peak_bytes + model.fixed_bytes == result.peak_bytes
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", seeds(40, 150))
 def test_small_graphs(seed: int) -> None:
     assert_never_under(*small_graph(seed, 8), seed)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(16, 60))
 def test_larger_graphs(seed: int) -> None:
     assert_never_under(*random_graph(seed, 40), seed)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", seeds(40, 150))
 def test_graphs_that_overwrite(seed: int) -> None:
     assert_never_under(*overwriting(*small_graph(seed, 8), seed), seed)
     assert_never_under(*overwriting(*random_graph(seed, 40), seed), seed)

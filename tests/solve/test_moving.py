@@ -31,6 +31,7 @@ from tests.support.interpreter import Machine
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
 from tests.support.sequences import random_sequence
+from tests.support.wide import seeds
 
 
 def _case(seed: int) -> tuple[random.Random, Graph, Costs, Split, Schedule]:
@@ -45,7 +46,7 @@ def _case(seed: int) -> tuple[random.Random, Graph, Costs, Split, Schedule]:
     return draw, graph, costs, parts, schedule_from_sequence(parts.graph, random_sequence(parts.graph, seed))
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", seeds(40, 150))
 def test_translated_schedules_compute_the_same(seed: int) -> None:
     _, graph, costs, parts, found = _case(seed)
     check(parts.graph, found)
@@ -63,7 +64,7 @@ def test_translated_schedules_compute_the_same(seed: int) -> None:
     assert sum(isinstance(step, Fetch) for step in schedule.steps) == fetches
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", seeds(40, 150))
 def test_placed_transfers_stay_within_the_budget_and_take_no_longer(seed: int) -> None:
     draw, graph, costs, parts, found = _case(seed)
     schedule = parts.schedule(found)

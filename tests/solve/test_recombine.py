@@ -13,6 +13,7 @@ from lowtide.solve.search.portfolio import make_portfolio
 from lowtide.solve.search.recombine import children, crossed, survivors
 from tests.solve.sequences import with_recomputes
 from tests.support.random_graphs import random_graph
+from tests.support.wide import seeds
 
 
 def stretches(codes: Indices) -> list[list[int]]:
@@ -26,7 +27,7 @@ def stretches(codes: Indices) -> list[list[int]]:
     return rows[:-1]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(12, 40))
 def test_a_mixture_is_a_schedule_made_of_one_stretch_of_the_other(seed: int) -> None:
     graph, costs = random_graph(seed, 40)
     portfolio = make_portfolio(graph, costs, 0)

@@ -15,12 +15,13 @@ from tests.solve.block_checks import (
 )
 from tests.solve.test_blocks import transformer
 from tests.support.random_graphs import random_graph
+from tests.support.wide import seeds
 
 SPECS = pytest.mark.parametrize("spec", ["rockmate", "h-rockmate"])
 
 
 @SPECS
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", seeds(8, 25))
 def test_never_below_the_optimum(spec: str, seed: int) -> None:
     assert_never_below_the_optimum(spec, seed)
 

@@ -12,9 +12,10 @@ from lowtide.solve.blocks.chain import make_chain
 from lowtide.solve.model.compact import compact
 from lowtide.solve.model.sweep import sweep
 from tests.solve.block_chains import best_persistent_ns, draw_chain
+from tests.support.wide import seeds
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(12, 40))
 def test_the_exact_table_is_the_best_persistent_schedule(seed: int) -> None:
     blocks = draw_chain(seed, 1 + seed % 7)
     graph, costs = blocks.graph()
@@ -25,7 +26,7 @@ def test_the_exact_table_is_the_best_persistent_schedule(seed: int) -> None:
         assert table.time_ns(budget) == best_persistent_ns(blocks, budget), budget
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(6, 12))
 def test_one_table_answers_every_smaller_budget_as_its_own_would(seed: int) -> None:
     blocks = draw_chain(seed, 6)
     graph, costs = blocks.graph()
@@ -36,7 +37,7 @@ def test_one_table_answers_every_smaller_budget_as_its_own_would(seed: int) -> N
         assert table.time_ns(budget) == Rotor(slots=0).table(chain, budget).time_ns(budget)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(6, 12))
 def test_sequences_keep_what_the_table_promises(seed: int) -> None:
     blocks = draw_chain(seed, 7)
     graph, costs = blocks.graph()

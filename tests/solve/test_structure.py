@@ -9,6 +9,7 @@ from lowtide.solve.model.compact import CompactGraph, compact
 from lowtide.solve.model.structure import articulation_points
 from tests.solve.small_graphs import chain, small_graph
 from tests.support.random_graphs import random_graph
+from tests.support.wide import seeds
 
 
 def reads(model: CompactGraph, node: int) -> set[int]:
@@ -36,7 +37,7 @@ def by_definition(model: CompactGraph) -> list[int]:
     return points
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", seeds(20, 80))
 def test_articulation_points_by_definition(seed: int) -> None:
     for graph, costs in (small_graph(seed, 8), random_graph(seed, 30)):
         model = compact(graph, costs)

@@ -16,6 +16,7 @@ from lowtide.solve.search.portfolio import Portfolio, make_portfolio
 from tests.solve.small_graphs import chain, small_graph
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
+from tests.support.wide import seeds
 
 BLOCK = 64  # slots whose largest value the profile keeps
 
@@ -46,19 +47,19 @@ def assert_every_move_is_exact(graph: Graph, costs: Costs, seed: int, moves: int
     return changed
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(16, 60))
 def test_moves_on_small_graphs(seed: int) -> None:
     assert_every_move_is_exact(*small_graph(seed, 8), seed, 120)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(16, 60))
 def test_moves_on_graphs_that_overwrite(seed: int) -> None:
     """Often, and several storages at once: an operator may end the lives of all that it reads."""
     assert_every_move_is_exact(*overwriting(*small_graph(seed, 8), seed, often=1.0), seed, 120)
     assert_every_move_is_exact(*overwriting(*random_graph(seed, 40), seed, often=1.0), seed, 200)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(10, 30))
 def test_moves_on_larger_graphs(seed: int) -> None:
     assert assert_every_move_is_exact(*random_graph(seed, 40), seed, 200) > 20
 
@@ -67,7 +68,7 @@ def test_moves_on_a_chain_with_repeats() -> None:
     assert assert_every_move_is_exact(*chain(40), 0, 600) > 100
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(8, 20))
 def test_a_rejected_move_leaves_no_trace(seed: int) -> None:
     graph, costs = random_graph(seed, 30)
     portfolio = make_portfolio(graph, costs, 0)
@@ -84,7 +85,7 @@ def test_a_rejected_move_leaves_no_trace(seed: int) -> None:
     np.testing.assert_array_equal(line.profile.values(), bytes_before)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(8, 20))
 def test_profile_against_an_array(seed: int) -> None:
     draw = random.Random(seed)
     profile = core.Profile(10 * BLOCK)

@@ -5,7 +5,7 @@ and one rematerialized, compares every iteration (see ``tests.support.records``)
 nothing of it, and measures one more iteration against the budget and the predicted peak.
 
 A budget is met or the test fails. A test that wants the smallest budget of a model says ``MINIMUM``; one that its planner
-names is then tried, and a budget below it must be refused.
+names is then tried, and in a wide run a budget below it must be refused.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from tests.support.records import (
     tensors_of,
     training_step,
 )
+from tests.support.wide import is_wide
 
 BUDGETS = ("70%", "45%")
 ITERATIONS = 3
@@ -69,7 +70,8 @@ def compare_training(
     unmet_bytes: int = 0,
     **options: Any,
 ) -> list[Outcome]:
-    """Compare eager with a rematerialized model at each of ``budgets``, all of which must be met; see ``MINIMUM``.
+    """Compare eager with a rematerialized model at each of ``budgets``, all of which must be met; see ``MINIMUM``. Without the
+    slow tests that is the last of them, the tightest.
 
     ``make_inputs(iteration)`` returns ``(args, kwargs)``; the first one is the sample that the plan is made for. A custom
     ``step`` runs forward and backward itself; its peak is compared only where ``check_peak`` holds: it is the predicted one,
@@ -79,7 +81,7 @@ def compare_training(
     step_function = step or training_step(loss)
     expected = run_training(make(model_factory), make_inputs, step_function, iterations)
     outcomes = []
-    for index, budget in enumerate(budgets):
+    for index, budget in list(enumerate(budgets))[0 if is_wide() else -1 :]:
         usual = PLANNERS[1] if budget == MINIMUM else PLANNERS[index % len(PLANNERS)]
         planner = {} if prepare else {"planner": usual, **options}
         model = prepared(model_factory, make_inputs, budget, prepare=prepare, **planner)
@@ -125,7 +127,8 @@ def prepared(
 
     if budget == MINIMUM:
         budget = refused(1)
-        refused(budget - max(budget // 50, 1))  # planners name the least that they meet to 2 %
+        if is_wide():
+            refused(budget - max(budget // 50, 1))  # planners name the least that they meet to 2 %
     try:
         result = run(model, args, kwargs, budget=budget, **options)
     except lowtide.InfeasibleBudgetError:
