@@ -30,15 +30,23 @@ BUDGET = "50%"
 STEP = training_step(scalar_loss)
 
 
-def _network() -> nn.Module:
-    """Some 170 operators with dropout, so that a search goes on for seconds."""
-    block = residual_blocks(lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 32)), 12)
-    return WithLoss(nn.Sequential(block, nn.Linear(32, 8)))
+def _network(blocks: int = 5) -> nn.Module:
+    """With dropout, and so many operators that the first plan is not the best."""
+
+    def inner() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 32))
+
+    return WithLoss(nn.Sequential(residual_blocks(inner, blocks), nn.Linear(32, 8)))
 
 
-def _prepared(**options: Any) -> nn.Module:
+def _prepared(blocks: int = 5, **options: Any) -> nn.Module:
     args, kwargs = copy_inputs(rows()(0))
-    return lowtide.rematerialize(make(_network), args, kwargs, budget=BUDGET, **options)
+    return lowtide.rematerialize(make(lambda: _network(blocks)), args, kwargs, budget=BUDGET, **options)
+
+
+def _long_searched() -> nn.Module:
+    """A model of some 350 operators, which are searched for seconds."""
+    return _prepared(12)
 
 
 def _searching(model: nn.Module) -> Any:
@@ -108,7 +116,7 @@ def test_a_step_that_has_begun_ends_under_its_plan() -> None:
 
 @pytest.mark.parametrize("how", ["restore", "collected"])
 def test_the_search_ends_with_its_model(how: str) -> None:
-    model = _prepared()
+    model = _long_searched()
     process = _searching(model)._listener.process.pid
     assert _is_alive(process)
     if how == "restore":
@@ -123,7 +131,7 @@ def test_the_search_ends_with_its_model(how: str) -> None:
 def test_the_search_ends_with_the_process(number: signal.Signals) -> None:
     """However that ends."""
     code = (
-        "import sys, time; from tests.runtime.test_background import _prepared, _searching; model = _prepared(); "
+        "import sys, time; from tests.runtime.test_background import _long_searched, _searching; model = _long_searched(); "
         "print(_searching(model)._listener.process.pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as started:
@@ -188,11 +196,11 @@ def test_a_budget_that_only_the_search_meets_is_waited_for(caplog: pytest.LogCap
     """And one that none meets is refused with the numbers of the whole search."""
     args, kwargs = copy_inputs(rows()(0))
     with pytest.raises(lowtide.InfeasibleBudgetError) as refused:
-        lowtide.rematerialize(make(_network), args, kwargs, budget=1)
+        lowtide.rematerialize(make(lambda: _network(3)), args, kwargs, budget=1)
     with pytest.raises(lowtide.InfeasibleBudgetError) as waited:
-        lowtide.rematerialize(make(_network), args, kwargs, budget=1, planning="wait")
+        lowtide.rematerialize(make(lambda: _network(3)), args, kwargs, budget=1, planning="wait")
     assert refused.value.minimum_bytes == waited.value.minimum_bytes
-    model = lowtide.rematerialize(make(_network), args, kwargs, budget=refused.value.minimum_bytes)
+    model = lowtide.rematerialize(make(lambda: _network(3)), args, kwargs, budget=refused.value.minimum_bytes)
     (plan,) = lowtide.plans(model)
     assert plan.peak_bytes <= refused.value.minimum_bytes
     lowtide.restore(model)

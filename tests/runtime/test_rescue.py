@@ -24,6 +24,7 @@ from tests.support.networks import WithLoss, residual_blocks, rows
 from tests.support.records import assert_same_records, run_training, scalar_loss
 from tests.support.scarce import QUICK, Scarce, drawing_body, drawing_network, memory_of, plan_of, prepared
 from tests.support.training import make
+from tests.support.wide import pairs
 
 _LOWERED = "ran out of memory in its"
 
@@ -39,8 +40,7 @@ def _notes(error: BaseException) -> str:
     return " ".join(getattr(error, "__notes__", ()))
 
 
-@pytest.mark.parametrize("factory", [drawing_network, drawing_body])
-@pytest.mark.parametrize("where", ["forward", "backward", "left"])
+@pytest.mark.parametrize(("where", "factory"), pairs(("forward", "backward", "left"), (drawing_network, drawing_body)))
 def test_steps_are_eagers_to_the_bit(where: str, factory: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Results, gradients, buffers and the generator, in that step and those after it; and the log says what was done."""
     expected = run_training(make(factory), rows(), Scarce(where), 5)
