@@ -14,7 +14,7 @@ from torch import nn
 from tests.fuzz.losses import Objective, Outcome, Term, backward, compare, difference, objectives, smallest, train
 from tests.fuzz.modules import build, describe
 
-_QUICK = 40
+_QUICK = 16
 _BLOCK = 50
 _SEEDS = int(os.environ.get("LOWTIDE_FUZZ_SEEDS", "2000"))
 

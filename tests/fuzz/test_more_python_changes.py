@@ -35,6 +35,8 @@ import pytest
 import torch
 
 from tests.fuzz.changed import Reader, Thing, follows
+from tests.fuzz.changed import set_attribute as _set
+from tests.fuzz.changed import set_item as _put
 
 
 class Weekday(enum.Flag):
@@ -250,14 +252,6 @@ def matched(state: Any) -> float:
             return 1.0
         case _:
             return 2.0
-
-
-def _set(name: str, value: Any) -> Callable[[Any], None]:
-    return lambda state: setattr(state, name, value)
-
-
-def _put(key: Any, value: Any) -> Callable[[Any], None]:
-    return lambda state: operator.setitem(state, key, value)
 
 
 def _call_global(name: str, value: Any) -> Callable[[Any], None]:

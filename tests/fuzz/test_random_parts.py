@@ -15,7 +15,7 @@ from torch import nn
 from tests.fuzz.losses import Outcome, compare
 from tests.fuzz.modules import WIDTH, Description, build, describe
 
-_QUICK = 24
+_QUICK = 10
 _BLOCK = 50
 _SEEDS = int(os.environ.get("LOWTIDE_FUZZ_SEEDS", "1000"))
 
