@@ -20,7 +20,7 @@ SEED ?= 0
 # Tests of one file share what they captured, so files are dealt out whole, in the order of their names: dealt out by the
 # number of their tests, as is usual, files of few long ones would come last, to one worker alone.
 WORKERS ?= 2
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Measured programs are timed on the cores there are, and nothing is fetched from model hubs.
 export HF_HUB_OFFLINE := 1
