@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from lowtide.eviction import Entry, Pool
+from tests.support.wide import seeds
 
 ENTRIES = 14
 
@@ -70,9 +71,9 @@ def cost_ns(entries: set[Entry]) -> int:
     return sum(entry.cost_ns for entry in entries)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_exact_neighbourhood_equals_a_naive_one(seed: int) -> None:
-    pool, entries = random_pool(seed, "dtr")
+def neighbourhoods(seed: int, heuristic: str) -> Iterator[tuple[int, int]]:
+    """Of every resident entry, again and again: what the pool says, and what it is by definition."""
+    pool, entries = random_pool(seed, heuristic)
     draw = random.Random(seed)
     for turn in range(15):
         walk(pool, entries, 100 * seed + turn, 4)
@@ -80,10 +81,16 @@ def test_exact_neighbourhood_equals_a_naive_one(seed: int) -> None:
             disturb(pool, entries, draw)
         for entry in entries:
             if entry.resident:
-                assert pool.neighbourhood_ns(entry) == cost_ns(ancestors(entry) | descendants(entry, entries))
+                yield pool.neighbourhood_ns(entry), cost_ns(ancestors(entry) | descendants(entry, entries))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(12, 40))
+def test_exact_neighbourhood_equals_a_naive_one(seed: int) -> None:
+    found = list(neighbourhoods(seed, "dtr"))
+    assert found and all(said == naive for said, naive in found)
+
+
+@pytest.mark.parametrize("seed", seeds(8, 20))
 def test_msps_counts_evicted_ancestors(seed: int) -> None:
     pool, entries = random_pool(seed, "msps")
     draw = random.Random(seed)
@@ -95,21 +102,14 @@ def test_msps_counts_evicted_ancestors(seed: int) -> None:
                 assert pool.neighbourhood_ns(entry) == cost_ns(ancestors(entry))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(12, 40))
 def test_components_hold_the_exact_neighbourhood(seed: int) -> None:
     """Undirected components are never split, so their cost is at least that of the directed neighbourhood."""
-    pool, entries = random_pool(seed, "dtr-eq")
-    draw = random.Random(seed)
-    for turn in range(15):
-        walk(pool, entries, 100 * seed + turn, 4)
-        if turn % 2 and len(entries) > 4:
-            disturb(pool, entries, draw)
-        for entry in entries:
-            if entry.resident:
-                assert pool.neighbourhood_ns(entry) >= cost_ns(ancestors(entry) | descendants(entry, entries))
+    found = list(neighbourhoods(seed, "dtr-eq"))
+    assert found and all(said >= naive for said, naive in found)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(8, 20))
 def test_components_are_exact_while_nothing_is_rebuilt(seed: int) -> None:
     pool, entries = random_pool(seed, "dtr-eq")
     draw = random.Random(seed)

@@ -71,12 +71,17 @@ def test_wrong_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 
         return lambda: code
 
-    monkeypatch.setattr(inductor, "start_body", wrong)
+    _assert_not_fused(wrong, monkeypatch, caplog)
+    assert "relative error of 1.0e-03" in caplog.text
+
+
+def _assert_not_fused(start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """With kernels that ``start`` begins to compile."""
+    monkeypatch.setattr(inductor, "start_body", start)
     monkeypatch.setattr(kernel, "_COMPILED", {})
     with caplog.at_level(logging.WARNING, logger="lowtide"):
         program = fuse(capture(_Gate(), (torch.randn(10, 6),)).program)
     assert not any(isinstance(call.target, Kernel) for call in program.calls)
-    assert "relative error of 1.0e-03" in caplog.text
 
 
 def test_kernels_that_do_not_compile_are_refused(
@@ -85,11 +90,7 @@ def test_kernels_that_do_not_compile_are_refused(
     def failing(body: Body) -> Callable[[], Code]:
         raise RuntimeError("no compiler found")
 
-    monkeypatch.setattr(inductor, "start_body", failing)
-    monkeypatch.setattr(kernel, "_COMPILED", {})
-    with caplog.at_level(logging.WARNING, logger="lowtide"):
-        program = fuse(capture(_Gate(), (torch.randn(10, 6),)).program)
-    assert not any(isinstance(call.target, Kernel) for call in program.calls)
+    _assert_not_fused(failing, monkeypatch, caplog)
     assert "no compiler found" in caplog.text
 
 

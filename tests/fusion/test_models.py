@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.networks import tiny_gpt2
 from tests.support.training import compare_training
 
 pytestmark = pytest.mark.slow
@@ -31,22 +32,6 @@ def _images(iteration: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _noisy(iteration: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     generator = torch.Generator().manual_seed(iteration)
     return (torch.randn(2, 3, 16, 16, generator=generator), torch.tensor([1, 7])), {}
-
-
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=_WORDS,
-        n_positions=32,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        use_cache=False,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return GPT2LMHeadModel(config)
 
 
 def _t5() -> nn.Module:
@@ -97,7 +82,7 @@ class _UNet(nn.Module):
 
 @pytest.mark.parametrize(
     ("model", "inputs"),
-    [(_gpt2, _tokens), (_t5, _tokens), (_resnet, _images)],
+    [(lambda: tiny_gpt2(_WORDS), _tokens), (_t5, _tokens), (_resnet, _images)],
     ids=["gpt2", "t5", "resnet"],
 )
 def test_architectures(model: Any, inputs: Any) -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.dynamic import foresight, habits
+from tests.support.wide import pairs, seeds
 
 WIDTH, DEPTH = 64, 10
 Step = Callable[[int], torch.Tensor]
@@ -72,8 +73,7 @@ def _statistics(session: lowtide.online, step: Callable[[], object]) -> lowtide.
     return session.statistics
 
 
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.2}, {"norm": True}], ids=["plain", "dropout", "norm"])
-@pytest.mark.parametrize("share", [0.7, 0.45])
+@pytest.mark.parametrize(("options", "share"), pairs(({}, {"dropout": 0.2}, {"norm": True}), (0.45, 0.7)), ids=str)
 def test_what_repeats_is_planned_and_followed(options: dict[str, float], share: float) -> None:
     """To the bit and within the budget; from the fourth step on nothing goes but by the plan."""
     budget = int(share * _peak(_Program(**options)))
@@ -443,7 +443,7 @@ def test_arguments() -> None:
     assert lowtide.online("1GiB", policy="ignore").settings.habits is None
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 200))])
+@pytest.mark.parametrize("seed", seeds(8, 200))
 def test_random_programs(seed: int) -> None:
     """Any order of reads, writes and releases, several results, random numbers: the plan is followed, and bits are the same."""
     generator = torch.Generator().manual_seed(seed)

@@ -14,6 +14,7 @@ import lowtide
 from examples.dynamic import NAMES, load
 from lowtide.dynamic import statistics
 from tests.online.programs_support import assert_same, eager, train
+from tests.support.wide import pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore:the online mode has spent")  # budgets are tight here
 
@@ -29,7 +30,7 @@ def test_training_is_reproducible(name: str) -> None:
     assert (again.peak_bytes, again.final_bytes) == (eager(name).peak_bytes, eager(name).final_bytes)
 
 
-CELLS = [(name, share) for name in NAMES for share in (70, 50, 30)]
+CELLS = pairs(NAMES, (30, 50, 70))
 UNSTEADY = [("maml", 50), ("maml", 30), ("unrolled_gan", 40)]  # double backward, where memory is short
 
 
@@ -74,10 +75,10 @@ def test_every_heuristic(heuristic: str) -> None:
     assert outcome.peak_bytes <= budget
 
 
-@pytest.mark.parametrize(("policy", "share"), [("ignore", 90), ("eager", 50), ("banish", 90)])
-@pytest.mark.parametrize("sample", [True, False])
-def test_every_policy(policy: str, share: int, sample: bool) -> None:
+@pytest.mark.parametrize(("limits", "sample"), pairs((("ignore", 90), ("eager", 50), ("banish", 90)), (True, False)))
+def test_every_policy(limits: tuple[str, int], sample: bool) -> None:
     """Banishing keeps for good what was computed from a tensor that is gone, so it needs more."""
+    policy, share = limits
     expected = eager("early_exit")
     budget = expected.peak_bytes * share // 100
     outcome = train(load("early_exit")(1), lowtide.online(budget, policy=policy, sample=sample, warn_above=_NEVER))

@@ -15,9 +15,10 @@ from lowtide.dynamic.orders import OrderCache
 from lowtide.dynamic.plan import RebuildPlan, calls_behind, make_plan, with_what_is_there
 from tests.online.programs_support import collect
 from tests.online.scenarios import interrupted_inside
+from tests.support.wide import seeds
 
 KIB = 1024
-SEEDS = range(40)
+SEEDS = seeds(12, 40)
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -56,3 +57,20 @@ def rows(batch: int = BATCH, width: int = WIDTH, *, requires_grad: bool = False)
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(1000 + seed)
+
+
+def tiny_gpt2(words: int) -> nn.Module:
+    """Two layers for up to 32 of so many words, in training mode."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=words,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        use_cache=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model.train()
