@@ -495,4 +495,4 @@ def test_upgrades_are_never_slower_and_always_fit() -> None:
 
 def _assignment(saved: int, time_ns: int) -> Assignment:
     plan: Any = type("Plan", (), {"time_ns": time_ns})()
-    return Assignment(Footprint(saved, saved, saved + 5, saved + 10), plan=plan)
+    return Assignment(Footprint(saved, saved + 5, saved + 10), plan=plan)
