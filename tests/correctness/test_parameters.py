@@ -73,7 +73,7 @@ class _Unused(nn.Module):
 
 
 def test_unused_parameters() -> None:
-    (outcome, _) = compare_training(lambda: WithLoss(_Unused()), rows())
+    outcome, *_ = compare_training(lambda: WithLoss(_Unused()), rows())
     gradients = outcome.records[0].gradients
     assert gradients["body.never.weight"] is None
     assert gradients["body.lost"] is None
