@@ -175,9 +175,7 @@ def make_program_plan(
         measure_collectives(program)
 
     def search(request: PlanRequest) -> Plan:
-        facts: dict[str, Any] = {"budget_bytes": request.budget_bytes, "seed": request.seed, "placed": request.placed}
-        plan = plan_from(program.graph, request.costs, known, planner="adapted", **facts)
-        return plan or _found(settings, request, on_progress)
+        return _adapted(request, known) or _found(settings, request, on_progress)
 
     def make() -> Plan:
         found = program_costs(program, on_progress) if costs is None else costs
@@ -200,15 +198,21 @@ def adapted_plan(
     were found there which fits here too, or else a first plan. Raises ``InfeasibleBudgetError``."""
 
     def adapt(request: PlanRequest) -> Plan:
-        facts: dict[str, Any] = {"budget_bytes": request.budget_bytes, "seed": request.seed, "placed": request.placed}
-        candidates = (keep_all_schedule(program.graph), *schedules)
-        plan = plan_from(program.graph, request.costs, candidates, planner="adapted", **facts)
+        plan = _adapted(request, (keep_all_schedule(program.graph), *schedules))
         return plan.begun() if plan is not None else _first_plan(request) or _searched(request)
 
     with stage("costs"):
         costs = with_generator_states(program, scaled_costs(program, known))
     outside = _outside(program, settings, model)
     return _within_budget(program, settings, costs, outside, granted_bytes, adapt)
+
+
+def _adapted(request: PlanRequest, schedules: Sequence[Schedule]) -> Plan | None:
+    """By the quickest of ``schedules`` that fits, if there is one."""
+    if not schedules:
+        return None
+    facts: dict[str, Any] = {"budget_bytes": request.budget_bytes, "seed": request.seed, "placed": request.placed}
+    return plan_from(request.graph, request.costs, schedules, planner="adapted", **facts)
 
 
 def _within_budget(

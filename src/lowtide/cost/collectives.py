@@ -18,7 +18,7 @@ from lowtide.cost.cache import CostCache, OperatorCost
 from lowtide.cost.signature import target_name
 from lowtide.cost.timing import peak_of
 from lowtide.device import interface_of
-from lowtide.program.gathers import collectives_of
+from lowtide.program.gathers import sharded_collectives
 from lowtide.program.program import Program
 from lowtide.program.sharded import Gather, Reduce
 from lowtide.program.sizes import program_device
@@ -33,12 +33,12 @@ def measure_collectives(program: Program) -> None:
     device = program_device(program)
     if device.type == "meta":
         return
+    wanted = {key: (op, target) for op, target in sharded_collectives(program) if (key := _key(target)) not in _KNOWN}
+    if not wanted:
+        return
     cache = CostCache.open(device)
-    for op, target in collectives_of(program):
-        key, groups = _key(target), target.unit.groups
-        if key in _KNOWN:
-            continue
-        kept = cache.get(key, 0)
+    for key, (op, target) in wanted.items():
+        groups, kept = target.unit.groups, cache.get(key, 0)
         found = [0, 0] if kept is None else [kept.time_ns, kept.peak_bytes]
         if _any(kept is None, groups, device):
             metas = [program.metas[value] for value in program.graph.ops[op].inputs]
@@ -53,7 +53,8 @@ def measure_collectives(program: Program) -> None:
 
 def collective_costs(program: Program) -> Mapping[int, tuple[int, int]]:
     """By op, the time in nanoseconds and the peak of a collective of sharded parameters."""
-    return {op: _KNOWN[_key(target)] for op, target in collectives_of(program) if _key(target) in _KNOWN}
+    keys = ((op, _key(target)) for op, target in sharded_collectives(program))
+    return {op: _KNOWN[key] for op, key in keys if key in _KNOWN}
 
 
 def _key(target: Gather | Reduce) -> str:

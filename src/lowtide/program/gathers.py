@@ -25,6 +25,8 @@ def with_gathers(program: Program, units: Sequence[Unit], state: Sequence[torch.
     """``program``, whose flat inputs begin with ``state``, with the collectives of ``units``, whose forms are among these.
 
     Raises ``CaptureError`` where a parameter itself is a result."""
+    if not units:
+        return program
     position_of = {id(tensor): position for position, tensor in enumerate(state)}
     positions = [[position_of[id(form)] for form in unit.forms] for unit in units]
     _refuse_results(program, {position for each in positions for position in each})
@@ -37,7 +39,7 @@ def with_gathers(program: Program, units: Sequence[Unit], state: Sequence[torch.
     return inserted(changed, found)
 
 
-def collectives_of(program: Program) -> Iterator[tuple[int, Gather | Reduce]]:
+def sharded_collectives(program: Program) -> Iterator[tuple[int, Gather | Reduce]]:
     """The collectives of sharded parameters in a program, by op."""
     for op, call in zip(program.graph.ops, program.calls, strict=True):
         if isinstance(call.target, (Gather, Reduce)):

@@ -18,12 +18,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.program import sharded
 
+_PLAIN = (torch.Tensor, nn.Parameter)
 _FORMS: Any = WeakTensorKeyDictionary()  # by distributed tensor
 _WHOLES: Any = WeakTensorKeyDictionary()  # by form: a weak reference to what it is of
+_HELD: dict[Any, Any] = _WHOLES.data  # what is in it, which every call asks for
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether it is a distributed tensor."""
+    if type(tensor) in _PLAIN:  # most are, and every call asks
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -47,9 +51,14 @@ def form_of(tensor: torch.Tensor) -> torch.Tensor:
     return form
 
 
+def has_forms() -> bool:
+    """Whether anything in this process has been distributed."""
+    return bool(_HELD)
+
+
 def whole_of(form: torch.Tensor) -> torch.Tensor:
     """What a form is of; any other tensor itself."""
-    if not _WHOLES:
+    if not _HELD:
         return form
     whole = _WHOLES.get(form)
     found: torch.Tensor | None = form if whole is None else whole()
@@ -58,8 +67,11 @@ def whole_of(form: torch.Tensor) -> torch.Tensor:
 
 def version_of(tensor: torch.Tensor) -> int | None:
     """Counts the writes into it, or into what it stands for."""
-    own, whole = sharded.version_of(tensor), whole_of(tensor)
-    return own if own is None or whole is tensor else own + whole._version
+    own = sharded.version_of(tensor)
+    if not _HELD or own is None:
+        return own
+    whole = whole_of(tensor)
+    return own if whole is tensor else own + whole._version
 
 
 def hooked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:

@@ -11,7 +11,7 @@ from torch import nn
 from lowtide.errors import PlanError
 from lowtide.ir import Costs
 from lowtide.memory.allocators import device_memory, round_up
-from lowtide.program.gathers import collectives_of
+from lowtide.program.gathers import sharded_collectives
 from lowtide.program.local import local_of
 from lowtide.program.program import Program
 from lowtide.units import format_bytes
@@ -76,7 +76,7 @@ def outside_of(program: Program, model: nn.Module | None, states: int | None) ->
     inputs = {program.graph.values[value].storage: meta.storage_bytes for value, meta in metas.items()}
     trained = [program.inputs[position] for position in {*program.updated, *dict(program.gradients)}]
     trainable = sum(program.metas[value].storage_bytes for value in trained if value is not None)
-    units = {target.unit for _, target in collectives_of(program)}
+    units = {target.unit for _, target in sharded_collectives(program)}
     shards = [parameter for unit in units for parameter in unit.parameters]
     trainable += held_bytes(parameter for parameter in shards if parameter.requires_grad)
     gradients = gradient_bytes(model) if model else 0

@@ -15,7 +15,7 @@ from lowtide.errors import ExecutionError
 from lowtide.lower import GradientGroup, Lowered, Step
 from lowtide.memory.arena import AddressTable
 from lowtide.program import generators
-from lowtide.program.local import spec_for, version_of
+from lowtide.program.local import has_forms, spec_for, version_of
 from lowtide.program.results import GradientMask
 from lowtide.program.sizes import device_of_inputs
 from lowtide.runtime.arriving import expected, place, prepared, wanted
@@ -66,6 +66,8 @@ class ModelCall:
 
     def specs(self, node: int) -> tuple[Any, ...]:
         """How the gradients lie that the node returns, ``None`` of plain ones; nothing where all are."""
+        if not has_forms():
+            return ()
         placed = dict(self.lowered.program.placed)
         found = tuple(spec_for(self.inputs[i], placed.get(i)) for i, _ in self.nodes[node])
         return found if any(found) else ()
