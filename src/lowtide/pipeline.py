@@ -17,9 +17,9 @@ from lowtide.capture.convert.chunked_loss import chunk_losses
 from lowtide.capture.convert.gradients import split_sums
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.cost import analytical_costs, measure_costs
-from lowtide.cost.beside import with_generator_states, with_room_between
 from lowtide.cost.collectives import measure_collectives
 from lowtide.cost.scaled import Measured, scaled_costs
+from lowtide.cost.workspaces import with_generator_states, with_room_between
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, Schedule, keep_all_schedule
 from lowtide.offload import with_offload

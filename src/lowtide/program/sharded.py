@@ -65,7 +65,7 @@ class Unit:
     @property
     def groups(self) -> list[Any]:
         """The process groups that it communicates in: that of its shards and, where there are replicas, theirs."""
-        replicas = getattr(self.group.mesh_info, "replicate_process_group", None)
+        replicas = _replicas(self.group)
         return [self.group._all_gather_process_group, *([] if replicas is None else [replicas])]
 
     @property
@@ -186,7 +186,6 @@ def reduced(group: Any, shards: Sequence[Any], gradients: list[torch.Tensor]) ->
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 
     stream = group.device_handle.current_stream()
-    replicas = getattr(group.mesh_info, "replicate_process_group", None)
     given = {
         "fsdp_params": shards,
         "unsharded_grads": gradients,
@@ -197,7 +196,7 @@ def reduced(group: Any, shards: Sequence[Any], gradients: list[torch.Tensor]) ->
         "reduce_dtype": group._reduce_dtype,
         "device": group.device,
         "gradient_divide_factor": group.gradient_divide_factor,
-        "all_reduce_group": replicas,
+        "all_reduce_group": _replicas(group),
         "all_reduce_stream": stream,
         "all_reduce_grads": group.all_reduce_grads,
         "partial_reduce_output": group._partial_reduce_output,
@@ -319,6 +318,11 @@ def _form(shard: Any) -> GatheredForm:
     form = GatheredForm(hollow, requires_grad=shard.sharded_param.requires_grad)
     _SHARDS[form] = shard
     return form
+
+
+def _replicas(group: Any) -> Any:
+    """The process group among which what was reduced is summed once more (HSDP), if there is one."""
+    return getattr(group.mesh_info, "replicate_process_group", None)
 
 
 def _formed(shard: Any, flat: torch.Tensor) -> torch.Tensor:

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import logging
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import torch
 
 from lowtide.cost.devices import device_name
 from lowtide.planning import Plan
 from lowtide.program.program import Program
 from lowtide.program.sizes import program_device
+from lowtide.sharing.messages import default_store, tell, told
 from lowtide.store import content_key
 
 _LOG = logging.getLogger(__name__)
@@ -45,16 +44,16 @@ def agreed_plan(program: Program, asked: Any, make: Callable[[], Plan]) -> Plan:
 
     ``asked`` is whatever else a plan depends on, of parts that ``content_key`` takes.
     """
-    store = torch.distributed.distributed_c10d._get_default_store()
+    store = default_store()
     key = f"lowtide/{program_key(program, asked)}"
     if store.add(f"{key}/asked", 1) != 1:
         return _made_elsewhere(store, key, program) or make()
-    message = b""
+    message = None
     try:
         plan = make()
-        message = zlib.compress(msgspec.json.encode(plan.to_json(graph=False)))
+        message = plan.to_json(graph=False)
     finally:
-        store.set(f"{key}/plan", message)  # type: ignore[arg-type]  # bytes are taken too
+        tell(store, f"{key}/plan", message)
     return plan
 
 
@@ -68,7 +67,7 @@ class Successors:
 
     def __init__(self, program: Program, plan: Plan) -> None:
         self.program = program
-        self._store = torch.distributed.distributed_c10d._get_default_store()
+        self._store = default_store()
         self._key = f"lowtide/better/{program_key(program, (plan.budget_bytes, plan.planner))}"
         self._number = 0  # of the next plan
         self._total: int | None = None  # of all plans, once the search has ended
@@ -77,8 +76,7 @@ class Successors:
     def publish(self, plan: Plan, call: int) -> int:
         """Tell the others of a plan; at which call all exchange it, a few after this one."""
         at = call + _CALLS_AHEAD
-        message = zlib.compress(msgspec.json.encode((at, plan.to_json(graph=False))))
-        self._store.set(f"{self._key}/{self._number}", message)  # type: ignore[arg-type]  # bytes are taken too
+        tell(self._store, f"{self._key}/{self._number}", (at, plan.to_json(graph=False)))
         self._number += 1
         return at
 
@@ -98,9 +96,8 @@ class Successors:
             return None
         if not self._store.check([f"{self._key}/{self._number}"]):
             return None
-        message = bytes(self._store.get(f"{self._key}/{self._number}"))
+        at, plan = told(self._store, f"{self._key}/{self._number}")
         self._number += 1
-        at, plan = msgspec.json.decode(zlib.decompress(message))
         return at, Plan.from_json(plan, self.program.graph)
 
     @property
@@ -135,8 +132,8 @@ def _made_elsewhere(store: Any, key: str, program: Program) -> Plan | None:
             _LOG.warning("no plan has come from another process in %.0f s; it is made here", patience)
             return None
         time.sleep(_POLL_SECONDS)
-    message = bytes(store.get(f"{key}/plan"))
-    return Plan.from_json(msgspec.json.decode(zlib.decompress(message)), program.graph) if message else None
+    plan = told(store, f"{key}/plan")
+    return None if plan is None else Plan.from_json(plan, program.graph)
 
 
 def _timeout_seconds() -> float:

@@ -93,7 +93,6 @@ class _Search:
         for one in self.constraints:
             if one.running >= 0:
                 taken = one.base_bytes + sum(limits[member] for member in one.saved)
-                # Planners count outputs to the end.
                 rooms[one.running] = min(rooms[one.running], budget_bytes - taken)
         return rooms
 
@@ -197,7 +196,7 @@ def _time_ns(assignments: Sequence[Assignment]) -> int:
 
 def _too_little(budget_bytes: int, minimum_bytes: int) -> InfeasibleBudgetError:
     return InfeasibleBudgetError(
-        f"no plans of the blocks fit into {budget_bytes} bytes together; about {minimum_bytes} bytes would do. Raise the "
-        "budget, make the batch or the sequence smaller, or shard more and smaller blocks.",
+        f"no plans of the programs fit into {budget_bytes} bytes together; about {minimum_bytes} bytes would do. Raise the "
+        "budget, or make the batch or the sequence smaller.",
         minimum_bytes=minimum_bytes,
     )

@@ -16,7 +16,7 @@ from lowtide.ir import Costs, Kind, Schedule, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.program.program import Program
 
-SCALAR_BYTES = 8  # what runs eagerly may keep a number that an operator was given, as a tensor, for the backward pass
+_SCALAR_BYTES = 8  # what runs eagerly may keep a number that an operator was given, as a tensor, for the backward pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Member:
     def eager(self) -> Footprint:
         """As PyTorch runs it, which writes over nothing and may keep the numbers that operators are given."""
         found = self.footprint(keep_all_schedule(self.program.graph.without_overwrites()))
-        numbers = SCALAR_BYTES * self.program.graph.forward_ops
+        numbers = _SCALAR_BYTES * self.program.graph.forward_ops
         return Footprint(*(each + numbers for each in dataclasses.astuple(found)))
 
     @functools.cached_property

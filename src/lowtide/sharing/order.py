@@ -10,16 +10,12 @@ only if all ranks ask for one for the same program, in the same call: then all c
 from __future__ import annotations
 
 import time
-import zlib
-from typing import Any
-
-import msgspec
-import torch
 
 from lowtide.ir import Graph, Schedule, collectives_of
 from lowtide.ir.serial import schedule_from_json, schedule_to_json
 from lowtide.program.program import Program
 from lowtide.sharing.agreement import program_key
+from lowtide.sharing.messages import default_store, tell, told
 from lowtide.store import content_key
 
 _POLL_SECONDS = 0.02
@@ -49,7 +45,7 @@ class CollectiveOrder:
 
     def change(self, program: Program, schedule: Schedule) -> bool:
         """Let the order be that of this schedule from now on, if all ranks ask for a plan for this program; whether they do."""
-        store, name = _store(), f"{self._key}/{self._generation + 1}/{program_key(program, ())}"
+        store, name = default_store(), f"{self._key}/{self._generation + 1}/{program_key(program, ())}"
         store.add(name, 1)
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while store.add(name, 0) < self._ranks:
@@ -64,13 +60,12 @@ class CollectiveOrder:
         """What is settled, or what this rank settles with a schedule that it has found."""
         if self._sequence is not None:
             return
-        store, name = _store(), f"{self._key}/{self._generation}"
+        store, name = default_store(), f"{self._key}/{self._generation}"
         if found is not None and schedule is not None and store.add(f"{name}/settled", 1) == 1:
-            message = msgspec.json.encode((found, schedule_to_json(schedule), ops))
-            store.set(f"{name}/order", zlib.compress(message))
+            tell(store, f"{name}/order", (found, schedule_to_json(schedule), ops))
         elif found is None and not store.check([f"{name}/order"]):
             return
-        found, own, self._ops = msgspec.json.decode(zlib.decompress(bytes(store.get(f"{name}/order"))))
+        found, own, self._ops = told(store, f"{name}/order")
         self._sequence, self._schedule = found, schedule_from_json(own)
 
 
@@ -82,7 +77,3 @@ def sequence(graph: Graph, schedule: Schedule) -> list[str]:
 
 def _ops_key(graph: Graph) -> str:
     return content_key(repr([(op.target, op.inputs, op.outputs, op.phase.value, op.overwrites) for op in graph.ops]))
-
-
-def _store() -> Any:
-    return torch.distributed.distributed_c10d._get_default_store()

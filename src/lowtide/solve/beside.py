@@ -47,6 +47,13 @@ def in_line(graph: Graph, costs: Costs, price: float) -> Costs:
     return dataclasses.replace(costs, time_ns=times, collectives_beside=False)
 
 
+def largest_result(graph: Graph, costs: Costs) -> int:
+    """The most bytes that a collective makes."""
+    owned = owned_storages(graph)
+    made = (sum(int(costs.storage_bytes[one]) for one in owned[op.id]) for op in graph.ops if op.collective)
+    return max(made, default=0)
+
+
 def solve_beside(problem: Problem, planner: Planner) -> Solution:
     """The planner's answer to a problem in which collectives run beside computing."""
     least, found = least_time_ns(problem), list[Schedule]()
@@ -81,10 +88,9 @@ def solve_beside(problem: Problem, planner: Planner) -> Solution:
 
 def _answers(problem: Problem, planner: Planner) -> Iterator[Solution]:
     graph, costs, budget = problem.graph, problem.costs, problem.budget_bytes
-    owned = owned_storages(graph)
-    made = [sum(int(costs.storage_bytes[one]) for one in owned[op.id]) for op in graph.ops if op.collective]
+    largest = largest_result(graph, costs)
     for price, results in _TRIES:
-        room = results * max(made)
+        room = results * largest
         inner = dataclasses.replace(problem, costs=in_line(graph, costs, price), on_better=None)
         solution = planner.solve(dataclasses.replace(inner, budget_bytes=max(budget - room, 0)))
         for _ in range(_RETRIES):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.ir import Compute, Costs, Graph, Phase, Schedule, collectives_of, schedule_from_sequence, simulate
+from lowtide.solve.beside import largest_result
 from lowtide.solve.moving.early import improved
 from lowtide.solve.moving.placing import place_transfers
 from lowtide.units import format_bytes, format_time
@@ -66,8 +67,5 @@ def checkpointed(graph: Graph, costs: Costs, blocks: Sequence[str]) -> Schedule:
     schedule = schedule_from_sequence(graph, sequence)
     if not costs.collectives_beside:
         return schedule
-    made = [
-        sum(int(costs.storage_bytes[graph.values[v].storage]) for v in op.outputs) for op in graph.ops if op.collective
-    ]
-    room = simulate(graph, costs, schedule).peak_bytes + max(made, default=0)
+    room = simulate(graph, costs, schedule).peak_bytes + largest_result(graph, costs)
     return improved(graph, costs, place_transfers(graph, costs, schedule, room), room)
