@@ -86,6 +86,18 @@ def test_slower_links_take_longer() -> None:
     assert times[0].computing_ns == times[1].computing_ns
 
 
+def test_replicas_of_shards() -> None:
+    """A rank holds as much as one of the shards, and sums what was reduced once more among the replicas."""
+    sharded, replicated = fitted("dp=2"), fitted("replicate=4,dp=2")
+    assert replicated.parameter_bytes == sharded.parameter_bytes
+    assert replicated.pass_bytes == sharded.pass_bytes
+    one, two = (dict(each.passes)["without a plan"] for each in (sharded, replicated))
+    assert two.computing_ns == one.computing_ns
+    assert two.collective_ns > one.collective_ns
+    slow = dict(fitted("replicate=4,dp=2", link="replicate=ethernet-25").passes)["without a plan"]
+    assert slow.collective_ns > two.collective_ns
+
+
 def test_links_by_dimension() -> None:
     with pretended({"dp": 4, "tp": 2}) as mesh:
         links = parse_links("tp=nvlink,dp=infiniband", {"dp": 4, "tp": 2}, "h100")
@@ -120,6 +132,7 @@ def test_blocks() -> None:
         ("dp=2,dp=2", {}, "is not understood"),
         ("dp=0", {}, "is not understood"),
         ("dp=2000000", {}, "are the most"),
+        ("replicate=2", {}, "give dp= too"),
         ("dp=2", {"link": "string"}, "known are"),
         ("dp=2", {"link": "tp=nvlink"}, "the mesh has dp"),
     ],

@@ -19,7 +19,7 @@ import torch
 
 from lowtide.cost.devices import Device, get_device
 from lowtide.cost.links import Link, get_link
-from lowtide.cost.on_links import collective_of, collective_workspace
+from lowtide.cost.on_links import collective_workspace, collectives_in
 from lowtide.cost.signature import target_name
 from lowtide.ir import Costs, is_view
 from lowtide.ir.graph import TANGENT_TARGET
@@ -38,14 +38,9 @@ def analytical_costs(program: Program, device_name: str = "auto", link_of: LinkO
     """Modelled time and workspace of every op, for ``device_name`` of the table in ``cost.devices``. ``link_of``: by the ranks
     of a group, the link between them, by default the device's own."""
     device = get_device(device_name)
-    own = get_link(device.ranks)
     ops = program.graph.ops
-    times = [operator_time_ns(program, op.id, device) for op in ops]
-    for op in ops:
-        if (together := collective_of(program, op.id)) is not None:
-            times[op.id] = together.time_ns(link_of(together.members) if link_of else own)
     return Costs(
-        times,  # type: ignore[arg-type]
+        [operator_time_ns(program, op.id, device, link_of) for op in ops],  # type: ignore[arg-type]
         [_workspace_bytes(program, op.id) for op in ops],  # type: ignore[arg-type]
         storage_bytes(program),  # type: ignore[arg-type]
         device=f"analytical {device.name}",
@@ -53,13 +48,14 @@ def analytical_costs(program: Program, device_name: str = "auto", link_of: LinkO
     )
 
 
-def operator_time_ns(program: Program, op: int, device: Device) -> int:
-    """Modelled time of one op."""
+def operator_time_ns(program: Program, op: int, device: Device, link_of: LinkOf | None = None) -> int:
+    """Modelled time of one op; ``link_of`` as of ``analytical_costs``."""
     node = program.graph.ops[op]
     if node.target == TANGENT_TARGET:
         return 0
-    if (together := collective_of(program, op)) is not None:
-        return together.time_ns(get_link(device.ranks))
+    if together := collectives_in(program, op):
+        own = get_link(device.ranks)
+        return sum(each.time_ns(link_of(each.members) if link_of else own) for each in together)
     if is_view(program.graph, node) and not node.effect:
         return min(_VIEW_NS, device.launch_ns)
     dtype = program.metas[node.outputs[0]].dtype if node.outputs else torch.float32

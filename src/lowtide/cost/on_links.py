@@ -27,21 +27,24 @@ class Collective(NamedTuple):
         return collective_ns(self.kind, self.bytes, self.ranks, link)
 
 
-def collective_of(program: Program, op: int) -> Collective | None:
-    """What an op is, if it is a collective."""
+def collectives_in(program: Program, op: int) -> tuple[Collective, ...]:
+    """What an op sends: nothing, but where it is a collective; the reduction of a unit of which there are replicas is two."""
     target, node = program.calls[op].target, program.graph.ops[op]
     if isinstance(target, (Gather, Reduce)):
-        kind = "all_gather" if isinstance(target, Gather) else "reduce_scatter"
-        members = tuple(torch.distributed.get_process_group_ranks(target.unit.groups[0]))
-        return Collective(kind, _moved_bytes(target), len(members), members)
+        shards, *replicas = (tuple(torch.distributed.get_process_group_ranks(group)) for group in target.unit.groups)
+        moved = _moved_bytes(target)
+        if isinstance(target, Gather):
+            return (Collective("all_gather", moved, len(shards), shards),)
+        again = (Collective("all_reduce", moved // len(shards), len(each), each) for each in replicas)
+        return (Collective("reduce_scatter", moved, len(shards), shards), *again)
     if not isinstance(target, Waited):
-        return None
+        return ()
     name = target.operator._schema.name.split("::")[1].removeprefix("shard_dim_").replace("alltoall", "all_to_all")
     kind = next((one for one in KINDS if name.startswith(one)), "")
     ranks, members = _group(target, program.calls[op])
     values = node.outputs if kind == "all_gather" else node.inputs
     size = sum(meta.dtype.itemsize * math.prod(meta.shape) for meta in (program.metas[value] for value in values))
-    return Collective(kind, size, ranks, members) if kind else None
+    return (Collective(kind, size, ranks, members),) if kind else ()
 
 
 def collective_workspace(program: Program, op: int) -> int | None:

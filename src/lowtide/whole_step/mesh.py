@@ -39,6 +39,8 @@ def parse_mesh(text: str) -> dict[str, int]:
             )
         found[match[1]] = int(match[2])
     sizes = {name: found[name] for name in _DIMENSIONS if name in found}
+    if "replicate" in sizes and "dp" not in sizes:
+        raise PlanError(f"mesh {text!r} replicates what is not sharded; give dp= too, or dp= alone.")
     ranks = torch.Size(sizes.values()).numel()
     if ranks > _MOST_RANKS:
         raise PlanError(f"mesh {text!r} has {ranks} ranks; {_MOST_RANKS} are the most.")
