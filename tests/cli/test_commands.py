@@ -27,6 +27,15 @@ def build():
 def pair():
     return build()[:2]
 
+def spread(mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta"):
+        model, args, _ = build()
+    for block in model:
+        fully_shard(block, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"]), args
+
 def four():
     return 1, 2, 3, 4
 
@@ -90,6 +99,33 @@ def test_curve(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_needs_a_budget_or_a_curve(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "command_line_sample:build", *options]) == 2
     assert "--curve" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_module")
+@pytest.mark.parametrize("command", ["plan", "fits"])
+def test_a_mesh(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that the callable is given, and one that its model is spread over for it."""
+    mesh = ["--mesh", "dp=4", "--device", "H100-80GB", "--link", "nvlink", "--json"]
+    assert main([command, "command_line_sample:spread", *mesh]) == 0
+    own = json.loads(capsys.readouterr().out)["passes"]["without a plan"]
+    assert own["collectives"] == 2 * 6, "a gather and a reduction for each of the blocks"
+    assert main([command, "command_line_sample:pair", *mesh]) == 0
+    assert json.loads(capsys.readouterr().out)["passes"]["without a plan"]["collectives"] == 2, "of one unit"
+    assert main([command, "command_line_sample:pair", *mesh[:2], "--device", "1MiB"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--mesh", "dp=2"], "give --device"),
+        (["--mesh", "dp=2", "--device", "1GiB", "--budget", "50%"], "go without"),
+        (["--mesh", "dp=2", "--device", "1GiB", "--chunked-loss"], "go without"),
+        (["--device", "1GiB", "--budget", "50%"], "lowtide fits"),
+    ],
+)
+def test_what_a_mesh_goes_with(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "command_line_sample:build", *options]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

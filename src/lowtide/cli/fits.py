@@ -6,10 +6,12 @@ it does not fit."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+from typing import Any
 
-from lowtide.cli.options import add_offload_options, add_planner_options
-from lowtide.cli.plan import sample
+from lowtide.cli.options import add_mesh_options, add_offload_options, add_planner_options
+from lowtide.cli.target import sample
 from lowtide.progress import progress_bar
 
 _NO_FIT = 3
@@ -20,28 +22,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", required=True, help='a name such as "A100-80GB", or its memory: "24GiB"')
     parser.add_argument("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim (default: AdamW)")
     parser.add_argument("--reserve", help="to be left alone (default: 1 GB of a named device)")
+    add_mesh_options(parser)
     add_offload_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_planner_options(parser, "auto{effort=1}")
 
 
 def run(options: argparse.Namespace) -> int:
-    model, args, kwargs = sample(options.target)
-    import lowtide
+    given = {name: getattr(options, name) for name in ("device", "optimizer", "reserve", "planner")}
+    return answer(options, **given)
 
-    with progress_bar() as on_progress:
-        fit = lowtide.fits(
-            model,
-            args,
-            kwargs,
-            device=options.device,
-            optimizer=options.optimizer,
-            reserve=options.reserve,
-            planner=options.planner,
-            seed=options.seed,
-            offload=options.offload,
-            offload_budget=options.offload_budget,
-            on_progress=on_progress,
-        )
+
+def answer(options: argparse.Namespace, **given: Any) -> int:
+    """Print whether it fits, asked with what is ``given`` beside the options that all such commands have; the exit code."""
+    import lowtide
+    from lowtide.whole_step.mesh import parse_mesh, pretended
+
+    asked = {name: getattr(options, name) for name in ("seed", "offload", "offload_budget", "mesh", "link")}
+    with contextlib.ExitStack() as stack:
+        mesh = () if options.mesh is None else (stack.enter_context(pretended(parse_mesh(options.mesh))),)
+        model, args, kwargs = sample(options.target, *mesh)
+        on_progress = stack.enter_context(progress_bar())
+        fit = lowtide.fits(model, args, kwargs, **asked, **given, on_progress=on_progress)
     print(json.dumps(fit.to_json()) if options.json else fit)
     return 0 if fit else _NO_FIT

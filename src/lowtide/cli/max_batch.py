@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lowtide.cli.plan import call
+from lowtide.cli.target import call
 from lowtide.errors import PlanError
 from lowtide.progress import progress_bar
 

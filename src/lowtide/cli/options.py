@@ -77,3 +77,11 @@ def seed(text: str) -> int:
     if number < 0:
         raise argparse.ArgumentTypeError(f"{number} is below 0")
     return number
+
+
+def add_mesh_options(parser: argparse.ArgumentParser) -> None:
+    """``--mesh`` and ``--link``: a cluster that is not there, one of whose ranks is asked about."""
+    parser.add_argument(
+        "--mesh", metavar="dp=8,tp=4", help="of a cluster that is not there: what one of its ranks takes"
+    )
+    parser.add_argument("--link", metavar="NAME|DIM=NAME,..", help="between the ranks of a mesh, such as nvlink")
