@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from lowtide.capture import capture
+from lowtide.capture.trace import real_strides
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.program import Program
+from lowtide.program.layouts import contiguous_strides
 from lowtide.program.references import map_references
 from tests.support.networks import generator
 from tests.support.training import MINIMUM, compare_training
@@ -139,3 +141,24 @@ def _differences(program: Program, op: int) -> list[str]:
         for meta, found in zip(metas, real, strict=True)
         if found.stride() != meta.stride
     ]
+
+
+def _laid_out(layout: str, *shape: int) -> torch.Tensor:
+    if layout == "transposed":
+        return torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+    if layout == "in the middle":
+        return torch.randn(*shape[:-1], shape[-1] + 3)[..., 1 : shape[-1] + 1]
+    return torch.randn(*shape[:-1], 1).expand(shape) if layout == "expanded" else torch.randn(shape)
+
+
+@pytest.mark.parametrize("left", ["plain", "transposed", "in the middle", "expanded"])
+@pytest.mark.parametrize("right", ["plain", "transposed", "in the middle", "expanded"])
+def test_products_return_matrices_in_order(left: str, right: str) -> None:
+    """That of all operators they are not tried for their strides."""
+    a, b, batches = _laid_out(left, 5, 7), _laid_out(right, 7, 1), (_laid_out(left, 1, 5, 7), _laid_out(right, 1, 7, 6))
+    made = [a @ b, torch.addmm(_laid_out(left, 5, 1), a, b), torch.bmm(*batches)]
+    made.append(torch.baddbmm(_laid_out(right, 1, 5, 6), *batches))
+    assert set(real_strides._PRODUCTS) == {
+        getattr(torch.ops.aten, n).default for n in ("mm", "addmm", "bmm", "baddbmm")
+    }
+    assert all(one.stride() == contiguous_strides(one.shape) for one in made)

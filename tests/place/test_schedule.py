@@ -22,7 +22,6 @@ from lowtide.ir import (
     is_view,
     keep_all_schedule,
     load_instance,
-    owned_storages,
     schedule_from_sequence,
     simulate,
 )
@@ -41,7 +40,7 @@ def _schedule(graph: Graph, seed: int) -> Schedule:
 
 def _walk(graph: Graph, costs: Costs, layout: Layout) -> None:
     """Follow the schedule's tensors by ``of_steps`` alone: none may be written where another one is."""
-    owned, sizes = owned_storages(graph), costs.storage_bytes.tolist()
+    owned, sizes = graph.owned, costs.storage_bytes.tolist()
     offsets = iter(layout.of_steps())
     at: dict[int, int] = {}
     for step in layout.schedule.steps:
@@ -87,7 +86,7 @@ def test_tensors_that_are_written_over_others() -> None:
     for seed in range(40):
         graph, costs = small_graph(seed, ops=8)
         costs = dataclasses.replace(costs, storage_bytes=np.where(costs.storage_bytes > 0, 4, 0))
-        owned = owned_storages(graph)
+        owned = graph.owned
         inner = {v.id for v in graph.values if not graph.storages[v.storage].external}
         ops = (
             dataclasses.replace(op, overwrites=tuple(v for v in op.inputs if v in inner and len(owned[op.id]) == 1))

@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 
-from lowtide.ir import Compute, Costs, Graph, Schedule, is_view, owned_storages
+from lowtide.ir import Compute, Costs, Graph, Schedule, is_view
 
 
 def overwriting(graph: Graph, costs: Costs, seed: int, often: float = 0.7) -> tuple[Graph, Costs]:
@@ -17,7 +17,7 @@ def overwriting(graph: Graph, costs: Costs, seed: int, often: float = 0.7) -> tu
     sizes = np.array(costs.storage_bytes)
     kept = {graph.values[value].storage for value in (*graph.outputs, *graph.forward_outputs)}
     ops = []
-    for op, own in zip(graph.ops, owned_storages(graph), strict=True):
+    for op, own in zip(graph.ops, graph.owned, strict=True):
         read = [graph.values[value].storage for value in op.inputs]
         candidates = [
             value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from lowtide.ir import Graph, is_view, owned_storages
+from lowtide.ir import Graph, is_view
 
 
 def random_sequence(graph: Graph, seed: int, drop: float = 0.3) -> list[int]:
@@ -15,7 +15,7 @@ def random_sequence(graph: Graph, seed: int, drop: float = 0.3) -> list[int]:
 class _Dropper:
     def __init__(self, graph: Graph, rng: random.Random, drop: float) -> None:
         self.graph, self.rng, self.drop = graph, rng, drop
-        self.owned = owned_storages(graph)
+        self.owned = graph.owned
         self.live: set[int] = set()
         self.sequence: list[int] = []
         mixed = {

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lowtide.fusion.kinds import ALONE, Kind, kinds, operator_name
-from lowtide.ir import Op, owned_storages
+from lowtide.ir import Op
 from lowtide.program.layouts import memory_order
 from lowtide.program.program import Program
 
@@ -43,7 +43,7 @@ class StorageReaders:
     program: Program
     kinds: list[Kind]
     readers: list[list[int]]
-    owned: list[list[int]]  # per op, storages that it allocates
+    owned: tuple[tuple[int, ...], ...]  # per op, storages that it allocates
     handed: frozenset[int]  # storages that the caller gets
 
     def storage(self, value: int) -> int:
@@ -66,7 +66,7 @@ def read_program(program: Program, apart: frozenset[int] = frozenset()) -> Stora
             for storage in dict.fromkeys(graph.values[value].storage for value in op.inputs):
                 readers[storage].append(op.id)
     handed = frozenset(graph.values[value].storage for value in (*graph.outputs, *graph.forward_outputs))
-    return StorageReaders(program, found, readers, owned_storages(graph), handed)
+    return StorageReaders(program, found, readers, graph.owned, handed)
 
 
 def find_regions(reading: StorageReaders) -> list[Region]:

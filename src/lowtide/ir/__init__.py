@@ -27,7 +27,6 @@ from lowtide.ir.simulator import (
     Allocation,
     Kind,
     Simulation,
-    owned_storages,
     resident_bytes,
     simulate,
 )
@@ -69,7 +68,6 @@ __all__ = [
     "load_instance",
     "may_run_early",
     "needed_ops",
-    "owned_storages",
     "parse_graph",
     "parse_schedule",
     "plain_time_ns",

@@ -19,8 +19,10 @@ gradients.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 TANGENT_TARGET = "lowtide.tangent"
 UPDATE_TARGET = "lowtide.update"
@@ -94,7 +96,7 @@ class Storage:
         return self.base is None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Graph:
     """A forward and backward program.
 
@@ -137,6 +139,45 @@ class Graph:
             forward_ops=len(ops) if forward_ops is None else forward_ops,
             fixed_bytes=fixed_bytes,
         )
+
+    @functools.cached_property
+    def owned(self) -> tuple[tuple[int, ...], ...]:
+        """Per op, the storages that it allocates."""
+        owned: list[list[int]] = [[] for _ in self.ops]
+        for storage in self.storages:
+            if storage.base is not None:
+                owned[storage.base].append(storage.id)
+        return tuple(map(tuple, owned))
+
+    @functools.cached_property
+    def read(self) -> tuple[tuple[int, ...], ...]:
+        """Per op, the storages of its inputs."""
+        return tuple(self.storages_of(op.inputs) for op in self.ops)
+
+    @functools.cached_property
+    def made(self) -> tuple[tuple[int, ...], ...]:
+        """Per op, the storages of its outputs: those that it owns, and those that it returns views of."""
+        return tuple(self.storages_of(op.outputs) for op in self.ops)
+
+    @functools.cached_property
+    def touched(self) -> tuple[tuple[int, ...], ...]:
+        """Per op, the storages of its inputs and outputs."""
+        return tuple(self.storages_of((*op.inputs, *op.outputs)) for op in self.ops)
+
+    @functools.cached_property
+    def written(self) -> tuple[tuple[int, ...], ...]:
+        """Per op, the storages that it does not own and may write into: those of its outputs, for an ``effect`` op all."""
+        return tuple(
+            tuple(one for one in (self.touched if op.effect else self.made)[op.id] if self.storages[one].base != op.id)
+            for op in self.ops
+        )
+
+    def storages_of(self, values: Iterable[int]) -> tuple[int, ...]:
+        """The storages behind ``values``, each once."""
+        return tuple(dict.fromkeys(self.values[value].storage for value in values))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def without_places(self) -> Graph:
         """The same graph without the lines and modules that operators come from: no plan depends on them."""

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from lowtide.ir.costs import Costs
 from lowtide.ir.graph import Graph, Op, Phase
 from lowtide.ir.schedule import Compute, Free, RestoreRng, SaveRng, Schedule, Step
-from lowtide.ir.simulator import owned_storages
 from lowtide.ir.transfers import timing
 
 
@@ -87,7 +86,7 @@ def may_run_early(graph: Graph, op: Op) -> bool:
 class _Builder:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.owned = owned_storages(graph)
+        self.owned = graph.owned
         self.view = [is_view(graph, op) for op in graph.ops]
         self.storage_of = [value.storage for value in graph.values]
         self.lasting = {self.storage_of[value] for value in graph.forward_outputs} | shared_storages(graph)

@@ -30,7 +30,6 @@ from lowtide.ir.fields import (
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
 from lowtide.ir.schedule import Compute, Fetch, Free, Offload, RestoreRng, SaveRng, Schedule, Step
 from lowtide.ir.second_memory import SecondMemory
-from lowtide.ir.simulator import owned_storages
 
 STEPS: dict[str, Callable[..., Step]] = {
     "compute": Compute,
@@ -266,7 +265,7 @@ def _validate_storage(graph: Graph, storage: Storage) -> None:
 
 
 def _validate_overwrites(graph: Graph, costs: Costs) -> None:
-    for op, own in zip(graph.ops, owned_storages(graph), strict=True):
+    for op, own in zip(graph.ops, graph.owned, strict=True):
         for value in op.overwrites:
             if value not in op.inputs:
                 raise PlanError(f"op {op.name} is to overwrite value {value}, which it does not read.")

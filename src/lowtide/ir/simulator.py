@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -59,14 +59,19 @@ _LAST = Allocation._fields.index("last")
 @dataclass(frozen=True, eq=False)
 class Simulation:
     """``timeline[i]``: bytes resident during step i, workspace included; ``peak_step`` is the first step at the peak.
-    ``allocations`` are what the timeline is the sum of, in the order in which they are made."""
+    ``made``: the fields of its allocations."""
 
     peak_bytes: int
     peak_step: int
     timeline: npt.NDArray[np.int64]
-    allocations: tuple[Allocation, ...]
     final_bytes: int
+    made: Sequence[Sequence[Any]] = field(repr=False)
     clock: Callable[[], Timing] = field(repr=False)
+
+    @functools.cached_property
+    def allocations(self) -> tuple[Allocation, ...]:
+        """What the timeline is the sum of, in the order in which they are made."""
+        return tuple(Allocation._make(fields) for fields in self.made)
 
     @functools.cached_property
     def timing(self) -> Timing:
@@ -88,11 +93,11 @@ class Simulation:
 def simulate(graph: Graph, costs: Costs, schedule: Schedule) -> Simulation:
     """Run ``schedule`` on byte counts."""
     made = _allocations(graph, costs, schedule)
-    *levels, final = resident_bytes(((each.first, each.last, each.bytes) for each in made), len(schedule.steps))
+    *levels, final = resident_bytes(((first, last, size) for _, size, first, last, _ in made), len(schedule.steps))
     line = np.asarray(levels, dtype=np.int64)
     peak_step = int(line.argmax()) if levels else 0
     peak = max(max(levels, default=0), graph.fixed_bytes)
-    return Simulation(peak, peak_step, line, tuple(made), final, functools.partial(timing, graph, costs, schedule))
+    return Simulation(peak, peak_step, line, final, made, functools.partial(timing, graph, costs, schedule))
 
 
 def resident_bytes(lifetimes: Iterable[tuple[int, int, int]], steps: int) -> list[int]:
@@ -105,9 +110,10 @@ def resident_bytes(lifetimes: Iterable[tuple[int, int, int]], steps: int) -> lis
     return list(itertools.accumulate(changes[:-1]))
 
 
-def _allocations(graph: Graph, costs: Costs, schedule: Schedule) -> list[Allocation]:
+def _allocations(graph: Graph, costs: Costs, schedule: Schedule) -> list[list[Any]]:
+    """The fields of allocations: many more schedules are simulated than are looked at."""
     sizes, workspaces = costs.storage_bytes.tolist(), costs.workspace_bytes.tolist()
-    owned = owned_storages(graph)
+    owned = graph.owned
     last_compute = {step.op: i for i, step in enumerate(schedule.steps) if isinstance(step, Compute)}
     end = len(schedule.steps)
     ends = awaited(graph, schedule) if costs.collectives_beside else {}
@@ -115,9 +121,10 @@ def _allocations(graph: Graph, costs: Costs, schedule: Schedule) -> list[Allocat
     live: dict[int, list[Any]] = {}  # storage -> its allocation
     states: dict[int, list[Any]] = {}  # op -> that of its generator state
 
-    def allocate(*fields: Any) -> list[Any]:
-        made.append([*fields])
-        return made[-1]
+    def allocate(kind: Kind, size: int, first: int, last: int, storage: int | None = None) -> list[Any]:
+        fields = [kind, size, first, last, storage]
+        made.append(fields)
+        return fields
 
     if graph.fixed_bytes:
         allocate(Kind.FIXED, graph.fixed_bytes, 0, end)
@@ -141,13 +148,4 @@ def _allocations(graph: Graph, costs: Costs, schedule: Schedule) -> list[Allocat
                 live.pop(step.storage)[_LAST] = index
         elif isinstance(step, SaveRng):
             states[step.op] = allocate(Kind.GENERATOR_STATE, costs.rng_state_bytes, index, end)
-    return [Allocation(*fields) for fields in made]
-
-
-def owned_storages(graph: Graph) -> list[list[int]]:
-    """Per op, the storages that it allocates."""
-    owned: list[list[int]] = [[] for _ in graph.ops]
-    for storage in graph.storages:
-        if storage.base is not None:
-            owned[storage.base].append(storage.id)
-    return owned
+    return made

@@ -100,37 +100,14 @@ def timing(graph: Graph, costs: Costs, schedule: Schedule) -> Timing:
     return Timing(starts[-1], tuple(starts[:-1]))
 
 
-class Needs:
-    """What steps need of storages: ``read`` or ``written``, as told at the head of this file."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._ops = graph.ops
-        self._storage_of = [value.storage for value in graph.values]
-        self._base = [storage.base for storage in graph.storages]
-
-    def of(self, step: Step) -> tuple[Sequence[int], Sequence[int]]:
-        """The storages that a step reads, those that it writes into or releases."""
-        match step:
-            case Compute(op, into):
-                inputs, outputs = self.inputs(op), self.outputs(op)
-                written = [storage for storage in outputs if self._base[storage] != op]
-                written += [] if into is None else [into]
-                written += inputs if self._ops[op].effect else []
-                return [*inputs, *outputs], written
-            case Offload(storage):
-                return (storage,), ()
-            case Free(storage) | Fetch(storage):
-                return (), (storage,)
-        return (), ()
-
-    def inputs(self, op: int) -> list[int]:
-        return self.storages(self._ops[op].inputs)
-
-    def outputs(self, op: int) -> list[int]:
-        return self.storages(self._ops[op].outputs)
-
-    def storages(self, values: Iterable[int]) -> list[int]:
-        return [self._storage_of[value] for value in values]
+def needs(graph: Graph, step: Step) -> tuple[Sequence[int], Sequence[int]]:
+    """The storages that a step reads, and those that it writes into or releases, as told at the head of this file."""
+    if isinstance(step, Compute):
+        written = graph.written[step.op]
+        return graph.touched[step.op], written if step.into is None else (*written, step.into)
+    if isinstance(step, Offload):
+        return (step.storage,), ()
+    return (), (step.storage,) if isinstance(step, (Free, Fetch)) else ()
 
 
 class Clock:
@@ -143,7 +120,6 @@ class Clock:
         self.beside = costs.collectives_beside
         self.times: list[int] = costs.time_ns.tolist()
         self.sizes: list[int] = costs.storage_bytes.tolist()
-        self.needs = Needs(graph)
         self.now = self.asked = 0
         self.lanes = dict.fromkeys(Lane, 0)
         self.read_until: dict[int, int] = {}  # storage -> when the last that reads it beside computing has ended
@@ -166,11 +142,11 @@ class Clock:
 
     def hand_over(self) -> None:
         """Wait for what the caller is handed."""
-        self._wait(self.ready(self.needs.storages(self.graph.forward_outputs), ()))
+        self._wait(self.ready(self.graph.storages_of(self.graph.forward_outputs), ()))
 
     def take(self, step: Step, index: int = 0) -> None:
         """Run ``step``, beside computing or not."""
-        ready = self.ready(*self.needs.of(step))
+        ready = self.ready(*needs(self.graph, step))
         communicates = isinstance(step, Compute) and self.beside and self.graph.ops[step.op].collective
         if not communicates and not isinstance(step, (Offload, Fetch)):
             self._wait(ready)
@@ -181,14 +157,18 @@ class Clock:
             self._communicate(step, index, ready)
         elif isinstance(step, Compute):
             self.now += self.times[step.op]
-            self.computing.append((self.asked, self.now))
+            since = self.computing.pop()[0] if self.computing and self.computing[-1][1] == self.asked else self.asked
+            self.computing.append((since, self.now))
             self._forget(step.into)
 
     def ready(self, read: Iterable[int], written: Iterable[int]) -> int:
         """When storages are there to be read, and may be written into or released."""
-        made, until = self.made_at, self.read_until
-        ready = max((made.get(storage, 0) for storage in read), default=0)
-        return max(ready, max((max(made.get(one, 0), until.get(one, 0)) for one in written), default=0))
+        made, until, ready = self.made_at, self.read_until, 0
+        for storage in read:
+            ready = max(ready, made[storage]) if storage in made else ready
+        for storage in written:
+            ready = max(ready, made.get(storage, 0), until.get(storage, 0))
+        return ready
 
     def _wait(self, until: int) -> None:
         self.now = max(self.now, until)
@@ -207,11 +187,11 @@ class Clock:
     def _communicate(self, step: Compute, index: int, ready: int) -> None:
         start, op = max(self.now, ready, self.lanes[Lane.COLLECTIVE]), self.graph.ops[step.op]
         end = start + self.times[op.id]
-        inputs, outputs = self.needs.inputs(op.id), self.needs.outputs(op.id)
         self._forget(step.into)
-        self.read_until.update((one, max(end, self.read_until.get(one, 0))) for one in inputs if one != step.into)
-        self.made_at.update(dict.fromkeys((*outputs, *_changed(op, inputs)), end))
-        size = sum(self.sizes[storage] for storage in dict.fromkeys(outputs))
+        read = (one for one in self.graph.read[op.id] if one != step.into)
+        self.read_until.update((one, max(end, self.read_until.get(one, 0))) for one in read)
+        self.made_at.update(dict.fromkeys(_changed(self.graph, op), end))
+        size = sum(self.sizes[storage] for storage in self.graph.made[op.id])
         self._begin(Lane.COLLECTIVE, op.id, size, index, start, self.times[op.id])
 
     def _begin(self, lane: Lane, of: int, size: int, index: int, start: int, time_ns: int) -> None:
@@ -225,14 +205,15 @@ class Clock:
             self.read_until.pop(storage, None)
 
 
-def _changed(op: Op, inputs: Sequence[int]) -> Sequence[int]:
-    return inputs if op.effect else ()
+def _changed(graph: Graph, op: Op) -> Sequence[int]:
+    """The storages that a collective leaves with other contents."""
+    return graph.touched[op.id] if op.effect else graph.made[op.id]
 
 
 def awaited(graph: Graph, schedule: Schedule) -> dict[int, int]:
     """By the step of each collective, the later step before which it has certainly ended when collectives run beside
     computing, whatever the clock says; the number of steps for the end."""
-    needs, steps = Needs(graph), schedule.steps
+    steps = schedule.steps
     pending: list[int] = []  # the steps of collectives that may be under way, in their order
     reading: dict[int, int] = {}  # storage -> the step of the last collective that reads it
     making: dict[int, int] = {}
@@ -240,20 +221,20 @@ def awaited(graph: Graph, schedule: Schedule) -> dict[int, int]:
     for index, step in enumerate(steps):
         last = -1
         if index == schedule.boundary:
-            last = max((making.get(one, -1) for one in needs.storages(graph.forward_outputs)), default=-1)
+            last = max((making.get(one, -1) for one in graph.storages_of(graph.forward_outputs)), default=-1)
         if isinstance(step, Compute) and graph.ops[step.op].collective:
-            inputs = needs.inputs(step.op)
             if step.into is not None:
                 reading.pop(step.into, None)
                 making.pop(step.into, None)
-            reading.update((one, index) for one in inputs if one != step.into)
-            changed = _changed(graph.ops[step.op], inputs)
-            making.update(dict.fromkeys((*needs.outputs(step.op), *changed), index))
+            reading.update((one, index) for one in graph.read[step.op] if one != step.into)
+            making.update(dict.fromkeys(_changed(graph, graph.ops[step.op]), index))
             pending.append(index)
         elif isinstance(step, (Compute, Free)):
-            read, written = needs.of(step)
-            met = [making.get(one, -1) for one in (*read, *written)] + [reading.get(one, -1) for one in written]
-            last = max(last, *met, -1)
+            read, written = needs(graph, step)
+            for one in (*read, *written):
+                last = max(last, making[one]) if one in making else last
+            for one in written:
+                last = max(last, reading[one]) if one in reading else last
         while pending and pending[0] <= last:
             found[pending.pop(0)] = index
     return found | dict.fromkeys(pending, len(steps))

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lowtide.ir import Costs, Graph, Schedule, may_run_early, owned_storages, simulate
+from lowtide.ir import Costs, Graph, Schedule, may_run_early, simulate
 from lowtide.solve.bounds import prove_time
 from lowtide.solve.model.compact import compact
 from lowtide.solve.moving.early import improved
@@ -49,7 +49,7 @@ def in_line(graph: Graph, costs: Costs, price: float) -> Costs:
 
 def largest_result(graph: Graph, costs: Costs) -> int:
     """The most bytes that a collective makes."""
-    owned = owned_storages(graph)
+    owned = graph.owned
     made = (sum(int(costs.storage_bytes[one]) for one in owned[op.id]) for op in graph.ops if op.collective)
     return max(made, default=0)
 

@@ -23,13 +23,20 @@ from lowtide.capture.trace.sizes import SYMBOLIC, hint, hints, in_symbols
 from lowtide.program import generators
 from lowtide.program.layouts import contiguous_strides
 
+_aten = torch.ops.aten
+_PRODUCTS = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+}  # in order, as their fakes say
 _Strides = tuple[tuple[int, ...] | None, ...]
 _KNOWN: dict[Any, _Strides | None] = {}  # by operator and arguments; ``None`` where the operator does not run so
 
 
 def real_strides(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Strides | None:
     """The strides of each tensor that ``func`` returns, ``None`` for what is no tensor; ``None`` where the fake ones hold."""
-    if not _computes(func) and not _views(func):
+    if func in _PRODUCTS or not (_computes(func) or _views(func)):
         return None
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

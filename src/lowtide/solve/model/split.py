@@ -31,7 +31,6 @@ from lowtide.ir import (
     Step,
     Storage,
     Value,
-    owned_storages,
     shared_storages,
 )
 
@@ -163,7 +162,7 @@ class _Splitter:
 
     def build(self) -> Split:
         graph, costs = self.graph, self.costs
-        owned = owned_storages(graph)
+        owned = graph.owned
         forward = 0
         for op in graph.ops:
             moving = [storage for storage in owned[op.id] if storage in self.prices]

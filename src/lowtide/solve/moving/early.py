@@ -33,7 +33,6 @@ from lowtide.ir import (
     Schedule,
     Step,
     may_run_early,
-    owned_storages,
     simulate,
 )
 from lowtide.ir.graph import OPTIMIZER_TARGET, TANGENT_TARGET
@@ -117,7 +116,7 @@ class _Items:
         self.beside = costs.collectives_beside
         self.times, self.sizes = costs.time_ns.tolist(), costs.storage_bytes.tolist()
         self.workspaces = costs.workspace_bytes.tolist()
-        self.owned = owned_storages(graph)
+        self.owned = graph.owned
 
     def of(self, schedule: Schedule) -> list[Item]:
         found = []

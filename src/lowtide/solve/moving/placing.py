@@ -30,7 +30,6 @@ from lowtide.ir import (
     SaveRng,
     Schedule,
     Step,
-    owned_storages,
     simulate,
 )
 from lowtide.solve.moving.early import is_due, with_early
@@ -71,7 +70,7 @@ def _placed(graph: Graph, costs: Costs, schedule: Schedule, budget_bytes: int) -
 def _without_needless(graph: Graph, costs: Costs, schedule: Schedule, levels: Levels, budget_bytes: int) -> Schedule:
     """Storages stay that there is room for until they are read again, the largest first; not those that are written over.
     ``levels``: bytes by step, to which those of what stays are added."""
-    sizes, owned = costs.storage_bytes.tolist(), owned_storages(graph)
+    sizes, owned = costs.storage_bytes.tolist(), graph.owned
     freed: dict[int, int] = {}
     gaps = []
     over: set[int] = set()  # storages that were written over where they were freed last
@@ -116,7 +115,7 @@ class _LateFrees:
         self.schedule, self.budget_bytes = schedule, budget_bytes
         self.levels = simulate(graph, costs, schedule).timeline.tolist()
         self.sizes = costs.storage_bytes.tolist()
-        self.owned = owned_storages(graph)
+        self.owned = graph.owned
         self.steps: list[Step] = []
         self.clock = Clock(graph, costs)
         self.waiting: list[tuple[int, int]] = []  # when it is no longer read, storage: freed, but still there

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.ir import Costs, Fetch, Graph, Schedule, SecondMemory, owned_storages, simulate
+from lowtide.ir import Costs, Fetch, Graph, Schedule, SecondMemory, simulate
 from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.bounds import INFEASIBLE_NS, prove_time, proven_infeasible
 from lowtide.solve.model.compact import compact
@@ -292,7 +292,7 @@ def _weighted(graph: Graph, costs: Costs, memory: SecondMemory, weight: float) -
     """The split graph on whose times the weighted sum of both clocks is bounded. An operator that runs again brings all of
     its storages back, so each has its part of the operator's time; where some of them cannot move, it is they that have it."""
     movable = movable_storages(graph, costs)
-    own = owned_storages(graph)
+    own = graph.owned
     prices = {}
     for storage in movable:
         base = graph.storages[storage].base
