@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import lowtide
 from lowtide.demo.gpt2 import Shape, build_model, draw_batches, load_corpus
+from lowtide.device.cpu import Cpu
+from lowtide.ir import simulate
+from lowtide.program.sharded import Gather
 from tests.integrations.launch import say
 from tests.integrations.scenarios import perform
 from tests.integrations.tp_program import BATCH, LENGTH, VOCABULARY, Llama, parallel
@@ -148,6 +152,39 @@ def collectives_in_one_order() -> None:
     assert counts["100%"] == [units, units]
     assert counts["18%"][0] > units
     assert counts["18%"][1] == counts[None][1] == units
+
+
+def beside_computing() -> None:
+    """As on an accelerator, but by gloo's threads: gathers and reductions are begun, other operators run, then they are waited
+    for; equal to the bit, and in one order."""
+    reference = make()
+    reference.train(batches(3))
+    begun = [0, 0]  # under way, and the most at once
+    original = Gather.begin
+
+    def counted(self: Gather) -> Any:
+        begun[0] += 1
+        begun[1] = max(begun)
+        end = original(self)
+
+        def ended() -> Any:
+            begun[0] -= 1
+            return end()
+
+        return ended
+
+    with mock.patch.object(Cpu, "overlaps", True), mock.patch.object(Gather, "begin", counted):
+        for budget in ("100%", "30%"):
+            ours = make(budget)
+            ours.train(batches(2))
+            with recorded():
+                ours.train(batches(3)[2:])
+            assert_same(ours, reference)
+            plan = plan_of(ours)
+            timing = simulate(plan.graph, plan.costs, plan.schedule).timing
+            assert timing.exposed_ns < timing.collective_ns
+    assert begun[0] == 0
+    assert begun[1] > 1
 
 
 def policies() -> None:
@@ -417,6 +454,7 @@ if __name__ == "__main__":
     perform(
         losses_and_peaks,
         collectives_in_one_order,
+        beside_computing,
         policies,
         frozen_uneven_and_tied,
         accumulation_and_clipping,

@@ -26,6 +26,7 @@ def test_losses_and_peaks_of_two_ranks() -> None:
 @pytest.mark.parametrize(
     "scenario",
     [
+        "beside_computing",
         "policies",
         "frozen_uneven_and_tied",
         "accumulation_and_clipping",

@@ -14,6 +14,7 @@ _PROGRAM = "tests.integrations.tp_program"
     "scenario",
     [
         "bits_and_peaks",
+        "beside_computing",
         "dropout",
         "distributed_results",
         "distributed_arguments",

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import lowtide
+from lowtide.device.cpu import Cpu
 from tests.integrations.launch import say
 from tests.integrations.scenarios import perform
 
@@ -195,6 +197,17 @@ def bits_and_peaks() -> None:
         say(f"{how}: peaks {peaks}, predicted {plan.peak_bytes}, budget {plan.budget_bytes}, alone {reference.peaks}")
 
 
+def beside_computing() -> None:
+    """As on an accelerator: functional collectives are begun, and waited for where they are needed."""
+    sample = batches(1)[0]
+    for by_sequence in (False, True):
+        reference = Run(make(by_sequence=by_sequence)).train(own_loss, batches(3))
+        with mock.patch.object(Cpu, "overlaps", True):
+            model = planned(make(by_sequence=by_sequence), sample, sample)
+        assert_same(Run(model).train(own_loss, batches(3)), reference)
+        assert lowtide.plans(model)[0].costs.collectives_beside
+
+
 def dropout() -> None:
     sample = batches(1)[0]
     for by_sequence in (False, True):
@@ -361,6 +374,7 @@ def killed() -> None:
 if __name__ == "__main__":
     perform(
         bits_and_peaks,
+        beside_computing,
         dropout,
         distributed_results,
         distributed_arguments,

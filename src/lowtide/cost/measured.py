@@ -27,6 +27,7 @@ from lowtide.cost.on_links import collective_workspace
 from lowtide.cost.signature import copies_storage, is_lasting, is_opaque, signature, target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.cost.timing import peak_of, time_call
+from lowtide.device import interface_of
 from lowtide.ir import Costs, Op
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.memory.allocators import round_up
@@ -90,7 +91,9 @@ def measure_costs(
     for op, (time, peak) in together.items():
         made = {program.graph.values[value].storage for value in program.graph.ops[op].outputs}
         time_ns[op], workspace[op] = time, max(0, peak - sum(real[storage] for storage in made))
-    return Costs(time_ns, workspace, real, device=device_name(program_device(program)))  # type: ignore[arg-type]
+    device = program_device(program)
+    beside = interface_of(device).overlaps and any(op.collective for op in program.graph.ops)
+    return Costs(time_ns, workspace, real, device=device_name(device), collectives_beside=beside)  # type: ignore[arg-type]
 
 
 def measure_operators(

@@ -20,6 +20,7 @@ class Accelerator(DeviceInterface):
     """A device with memory and queues of its own. ``device`` has an index."""
 
     repeats_bits = False
+    overlaps = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

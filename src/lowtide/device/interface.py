@@ -13,11 +13,13 @@ class DeviceInterface:
     """One device of PyTorch. What is said here holds for one without memory of its own, such as ``meta``.
 
     ``granularity_bytes``: its allocator hands out multiples of that. ``repeats_bits``: whether operators that PyTorch tags
-    as nondeterministic to the bit return the same bits again.
+    as nondeterministic to the bit return the same bits again. ``overlaps``: whether collectives run beside computing; on a CPU
+    they would take its cores.
     """
 
     granularity_bytes = 1
     repeats_bits = True
+    overlaps = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -16,6 +16,7 @@ has its own, and each is released where the schedule says.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 from collections import Counter
@@ -27,8 +28,10 @@ import torch
 
 from lowtide.ir import Compute, Fetch, Free, Offload, Op, RestoreRng, SaveRng, Schedule
 from lowtide.ir.graph import OPTIMIZER_TARGET, TANGENT_TARGET, UPDATE_TARGET
+from lowtide.ir.transfers import needs
 from lowtide.lower.addresses import Addresses
 from lowtide.lower.gradient_groups import GradientGroup, group_gradients
+from lowtide.lower.under_way import UnderWay
 from lowtide.memory.arena import made
 from lowtide.offload import Room
 from lowtide.program import generators, targets
@@ -78,22 +81,29 @@ def _terms(program: Program) -> tuple[tuple[int, int], ...]:
 
 
 def lower(
-    program: Program, schedule: Schedule, addresses: Addresses | None = None, room: Room | None = None
+    program: Program,
+    schedule: Schedule,
+    addresses: Addresses | None = None,
+    room: Room | None = None,
+    *,
+    beside: bool = False,
 ) -> Lowered:
     """Generate and compile the step function of ``schedule``; with ``addresses``, what it allocates goes there. ``room``: in
-    the second memory, for a schedule that moves storages."""
-    return _Generator(program, schedule, addresses, room).lower()
+    the second memory, for a schedule that moves storages. ``beside``: collectives run beside computing, as in ``Costs``."""
+    return _Generator(program, schedule, addresses, room, beside).lower()
 
 
 class _Generator:
-    def __init__(self, program: Program, schedule: Schedule, addresses: Addresses | None, room: Room | None) -> None:
+    def __init__(
+        self, program: Program, schedule: Schedule, addresses: Addresses | None, room: Room | None, beside: bool
+    ) -> None:
         self.program = program
         self.graph = program.graph
         self.schedule = schedule
         self.addresses = addresses
         self.room = room
-        self.leaving: set[int] = set()  # storages whose copies may not be complete
-        self.coming: set[int] = set()  # storages that may not be back
+        self.beside = beside
+        self.under_way = UnderWay()
         self.begin = addresses.table.begin if addresses else None
         self.computed = 0
         self.lines: list[str] = []
@@ -114,6 +124,8 @@ class _Generator:
                 self._yield_outputs()
             self._step(step)
             self._drop(dead.get(index, ()))
+            if index == len(self.schedule.steps) - 1:
+                self.under_way.settle_all()
             if index in leaving:
                 self._yield_gradients(leaving[index])
         if self.schedule.boundary == len(self.schedule.steps):
@@ -147,6 +159,7 @@ class _Generator:
         return dead
 
     def _step(self, step: Any) -> None:
+        self.under_way.settle(*needs(self.graph, step))
         if isinstance(step, Compute):
             if self.addresses is not None:
                 self.lines.append(f"{self._constant(self.begin)}({self.computed})")
@@ -155,17 +168,15 @@ class _Generator:
                 self._tell_apart(step.op, self.addresses.computes[self.computed].storages)
             self.computed += 1
         elif isinstance(step, Free):
-            self._settle([step.storage], [step.storage])
             self._drop(self.graph.storages[step.storage].values)
         elif isinstance(step, Offload):
-            self._settle([step.storage])
             slot, values = self._room().slots[step.storage], self._moving(step.storage)
             self.lines.append(f"o{step.storage} = away.offload({slot}, ({values}))")
-            self.leaving.add(step.storage)
+            self.under_way.begin(functools.partial(self.lines.append, f"o{step.storage}.left()"), read=[step.storage])
         elif isinstance(step, Fetch):
             self.lines.append(f"{self._moving(step.storage)} = o{step.storage}.fetch()")
             self.live.update(self._made_by_base(step.storage))
-            self.coming.add(step.storage)
+            self.under_way.begin(functools.partial(self.lines.append, f"o{step.storage}.back()"), made=[step.storage])
         elif isinstance(step, SaveRng):
             op = self.graph.ops[step.op]
             device = self.program.metas[(*op.outputs, *op.inputs)[0]].device
@@ -185,17 +196,8 @@ class _Generator:
     def _moving(self, storage: int) -> str:
         return "".join(f"v{value}, " for value in self._made_by_base(storage)).rstrip()
 
-    def _settle(self, read: Iterable[int], released: Iterable[int] = ()) -> None:
-        """Wait for what is fetched of the storages that are ``read``, and for the copies of those that are ``released``."""
-        for waiting, storages, end in ((self.coming, read, "back"), (self.leaving, released, "left")):
-            for storage in dict.fromkeys(storages):
-                if storage in waiting:
-                    waiting.discard(storage)
-                    self.lines.append(f"o{storage}.{end}()")
-
     def _compute(self, op_id: int, into: int | None) -> None:
         op, call = self.graph.ops[op_id], self.program.calls[op_id]
-        self._settle((self.graph.values[v].storage for v in (*op.inputs, *op.outputs)), () if into is None else (into,))
         if op.target == TANGENT_TARGET:
             value = op.outputs[0]
             self.lines.append(f"v{value} = tangents[{self.tangents.index(value)}]")
@@ -215,7 +217,19 @@ class _Generator:
         if op_id in self.replayed:
             self.replayed.discard(op_id)
             condition = f"with replayed(r{op_id}): "
-        self._assign(op, call.positions, condition, f"{self._constant(target)}({', '.join(arguments)})")
+        begun = getattr(target, "begin", None) if self.beside and op.collective and into is None else None
+        call_of = f"{self._constant(target if begun is None else begun)}({', '.join(arguments)})"
+        if begun is None:
+            self._assign(op, call.positions, condition, call_of)
+        else:
+            self.lines.append(f"c{op_id} = {call_of}")
+            made = self.graph.touched[op_id] if op.effect else self.graph.made[op_id]
+            self.under_way.begin(functools.partial(self._wait, op), made=made, read=self.graph.read[op_id])
+
+    def _wait(self, op: Op) -> None:
+        """For a collective that was begun."""
+        self._assign(op, self.program.calls[op.id].positions, "", f"c{op.id}()")
+        self.lines.append(f"del c{op.id}")
 
     def _assign(self, op: Op, positions: tuple[int, ...] | None, condition: str, expression: str) -> None:
         """Bind the outputs that have no variable yet; a recomputed output that is still alive stays what it was."""
@@ -248,7 +262,7 @@ class _Generator:
         self.live.difference_update(values)
 
     def _yield_outputs(self) -> None:
-        self._settle(self.graph.values[value].storage for value in self.graph.forward_outputs)
+        self.under_way.settle(self.graph.storages_of(self.graph.forward_outputs))
         # Detached: the autograd engine marks what it is given, and a marked tensor would keep the generator alive.
         results = ", ".join(f"v{value}.detach()" for value in self.graph.forward_outputs)
         self.lines.append(f"out = [{results}]")
@@ -261,7 +275,7 @@ class _Generator:
 
     def _yield_gradients(self, group: GradientGroup) -> None:
         values = [self.program.gradients[index][1] for index in group.gradients]
-        self._settle(self.graph.values[value].storage for value in values)
+        self.under_way.settle(self.graph.storages_of(values))
         self.lines.append(f"out = [{', '.join(f'v{value}' for value in values)}]")
         for value in values:
             storage = self.graph.values[value].storage

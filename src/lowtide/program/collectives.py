@@ -7,14 +7,14 @@ operator, ``Waited``: what it returns may be read. It runs once, at its place am
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from lowtide.memory.allocators import allocated_bytes
-from lowtide.program.sharded import communicating, wait_for_copies
+from lowtide.program.communication import communicating, wait_for_copies
 
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 _WAITS = ("wait_tensor",)
@@ -32,17 +32,26 @@ class Waited:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device = next(leaf.device for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor))
         before = allocated_bytes(device)
-        result = self.operator(*args, **kwargs)
-        made = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
-        if self.operator._schema.name != _ALONE:
-            self._wait(made)
-        wait_for_copies(before, made, device)
+        result = self.begin(*args, **kwargs)()
+        wait_for_copies(before, _tensors(result), device)
         return result
 
-    def _wait(self, made: Sequence[torch.Tensor]) -> None:
-        with communicating(str(self.operator)):
-            for each in made:
-                torch.ops._c10d_functional.wait_tensor(each)
+    def begin(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        """Begin it beside computing. Called, what is returned waits for it and returns the result."""
+        result = self.operator(*args, **kwargs)
+
+        def end() -> Any:
+            if self.operator._schema.name != _ALONE:
+                with communicating(str(self.operator)):
+                    for each in _tensors(result):
+                        torch.ops._c10d_functional.wait_tensor(each)
+            return result
+
+        return end
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
 
 
 @functools.cache

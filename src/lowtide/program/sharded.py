@@ -12,7 +12,6 @@ import contextlib
 import copy
 import inspect
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,12 +20,11 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lowtide.errors import CaptureError, ExecutionError
-from lowtide.memory.allocators import allocated_bytes, round_up
+from lowtide.errors import CaptureError
+from lowtide.memory.allocators import allocated_bytes
 from lowtide.program import layouts
+from lowtide.program.communication import communicating, wait_for_copies
 
-_PATIENCE_SECONDS = 0.02  # for copies to go: others may allocate meanwhile
-_POLL_SECONDS = 20e-6
 _UNITS: weakref.WeakKeyDictionary[Any, Unit] = weakref.WeakKeyDictionary()  # by FSDP2's own object
 _SHARDS: Any = WeakTensorKeyDictionary()  # by the gathered form of a parameter: FSDP2's object for it
 
@@ -101,31 +99,44 @@ class Gather:
 
     def __call__(self) -> list[torch.Tensor]:
         before = allocated_bytes(self.unit.group.device)
-        with communicating(f"gather of {self.unit.name or 'the root'}"):
-            found = self._gathered()
+        found = self._begun(False)()
         wait_for_copies(before, found, self.unit.group.device)
         return found
 
-    def _gathered(self) -> list[torch.Tensor]:
+    def begin(self) -> Callable[[], list[torch.Tensor]]:
+        """Begin to gather beside computing. Called, what is returned waits for it and returns the parameters."""
+        return self._begun(True)
+
+    def _begun(self, beside: bool) -> Callable[[], list[torch.Tensor]]:
         group, ranks = self.unit.group, self.unit.ranks
         shards = [group.fsdp_params[index] for index in self.chosen]
         if ranks == 1:
-            return [_formed(shard, shard.all_gather_inputs[0].clone()) for shard in shards]
+            return lambda: [_formed(shard, shard.all_gather_inputs[0].clone()) for shard in shards]
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_all_gather
 
-        stream = group.device_handle.current_stream()
-        gathered = foreach_all_gather(
-            group.fsdp_params,
-            group._all_gather_process_group,
-            False,
-            stream,
-            stream,
-            group.device,
-            group._all_gather_comm,
-        )
-        assert gathered is not None
-        parts = torch.split(gathered.all_gather_output.view(ranks, -1), gathered.all_gather_input_split_sizes, dim=1)
-        return [_formed(group.fsdp_params[i], _unpacked(group.fsdp_params[i], parts[i], ranks)) for i in self.chosen]
+        stream, what = group.device_handle.current_stream(), f"gather of {self.unit.name or 'the root'}"
+        with communicating(what):
+            sent = foreach_all_gather(
+                group.fsdp_params,
+                group._all_gather_process_group,
+                beside,
+                stream,
+                stream,
+                group.device,
+                group._all_gather_comm,
+            )
+        assert sent is not None
+
+        def end() -> list[torch.Tensor]:
+            if beside:
+                with communicating(what):
+                    sent.all_gather_work.wait()  # type: ignore[union-attr]
+            parts = torch.split(sent.all_gather_output.view(ranks, -1), sent.all_gather_input_split_sizes, dim=1)
+            return [
+                _formed(shard, _unpacked(shard, parts[i], ranks)) for i, shard in zip(self.chosen, shards, strict=True)
+            ]
+
+        return end
 
 
 class Reduce:
@@ -142,27 +153,41 @@ class Reduce:
 
     def __call__(self, *gradients: torch.Tensor) -> torch.Tensor:
         before, fresh = allocated_bytes(self.unit.group.device), self.unit.parameters[self.chosen[0]].grad is None
-        with torch.no_grad(), communicating(f"reduction of {self.unit.name or 'the root'}"):
-            found = self._reduced(list(gradients))
+        found = self._begun(list(gradients), False)()
         wait_for_copies(before, [found] if fresh else [], self.unit.group.device)
         return found
 
-    def _reduced(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+    def begin(self, *gradients: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to reduce beside computing, on FSDP2's own streams. Called, what is returned waits for it."""
+        return self._begun(list(gradients), True)
+
+    def _begun(self, gradients: list[torch.Tensor], beside: bool) -> Callable[[], torch.Tensor]:
         group = self.unit.group
         shards = [group.fsdp_params[index] for index in self.chosen]
-        for place, shard in enumerate(shards):
-            if shard.unsharded_accumulated_grad is not None:
-                shard.unsharded_accumulated_grad += gradients[place]
-                gradients[place] = shard.unsharded_accumulated_grad
-        if not group.reduce_grads:
-            for shard, gradient in zip(shards, gradients, strict=True):
-                shard.unsharded_accumulated_grad = gradient.to(shard.reduce_dtype or gradient.dtype)
-            return torch.empty(0, device=group.device)
-        for shard in shards:
-            shard.unsharded_accumulated_grad = None
-        group._partial_reduce_output = reduced(group, shards, gradients)
-        kept = shards[0].sharded_param.grad
-        return torch.empty(0, device=group.device) if kept is None else kept.to_local()
+        with torch.no_grad():
+            for place, shard in enumerate(shards):
+                if shard.unsharded_accumulated_grad is not None:
+                    shard.unsharded_accumulated_grad += gradients[place]
+                    gradients[place] = shard.unsharded_accumulated_grad
+                shard.unsharded_accumulated_grad = None
+            if not group.reduce_grads:
+                for shard, gradient in zip(shards, gradients, strict=True):
+                    shard.unsharded_accumulated_grad = gradient.to(shard.reduce_dtype or gradient.dtype)
+                return lambda: torch.empty(0, device=group.device)
+            with communicating(f"reduction of {self.unit.name or 'the root'}"):
+                held = reduced(group, shards, gradients, beside)
+        group._partial_reduce_output = held[-1]
+
+        def end() -> torch.Tensor:
+            group.device_handle.current_stream().wait_event(held[3])  # until then what it reads and writes is ``held``
+            for shard in shards:
+                if shard.grad_offload_event is not None:
+                    shard.grad_offload_event.synchronize()
+                    shard.grad_offload_event = None
+            kept = shards[0].sharded_param.grad
+            return torch.empty(0, device=group.device) if kept is None else kept.to_local()
+
+        return end
 
     def rehearsal(self) -> Callable[..., torch.Tensor]:
         """The same for shards that nobody holds."""
@@ -174,64 +199,37 @@ class Reduce:
             for shard in shards:
                 shard.sharded_param = nn.Parameter(shard.sharded_param.detach())
             with torch.no_grad():
-                reduced(group, shards, list(gradients))
+                reduced(group, shards, list(gradients), False)
             return shards[0].sharded_param.grad.to_local()  # type: ignore[no-any-return]
 
         return reduce
 
 
-def reduced(group: Any, shards: Sequence[Any], gradients: list[torch.Tensor]) -> torch.Tensor | None:
-    """FSDP2's own reduction of ``gradients``, which it empties, on the stream of now; what it says is still to be reduced among
-    replicas."""
+def reduced(group: Any, shards: Sequence[Any], gradients: list[torch.Tensor], beside: bool) -> Sequence[Any]:
+    """FSDP2's own reduction of ``gradients``, which it empties, on the stream of now or, ``beside`` that, on those of FSDP2. It
+    returns what FSDP2's function does: the fourth is the event of its end, the last what is to be reduced among replicas."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 
-    stream = group.device_handle.current_stream()
+    now, own = group.device_handle.current_stream(), group.comm_ctx
     given = {
         "fsdp_params": shards,
         "unsharded_grads": gradients,
         "reduce_scatter_group": group._reduce_scatter_process_group,
-        "reduce_scatter_stream": stream,
+        "reduce_scatter_stream": own.reduce_scatter_stream if beside else now,
         "reduce_scatter_comm": group._reduce_scatter_comm,
         "orig_dtype": group._orig_dtype,
         "reduce_dtype": group._reduce_dtype,
         "device": group.device,
         "gradient_divide_factor": group.gradient_divide_factor,
         "all_reduce_group": _replicas(group),
-        "all_reduce_stream": stream,
+        "all_reduce_stream": own.all_reduce_stream if beside else now,
         "all_reduce_grads": group.all_reduce_grads,
         "partial_reduce_output": group._partial_reduce_output,
         "all_reduce_hook": group._all_reduce_hook,
         "force_sum_reduction_for_comms": group.force_sum_reduction_for_comms,
     }
     known = inspect.signature(foreach_reduce).parameters
-    left: torch.Tensor | None = foreach_reduce(**{name: given[name] for name in known})[-1]
-    return left
-
-
-@contextlib.contextmanager
-def communicating(what: str) -> Iterator[None]:
-    """Inside, an error of a collective says in plain words that another process has not come to it."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).split("\n")[0]
-        raise ExecutionError(
-            f"collective {what} failed: another process has ended, failed, or not come to it in time ({reason})."
-        ) from error
-
-
-def wait_for_copies(before: int | None, made: Sequence[torch.Tensor], device: torch.device) -> None:
-    """On the CPU gloo's threads hold copies of what a collective moves until a moment after it has returned: wait until they
-    have let go, so that what follows does not come on top. ``before``: what was allocated when it began, perhaps with copies of
-    an earlier one, so they are gone only when nothing more goes."""
-    if before is None or device.type != "cpu":
-        return
-    level = before + sum(round_up(tensor.untyped_storage().nbytes(), device) for tensor in made)
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    now, last = allocated_bytes(device) or 0, None
-    while (now > level or now != last) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-        now, last = allocated_bytes(device) or 0, now
+    return foreach_reduce(**{name: given[name] for name in known})
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -19,17 +19,17 @@ _LOG = logging.getLogger(__name__)
 def lowered(program: Program, plan: Plan, arena: Arena | None) -> Lowered:
     """``program`` by the schedule of ``plan``, in ``arena``, if there is one. Where the addresses do not fit the budget it
     runs without, which the log says."""
-    memory = plan.costs.second_memory
+    memory, beside = plan.costs.second_memory, plan.costs.collectives_beside
     if plan.schedule.moves and memory is not None:
         opened = functools.partial(open_memory, memory.name, program_device(program))
-        return lower(program, plan.schedule, room=room_for(plan.schedule, plan.costs, opened))
+        return lower(program, plan.schedule, room=room_for(plan.schedule, plan.costs, opened), beside=beside)
     if arena is None:
-        return lower(program, plan.schedule)
+        return lower(program, plan.schedule, beside=beside)
     layout = plan.layout
     if layout.reserved_bytes > plan.budget_bytes:
         _LOG.warning(
             "its addresses take up %d bytes (%s), more than the budget of %d: it runs without an arena",
             layout.reserved_bytes, format_bytes(layout.reserved_bytes), plan.budget_bytes,
         )  # fmt: skip
-        return lower(program, plan.schedule)
-    return lower(program, plan.schedule, Addresses.of(layout, arena))
+        return lower(program, plan.schedule, beside=beside)
+    return lower(program, plan.schedule, Addresses.of(layout, arena), beside=beside)
