@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.capture.python_state.paths import AttributePath, of_modules, root, tensors_in, value_at
-from lowtide.program import structure
-from lowtide.program.objects import CONTAINERS, PLAIN, is_open, reachable
+from lowtide.capture.python_state.paths import (
+    FORWARD_HOOKS,
+    HOLDING,
+    AttributePath,
+    of_modules,
+    root,
+    tensors_in,
+    value_at,
+)
+from lowtide.program.objects import is_open, reachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +72,17 @@ def inputs_at(
 
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """All tensors in plain attributes, those in containers, objects and modules that are not registered included."""
-    distinct = {id(value): value for _, value in of_modules(model) if not isinstance(value, PLAIN)}
-    held = reachable(distinct.values(), lambda value: isinstance(value, CONTAINERS) or is_open(value))
-    hidden = [value for value in held if isinstance(value, nn.Module)]
-    tensors = [tensor for value in distinct.values() for tensor in tensors_in(value)]
-    return tensors + [tensor for module in hidden for tensor in structure.state_of(module)]
+    """All tensors in plain attributes and forward hooks, those in containers, objects, functions with arguments and modules
+    that are not registered included."""
+    registered = set(map(id, model.modules()))
+    hooks = [vars(module)[name] for module in model.modules() for name in FORWARD_HOOKS]
+
+    def enter(value: Any) -> bool:
+        hidden = isinstance(value, nn.Module) and id(value) not in registered
+        return hidden or isinstance(value, HOLDING) or is_open(value)
+
+    found = reachable([*hooks, *(value for _, value in of_modules(model))], enter)
+    return [one for one in found if isinstance(one, torch.Tensor)]
 
 
 def holding(model: nn.Module, tensor: torch.Tensor) -> frozenset[AttributePath]:

@@ -26,7 +26,7 @@ from torch import nn
 
 from lowtide.capture.python_state import code_names, files
 from lowtide.capture.python_state.noting import NotingClasses
-from lowtide.capture.python_state.paths import OWN
+from lowtide.capture.python_state.paths import FORWARD_HOOKS, OWN
 from lowtide.capture.python_state.reads import Content, Reads, put_together
 from lowtide.program.objects import ABSENT, PLAIN, class_attribute, content, current, fields, own_attributes, part_name
 
@@ -103,10 +103,18 @@ class Observer:
             for key, value in own_attributes(original).items():  # type: ignore[union-attr]
                 if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
                     self._reach(value, value, f"{text}.{key}")
-            for hooks in (original._forward_pre_hooks, original._forward_hooks) if original is not model else ():
-                for hook in hooks.values():
-                    self._reach(hook, hook, f"{text}'s hook")
+            if original is not model:
+                self._reach_hooks(seen, original, text)
+        self._begin_forward((own_attributes(clone) or {}).get("forward"))
         self._drain()
+
+    def _begin_forward(self, copied: Any) -> None:
+        """A forward method that the model itself was given, below its planned one."""
+        forward = self._original_of(copied, copied)
+        if isinstance(forward, functools.partial):
+            for name in ("func", "args", "keywords"):
+                self.reads.note("made of", forward, name, getattr(forward, name), f"{name} of the model's forward")
+        self._reach(ABSENT if copied is None else copied, forward, "the model's forward")
 
     # What is reached
 
@@ -117,6 +125,13 @@ class Observer:
             self._originals[id(seen)] = original
             self._alive.append(seen)
             self._waiting.append((seen, original, text))
+
+    def _reach_hooks(self, seen: nn.Module, original: nn.Module, text: str) -> None:
+        for registry in FORWARD_HOOKS:
+            hooks, copied = ((own_attributes(one) or {})[registry] for one in (original, seen))
+            for key, hook in hooks.items():
+                self.reads.note("item", hooks, key, hook, f"{text}'s hook")
+                self._reach(copied.get(key, hook), hook, f"{text}'s hook")
 
     def _drain(self) -> None:
         """Look at all that was reached, and at what is reached from there."""
@@ -211,6 +226,7 @@ class Observer:
                 self._originals[id(inner)] = own
                 self._alive.append(inner)
                 self._reach(type(inner), type(inner), f"{text}.{name}")
+            self._reach_hooks(inner, own, f"{text}.{name}")
 
     def _read_named(self) -> None:
         """Of classes and modules that code can reach, the attributes that it names."""

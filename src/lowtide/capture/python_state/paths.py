@@ -18,8 +18,8 @@ from lowtide.program.objects import ABSENT, CONTAINERS, PLAIN, fields, is_open
 
 OWN = frozenset(vars(nn.Module()))  # what every module has
 _OF_HIDDEN = {"training", "_modules"}  # what is looked at of modules that are not registered
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_HOLDING = (*CONTAINERS, functools.partial, types.MethodType, types.BuiltinMethodType)
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+HOLDING = (*CONTAINERS, functools.partial, types.MethodType, types.BuiltinMethodType)
 _PARTS = ("func", "args", "keywords", "__self__")  # of those that are no containers
 _SHOWN = 3
 
@@ -41,13 +41,15 @@ def attributes_of(model: nn.Module) -> Iterator[tuple[AttributePath, Any]]:
     seen: dict[int, Any] = {id(module): module for module in model.modules()}
     waiting = deque((place, value, True) for place, value in of_modules(model))
     waiting += [
-        ((path, name), vars(module)[name], False) for path, module in [*model.named_modules()][1:] for name in _HOOKS
+        ((path, name), vars(module)[name], False)
+        for path, module in [*model.named_modules()][1:]
+        for name in FORWARD_HOOKS
     ]
     while waiting:
         place, value, is_attribute = waiting.popleft()
         if is_attribute:
             yield place, value
-        held, hidden = isinstance(value, _HOLDING), isinstance(value, nn.Module)
+        held, hidden = isinstance(value, HOLDING), isinstance(value, nn.Module)
         if isinstance(value, PLAIN) or id(value) in seen or not (held or hidden or is_open(value)):
             continue
         seen[id(value)] = value
@@ -90,7 +92,7 @@ def _parts(owner: Any) -> dict[str, Any]:
         return {repr(key): item for key, item in owner.items()} | keys
     if isinstance(owner, CONTAINERS):
         return {str(number): item for number, item in enumerate(owner)}
-    if isinstance(owner, _HOLDING):
+    if isinstance(owner, HOLDING):
         return {name: getattr(owner, name) for name in _PARTS if hasattr(owner, name)}
     return fields(owner)
 
