@@ -3,13 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 
 from tests.fuzz.changed import Computes, follows
 
@@ -108,3 +115,102 @@ def test_what_a_forward_method_of_the_model_itself_holds() -> None:
     model, held = Computes(lambda self, y, x: y), [1.0]
     model.forward = functools.partial(_scaled, held, model.forward)  # type: ignore[method-assign]
     follows(model, lambda model: held.__setitem__(0, 2.0))
+
+
+@contextlib.contextmanager
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _twice(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: function(*args, **kwargs) * 2
+
+
+def _calling(module: nn.Module, *args: Any) -> Any:
+    result = _CALL(module, *args)
+    return result * 2 if isinstance(module, nn.Tanh) else result
+
+
+@contextlib.contextmanager
+def _process_group(folder: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'group'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _half_on_accelerators() -> Iterator[None]:
+    torch.set_autocast_enabled("cuda", True)
+    yield
+    torch.set_autocast_enabled("cuda", False)
+
+
+class Noise(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + torch.rand_like(weight)
+
+
+def _noisy(module: Any) -> None:
+    module.part = nn.Linear(4, 4)
+    parametrize.register_parametrization(module.part, "weight", Noise())
+
+
+_CALL = nn.Module.__call__
+_TANH, _MATMUL = _with(part=nn.Tanh), torch.backends.cuda.matmul
+# name: what is computed, what that needs, and what is around the later steps, in a folder of the test's.
+AROUND: dict[str, tuple[Callable[..., Any], Any, Callable[[Path], contextlib.AbstractContextManager[Any]]]] = {
+    "function of a library that is called": (lambda s, y, x: F.silu(y), None, lambda _: _patched(F, "silu", _twice(F.silu))),
+    "function of Python's": (lambda s, y, x: y * math.sqrt(4.0), None, lambda _: _patched(math, "sqrt", _twice(math.sqrt))),
+    "function of NumPy's": (lambda s, y, x: y * float(np.sqrt(4.0)), None, lambda _: _patched(np, "sqrt", _twice(np.sqrt))),
+    "forward of a library's class": (_part, _TANH, lambda _: _patched(nn.Tanh, "forward", _twice(nn.Tanh.forward))),
+    "how modules are called": (_part, _TANH, lambda _: _patched(nn.Module, "__call__", _calling)),
+    "parameters that are computed once": (lambda s, y, x: s.part(s.part(y)), _noisy, lambda _: parametrize.cached()),
+    "flag of a backend": (lambda s, y, x: y * (1 + _MATMUL.allow_tf32 * torch.backends.cudnn.enabled), None, lambda _: _patched(_MATMUL, "allow_tf32", True)),
+    "autocast of another device": (lambda s, y, x: y * (1 + torch.is_autocast_enabled("cuda")), None, lambda _: _half_on_accelerators()),
+    "process group": (lambda s, y, x: y * (2 if dist.is_available() and dist.is_initialized() else 1), None, _process_group),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_is_around(name: str, tmp_path: Path) -> None:
+    compute, prepare, around = AROUND[name]
+    torch.manual_seed(0)
+    follows(Computes(compute, prepare or (lambda module: None)), lambda model: None, around=lambda: around(tmp_path))
+
+
+def test_functions_that_a_library_calls() -> None:
+    """Those of the modules in which the model's classes are, as kernels of others are put in place of them."""
+    transformers = pytest.importorskip("transformers")
+    llama = transformers.models.llama.modeling_llama
+    sizes = {
+        "vocab_size": 16,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = transformers.LlamaConfig(**sizes, bos_token_id=0, eos_token_id=0)
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = transformers.LlamaModel(config)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.inner(input_ids=ids).last_hidden_state.square().sum()
+
+    def rotated(q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return before(q * 2, k, *args, **kwargs)
+
+    before = llama.apply_rotary_pos_emb
+    follows(Sums(), lambda m: None, (torch.arange(6)[None],), lambda: _patched(llama, "apply_rotary_pos_emb", rotated))
+
+
+def test_lists_that_become_one() -> None:
+    model = Computes(lambda s, y, x: y * (1 + (s.one is s.two)), _with(one=lambda: [1.0], two=lambda: [1.0]))
+    follows(model, lambda m: setattr(m, "two", m.one))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ from lowtide.capture.python_state.reads import Reads
 from lowtide.capture.trace.autocast import Period, periods_of_casts
 from lowtide.capture.trace.checkpoints import unwrapped
 from lowtide.capture.trace.fake import copy_attributes, known_value, read_values
-from lowtide.capture.trace.patches import replaced, wrapped
+from lowtide.capture.trace.patches import below, replaced, wrapped
 from lowtide.capture.trace.sizes import SymbolicSizes
 from lowtide.capture.trace.writes import RefuseWrites
 from lowtide.errors import CaptureError
@@ -104,7 +105,10 @@ class TracedModel:
         self.reads, self.latest_reads = Reads(), Reads()
         self.placed: dict[int, Any] = {}  # how the gradients of distributed inputs lie
         self._keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
-        self._anomaly = torch.is_anomaly_enabled()  # and that on
+        self._untraced: tuple[tuple[Any, str, Any], ...] = (  # what the tracer changes, too
+            (torch, "is_anomaly_enabled", functools.partial(bool, torch.is_anomaly_enabled())),
+            (nn.Module, "__call__", nn.Module.__call__),
+        )
         self._reached: ExternalEffects | None = None  # of the first run
         self._run: TracedRun | None = None
         self._backward = contextlib.ExitStack()
@@ -194,15 +198,17 @@ class TracedModel:
                 ExternalEffects(model, (*args, *kwargs.values()), constant) as reached,
                 random_numbers.none_by(model),
                 observer.watching(),
-                origins_announced(model),
+                contextlib.ExitStack() as stack,
                 replaced(FunctionalTensor, "__repr__", torch.Tensor.__repr__),
-                replaced(torch, "is_anomaly_enabled", lambda: self._anomaly),
                 no_hooks,
                 unwrapped(self.call.model),
                 periods_of_casts(self._keep_casts) as period,
                 _RecordSource(state, period, self.latest_reads),
                 RefuseWrites(),  # type: ignore[no-untyped-call]
             ):
+                for place in self._untraced:
+                    stack.enter_context(replaced(*place))
+                stack.enter_context(origins_announced(model))
                 result = model.forward(*args, **kwargs)
         finally:
             self.reads.add(self.latest_reads)
@@ -293,6 +299,7 @@ class _RecordSource(torch.overrides.TorchFunctionMode):
         self.reads = reads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = below(func, sys._getframe(1))
         _note(source=user_source(), casts=self.period(func, args, kwargs))
         if func in _VALUES and not isinstance(args[0], (FakeTensor, FunctionalTensor)):
             self.reads.note("version", args[0], "", args[0]._version, "the values of a constant tensor")

@@ -195,8 +195,10 @@ def _slot(owner: Any, name: str) -> Any:
 
 def _method(owner: Any, name: str) -> Any:
     """Sharding puts a class of its own before the user's."""
-    bases = [base for base in type(owner).__mro__ if not base.__module__.startswith("torch.distributed.")]
-    return next((vars(base)[name] for base in bases if name in vars(base)), ABSENT)
+    for base in type(owner).__mro__:
+        if name in vars(base) and not base.__module__.startswith("torch.distributed."):
+            return vars(base)[name]
+    return ABSENT
 
 
 def _layout(tensor: torch.Tensor, _: str) -> str:

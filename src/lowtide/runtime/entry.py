@@ -40,6 +40,7 @@ def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], name
     flags of the modules, autocast and modes."""
     device_type = device_of_inputs(inputs).type
     autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+    einsum = torch.backends.opt_einsum  # says in which order products are taken
     return (
         names,
         fingerprint(tree),
@@ -61,6 +62,7 @@ def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], name
         tuple(torch._C._get_sdp_priority_order()),
         torch._C._get_cudnn_enabled(),
         torch._C._get_mkldnn_enabled(),
+        einsum.is_available() and (einsum.enabled, einsum.strategy),
     )
 
 

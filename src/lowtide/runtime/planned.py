@@ -59,7 +59,8 @@ class Planned(Programs):
                 self._said_transformed = True
                 _LOG.warning(
                     "%s runs without a plan, outside the budget, under torch.func, forward-mode derivatives, torch.jit.trace, "
-                    "modes (TorchDispatchMode, TorchFunctionMode), hooks of saved tensors, or backward hooks of all modules",
+                    "modes (TorchDispatchMode, TorchFunctionMode), hooks of saved tensors, backward hooks of all modules, or "
+                    "torch.nn.utils.parametrize.cached",
                     type(model).__name__,
                 )
             return self.original_forward(*args, **kwargs)

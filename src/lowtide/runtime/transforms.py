@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 from torch.nn.modules import module
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -21,6 +22,7 @@ def is_transformed() -> bool:
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or bool(module._global_backward_hooks or module._global_backward_pre_hooks)
+        or parametrize._cache_enabled > 0  # a parameter that one call computed serves the next
         or any(_is_foreign(type(mode)) for stack in stacks for mode in stack())
         or any(map(_is_foreign, hooks or ()))
     )

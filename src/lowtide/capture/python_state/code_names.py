@@ -13,12 +13,13 @@ import site
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from lowtide.capture.python_state import process
 from lowtide.program.objects import cell_value
 
 _TRUSTED = (__name__.partition(".")[0] + ".", "torch.")  # whose code knows what it does
@@ -32,12 +33,14 @@ _OURS = str(Path(__file__).parents[2])
 # What a process is asked for under these names, where no variable shows the answer.
 _ENVIRONMENT = {"environ", "environb", "getenv", "expandvars", "expanduser"}
 _ASKED: dict[str, Callable[[], Any]] = {
-    "getcwd": os.getcwd,
-    "cwd": os.getcwd,
-    "abspath": os.getcwd,
-    "resolve": os.getcwd,
+    **dict.fromkeys(("getcwd", "cwd", "abspath", "resolve"), os.getcwd),
+    **dict.fromkeys(("backends", "allow_tf32", "get_fastpath_enabled"), process.backends),
+    **dict.fromkeys(("is_initialized", "get_rank", "get_world_size", "get_backend"), process.ranks),
+    **dict.fromkeys(("is_autocast_enabled", "get_autocast_dtype"), process.autocast),
+    **dict.fromkeys(("decimal", "Decimal", "getcontext"), process.decimals),
     "is_anomaly_enabled": torch.is_anomaly_enabled,
     "get_float32_matmul_precision": torch.get_float32_matmul_precision,
+    "get_swap_module_params_on_conversion": torch.__future__.get_swap_module_params_on_conversion,
 }
 
 
@@ -162,7 +165,7 @@ def variables_of(function: types.FunctionType) -> Iterator[Named]:
     anything = variables.keys() if names.variables & _OWN_NAMESPACE else ()
     for name in sorted(names.variables.union(anything)):  # one that is not there yet would hide a built-in
         yield Named("item", variables, name, f"{variables.get('__name__')}.{name}")
-    for name in sorted(names.modules):
+    for name in sorted(names.modules.union(_found_by_name(function))):
         yield Named("item", sys.modules, name, f"the module {name}")
     if names.all & _ENVIRONMENT:
         yield Named("item", vars(os.environ), "_data", "os.environ")
@@ -170,6 +173,30 @@ def variables_of(function: types.FunctionType) -> Iterator[Named]:
         yield Named("item", vars(sys), "argv", "sys.argv")
     for name in sorted(names.all & _ASKED.keys()):
         yield Named("answer", _ASKED[name], "", f"the answer of {name}()")
+
+
+def _found_by_name(function: types.FunctionType) -> Iterable[str]:
+    """Modules of the user's that code may find under their names: those that it spells or, where it spells none, all."""
+    names = names_in(function.__code__).all
+    if "import_module" not in names and not {"sys", "modules"} <= names:
+        return ()
+    theirs = {name for name, module in [*sys.modules.items()] if module is not None and not is_library(module)}
+    constants = {one for part in codes(function.__code__) for one in part.co_consts if isinstance(one, str)}
+    return theirs & constants or theirs
+
+
+def called_by(function: types.FunctionType) -> Iterator[Named]:
+    """Of the variables that a function of an installed library names: functions, and objects of the library's classes, as a
+    registry of functions is. All others are constants of the library."""
+    variables = function.__globals__
+    for name in sorted(names_in(function.__code__).variables & variables.keys()):
+        value = variables[name]
+        if isinstance(value, types.FunctionType) or _is_of_library(type(value)):
+            yield Named("item", variables, name, f"{variables.get('__name__')}.{name}")
+
+
+def _is_of_library(kind: type) -> bool:
+    return issubclass(kind, Mapping) and not is_standard(kind.__module__)
 
 
 def attributes_named(function: types.FunctionType) -> frozenset[str]:
@@ -190,3 +217,14 @@ def is_library(value: Any) -> bool:
     name = str(value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", ""))
     file = getattr(sys.modules.get(name), "__file__", None)
     return is_standard(name) if file is None else is_installed(file)
+
+
+def is_third_party(kind: type) -> bool:
+    """Whether a class is of an installed library, PyTorch, Python and this project excepted."""
+    return is_library(kind) and not is_trusted(kind)
+
+
+def is_code(value: Any) -> bool:
+    """Whether it is a function, a class or a module, and none of those that this project puts there while it traces."""
+    ours = str(getattr(value, "__module__", "")).startswith(_TRUSTED[0])
+    return (callable(value) or isinstance(value, types.ModuleType)) and not ours

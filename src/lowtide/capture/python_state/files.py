@@ -5,39 +5,53 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import stat
 import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from lowtide.capture.python_state.code_names import is_installed, is_standard
+from lowtide.capture.trace.patches import wrapped
 
 _CODE = (".pyc", ".so", ".pyd", ".dll")
 _READING = ("open", "os.listdir", "os.scandir")  # events
 _SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/")
+_WHETHER = {"exists", "isfile", "isdir", "is_file", "is_dir"}  # functions that ask whether something is there
 _watching = threading.local()
 
 
+class File(NamedTuple):
+    """A file or a folder by its path as given: another working folder has another one there. ``whole``: not only whether it is
+    there is of consequence."""
+
+    path: str
+    whole: bool = True
+
+    def state(self) -> Any:
+        """Changes where it is written or replaced; ``None`` where there is none."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return None
+        return (found.st_mtime_ns, found.st_size, found.st_ino) if self.whole else stat.S_IFMT(found.st_mode)
+
+
 @contextlib.contextmanager
-def opened(found: dict[str, Any]) -> Iterator[None]:
-    """Inside, files that this thread opens, and folders that it lists, are noted in ``found``, with their states. Libraries,
-    devices, what is installed, and files that compilers leave in temporary folders are not: they are no data of its."""
+def opened(found: dict[File, Any]) -> Iterator[None]:
+    """Inside, files that this thread opens, asks for the size of, or whether they are there, and folders that it lists, are
+    noted in ``found``, with their states. Libraries, devices, what is installed, and files that compilers leave in temporary
+    folders are not: they are no data of its; nor what libraries ask for."""
     _install()
     outer = getattr(_watching, "found", None)
     _watching.found = found
     try:
-        yield
+        with wrapped(os, "stat", _noting):
+            yield
     finally:
         _watching.found = outer
-
-
-def state_of(path: str) -> Any:
-    """Changes where a file is written or replaced; ``None`` where there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 @functools.cache
@@ -48,12 +62,31 @@ def _install() -> None:
 def _note(event: str, args: tuple[Any, ...]) -> None:
     if not _READING or event not in _READING:  # at the end of the process names of modules are gone
         return
+    if isinstance(args[0], (str, bytes, os.PathLike)):
+        _keep(os.fsdecode(args[0]))
+
+
+def _keep(path: str, whole: bool = True) -> None:
     found = getattr(_watching, "found", None)
-    if found is None or not isinstance(args[0], (str, bytes, os.PathLike)):
+    if found is None or path.endswith(_CODE) or os.path.abspath(path).startswith((*_SYSTEM, *_installed())):
         return
-    path = os.fsdecode(args[0])  # as given: another working folder has another file there
-    if not path.endswith(_CODE) and not os.path.abspath(path).startswith((*_SYSTEM, *_installed())):
-        found.setdefault(path, state_of(path))
+    file = File(path, whole)
+    _watching.found = None  # what is asked for here is no read
+    found.setdefault(file, file.state())
+    _watching.found = found
+
+
+def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(path: Any, *args: Any, **kwargs: Any) -> Any:
+        frame, names = sys._getframe(2), set()
+        while frame.f_back is not None and is_standard(str(frame.f_globals.get("__name__"))):
+            names.add(frame.f_code.co_name)
+            frame = frame.f_back
+        if isinstance(path, (str, bytes, os.PathLike)) and not is_installed(frame.f_code.co_filename):
+            _keep(os.fsdecode(path), whole=not names & _WHETHER)
+        return function(path, *args, **kwargs)
+
+    return asked
 
 
 @functools.cache

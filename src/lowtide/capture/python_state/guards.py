@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from lowtide.capture.python_state import files
 from lowtide.capture.python_state.external_effects import hooks_of
+from lowtide.capture.python_state.files import File
 from lowtide.capture.python_state.paths import AttributePath, locate, named, value_at
 from lowtide.capture.python_state.quick import Unchanged
-from lowtide.capture.python_state.reads import Contents, Read, Reads, identical, put_together
+from lowtide.capture.python_state.reads import Contents, Met, Read, Reads, identical, put_together
 from lowtide.program import structure
 from lowtide.program.keys import tensor_key
 from lowtide.program.objects import ABSENT, PLAIN, content, current, part_name
@@ -37,7 +37,7 @@ class Guards:
     reads: tuple[Read, ...] = ()
     contents: Contents = field(default_factory=Contents)
     hidden: tuple[tuple[nn.Module, list[Any]], ...] = ()
-    files: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[File, Any] = field(default_factory=dict)
     _quick: list[Unchanged] = field(default_factory=list)
 
     @classmethod
@@ -61,7 +61,9 @@ class Guards:
             instead[_owned(model, place)] = value
             contents.keep([value])
         anything = {_owned(model, place) for place in (("", "forward"), *free)}
-        kept = []
+        kept = [
+            Read("class", nn.Module, "__call__", nn.Module.__call__, "torch.nn.Module.__call__")
+        ]  # not as while it is traced
         for read in reads.values.values():
             key = id(read.owner), read.name
             if (key in anything and read.kind != "method") or not contents.same(read.value, current(*read[:3])):
@@ -72,7 +74,7 @@ class Guards:
             tuple(kept),
             contents,
             tuple(reads.hidden.values()),
-            {path: state for path, state in reads.files.items() if files.state_of(path) == state},
+            {file: state for file, state in reads.files.items() if file.state() == state},
         )
 
     def hold(self, modules: Sequence[nn.Module]) -> bool:
@@ -103,16 +105,17 @@ class Guards:
 
     def _broken(self, modules: Sequence[nn.Module]) -> Iterator[tuple[str, Read | None]]:
         yield from ((text, None) for text in _rewired(self.wiring, modules))
+        met = Met()
         for read in self.reads:
             value = current(*read[:3])
-            if not self.contents.same(read.value, value):
+            if not self.contents.same(read.value, value, met):
                 yield f"{read.text}{self._difference(read.value, value)}", read
         for module, parts in self.hidden:
             if not identical(parts, put_together(module)):
                 yield f"{type(module).__name__} has other parameters, buffers, hooks or submodules", None
-        for path, state in self.files.items():
-            if files.state_of(path) != state:
-                yield f"the file {path} is another one", None
+        for file, state in self.files.items():
+            if file.state() != state:
+                yield f"the file {file.path} is another one", None
 
     def _difference(self, kept: Any, value: Any) -> str:
         """In words, where in two values that are not the same the difference lies."""
@@ -121,7 +124,10 @@ class Guards:
         if known is None or items is None or isinstance(kept, np.ndarray) or len(items) != len(known.items):
             return f" is {_shown(value)}"
         pairs = enumerate(zip(known.items, items, strict=True))
-        index, (one, other) = next((i, pair) for i, pair in pairs if not self.contents.same(*pair))
+        found = next(((i, pair) for i, pair in pairs if not self.contents.same(*pair)), None)
+        if found is None:
+            return " is no longer one object under several names, or has become one"
+        index, (one, other) = found
         return f"{part_name(value, index)}{self._difference(one, other)}"
 
 

@@ -27,8 +27,8 @@ from torch import nn
 from lowtide.capture.python_state import code_names, files
 from lowtide.capture.python_state.noting import NotingClasses
 from lowtide.capture.python_state.paths import FORWARD_HOOKS, OWN
-from lowtide.capture.python_state.reads import Content, Reads, put_together
-from lowtide.program.objects import ABSENT, PLAIN, class_attribute, content, current, fields, own_attributes, part_name
+from lowtide.capture.python_state.reads import Content, Contents, Reads, decided_by, put_together
+from lowtide.program.objects import ABSENT, PLAIN, content, current, fields, own_attributes, part_name
 
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
 _ASKING = (nn.Module.__module__, "functools")  # who reads them to find one
@@ -67,6 +67,9 @@ class Observer:
         self._unregistered: set[int] = set()  # modules that are not of the model
         self._model = (model, clone)
         self._arguments = arguments
+        self._defining = {
+            type(module).__module__ for module in model.modules() if code_names.is_third_party(type(module))
+        }
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -121,6 +124,8 @@ class Observer:
     def _reach(self, seen: Any, original: Any, text: str) -> None:
         if isinstance(original, torch.Tensor):
             self.reads.note("layout", original, "", current("layout", original, ""), f"the layout of {text}")
+            self._texts.setdefault(id(original), text)
+            self._note_whole(seen, original)
         elif seen is not ABSENT and type(seen) not in _ATOMS and id(seen) not in self._originals:
             self._originals[id(seen)] = original
             self._alive.append(seen)
@@ -157,8 +162,8 @@ class Observer:
         elif isinstance(seen, type):
             self._look_at_class(seen)
         elif isinstance(seen, types.ModuleType):
+            self._namespaces.setdefault(id(seen), (seen, seen.__name__))
             if not code_names.is_library(seen):
-                self._namespaces.setdefault(id(seen), (seen, seen.__name__))
                 self._reach(vars(seen).get("__getattr__"), None, "")
         elif isinstance(seen, nn.Module):
             self._look_at_module(seen, original, text)
@@ -175,19 +180,30 @@ class Observer:
     def _look_into(self, seen: Any, original: Any, items: tuple[Any, ...], text: str) -> None:
         self.reads.contents.setdefault(id(original), Content(original, items))
         inner = items if seen is original else content(seen) or ()
+        if len(inner) != len(items):  # an iterator, say, whose copy is of another type
+            Contents(self.reads.contents).keep(items)
         matching = len(inner) == len(items) and not isinstance(seen, (set, frozenset))
         for index, item in enumerate(inner):
             own = self._original_of(item, items[index] if matching else item)
             self._reach(item, own, f"{text}{part_name(original, index)}")
 
     def _original_of(self, seen: Any, otherwise: Any) -> Any:
-        return self._copied.get(id(seen), (otherwise,))[0]
+        """What an object is a copy of. ``otherwise``: what stands in its place in the original, which it is taken for where
+        that was not copied itself: a class may copy its objects by way of others."""
+        original = self._copied.get(id(seen), (otherwise,))[0]
+        other = otherwise is not seen and type(original) is type(otherwise)
+        return otherwise if other and id(otherwise) not in self._sources else original
+
+    @functools.cached_property
+    def _sources(self) -> set[int]:
+        return {id(original) for original, _ in self._copied.values()}
 
     def _look_at_function(self, function: types.FunctionType) -> None:
         self._attributes |= code_names.attributes_named(function)
-        for variable in code_names.variables_of(function):
+        theirs = function.__globals__.get("__name__") in self._defining
+        for variable in (*code_names.variables_of(function), *(code_names.called_by(function) if theirs else ())):
             value = current(variable.kind, variable.owner, variable.name)
-            self.reads.note(*variable[:3], value, variable.text)
+            self.reads.note(variable.kind, variable.owner, variable.name, value, variable.text)
             if value is not ABSENT:
                 self._reach(value, value, variable.text)
         if vars(function) and not code_names.is_installed(function.__code__.co_filename):
@@ -236,11 +252,14 @@ class Observer:
         self._named = known
         for owner, text in [*self._namespaces.values()]:
             own = vars(owner)
+            named = sorted(self._attributes & own.keys())
             if isinstance(owner, types.ModuleType):  # of a class, all is noted already
-                anything = self._attributes & code_names.BY_COMPUTED_NAME
-                for name in sorted(own if anything else self._attributes & own.keys()):
+                if code_names.is_library(owner):
+                    named = [name for name in named if code_names.is_code(own[name])]
+                anything = self._attributes & code_names.BY_COMPUTED_NAME and not code_names.is_library(owner)
+                for name in sorted(own) if anything else named:
                     self.reads.note("item", own, name, own[name], f"{text}.{name}")
-            for name in sorted(self._attributes & own.keys()):
+            for name in named:
                 if (id(owner), name) not in self._noted:
                     self._noted.add((id(owner), name))
                     self._reach(own[name], own[name], f"{text}.{name}")
@@ -315,25 +334,9 @@ class Observer:
 
     def _note_one(self, seen: Any, original: Any, name: str) -> None:
         text = f"{self._texts.get(id(original), type(original).__name__)}.{name}"
-        for kind, owner in _where(original, name):
+        for kind, owner in decided_by(original, name):
             value = current(kind, owner, name)
             self.reads.note(kind, owner, name, value, f"{owner.__name__}.{name}" if kind == "class" else text)
             now = value if kind == "class" else current(kind, seen, name)
             if value is not ABSENT and now is not ABSENT:
                 self._reach(now, self._original_of(now, value), text)
-
-
-def _where(owner: Any, name: str) -> list[tuple[str, Any]]:
-    """What decides an attribute of an object: its own one or, where there is none, that none is there and its class's."""
-    kind = type(owner)
-    if name == "__class__":
-        return [("type", owner)]
-    of_class = class_attribute(kind, name)
-    if isinstance(of_class, (types.MemberDescriptorType, types.GetSetDescriptorType)):
-        return [("slot", owner)]
-    own = own_attributes(owner)
-    if own is None:
-        return [("class", kind)]
-    here: list[tuple[str, Any]] = [("attribute", owner)]
-    decided = isinstance(of_class, property) or (name not in own)
-    return [*here, ("class", kind)] if decided else here

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture.python_state import files
 from lowtide.capture.python_state.external_effects import HOOKS
+from lowtide.capture.python_state.files import File
 from lowtide.capture.python_state.reads import Contents, Read, put_together
 from lowtide.program.keys import tensor_key
 from lowtide.program.objects import ABSENT, READERS, content, current, own_attributes
@@ -39,7 +39,7 @@ class Unchanged:
         reads: Iterable[Read],
         contents: Contents,
         hidden: Iterable[tuple[nn.Module, list[Any]]],
-        opened: Mapping[str, Any],
+        opened: Mapping[File, Any],
     ) -> None:
         self._layouts = {key: _Layout(layout) for key, layout in contents.layouts.items()}
         # By function: what it gives, and for what.
@@ -66,7 +66,7 @@ class Unchanged:
                 and not any(self._empty)
                 and not any(map(operator.contains, *self._nowhere))
                 and all(_same_items(function(*arguments), items) for function, arguments, items in self._items)
-                and all(files.state_of(path) == state for path, state in self._files.items())
+                and all(file.state() == state for file, state in self._files.items())
             )
         except _CHANGED:
             return False
@@ -97,11 +97,13 @@ class Unchanged:
 
     def _read(self, read: Read, value: Any) -> Any:
         kind, owner, name = read[:3]
-        own = own_attributes(owner) if kind == "attribute" else owner if kind == "item" else None
+        own = own_attributes(owner) if kind in ("attribute", "names") else owner if kind == "item" else None
         if id(value) in self._layouts or kind in ("answer", "layout", "version"):  # made anew where they are asked for
             self._items.append((_single, (kind, owner, name), [self._layouts.get(id(value), value)]))
         elif kind == "names":
-            self._items.append((current, (kind, owner, name), value))
+            self._items.append((current, (kind, owner, name), value) if own is None else (tuple, (own,), value))
+            if own is not None:
+                self._expect(own, own_attributes, owner)
         elif kind == "cell" and value is not ABSENT:
             self._expect(value, _IN_CELL, owner)
         elif kind == "type":

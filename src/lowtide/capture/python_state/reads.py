@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from lowtide.capture.python_state.external_effects import hooks_of
+from lowtide.capture.python_state.files import File
 from lowtide.program.keys import tensor_key
-from lowtide.program.objects import PLAIN, content
+from lowtide.program.objects import MUTABLE, PLAIN, class_attribute, content, own_attributes
 
 
 class Read(NamedTuple):
@@ -53,8 +54,8 @@ class Contents:
                 self.held[id(value)] = Content(value, items)
                 waiting += items
 
-    def same(self, kept: Any, value: Any, met: set[tuple[int, int]] | None = None) -> bool:
-        """Whether a value is to the program what ``kept`` was."""
+    def same(self, kept: Any, value: Any, met: Met | None = None) -> bool:
+        """Whether a value is to the program what ``kept`` was. ``met``: of several values, to be one where they were one."""
         if id(kept) in self.layouts:
             return isinstance(value, torch.Tensor) and tensor_key(value) == self.layouts[id(kept)]
         known = self.held.get(id(kept))
@@ -64,14 +65,36 @@ class Contents:
             return False
         if kept is value and id(kept) in self.free:
             return True
-        met = set() if met is None else met
-        if (id(kept), id(value)) in met:
+        met = Met() if met is None else met
+        if not met.agree(kept, value):
+            return False
+        if not met.first(kept, value):
             return True
-        met.add((id(kept), id(value)))
         items = content(value)
         if items is None or len(items) != len(known.items):
             return False
         return all(self.same(one, other, met) for one, other in zip(known.items, items, strict=True))
+
+
+class Met:
+    """Pairs of holders that were compared."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[int, int], Any] = {}  # with the values, so that no id comes again
+        self._partners: tuple[dict[int, int], dict[int, int]] = {}, {}
+
+    def agree(self, kept: Any, value: Any) -> bool:
+        """Whether one of two containers that can be written has no other partner."""
+        if not isinstance(kept, MUTABLE):
+            return True
+        one, other = self._partners
+        return one.setdefault(id(kept), id(value)) == id(value) and other.setdefault(id(value), id(kept)) == id(kept)
+
+    def first(self, kept: Any, value: Any) -> bool:
+        """Whether they meet for the first time."""
+        new = (id(kept), id(value)) not in self._pairs
+        self._pairs[id(kept), id(value)] = value
+        return new
 
 
 def identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
@@ -96,7 +119,7 @@ class Reads:
     values: dict[tuple[str, int, str], Read] = field(default_factory=dict)
     contents: dict[int, Content] = field(default_factory=dict)
     hidden: dict[int, tuple[nn.Module, list[Any]]] = field(default_factory=dict)  # modules that are registered nowhere
-    files: dict[str, Any] = field(default_factory=dict)
+    files: dict[File, Any] = field(default_factory=dict)
 
     def add(self, later: Reads) -> None:
         """Those of a later run, where nothing is known from earlier ones."""
@@ -120,3 +143,19 @@ def put_together(module: nn.Module) -> list[Any]:
             type(one), *one._parameters.values(), *one._buffers.values(), *one._modules.values(), *hooks_of(one),
         )
     ]  # fmt: skip
+
+
+def decided_by(owner: Any, name: str) -> list[tuple[str, Any]]:
+    """What decides an attribute of an object: its own one or, where there is none, that none is there and its class's."""
+    kind = type(owner)
+    if name == "__class__":
+        return [("type", owner)]
+    of_class = class_attribute(kind, name)
+    if isinstance(of_class, (types.MemberDescriptorType, types.GetSetDescriptorType)):
+        return [("slot", owner)]
+    own = own_attributes(owner)
+    if own is None:
+        return [("class", kind)]
+    here: list[tuple[str, Any]] = [("attribute", owner)]
+    decided = isinstance(of_class, property) or (name not in own)
+    return [*here, ("class", kind)] if decided else here

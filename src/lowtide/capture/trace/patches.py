@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
 
 
 @contextlib.contextmanager
@@ -30,3 +34,19 @@ def wrapped(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable
 
     with replaced(owner, name, call):
         yield
+
+
+def below(function: Any, calling: types.FrameType) -> Any:
+    """What a function of PyTorch's that has come to a mode goes on with, where ``calling`` is its call of the mode. It hands
+    over what stands under its name; where that is a wrapper of the user's, which is running already, itself."""
+    asking = calling.f_back
+    if asking is None or calling.f_code is not torch.overrides.handle_torch_function.__code__:
+        return function
+    code: Any = getattr(function, "__code__", asking.f_code)
+    ours = code is asking.f_code or code.co_filename.startswith(os.path.dirname(torch.__file__))
+    if ours or asking.f_code.co_freevars:
+        return function
+    variables = dict(asking.f_globals)  # in which it stands under its name, for other modes
+    itself = types.FunctionType(asking.f_code, variables)
+    variables[asking.f_code.co_name] = itself
+    return itself

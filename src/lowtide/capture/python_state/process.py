@@ -1,0 +1,38 @@
+"""What Python code can ask its process, where no variable shows the answer: texts that are equal where all answers are."""
+
+from __future__ import annotations
+
+import decimal
+
+import torch
+import torch.distributed as dist
+
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+def backends() -> str:
+    """The flags of ``torch.backends``."""
+    matmul, cudnn, mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
+    reduced = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+    flags = matmul.allow_tf32, reduced, matmul.allow_fp16_accumulation, torch.backends.mha.get_fastpath_enabled()
+    convolutions = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, cudnn.benchmark_limit
+    return str(
+        (flags, convolutions, mkldnn.enabled, torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy)
+    )
+
+
+def ranks() -> str:
+    """Whether there are several processes, and which one this is."""
+    there = dist.is_available() and dist.is_initialized()
+    return str((dist.get_rank(), dist.get_world_size(), dist.get_backend()) if there else None)
+
+
+def autocast() -> str:
+    """Which devices operators are cast on, and to what."""
+    return str([(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES])
+
+
+def decimals() -> str:
+    """How decimal numbers are computed with, but not which flags that has raised."""
+    context = decimal.getcontext()
+    return str((context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp))
