@@ -328,7 +328,7 @@ class SharedBudget:
 
     def _infeasible(self, error: InfeasibleBudgetError, budget: int, reserve: int) -> InfeasibleBudgetError:
         between = self.record.most_between
-        held = f", {between} of them for code between them" if between else ""
+        held = f", {between} of them for code between them, or gradients" if between else ""
         advice = "avoid the graph breaks" if self.what == "graphs" else "run the model under lowtide.online"
         own = InfeasibleBudgetError(
             f"the {len(self.record.passes)} {self.what} of the step need {error.minimum_bytes} bytes together{held}, more than "

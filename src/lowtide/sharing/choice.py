@@ -65,6 +65,7 @@ class _Search:
         self._waiting = {index for constraint in constraints for index in constraint.saved}  # while others run
         # By program and limit: for how much room a plan was made, and what came of it.
         self._made: dict[tuple[str, int], list[tuple[int, Assignment]]] = {}
+        self._least: dict[str, int] = {}  # bytes of programs that one room was too little for, whatever they save
         self._plans = 0
 
     def assignments(self, fractions: Sequence[float], budget_bytes: int) -> list[Assignment]:
@@ -103,13 +104,26 @@ class _Search:
             if max(own.forward_bytes, own.backward_bytes) <= room <= asked:
                 return known
         self._plans += 1
-        made.append((room, self._planned(member, room, key[1], budget_bytes)))
+        least = max(self._least.get(key[0], 0), member.output_bytes + 1)
+        if room < least:
+            raise _too_little(budget_bytes, budget_bytes + least - room)
+        try:
+            made.append((room, self._planned(member, room, key[1], budget_bytes)))
+        except InfeasibleBudgetError:
+            self._least.setdefault(key[0], self._needed(member, room))
+            raise
         return made[-1][1]
+
+    def _needed(self, member: Member, room: int) -> int:
+        """Bytes that a member needs while it runs, where it may save all; 0 where ``room`` is enough."""
+        try:
+            self.planning(member, Share(room, 0))
+        except InfeasibleBudgetError as error:
+            return error.minimum_bytes
+        return 0
 
     def _planned(self, member: Member, room: int, limit: int, budget_bytes: int) -> Assignment:
         """By a plan that takes ``room`` while it runs and saves ``limit``, or more where that cannot be."""
-        if room <= member.output_bytes:
-            raise _too_little(budget_bytes, budget_bytes + member.output_bytes - room + 1)
         between, again = max(room - limit - member.arriving_bytes, 0), False
         while True:
             share = Share(room, between)

@@ -56,7 +56,7 @@ class Names(NamedTuple):
         return self.variables | self.attributes
 
 
-@functools.lru_cache(maxsize=1 << 12)
+@functools.lru_cache(maxsize=1 << 14)
 def names_in(code: types.CodeType) -> Names:
     """In the code of a function and of those inside it."""
     instructions = [item for part in codes(code) for item in dis.get_instructions(part)]
@@ -104,7 +104,7 @@ def named_by(value: Any) -> Iterator[tuple[str, Any]]:
                 yield from [(f"{found.__name__}.{item}", own[item]) for item in names if item in own]
 
 
-@functools.lru_cache(maxsize=1 << 12)
+@functools.lru_cache(maxsize=1 << 14)
 def _any_names_in(code: types.CodeType) -> frozenset[str]:
     """What the code of a function and of those inside it reads or writes, of whatever."""
     return frozenset(name for part in codes(code) for name in part.co_names)
