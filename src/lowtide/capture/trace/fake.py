@@ -109,6 +109,8 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if isinstance(result, FakeTensor) and isinstance(func, torch._ops.OpOverload):
             result._lowtide_uniform = func is _ATEN.rand.default  # type: ignore[attr-defined]
             result._lowtide_empty = func._schema.name.split("::")[1] in UNINITIALISED  # type: ignore[attr-defined]
+            if is_empty(result):
+                self._attach_zeros(result)
         return result
 
     def _answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -201,6 +203,19 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self._interned.setdefault(key, known)
         except TypeError:  # an unhashable argument: not shared
             return known
+
+    def _attach_zeros(self, fake: FakeTensor) -> None:
+        """To integers and booleans in memory that nothing was written to yet: no defined program reads these before it has
+        overwritten them, and what it writes into them is known from the whole of them."""
+        if (
+            fake.dtype.is_floating_point
+            or fake.dtype.is_complex
+            or any(isinstance(size, SYMBOLIC) for size in fake.shape)
+        ):
+            return
+        if fake.numel() <= _MAXIMUM_ELEMENTS:
+            zeros = torch.zeros(fake.shape, dtype=fake.dtype)
+            self._attach(fake, zeros, Provenance(constant=zeros))
 
     def _attach_results(self, func: Any, result: Any, real: Any, known: Provenance) -> None:
         if isinstance(result, FakeTensor) and isinstance(real, torch.Tensor):
