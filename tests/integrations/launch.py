@@ -14,23 +14,33 @@ _SECONDS = 540
 
 def torchrun(module: str, *arguments: str, processes: int = 2) -> str:
     """Run ``python -m module arguments`` in ``processes`` processes; returns what they printed, fails where one failed."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
-        "-m", module, *arguments,
-    ]  # fmt: skip
+    return launched(
+        "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", module, *arguments
+    )  # fmt: skip
+
+
+def launched(launcher: str, *arguments: str) -> str:
+    """Run ``python -m launcher arguments``, which starts processes; returns what they printed, fails where one failed."""
+    code, output = ended(launcher, *arguments)
+    assert code == 0, output
+    return output
+
+
+def ended(launcher: str, *arguments: str, **variables: str) -> tuple[int, str]:
+    """The same whether one failed or not: the exit code, and what they printed. ``variables``: of their environment."""
     path = os.pathsep.join([str(_ROOT / "src"), str(_ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
     process = subprocess.Popen(
-        command, cwd=_ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+        [sys.executable, "-m", launcher, *arguments],
+        cwd=_ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=_SECONDS)
     except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its processes
+        process.terminate()  # the launcher ends its processes
         output, _ = process.communicate()
-        raise AssertionError(f"{module} {arguments} took more than {_SECONDS} s:\n{output}") from None
-    assert process.returncode == 0, output
-    return output
+        raise AssertionError(f"{launcher} {arguments} took more than {_SECONDS} s:\n{output}") from None
+    return process.returncode, output
 
 
 def ranks_of(module: str, *arguments: str) -> tuple[list[int], str]:

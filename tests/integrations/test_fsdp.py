@@ -139,6 +139,27 @@ def test_hooks_on_blocks_and_on_the_root() -> None:
     assert torch.equal(step(model, rows), step(reference, rows))
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_sharded_after_it_was_rematerialized() -> None:
+    """As trainers do: the plan of its first call, inside of FSDP2's own hooks, is that of the sharded model."""
+    reference, rows = sharded(), text(4).columns["input_ids"]
+    model = lowtide.rematerialize(gpt2(), budget="40%", planner="auto{effort=1}")
+    for block in model.transformer.h:
+        fully_shard(block)
+    fully_shard(model)
+    before = [dict(hooks) for hooks in (model._forward_pre_hooks, model._forward_hooks)]
+    for _ in range(2):
+        assert torch.equal(step(model, rows), step(reference, rows))
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+    (plan,) = lowtide.plans(model)
+    model.zero_grad()
+    assert GATHER_TARGET in [op.target for op in plan.graph.ops]
+    assert lowtide.measure(step, model, rows).peak_bytes <= plan.peak_bytes
+    lowtide.restore(model)
+    assert [dict(hooks) for hooks in (model._forward_pre_hooks, model._forward_hooks)] == before
+
+
 class Attending(torch.nn.Module):
     """A block that reads what others read too, several times."""
 

@@ -48,9 +48,18 @@ class Rematerialized(Planned):
         self._apart: set[Signature] = set()  # of calls that could not be captured
         self._online: online | None = None
 
+    def _begin_anew(self) -> None:
+        """FSDP2 has sharded the model since, as trainers have it do: what was planned was another model."""
+        self.improving.stop()
+        optimizer = self.optimizer
+        self._begin(self.model, self.settings, self.original_forward, self.had_instance_forward)
+        self.optimizer = optimizer
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._online is not None:
             return self.original_forward(*args, **kwargs)
+        if self._root is None and is_sharded(self.model):
+            self._begin_anew()
         if self._root is None:
             return super().__call__(*args, **kwargs)
         args, kwargs = self._root.received(args, kwargs)

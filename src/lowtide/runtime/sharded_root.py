@@ -26,6 +26,8 @@ class ShardedRoot:
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
         self.state, self.forward = state_of(model), forward
         functools.update_wrapper(self, forward, updated=())
+        if self.state._training_state.name == "FORWARD":  # in the model's first call: FSDP2's hook has run already
+            self.state._post_forward(model, (), None)
         self.order = _order(begun(model))
         handles = (self.state._pre_forward_hook_handle, self.state._post_forward_hook_handle)
         places = [(handle.hooks_dict_ref(), handle.id) for handle in handles]
