@@ -56,31 +56,31 @@ def largest_result(graph: Graph, costs: Costs) -> int:
 
 def solve_beside(problem: Problem, planner: Planner) -> Solution:
     """The planner's answer to a problem in which collectives run beside computing."""
-    least, found = least_time_ns(problem), list[Schedule]()
+    least = least_time_ns(problem)
     first: Solution | None = None
+    best: Solution | None = None
     for solution in _answers(problem, planner):
         first = first or solution
+        found = list[Schedule]()
         for schedule in (solution.schedule, solution.lowest_schedule):
             if schedule is not None:
                 found += _hidden(problem, schedule)
+        if found:
+            known = () if best is None else (best.schedule, best.lowest_schedule)
+            best = answer(first.planner, problem, [*(one for one in known if one is not None), *found])
         if first.schedule is None and first.status is Status.INFEASIBLE:
             break
-        if found and answer(first.planner, problem, found).time_ns == least:
+        if best is not None and best.time_ns == least:
             break
     assert first is not None
-    solution = answer(first.planner, problem, found) if found else first
+    solution = best or first
     if not solution.status.solved:
         free = not any(
             may_run_early(problem.graph, op) and problem.costs.workspace_bytes[op.id] for op in problem.graph.ops
         )
         proven = first.status is Status.INFEASIBLE and free
-        minimum = solution.minimum_bytes if found else first.minimum_bytes
-        return dataclasses.replace(
-            solution,
-            status=Status.INFEASIBLE if proven else Status.UNSOLVED,
-            minimum_bytes=minimum,
-            lower_bound_ns=None,
-        )
+        status = Status.INFEASIBLE if proven else Status.UNSOLVED
+        return dataclasses.replace(solution, status=status, lower_bound_ns=None)
     bound = min(_bound(problem, getattr(planner, "effort", 0), solution.time_ns), solution.time_ns)
     status = Status.OPTIMAL if solution.time_ns <= bound else Status.FEASIBLE
     return dataclasses.replace(solution, status=status, lower_bound_ns=bound)
@@ -113,7 +113,8 @@ def _hidden(problem: Problem, schedule: Schedule) -> list[Schedule]:
     graph, costs, budget = problem.graph, problem.costs, problem.budget_bytes
     placed = place_transfers(graph, costs, schedule, budget)
     better = improved(graph, costs, placed, budget)
-    return [schedule, placed, better, place_transfers(graph, costs, better, budget)]
+    made = (schedule, placed, better, place_transfers(graph, costs, better, budget))
+    return list({id(one): one for one in made}.values())
 
 
 def _bound(problem: Problem, effort: int, known_ns: int) -> int:
