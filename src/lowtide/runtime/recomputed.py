@@ -58,7 +58,9 @@ def recomputed(
     def contexts() -> tuple[Any, Any]:
         return _Recording(decisions), _Again(lambda: _again(module, before, decisions, on_run))
 
-    return checkpoint(flat, *values, use_reentrant=False, context_fn=contexts)
+    nested = any(isinstance(value, torch.Tensor) and value.is_nested for value in values)
+    check = "none" if nested else "default"  # which reads shapes, and what a nested tensor is made of has none
+    return checkpoint(flat, *values, use_reentrant=False, context_fn=contexts, determinism_check=check)
 
 
 class _Again:
