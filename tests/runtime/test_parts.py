@@ -189,6 +189,26 @@ def test_equal_to_the_bit_and_within_the_budget(make: Callable[[], nn.Module]) -
         assert ("forward" in module.__dict__) == (module is model)
 
 
+class _Comparing(_Block):
+    """A module that compares element by element, as those that hold dictionaries of tensors do."""
+
+    __hash__ = nn.Module.__hash__
+
+    def __eq__(self, other: object) -> Any:
+        return torch.ones(2, dtype=torch.bool)
+
+
+class _Compared(_LayerDrop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Comparing() for _ in range(2))
+
+
+def test_modules_that_compare_as_tensors_do() -> None:
+    model, peaks = _train_alike(_Compared, 0.6, 3)
+    assert len(model.forward.parts.planned()) > 1
+
+
 def test_what_cannot_be_planned_runs_again(caplog: pytest.LogCaptureFixture) -> None:
     """With its attributes, buffers, generators and decisions as they were."""
     model, peaks = _train_alike(_Mixture, 0.6, 6)

@@ -40,7 +40,7 @@ def model_state(model: nn.Module) -> State:
     """Parameters, then buffers, in registration order, without duplicates."""
     units = begun(model)
     places: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
+    for name, tensor in nn.Module.named_parameters(model, remove_duplicate=False):
         if is_lazy(tensor):
             raise CaptureError(
                 f"parameter {name!r} has no shape yet: call the model once with a sample before it is rematerialized."

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from torch._dynamo import utils
 from torch._dynamo.decorators import skip
 from torch._dynamo.variables import nn_module
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide.api import restore, runtime_of
 from lowtide.capture.trace.patches import replaced
@@ -104,7 +105,7 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
         self.peak_bytes = 0  # of all passes in which no plan was made, above the level when they began
         self.passes = 0
         self._found, self._ended = found, ended
-        self._known: weakref.WeakKeyDictionary[nn.Module, Root] = weakref.WeakKeyDictionary()
+        self._known: MutableMapping[nn.Module, Root] = WeakIdKeyDictionary()  # modules may compare as tensors do
         self._thread = _Thread()
         self._window: PeakWindow | None = None
         self._in_pass: list[Root] = []

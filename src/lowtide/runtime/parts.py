@@ -12,11 +12,12 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide.capture import Captured
 from lowtide.capture.copies import model_state
@@ -140,7 +141,7 @@ class Parts:
         if settings.total_budget is not None:
             self.shared.outside = outside_of_model(model, settings.optimizer_bytes)
         self._model = weakref.ref(model)
-        self._parts: weakref.WeakKeyDictionary[nn.Module, Part] = weakref.WeakKeyDictionary()
+        self._parts: MutableMapping[nn.Module, Part] = WeakIdKeyDictionary()  # modules may compare as tensors do
         self.watch = OutsideWatch(self.shared)
         self.shared.give_way, self.shared.expected = self._run_more_again, self._with_siblings
         self._calls = self._steps = 0

@@ -31,7 +31,7 @@ def new_buffers(
     Raises ``CaptureError`` where parameters are others, or where a buffer is gone.
     """
     before = {name: tensor for places, tensor in zip(names, tensors, strict=True) for name in places}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(nn.Module.named_parameters(model, remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     made = [name for name, parameter in parameters.items() if before.get(name) is not parameter]
     if made:

@@ -142,7 +142,7 @@ def _wiring(modules: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
     return [
         (
             None if module is root else type(module),
-            module,
+            (module,),  # in which the same is equal, however modules compare
             () if module is root else hooks_of(module),
             [*module._modules.items()],
         )
