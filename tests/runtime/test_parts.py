@@ -205,7 +205,7 @@ class _Compared(_LayerDrop):
 
 
 def test_modules_that_compare_as_tensors_do() -> None:
-    model, peaks = _train_alike(_Compared, 0.6, 3)
+    model, _ = _train_alike(_Compared, 0.6, 3)
     assert len(model.forward.parts.planned()) > 1
 
 
