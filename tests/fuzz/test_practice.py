@@ -79,6 +79,12 @@ def _hooked_in_a_list(module: Any) -> None:
     module.held[0].register_forward_hook(Steers())
 
 
+def _scaler() -> Any:
+    made = torch.amp.GradScaler("cpu", init_scale=1.0)
+    made.scale(torch.ones(1))
+    return made
+
+
 _BOUND = _hooked(lambda: Steers().called)
 _PARTIAL = _hooked(lambda: functools.partial(_scaling, [1.0]))
 _SCALED = _with(part=lambda: functools.partial(_scaling, [1.0]))
@@ -92,6 +98,11 @@ CASES: dict[str, dict[str, Case]] = {
         "tensor behind a method as a hook": (_part, _BOUND, lambda m: _hook(m).__self__.direction.mul_(2)),
         "argument of a partial as a hook": (_part, _PARTIAL, lambda m: _hook(m).args[0].__setitem__(0, 2.0)),
         "hook of a module that is not registered": (_held, _hooked_in_a_list, lambda m: setattr(next(iter(m.held[0]._forward_hooks.values())), "scale", 2.0)),
+    },
+    "what PyTorch keeps for training": {
+        "scale of a gradient scaler": (lambda s, y, x: y * s.scaler.get_scale(), _with(scaler=_scaler), lambda m: m.scaler._scale.mul_(2)),
+        "scale of a gradient scaler that has not run": (lambda s, y, x: y * s.scaler.get_scale(), _with(scaler=lambda: torch.amp.GradScaler("cpu")), lambda m: setattr(m.scaler, "_init_scale", 2.0)),
+        "buffers that are not saved": (lambda s, y, x: y * (1 + len(s._non_persistent_buffers_set)), lambda m: m.register_buffer("table", torch.ones(1)), lambda m: m._non_persistent_buffers_set.add("table")),
     },
     "functions with arguments": {
         "argument of a partial": (_part, _SCALED, lambda m: m.part.args[0].__setitem__(0, 2.0)),

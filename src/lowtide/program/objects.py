@@ -111,7 +111,13 @@ _HOLDERS: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]]], ...] = (
 )
 
 
-_WHOLE = ("torch.optim.", "torch.distributions.", "torch.utils.data.", "threading")  # objects read as what they hold
+_WHOLE = (
+    "torch.optim.",
+    "torch.distributions.",
+    "torch.utils.data.",
+    "torch.amp.grad_scaler",
+    "threading",
+)  # objects read as what they hold
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -33,6 +33,7 @@ from lowtide.program.objects import ABSENT, PLAIN, content, current, fields, own
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
 _ASKING = (nn.Module.__module__, "functools")  # who reads them to find one
 _INHERITED = frozenset(vars(nn.Module)) - {"forward"} - _WHOLE
+_INTERNAL = OWN - {"_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"}  # read in every call
 _ATOMS = frozenset(PLAIN)  # not what is derived from them, which may have attributes
 _UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__slotnames__"})  # of what stands in a class
 _HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
@@ -315,7 +316,9 @@ class Observer:
         if name == "training" and id(owner) in self._unregistered:
             return True
         registered = any(name in own[registry] for registry in ("_parameters", "_buffers", "_modules"))
-        return not registered and name not in OWN and name not in _WHOLE and (name in own or name not in _INHERITED)
+        return (
+            not registered and name not in _INTERNAL and name not in _WHOLE and (name in own or name not in _INHERITED)
+        )
 
     def _note_whole(self, seen: Any, original: Any) -> None:
         """All attributes of an object are read."""
