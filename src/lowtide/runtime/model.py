@@ -13,7 +13,7 @@ from torch import nn
 
 from lowtide.capture import Captured
 from lowtide.dynamic.context import online
-from lowtide.errors import CaptureError, InfeasibleBudgetError, NoGradientError, PlanError
+from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError, NoGradientError, PlanError
 from lowtide.memory.arena import Arena
 from lowtide.pipeline import Finish
 from lowtide.planning import Plan
@@ -26,6 +26,7 @@ from lowtide.runtime.placed import lowered
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.sharded_root import ShardedRoot
 from lowtide.settings import Settings
+from lowtide.sharing.order import CollectiveOrder
 
 _LOG = logging.getLogger(__name__)
 
@@ -132,6 +133,17 @@ class Rematerialized(Planned):
         if self._root is None:
             return super().planned(captured, sample, finish, **known)
         order = self._root.order
+        try:
+            found = self._in_order(order, captured, sample, finish, **known)
+        except LowtideError as error:
+            order.begin(str(error))
+            raise
+        order.begin()
+        return found
+
+    def _in_order(
+        self, order: CollectiveOrder, captured: Captured, sample: Sample, finish: Finish, **known: Any
+    ) -> tuple[Program, Plan]:
         for _ in range(2):  # the first time another rank may settle the order meanwhile
             program, plan = super().planned(captured, sample, finish, known=order.schedules)
             if order.settles(program, plan.schedule):

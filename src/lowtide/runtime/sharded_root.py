@@ -64,7 +64,8 @@ class ShardedRoot:
 
 def _order(units: Sequence[Unit]) -> CollectiveOrder:
     """Of the collectives of a model with these units, the same on all of its ranks, which make their models in one order."""
-    layout = content_key([(unit.name, unit.describe(range(len(unit.forms)))) for unit in units])
+    meshes = {parameter.device_mesh for unit in units for parameter in unit.parameters}  # type: ignore[attr-defined]
+    ranks = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+    layout = content_key([(unit.name, unit.describe(range(len(unit.forms)))) for unit in units], ranks)
     _MADE[layout] += 1
-    ranks = max((unit.group.mesh_info.mesh.size() for unit in units), default=1)
     return CollectiveOrder(f"{layout}/{_MADE[layout]}", ranks)

@@ -5,15 +5,22 @@ shapes run one plan (``sharing.agreement``), but a plan for other shapes may gat
 model settles an order, which is kept with its schedule in the store of the default process group, and every later plan must
 keep to it: by that schedule, where it fits, which also takes no search. Where it does not, a plan in another order is taken
 only if all ranks ask for one for the same program, in the same call: then all change to it.
+
+All ranks plan a model's first call. Each then says whether it keeps to its budget, and hears of all others, before any begins.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
+from torch import distributed
+
+from lowtide.errors import PlanError
 from lowtide.ir import Graph, Schedule, collectives_of
 from lowtide.ir.serial import schedule_from_json, schedule_to_json
 from lowtide.program.program import Program
+from lowtide.program.sharded import communicating
 from lowtide.sharing.agreement import program_key
 from lowtide.sharing.messages import default_store, tell, told
 from lowtide.store import content_key
@@ -23,10 +30,11 @@ _PATIENCE_SECONDS = 60.0  # for the other ranks to ask for the same program
 
 
 class CollectiveOrder:
-    """The order of a model on ``ranks`` ranks that all know it by ``key``."""
+    """The order of a model on ``ranks``, which all know it by ``key``."""
 
-    def __init__(self, key: str, ranks: int) -> None:
+    def __init__(self, key: str, ranks: Sequence[int]) -> None:
         self._key, self._ranks = f"lowtide/order/{key}", ranks
+        self._begun = False
         self._generation = 0
         self._sequence: list[str] | None = None
         self._schedule: Schedule | None = None
@@ -48,13 +56,27 @@ class CollectiveOrder:
         store, name = default_store(), f"{self._key}/{self._generation + 1}/{program_key(program, ())}"
         store.add(name, 1)
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while store.add(name, 0) < self._ranks:
+        while store.add(name, 0) < len(self._ranks):
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_SECONDS)
         self._generation += 1
         self._sequence = None
         return self.settles(program, schedule)
+
+    def begin(self, failure: str | None = None) -> None:
+        """All ranks have made their first plan, this one unless there was a ``failure``. Raises ``PlanError`` for another's."""
+        if self._begun:
+            return
+        self._begun, store, own = True, default_store(), distributed.get_rank()
+        tell(store, f"{self._key}/begun/{own}", failure)
+        if failure is not None:
+            return
+        for rank in self._ranks:
+            with communicating(f"exchange of first plans with rank {rank}"):
+                reason = told(store, f"{self._key}/begun/{rank}")
+            if reason is not None:
+                raise PlanError(f"rank {rank} has no plan, so no rank can begin: {reason}")
 
     def _learn(self, found: list[str] | None = None, schedule: Schedule | None = None, ops: str = "") -> None:
         """What is settled, or what this rank settles with a schedule that it has found."""
