@@ -19,8 +19,8 @@ from torch import distributed
 from lowtide.errors import PlanError
 from lowtide.ir import Graph, Schedule, collectives_of
 from lowtide.ir.serial import schedule_from_json, schedule_to_json
+from lowtide.program.communication import communicating
 from lowtide.program.program import Program
-from lowtide.program.sharded import communicating
 from lowtide.sharing.agreement import program_key
 from lowtide.sharing.messages import default_store, tell, told
 from lowtide.store import content_key
