@@ -24,6 +24,9 @@ _UPDATES_STATISTICS = {
     "cudnn_batch_norm": ((3, 4), 5),
     "miopen_batch_norm": ((3, 4), 5),
 }
+# Collectives write into some of the tensors that they are given and read others, perhaps after they have returned; the schemas
+# do not say which.
+_WRITE_UNSAID = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 # Operators that are functions of their arguments and of the generator's state.
 _FUNCTIONS = {"aten", "prims", "torchvision"}
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -70,7 +73,8 @@ class Operator:
         self.writes = tuple(
             argument.name if argument.kwarg_only else place
             for place, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            if (argument.alias_info is not None and argument.alias_info.is_write)
+            or (overload.namespace in _WRITE_UNSAID and "Tensor" in str(argument.type))
         )
         full_name: str = overload.name()  # type: ignore[no-untyped-call]
         has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, full_name)

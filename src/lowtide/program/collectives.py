@@ -7,11 +7,13 @@ operator, ``Waited``: what it returns may be read. It runs once, at its place am
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import distributed
 
 from lowtide.memory.allocators import allocated_bytes
 from lowtide.program.communication import communicating, wait_for_copies
@@ -68,6 +70,19 @@ def is_wait(target: Any) -> bool:
 def is_collective(target: Any) -> bool:
     """Whether an operator of PyTorch's is a functional collective."""
     return _is_functional(target) and not is_wait(target)
+
+
+def collectives_begun() -> float:
+    """How many collectives this process has begun so far, of all process groups that it is in; no number equal to any, where a
+    backend does not count them."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0
+    groups = distributed.distributed_c10d._world.pg_map
+    own = [group for group in groups if isinstance(group, distributed.ProcessGroup)]
+    try:
+        return sum(group._get_sequence_number_for_group() for group in own)  # type: ignore[attr-defined]
+    except RuntimeError:
+        return math.nan
 
 
 def _is_functional(target: Any) -> bool:

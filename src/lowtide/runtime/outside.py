@@ -12,6 +12,7 @@ import torch
 
 from lowtide.memory.allocators import allocated_bytes
 from lowtide.program import structure
+from lowtide.program.collectives import collectives_begun
 from lowtide.program.keys import fingerprint
 from lowtide.program.sharded import version_of
 from lowtide.runtime.shared import SharedBudget
@@ -25,7 +26,8 @@ class OutsideCall:
     """A call of a submodule, by its ``name``, whose own code runs. ``kept_bytes``: what it keeps for the backward pass, parts
     inside of it included; ``held_bytes``: the same where these keep what they would without plans; ``input_bytes``: what its
     arguments are. ``may_run_again``: whether its arguments are left as they were, by itself and by what ran after it: of
-    ``given`` tensors, with the versions that they had."""
+    ``given`` tensors, with the versions that they had; and whether it communicates with no other rank, which might not run it
+    again."""
 
     name: str
     input_bytes: int
@@ -65,13 +67,14 @@ class OutsideWatch:
         given = [(weakref.ref(each), version_of(each)) for each in tensors]
         one, contents = OutsideCall(name, _bytes_of(tensors), given=given), _contents(tensors, tree)
         (self._open[-1].inside if self._open else self.calls).append(one)
-        ran, before = len(self.shared.ran), self._level()
+        ran, before, communicated = len(self.shared.ran), self._level(), collectives_begun()
         self._open.append(one)
         try:
             yield
         finally:
             self._open.pop()
-            one.may_run_again = _contents(*structure.flatten(arguments)) == contents
+            one.may_run_again = communicated == collectives_begun()
+            one.may_run_again &= _contents(*structure.flatten(arguments)) == contents
             one.check()
             members = [self.shared.member(each) for each in self.shared.ran[ran:]]
             planned = sum(member.eager.saved_bytes - taken.saved_bytes for member, taken in members)

@@ -21,6 +21,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 
+from lowtide.capture.trace import collectives
 from lowtide.capture.trace.inplace import keeping_layouts
 from lowtide.capture.trace.patches import replaced, wrapped
 from lowtide.capture.trace.twins import through_twins
@@ -62,13 +63,14 @@ def _or_foreign(is_impure: Callable[..., bool]) -> Callable[..., bool]:
 
 @contextlib.contextmanager
 def as_traced() -> Iterator[None]:
-    """Inside, operators are eager's and in-place ones keep layouts, random ones leave the caller's generator as it is, the
-    profiler's ranges are none, and distributions do not look at the values of their arguments."""
+    """Inside, operators are eager's and in-place ones keep layouts, collectives are functional, random operators leave the
+    caller's generator as it is, the profiler's ranges are none, and distributions do not look at the values of arguments."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_eager_dispatch())
         stack.enter_context(wrapped(torch.fx.Node, "is_impure", _or_foreign))
-        for replacing in (keeping_layouts, through_twins):
+        for replacing in (keeping_layouts, through_twins, collectives.refusing):
             stack.enter_context(wrapped(FunctionalTensorMode, "__torch_dispatch__", replacing))
+        stack.enter_context(collectives.functional())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         ranges = torch.autograd.profiler.record_function
         stack.enter_context(replaced(ranges, "__enter__", lambda self: self))
