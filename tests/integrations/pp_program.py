@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -186,5 +188,62 @@ def split_backward_passes_are_refused() -> None:
     raise AssertionError("a schedule that splits backward passes ran")
 
 
+def _sharded_stage(budget: int | None, build: Build, in_flight: Sequence[int]) -> Run:
+    """A stage of two, whose blocks are sharded over the two ranks that have it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
+    stage, ranks = mesh["pipeline"].get_local_rank(), mesh["pipeline"].get_group()
+    torch.manual_seed(stage)
+    module = nn.Sequential(Block(0.1), Block(0.1))
+    whole_bytes = gradient_bytes(module)  # of gradients that are not reduced until the last micro-batch
+    for block in module:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(module, mesh=mesh["shard"])
+    if budget is not None:
+        sample = torch.ones(ROWS, LENGTH, WIDTH, requires_grad=stage > 0)
+        kept = reserved(in_flight[stage], first=stage == 0, last=stage == 1)
+        kept += whole_bytes if in_flight[stage] == 1 else 0
+        options: dict[str, Any] = {"in_flight": in_flight[stage], "reserve": kept, "planner": "auto{effort=1}"}
+        lowtide.rematerialize(module, (sample,), budget=budget, **options)
+    schedule = build([PipelineStage(module, stage, 2, torch.device("cpu"), group=ranks)])
+    optimizer, run = torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=False), Run([module])
+    torch.manual_seed(3 + mesh["shard"].get_local_rank())
+    for _ in range(_STEPS):
+        given, target = torch.randn(2, MICRO_BATCHES * ROWS, LENGTH, WIDTH)
+        losses: list[torch.Tensor] = []
+        arguments = (given,) if stage == 0 else ()
+        asked = {"target": target, "losses": losses} if stage == 1 else {}
+
+        def compute(arguments: Any = arguments, asked: Any = asked) -> None:
+            schedule.step(*arguments, **asked)
+
+        run.peaks.append(lowtide.measure(compute).peak_bytes)
+        run.losses.append([loss.item() for loss in losses])
+        run.gradients.append([p.grad.to_local().clone() for p in module.parameters()])  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    return run
+
+
+def sharded_stages() -> None:
+    """FSDP2 inside of stages: gradients of all micro-batches are whole until they are reduced, once, after the last."""
+    for build, in_flight in ((one_forward_one_backward, (2, 1)), (gpipe, (MICRO_BATCHES, MICRO_BATCHES))):
+        reference = _sharded_stage(None, build, in_flight)
+        alone = torch.tensor(max(reference.peaks[1:]))
+        dist.all_reduce(alone, op=dist.ReduceOp.MAX)
+        budget = int(0.85 * alone)
+        ours = _sharded_stage(budget, build, in_flight)
+        assert_same(ours, reference)
+        (plan,) = lowtide.plans(ours.modules[0])
+        together = plan.peak_bytes + plan.waiting_bytes
+        say(f"{plan.in_flight} in flight: peaks {ours.peaks}, planned {together} of {budget}, alone {reference.peaks}")
+        assert max(ours.peaks[1:]) <= budget, (ours.peaks, budget)
+
+
 if __name__ == "__main__":
-    perform(all_micro_batches, as_many_as_stages_follow, several_stages_of_a_rank, split_backward_passes_are_refused)
+    perform(
+        all_micro_batches,
+        as_many_as_stages_follow,
+        several_stages_of_a_rank,
+        split_backward_passes_are_refused,
+        sharded_stages,
+    )

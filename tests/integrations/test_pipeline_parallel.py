@@ -21,3 +21,9 @@ _PROGRAM = "tests.integrations.pp_program"
 )
 def test_scenario(scenario: str) -> None:
     assert torchrun(_PROGRAM, scenario).count("passed") == 2
+
+
+@pytest.mark.slow
+def test_sharded_stages() -> None:
+    """Two stages, each sharded over two ranks."""
+    assert torchrun(_PROGRAM, "sharded_stages", processes=4).count("passed") == 4

@@ -8,6 +8,7 @@ of the program; all collectives are in that of the schedule, which is one for al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -44,6 +45,16 @@ def sharded_collectives(program: Program) -> Iterator[tuple[int, Gather | Reduce
     for op, call in zip(program.graph.ops, program.calls, strict=True):
         if isinstance(call.target, (Gather, Reduce)):
             yield op.id, call.target
+
+
+def unreduced_bytes(program: Program) -> int:
+    """Of the whole gradients that a call leaves behind for each sharded parameter where nothing is reduced yet."""
+    whole = 0
+    for op, target in sharded_collectives(program):
+        if isinstance(target, Reduce):
+            metas = [program.metas[value] for value in program.graph.ops[op].inputs]
+            whole += sum(math.prod(meta.shape) * (target.kept_dtype or meta.dtype).itemsize for meta in metas)
+    return whole
 
 
 def _refuse_results(program: Program, sharded: set[int]) -> None:

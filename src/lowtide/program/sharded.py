@@ -76,6 +76,8 @@ class Unit:
         if not self.group.is_sharded:
             self.group._to_sharded()
         for shard, form in zip(self.group.fsdp_params, self.forms, strict=True):
+            if getattr(shard, "_unsharded_param", None) is form:
+                del shard._unsharded_param
             if form.requires_grad != shard.sharded_param.requires_grad:
                 form.requires_grad_(shard.sharded_param.requires_grad)
 
@@ -148,7 +150,8 @@ class Reduce:
     def __init__(self, unit: Unit, chosen: Sequence[int]) -> None:
         self.unit, self.chosen = unit, tuple(chosen)
         self.__name__, self.__module__ = "reduce_scatter", "lowtide"
-        self.dtype = unit.group.mp_policy.reduce_dtype or unit.forms[self.chosen[0]].dtype  # that is communicated
+        self.kept_dtype: torch.dtype | None = unit.group.mp_policy.reduce_dtype  # of gradients that are not reduced yet
+        self.dtype = self.kept_dtype or unit.forms[self.chosen[0]].dtype  # that is communicated
         self.__qualname__ = f"reduce_scatter{{{unit.describe(chosen)} by {self.dtype}}}"
 
     def __call__(self, *gradients: torch.Tensor) -> torch.Tensor:
@@ -171,8 +174,10 @@ class Reduce:
                     gradients[place] = shard.unsharded_accumulated_grad
                 shard.unsharded_accumulated_grad = None
             if not group.reduce_grads:
-                for shard, gradient in zip(shards, gradients, strict=True):
+                for index, shard, gradient in zip(self.chosen, shards, gradients, strict=True):
                     shard.unsharded_accumulated_grad = gradient.to(shard.reduce_dtype or gradient.dtype)
+                    if not hasattr(shard, "_unsharded_param"):  # which whoever reduces later asks for its gradient, too
+                        shard._unsharded_param = self.unit.forms[index]
                 return lambda: torch.empty(0, device=group.device)
             with communicating(f"reduction of {self.unit.name or 'the root'}"):
                 held = reduced(group, shards, gradients, beside)

@@ -28,13 +28,16 @@ class ShardedRoot:
         functools.update_wrapper(self, forward, updated=())
         if self.state._training_state.name == "FORWARD":  # in the model's first call: FSDP2's hook has run already
             self.state._post_forward(model, (), None)
-        self.order = _order(begun(model))
+        units = begun(model)
+        self.order, self.settle = _order(units), [unit.settle for unit in units]
         handles = (self.state._pre_forward_hook_handle, self.state._post_forward_hook_handle)
         places = [(handle.hooks_dict_ref(), handle.id) for handle in handles]
         self._taken = [(hooks, key, hooks.pop(key)) for hooks, key in places]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.state._modules[0]
+        for settle in self.settle:
+            settle()
         args, kwargs = self.state._pre_forward(module, args, kwargs)
         return self.state._post_forward(module, args, self.forward(*args, **kwargs))
 

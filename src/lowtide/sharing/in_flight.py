@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Costs
 from lowtide.planning import Plan
+from lowtide.program.gathers import unreduced_bytes
 from lowtide.program.program import Program
 from lowtide.sharing.assignment import Assignment, Planning, Share, plan_alone
 from lowtide.sharing.constraints import Member
@@ -56,7 +57,8 @@ class _Calls:
         storages = {
             graph.values[value].storage for position, value in program.gradients if position < program.parameters
         }
-        self.left_bytes = sum(int(costs.storage_bytes[storage]) for storage in storages) if in_flight > 1 else 0
+        left = sum(int(costs.storage_bytes[storage]) for storage in storages) + unreduced_bytes(program)
+        self.left_bytes = left if in_flight > 1 else 0
 
     def peak_bytes(self, chosen: Assignment) -> int:
         """With all of them run in this way."""
