@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 
 from lowtide.capture.python_state.held_inputs import holding
 from lowtide.capture.python_state.paths import AttributePath, of_modules, tensors_in
@@ -37,6 +38,7 @@ def check(model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
             f"the model and its inputs lie on {len(devices)} devices ({names}); move them to one device."
         )
     _refuse_sharded_parts(model)
+    _refuse_context_parallel()
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise CaptureError(
@@ -49,6 +51,11 @@ def check(model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
                 "itself, use Tensor.register_hook on parameters, or remove them."
             )
     for tensor in tensors:
+        if hasattr(tensor, "ds_tensor"):
+            raise CaptureError(
+                "DeepSpeed has partitioned the parameters (ZeRO stage 3): outside of its hooks they are empty. Use stage 1 or "
+                "2, or fully_shard (FSDP2), which is planned together with the model."
+            )
         if tensor.layout is not torch.strided or type(tensor) not in (
             torch.Tensor,
             nn.Parameter,
@@ -67,6 +74,15 @@ def _refuse_sharded_parts(model: nn.Module) -> None:
         raise CaptureError(
             f"submodule {inner!r} is a unit of fully_shard, but the model itself is not: call fully_shard(model) too, "
             "after its blocks, so that the rest of its parameters is sharded as well."
+        )
+
+
+def _refuse_context_parallel() -> None:
+    where = str(getattr(functional.scaled_dot_product_attention, "__module__", ""))
+    if where.startswith("torch.distributed.tensor.experimental"):
+        raise CaptureError(
+            "inside of context_parallel (torch.distributed.tensor.experimental) attention is distributed by functions that a "
+            "plan does not know. Run such a model without a plan, or shard it otherwise (fully_shard, parallelize_module)."
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.modules import module as _hooked
 
 from lowtide.capture import Captured
@@ -54,7 +55,8 @@ def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], name
         torch.is_anomaly_enabled(),
         tuple(map(_attributes, inputs)),
         tuple(map(tuple, _GLOBAL_HOOKS)),
-        # Which kernels operators may choose when they are traced.
+        # Which kernels operators may choose when they are traced; context parallelism exchanges the function itself.
+        functional.scaled_dot_product_attention,
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),
