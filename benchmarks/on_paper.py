@@ -1,6 +1,6 @@
 """A Llama of 70 billion parameters on a cluster that is not there, for ``lowtide plan --mesh``::
 
-    lowtide plan --mesh dp=8,tp=8 --link tp=nvlink,dp=infiniband --device H100-80GB benchmarks.on_paper:build
+lowtide plan --mesh dp=8,tp=8 --link tp=nvlink,dp=infiniband --device H100-80GB benchmarks.on_paper:build
 """
 
 from __future__ import annotations
