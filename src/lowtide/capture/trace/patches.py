@@ -43,7 +43,9 @@ def below(function: Any, calling: types.FrameType) -> Any:
     if asking is None or calling.f_code is not torch.overrides.handle_torch_function.__code__:
         return function
     code: Any = getattr(function, "__code__", asking.f_code)
-    ours = code is asking.f_code or code.co_filename.startswith(os.path.dirname(torch.__file__))
+    ours = code is asking.f_code or code.co_filename.startswith(
+        (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+    )
     if ours or asking.f_code.co_freevars:
         return function
     variables = dict(asking.f_globals)  # in which it stands under its name, for other modes
