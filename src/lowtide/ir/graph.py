@@ -165,11 +165,16 @@ class Graph:
         return tuple(self.storages_of((*op.inputs, *op.outputs)) for op in self.ops)
 
     @functools.cached_property
+    def changed(self) -> tuple[tuple[int, ...], ...]:
+        """Per op, the storages that it may leave with other contents: those of its outputs, for an ``effect`` op all."""
+        return tuple((self.touched if op.effect else self.made)[op.id] for op in self.ops)
+
+    @functools.cached_property
     def written(self) -> tuple[tuple[int, ...], ...]:
-        """Per op, the storages that it does not own and may write into: those of its outputs, for an ``effect`` op all."""
+        """Per op, the storages among those that were there before."""
         return tuple(
-            tuple(one for one in (self.touched if op.effect else self.made)[op.id] if self.storages[one].base != op.id)
-            for op in self.ops
+            tuple(one for one in changed if self.storages[one].base != op.id)
+            for op, changed in zip(self.ops, self.changed, strict=True)
         )
 
     def storages_of(self, values: Iterable[int]) -> tuple[int, ...]:

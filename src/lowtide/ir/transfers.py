@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from lowtide.errors import PlanError
 from lowtide.ir.costs import Costs
-from lowtide.ir.graph import Graph, Op
+from lowtide.ir.graph import Graph
 from lowtide.ir.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 
 
@@ -190,7 +190,7 @@ class Clock:
         self._forget(step.into)
         read = (one for one in self.graph.read[op.id] if one != step.into)
         self.read_until.update((one, max(end, self.read_until.get(one, 0))) for one in read)
-        self.made_at.update(dict.fromkeys(_changed(self.graph, op), end))
+        self.made_at.update(dict.fromkeys(self.graph.changed[op.id], end))
         size = sum(self.sizes[storage] for storage in self.graph.made[op.id])
         self._begin(Lane.COLLECTIVE, op.id, size, index, start, self.times[op.id])
 
@@ -203,11 +203,6 @@ class Clock:
         if storage is not None:
             self.made_at.pop(storage, None)
             self.read_until.pop(storage, None)
-
-
-def _changed(graph: Graph, op: Op) -> Sequence[int]:
-    """The storages that a collective leaves with other contents."""
-    return graph.touched[op.id] if op.effect else graph.made[op.id]
 
 
 def awaited(graph: Graph, schedule: Schedule) -> dict[int, int]:
@@ -227,7 +222,7 @@ def awaited(graph: Graph, schedule: Schedule) -> dict[int, int]:
                 reading.pop(step.into, None)
                 making.pop(step.into, None)
             reading.update((one, index) for one in graph.read[step.op] if one != step.into)
-            making.update(dict.fromkeys(_changed(graph, graph.ops[step.op]), index))
+            making.update(dict.fromkeys(graph.changed[step.op], index))
             pending.append(index)
         elif isinstance(step, (Compute, Free)):
             read, written = needs(graph, step)

@@ -223,8 +223,8 @@ class _Generator:
             self._assign(op, call.positions, condition, call_of)
         else:
             self.lines.append(f"c{op_id} = {call_of}")
-            made = self.graph.touched[op_id] if op.effect else self.graph.made[op_id]
-            self.under_way.begin(functools.partial(self._wait, op), made=made, read=self.graph.read[op_id])
+            changed, read = self.graph.changed[op_id], self.graph.read[op_id]
+            self.under_way.begin(functools.partial(self._wait, op), made=changed, read=read)
 
     def _wait(self, op: Op) -> None:
         """For a collective that was begun."""

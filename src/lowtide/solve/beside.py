@@ -59,6 +59,7 @@ def solve_beside(problem: Problem, planner: Planner) -> Solution:
     least = least_time_ns(problem)
     first: Solution | None = None
     best: Solution | None = None
+    lowest = list[int]()
     for solution in _answers(problem, planner):
         first = first or solution
         found = list[Schedule]()
@@ -68,12 +69,13 @@ def solve_beside(problem: Problem, planner: Planner) -> Solution:
         if found:
             known = () if best is None else (best.schedule, best.lowest_schedule)
             best = answer(first.planner, problem, [*(one for one in known if one is not None), *found])
+            lowest.append(best.minimum_bytes or 0)
         if first.schedule is None and first.status is Status.INFEASIBLE:
             break
         if best is not None and best.time_ns == least:
             break
     assert first is not None
-    solution = best or first
+    solution = first if best is None else dataclasses.replace(best, minimum_bytes=min(lowest))
     if not solution.status.solved:
         free = not any(
             may_run_early(problem.graph, op) and problem.costs.workspace_bytes[op.id] for op in problem.graph.ops

@@ -61,9 +61,8 @@ class Guards:
             instead[_owned(model, place)] = value
             contents.keep([value])
         anything = {_owned(model, place) for place in (("", "forward"), *free)}
-        kept = [
-            Read("class", nn.Module, "__call__", nn.Module.__call__, "torch.nn.Module.__call__")
-        ]  # not as while it is traced
+        # As it is now: it is another one while a model is traced.
+        kept = [Read("class", nn.Module, "__call__", nn.Module.__call__, "torch.nn.Module.__call__")]
         for read in reads.values.values():
             key = id(read.owner), read.name
             if (key in anything and read.kind != "method") or not contents.same(read.value, current(*read[:3])):

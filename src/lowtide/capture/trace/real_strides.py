@@ -23,13 +23,8 @@ from lowtide.capture.trace.sizes import SYMBOLIC, hint, hints, in_symbols
 from lowtide.program import generators
 from lowtide.program.layouts import contiguous_strides
 
-_aten = torch.ops.aten
-_PRODUCTS = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-}  # in order, as their fakes say
+# What they return is in order, as their fake kernels say.
+_PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")}
 _Strides = tuple[tuple[int, ...] | None, ...]
 _KNOWN: dict[Any, _Strides | None] = {}  # by operator and arguments; ``None`` where the operator does not run so
 
