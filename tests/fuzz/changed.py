@@ -51,6 +51,22 @@ class Computes(nn.Module):
         return self.compute(self, torch.tanh(self.linear(x)), x, *others).sum()
 
 
+def part_of(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """For ``Computes``: what its submodule ``part`` makes."""
+    made: torch.Tensor = self.part(y)
+    return made
+
+
+def having(**attributes: Callable[[], Any]) -> Callable[[Any], None]:
+    """For ``Computes``: it has such attributes, made for each module anew."""
+
+    def prepare(module: Any) -> None:
+        for name, make in attributes.items():
+            setattr(module, name, make())
+
+    return prepare
+
+
 def rows() -> torch.Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

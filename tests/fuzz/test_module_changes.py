@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fuzz.changed import Computes, Thing, follows, rows
+from tests.fuzz.changed import Computes, Thing, follows, having, part_of, rows
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`?torch.nn.utils.weight_norm"),
@@ -95,19 +95,6 @@ def _same(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def _part(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = self.part(y)
-    return made
-
-
-def _with(**attributes: Callable[[], Any]) -> Callable[[Any], None]:
-    def prepare(module: Any) -> None:
-        for name, make in attributes.items():
-            setattr(module, name, make())
-
-    return prepare
-
-
 def _buffer(make: Callable[[], torch.Tensor], persistent: bool = True) -> Callable[[Any], None]:
     return lambda module: module.register_buffer("table", make(), persistent)
 
@@ -135,10 +122,10 @@ def _nothing(module: Any) -> None:
     pass
 
 
-_PART = _with(part=lambda: Adapted())
-_DROPOUT = _with(part=lambda: nn.Dropout(0.5))
-_HELD = _with(held=lambda: Thing(items={"a": [torch.ones(4)]}))
-_ONES = _with(table=lambda: torch.ones(4))
+_PART = having(part=lambda: Adapted())
+_DROPOUT = having(part=lambda: nn.Dropout(0.5))
+_HELD = having(held=lambda: Thing(items={"a": [torch.ones(4)]}))
+_ONES = having(table=lambda: torch.ones(4))
 
 
 def _held(self: Any, y: torch.Tensor, x: torch.Tensor) -> Any:
@@ -177,24 +164,24 @@ def _set(name: str, value: Any) -> Callable[[Any], None]:
 CASES: dict[str, Case] = {
     "class's forward": (lambda: _fresh()(_same), lambda m: setattr(type(m), "forward", _forward_of_class)),
     "forward of a base": (lambda: type("Derived", (_fresh(),), {})(_same), lambda m: setattr(type(m).__mro__[1], "forward", _forward_of_class)),
-    "forward of a part's class": _case(_part, _with(part=lambda: type("Local", (Scale,), {})()), lambda m: setattr(type(m.part), "forward", lambda self, x: x * 2)),
-    "forward of a part": _case(_part, _with(part=Scale), lambda m: setattr(m.part, "forward", _twice)),
-    "method of a part": _case(_part, _with(part=Scale), lambda m: setattr(m.part, "forward", types.MethodType(lambda self, x: x * 3, m.part))),
-    "inserted layer": _case(lambda s, y, x: functools.reduce(lambda z, layer: layer(z), s.layers, y), _with(layers=lambda: nn.ModuleList([Scale(1.0), Scale(2.0)])), lambda m: m.layers.insert(0, Scale(3.0))),
-    "order of a ModuleDict": _case(lambda s, y, x: next(iter(s.layers.values()))(y), _with(layers=lambda: nn.ModuleDict({"a": Scale(1.0), "b": Scale(2.0)})), lambda m: m.layers.update({"a": m.layers.pop("a")})),
-    "swapped in a ParameterList": _case(lambda s, y, x: y * s.pair[0] + s.pair[1] * 3, _with(pair=lambda: nn.ParameterList([torch.ones(4), torch.full((4,), 2.0)])), lambda m: (one := m.pair[0], two := m.pair[1], m.pair.__setitem__(0, two), m.pair.__setitem__(1, one))),
-    "order of a ParameterDict": _case(lambda s, y, x: y * next(iter(s.pair.values())), _with(pair=lambda: nn.ParameterDict({"a": torch.ones(4), "b": torch.full((4,), 2.0)})), lambda m: m.pair.update({"a": m.pair.pop("a")})),
+    "forward of a part's class": _case(part_of, having(part=lambda: type("Local", (Scale,), {})()), lambda m: setattr(type(m.part), "forward", lambda self, x: x * 2)),
+    "forward of a part": _case(part_of, having(part=Scale), lambda m: setattr(m.part, "forward", _twice)),
+    "method of a part": _case(part_of, having(part=Scale), lambda m: setattr(m.part, "forward", types.MethodType(lambda self, x: x * 3, m.part))),
+    "inserted layer": _case(lambda s, y, x: functools.reduce(lambda z, layer: layer(z), s.layers, y), having(layers=lambda: nn.ModuleList([Scale(1.0), Scale(2.0)])), lambda m: m.layers.insert(0, Scale(3.0))),
+    "order of a ModuleDict": _case(lambda s, y, x: next(iter(s.layers.values()))(y), having(layers=lambda: nn.ModuleDict({"a": Scale(1.0), "b": Scale(2.0)})), lambda m: m.layers.update({"a": m.layers.pop("a")})),
+    "swapped in a ParameterList": _case(lambda s, y, x: y * s.pair[0] + s.pair[1] * 3, having(pair=lambda: nn.ParameterList([torch.ones(4), torch.full((4,), 2.0)])), lambda m: (one := m.pair[0], two := m.pair[1], m.pair.__setitem__(0, two), m.pair.__setitem__(1, one))),
+    "order of a ParameterDict": _case(lambda s, y, x: y * next(iter(s.pair.values())), having(pair=lambda: nn.ParameterDict({"a": torch.ones(4), "b": torch.full((4,), 2.0)})), lambda m: m.pair.update({"a": m.pair.pop("a")})),
     "hook of a parameter": _case(_same, _nothing, lambda m: m.linear.weight.register_hook(_twice)),
     "hook of the model's gradient": _case(_same, _nothing, lambda m: m.register_full_backward_pre_hook(lambda module, gradient: (gradient[0] * 2,))),
     "hook of the model": _case(_same, _nothing, lambda m: m.register_forward_hook(lambda module, args, result: result * 2)),
     "hook before the model": _case(_same, _nothing, lambda m: m.register_forward_pre_hook(lambda module, args: (args[0] * 2,))),
-    "values of an array behind a tensor": _case(lambda s, y, x: y * s.table.sum().item(), _with(table=lambda: torch.from_numpy(_SHARED)), lambda m: _SHARED.fill(3.0)),
+    "values of an array behind a tensor": _case(lambda s, y, x: y * s.table.sum().item(), having(table=lambda: torch.from_numpy(_SHARED)), lambda m: _SHARED.fill(3.0)),
     "value at an index": _case(lambda s, y, x: y * int(s.table[0]), _ONES, lambda m: m.table.fill_(3)),
     "largest value": _case(lambda s, y, x: y * s.table.max().item(), _ONES, lambda m: m.table.fill_(3)),
     "a value in a tensor": _case(lambda s, y, x: y * (2 if 3 in s.table else 1), _ONES, lambda m: m.table.fill_(3)),
-    "a tensor as a slice": _case(lambda s, y, x: y[: s.table], _with(table=lambda: torch.tensor(1)), lambda m: m.table.fill_(2)),
-    "a tensor as a condition": _case(lambda s, y, x: y * 2 if s.table else y, _with(table=lambda: torch.tensor(True)), lambda m: m.table.fill_(False)),
-    "equal tensors": _case(lambda s, y, x: y * (2 if torch.equal(s.table, s.other) else 1), _with(table=lambda: torch.ones(4), other=lambda: torch.ones(4)), lambda m: m.other.fill_(2)),
+    "a tensor as a slice": _case(lambda s, y, x: y[: s.table], having(table=lambda: torch.tensor(1)), lambda m: m.table.fill_(2)),
+    "a tensor as a condition": _case(lambda s, y, x: y * 2 if s.table else y, having(table=lambda: torch.tensor(True)), lambda m: m.table.fill_(False)),
+    "equal tensors": _case(lambda s, y, x: y * (2 if torch.equal(s.table, s.other) else 1), having(table=lambda: torch.ones(4), other=lambda: torch.ones(4)), lambda m: m.other.fill_(2)),
     "data of a tensor": _case(_table, _ONES, lambda m: setattr(m.table, "data", torch.full((4,), 2.0))),
     "tensor in an object, written": _case(_held, _HELD, lambda m: m.held.items["a"][0].fill_(3)),
     "tensor in an object, replaced": _case(_held, _HELD, lambda m: m.held.items["a"].__setitem__(0, torch.full((4,), 3.0))),
@@ -211,16 +198,16 @@ CASES: dict[str, Case] = {
     "None instead of a buffer": _case(lambda s, y, x: y * (2.0 if s.table is None else s.table), _buffer(lambda: torch.ones(4)), _set("table", None)),
     "expanded buffer": _case(_table, _buffer(lambda: torch.ones(4)), _set("table", torch.tensor(2.0).expand(4))),
     "layout of a buffer": _case(lambda s, y, x: y * (1 + s.table.is_contiguous()), _buffer(lambda: torch.ones(4, 4)), _set("table", torch.ones(4, 4)[:, ::2])),
-    "shape of a parameter": _case(lambda s, y, x: y * s.table.numel() + s.table.sum(), _with(table=lambda: nn.Parameter(torch.ones(2))), lambda m: setattr(m.table, "data", torch.ones(5))),
+    "shape of a parameter": _case(lambda s, y, x: y * s.table.numel() + s.table.sum(), having(table=lambda: nn.Parameter(torch.ones(2))), lambda m: setattr(m.table, "data", torch.ones(5))),
     "tied weights untied": _case(lambda s, y, x: s.head(y), _tied, lambda m: setattr(m.head, "weight", nn.Parameter(torch.ones(4, 4)))),
-    "weights tied": _case(lambda s, y, x: s.head(y), _with(head=lambda: nn.Linear(4, 4)), lambda m: setattr(m.head, "weight", m.linear.weight)),
-    "merged adapter": _case(_part, _PART, lambda m: m.part.merge()),
-    "scaled adapter": _case(_part, _PART, lambda m: m.part.scaling.update(default=2.0)),
-    "adapter switched off": _case(_part, _PART, lambda m: m.part.active.clear()),
+    "weights tied": _case(lambda s, y, x: s.head(y), having(head=lambda: nn.Linear(4, 4)), lambda m: setattr(m.head, "weight", m.linear.weight)),
+    "merged adapter": _case(part_of, _PART, lambda m: m.part.merge()),
+    "scaled adapter": _case(part_of, _PART, lambda m: m.part.scaling.update(default=2.0)),
+    "adapter switched off": _case(part_of, _PART, lambda m: m.part.active.clear()),
     "scale of a parametrization": _case(_same, _scaled, lambda m: setattr(m.linear.parametrizations.weight[0], "scale", 2.0)),
     "new parametrization": _case(_same, _nothing, lambda m: P.register_parametrization(m.linear, "weight", Scale(2.0))),
     "removed parametrization": _case(_same, _scaled, lambda m: (P.remove_parametrizations(m.linear, "weight"), m.linear.weight.data.mul_(2))),
-    "parametrization of the model": _case(_table, _with(table=lambda: nn.Parameter(torch.ones(4))), lambda m: P.register_parametrization(m, "table", Scale(2.0))),
+    "parametrization of the model": _case(_table, having(table=lambda: nn.Parameter(torch.ones(4))), lambda m: P.register_parametrization(m, "table", Scale(2.0))),
     "removed weight_norm": _case(_same, _normed, lambda m: (nn.utils.remove_weight_norm(m.linear), m.linear.weight.data.mul_(2))),
     "magnitude of weight_norm": _case(_same, _normed, lambda m: m.linear.weight_g.data.mul_(2)),
     "new weight_norm": _case(_same, _nothing, lambda m: (_normed(m), m.linear.weight_g.data.mul_(2))),
@@ -228,11 +215,11 @@ CASES: dict[str, Case] = {
     "pruned": _case(_same, _nothing, _pruned),
     "pruned twice": _case(_same, _pruned, lambda m: prune.random_unstructured(m.linear, "weight", 0.3)),
     "pruning removed": _case(_same, _pruned, lambda m: (prune.remove(m.linear, "weight"), m.linear.weight.data.add_(1))),
-    "epsilon of a norm": _case(lambda s, y, x: s.part(y) * y, _with(part=lambda: nn.LayerNorm(4)), lambda m: setattr(m.part, "eps", 0.3)),
-    "dropout's probability": _case(_part, _DROPOUT, lambda m: setattr(m.part, "p", 0.1)),
-    "dropout in evaluation mode": _case(_part, _DROPOUT, lambda m: m.part.eval()),
-    "dropout by a configuration": _case(lambda s, y, x: F.dropout(y, 0.5, s.training and s.options["on"]), _with(options=lambda: {"on": True}), lambda m: m.options.update(on=False)),
-    "option of attention": _case(lambda s, y, x: s.part(y, y, y)[0], _with(part=lambda: nn.MultiheadAttention(4, 2)), lambda m: setattr(m.part, "add_zero_attn", True)),
+    "epsilon of a norm": _case(lambda s, y, x: s.part(y) * y, having(part=lambda: nn.LayerNorm(4)), lambda m: setattr(m.part, "eps", 0.3)),
+    "dropout's probability": _case(part_of, _DROPOUT, lambda m: setattr(m.part, "p", 0.1)),
+    "dropout in evaluation mode": _case(part_of, _DROPOUT, lambda m: m.part.eval()),
+    "dropout by a configuration": _case(lambda s, y, x: F.dropout(y, 0.5, s.training and s.options["on"]), having(options=lambda: {"on": True}), lambda m: m.options.update(on=False)),
+    "option of attention": _case(lambda s, y, x: s.part(y, y, y)[0], having(part=lambda: nn.MultiheadAttention(4, 2)), lambda m: setattr(m.part, "add_zero_attn", True)),
     "behind a weak reference to the model": _case(lambda s, y, x: y * s.linear.owner().number, lambda m: (setattr(m, "number", 1.0), vars(m.linear).update(owner=weakref.ref(m))), _set("number", 2.0)),
     "behind a weak reference to a part": _case(lambda s, y, x: s.reference()(y), lambda m: (_DROPOUT(m), setattr(m, "reference", weakref.ref(m.part))), lambda m: m.part.eval()),
     "the model in a list": _case(lambda s, y, x: y * s.linear.owner[0].number, lambda m: (setattr(m, "number", 1.0), vars(m.linear).update(owner=[m])), _set("number", 2.0)),
@@ -240,12 +227,12 @@ CASES: dict[str, Case] = {
     "number of submodules": _case(lambda s, y, x: y * len(s._modules), _nothing, lambda m: m.add_module("more", nn.Tanh())),
     "number of buffers": _case(lambda s, y, x: y * (1 + len(s._buffers)), _nothing, lambda m: m.register_buffer("more", torch.ones(1))),
     "text of the model": _case(lambda s, y, x: y * len(repr(s.linear)), _nothing, lambda m: setattr(m.linear, "in_features", 40000)),
-    "vars of the model": _case(lambda s, y, x: y * vars(s)["number"], _with(number=lambda: 1.0), _set("number", 2.0)),
-    "dropout that is not registered": _case(_hidden, _with(hidden=lambda: [nn.Dropout(0.5)]), lambda m: setattr(m.hidden[0], "p", 0.1)),
-    "weight that is not registered, written": _case(_hidden, _with(hidden=lambda: [Weighted()]), lambda m: m.hidden[0].weight.fill_(3)),
-    "weight that is not registered, replaced": _case(_hidden, _with(hidden=lambda: [Weighted()]), lambda m: setattr(m.hidden[0], "weight", nn.Parameter(torch.full((4,), 4.0), False))),
-    "parameter that is not registered": _case(_hidden, _with(hidden=lambda: [nn.Parameter(torch.ones(4))]), lambda m: m.hidden[0].data.fill_(3)),
-    "frozen parameter that is not registered": _case(_hidden, _with(hidden=lambda: [nn.Parameter(torch.ones(4))]), lambda m: m.hidden[0].requires_grad_(False).fill_(3)),
+    "vars of the model": _case(lambda s, y, x: y * vars(s)["number"], having(number=lambda: 1.0), _set("number", 2.0)),
+    "dropout that is not registered": _case(_hidden, having(hidden=lambda: [nn.Dropout(0.5)]), lambda m: setattr(m.hidden[0], "p", 0.1)),
+    "weight that is not registered, written": _case(_hidden, having(hidden=lambda: [Weighted()]), lambda m: m.hidden[0].weight.fill_(3)),
+    "weight that is not registered, replaced": _case(_hidden, having(hidden=lambda: [Weighted()]), lambda m: setattr(m.hidden[0], "weight", nn.Parameter(torch.full((4,), 4.0), False))),
+    "parameter that is not registered": _case(_hidden, having(hidden=lambda: [nn.Parameter(torch.ones(4))]), lambda m: m.hidden[0].data.fill_(3)),
+    "frozen parameter that is not registered": _case(_hidden, having(hidden=lambda: [nn.Parameter(torch.ones(4))]), lambda m: m.hidden[0].requires_grad_(False).fill_(3)),
     "number read in a backward pass": _case(lambda s, y, x: Factor.apply(y), _nothing, lambda m: globals().update(_FACTOR=2.0)),
 }  # fmt: skip
 

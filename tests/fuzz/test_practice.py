@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tests.fuzz.changed import Computes, follows
+from lowtide.capture.trace.patches import replaced
+from tests.fuzz.changed import Computes, follows, having, part_of
 
 Case = tuple[Callable[..., Any], Callable[[Any], Any], Callable[[Any], Any]]
 
@@ -36,22 +37,9 @@ class Steers:
         return self(module, args, result)
 
 
-def _part(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = self.part(y)
-    return made
-
-
 def _held(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     made: torch.Tensor = self.held[0](y)
     return made
-
-
-def _with(**attributes: Callable[[], Any]) -> Callable[[Any], None]:
-    def prepare(module: Any) -> None:
-        for name, make in attributes.items():
-            setattr(module, name, make())
-
-    return prepare
 
 
 def _hooked(make: Callable[[], Any]) -> Callable[[Any], None]:
@@ -87,28 +75,28 @@ def _scaler() -> Any:
 
 _BOUND = _hooked(lambda: Steers().called)
 _PARTIAL = _hooked(lambda: functools.partial(_scaling, [1.0]))
-_SCALED = _with(part=lambda: functools.partial(_scaling, [1.0]))
-_STEERED = _with(part=lambda: functools.partial(Steers().called, nn.Tanh(), ()))
+_SCALED = having(part=lambda: functools.partial(_scaling, [1.0]))
+_STEERED = having(part=lambda: functools.partial(Steers().called, nn.Tanh(), ()))
 CASES: dict[str, dict[str, Case]] = {
     "hooks with a state": {
-        "number of a hook": (_part, _hooked(Steers), lambda m: setattr(_hook(m), "scale", 2.0)),
-        "tensor of a hook, written": (_part, _hooked(Steers), lambda m: _hook(m).direction.mul_(2)),
-        "tensor of a hook, replaced": (_part, _hooked(Steers), lambda m: setattr(_hook(m), "direction", torch.zeros(4))),
-        "number behind a method as a hook": (_part, _BOUND, lambda m: setattr(_hook(m).__self__, "scale", 2.0)),
-        "tensor behind a method as a hook": (_part, _BOUND, lambda m: _hook(m).__self__.direction.mul_(2)),
-        "argument of a partial as a hook": (_part, _PARTIAL, lambda m: _hook(m).args[0].__setitem__(0, 2.0)),
+        "number of a hook": (part_of, _hooked(Steers), lambda m: setattr(_hook(m), "scale", 2.0)),
+        "tensor of a hook, written": (part_of, _hooked(Steers), lambda m: _hook(m).direction.mul_(2)),
+        "tensor of a hook, replaced": (part_of, _hooked(Steers), lambda m: setattr(_hook(m), "direction", torch.zeros(4))),
+        "number behind a method as a hook": (part_of, _BOUND, lambda m: setattr(_hook(m).__self__, "scale", 2.0)),
+        "tensor behind a method as a hook": (part_of, _BOUND, lambda m: _hook(m).__self__.direction.mul_(2)),
+        "argument of a partial as a hook": (part_of, _PARTIAL, lambda m: _hook(m).args[0].__setitem__(0, 2.0)),
         "hook of a module that is not registered": (_held, _hooked_in_a_list, lambda m: setattr(next(iter(m.held[0]._forward_hooks.values())), "scale", 2.0)),
     },
     "what PyTorch keeps for training": {
-        "scale of a gradient scaler": (lambda s, y, x: y * s.scaler.get_scale(), _with(scaler=_scaler), lambda m: m.scaler._scale.mul_(2)),
-        "scale of a gradient scaler that has not run": (lambda s, y, x: y * s.scaler.get_scale(), _with(scaler=lambda: torch.amp.GradScaler("cpu")), lambda m: setattr(m.scaler, "_init_scale", 2.0)),
+        "scale of a gradient scaler": (lambda s, y, x: y * s.scaler.get_scale(), having(scaler=_scaler), lambda m: m.scaler._scale.mul_(2)),
+        "scale of a gradient scaler that has not run": (lambda s, y, x: y * s.scaler.get_scale(), having(scaler=lambda: torch.amp.GradScaler("cpu")), lambda m: setattr(m.scaler, "_init_scale", 2.0)),
         "buffers that are not saved": (lambda s, y, x: y * (1 + len(s._non_persistent_buffers_set)), lambda m: m.register_buffer("table", torch.ones(1)), lambda m: m._non_persistent_buffers_set.add("table")),
     },
     "functions with arguments": {
-        "argument of a partial": (_part, _SCALED, lambda m: m.part.args[0].__setitem__(0, 2.0)),
-        "tensor in a partial": (_part, _with(part=lambda: functools.partial(torch.mul, torch.ones(4))), lambda m: m.part.args[0].mul_(2)),
-        "number behind a method in a partial": (_part, _STEERED, lambda m: setattr(m.part.func.__self__, "scale", 2.0)),
-        "tensor behind a method in a partial": (_part, _STEERED, lambda m: m.part.func.__self__.direction.mul_(2)),
+        "argument of a partial": (part_of, _SCALED, lambda m: m.part.args[0].__setitem__(0, 2.0)),
+        "tensor in a partial": (part_of, having(part=lambda: functools.partial(torch.mul, torch.ones(4))), lambda m: m.part.args[0].mul_(2)),
+        "number behind a method in a partial": (part_of, _STEERED, lambda m: setattr(m.part.func.__self__, "scale", 2.0)),
+        "tensor behind a method in a partial": (part_of, _STEERED, lambda m: m.part.func.__self__.direction.mul_(2)),
     },
 }  # fmt: skip
 
@@ -126,16 +114,6 @@ def test_what_a_forward_method_of_the_model_itself_holds() -> None:
     model, held = Computes(lambda self, y, x: y), [1.0]
     model.forward = functools.partial(_scaled, held, model.forward)  # type: ignore[method-assign]
     follows(model, lambda model: held.__setitem__(0, 2.0))
-
-
-@contextlib.contextmanager
-def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _twice(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,16 +150,16 @@ def _noisy(module: Any) -> None:
 
 
 _CALL = nn.Module.__call__
-_TANH, _MATMUL = _with(part=nn.Tanh), torch.backends.cuda.matmul
+_TANH, _MATMUL = having(part=nn.Tanh), torch.backends.cuda.matmul
 # name: what is computed, what that needs, and what is around the later steps, in a folder of the test's.
 AROUND: dict[str, tuple[Callable[..., Any], Any, Callable[[Path], contextlib.AbstractContextManager[Any]]]] = {
-    "function of a library that is called": (lambda s, y, x: F.silu(y), None, lambda _: _patched(F, "silu", _twice(F.silu))),
-    "function of Python's": (lambda s, y, x: y * math.sqrt(4.0), None, lambda _: _patched(math, "sqrt", _twice(math.sqrt))),
-    "function of NumPy's": (lambda s, y, x: y * float(np.sqrt(4.0)), None, lambda _: _patched(np, "sqrt", _twice(np.sqrt))),
-    "forward of a library's class": (_part, _TANH, lambda _: _patched(nn.Tanh, "forward", _twice(nn.Tanh.forward))),
-    "how modules are called": (_part, _TANH, lambda _: _patched(nn.Module, "__call__", _calling)),
+    "function of a library that is called": (lambda s, y, x: F.silu(y), None, lambda _: replaced(F, "silu", _twice(F.silu))),
+    "function of Python's": (lambda s, y, x: y * math.sqrt(4.0), None, lambda _: replaced(math, "sqrt", _twice(math.sqrt))),
+    "function of NumPy's": (lambda s, y, x: y * float(np.sqrt(4.0)), None, lambda _: replaced(np, "sqrt", _twice(np.sqrt))),
+    "forward of a library's class": (part_of, _TANH, lambda _: replaced(nn.Tanh, "forward", _twice(nn.Tanh.forward))),
+    "how modules are called": (part_of, _TANH, lambda _: replaced(nn.Module, "__call__", _calling)),
     "parameters that are computed once": (lambda s, y, x: s.part(s.part(y)), _noisy, lambda _: parametrize.cached()),
-    "flag of a backend": (lambda s, y, x: y * (1 + _MATMUL.allow_tf32 * torch.backends.cudnn.enabled), None, lambda _: _patched(_MATMUL, "allow_tf32", True)),
+    "flag of a backend": (lambda s, y, x: y * (1 + _MATMUL.allow_tf32 * torch.backends.cudnn.enabled), None, lambda _: replaced(_MATMUL, "allow_tf32", True)),
     "autocast of another device": (lambda s, y, x: y * (1 + torch.is_autocast_enabled("cuda")), None, lambda _: _half_on_accelerators()),
     "process group": (lambda s, y, x: y * (2 if dist.is_available() and dist.is_initialized() else 1), None, _process_group),
 }  # fmt: skip
@@ -219,9 +197,9 @@ def test_functions_that_a_library_calls() -> None:
         return before(q * 2, k, *args, **kwargs)
 
     before = llama.apply_rotary_pos_emb
-    follows(Sums(), lambda m: None, (torch.arange(6)[None],), lambda: _patched(llama, "apply_rotary_pos_emb", rotated))
+    follows(Sums(), lambda m: None, (torch.arange(6)[None],), lambda: replaced(llama, "apply_rotary_pos_emb", rotated))
 
 
 def test_lists_that_become_one() -> None:
-    model = Computes(lambda s, y, x: y * (1 + (s.one is s.two)), _with(one=lambda: [1.0], two=lambda: [1.0]))
+    model = Computes(lambda s, y, x: y * (1 + (s.one is s.two)), having(one=lambda: [1.0], two=lambda: [1.0]))
     follows(model, lambda m: setattr(m, "two", m.one))
