@@ -31,9 +31,10 @@ from lowtide.capture.python_state.reads import Content, Contents, Reads, decided
 from lowtide.program.objects import ABSENT, PLAIN, content, current, fields, own_attributes, part_name
 
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
-_ASKING = (nn.Module.__module__, "functools")  # who reads them to find one
+_SAVING = frozenset({"_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"})  # of a module
+_ASKING = (nn.Module.__module__, "functools")  # who reads these for their own ends: to find one, to register a buffer
 _INHERITED = frozenset(vars(nn.Module)) - {"forward"} - _WHOLE
-_INTERNAL = OWN - {"_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"}  # read in every call
+_INTERNAL = OWN - _SAVING  # read in every call
 _ATOMS = frozenset(PLAIN)  # not what is derived from them, which may have attributes
 _UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__slotnames__"})  # of what stands in a class
 _HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
@@ -295,7 +296,7 @@ class Observer:
         original = self._originals.get(id(seen), ABSENT)
         if original is ABSENT or threading.get_ident() != self._thread:
             return
-        if name in _WHOLE and sys._getframe(2).f_globals.get("__name__") in _ASKING:
+        if (name in _WHOLE or name in _SAVING) and sys._getframe(2).f_globals.get("__name__") in _ASKING:
             return
         self._noted.add(key)
         self._busy = True
