@@ -298,7 +298,8 @@ def test_sums_are_within_the_bound(dtype: torch.dtype) -> None:
     magnitudes = shares.T @ hidden.double().abs()
     apart = (model.head.weight.grad.double() - plain.head.weight.grad.double()).abs() / magnitudes
     (loss,) = lowtide.plans(model)[0].chunked
-    assert 0 < apart.mean() <= loss.typical < loss.bound
+    assert loss.pieces > 1  # whose sums are in another order on some processors, in the same on others
+    assert apart.mean() <= loss.typical < loss.bound
     assert apart.max() <= loss.bound
 
 
@@ -343,11 +344,12 @@ def test_graphs_of_torch_compile_take_the_option() -> None:
     model, expected = (make(lambda: Language(torch.float64, shifted=True)) for _ in range(2))
     options = {"budget": "90%", "compiler": "eager", "chunked_loss": True}
     compiled: Any = torch.compile(model, backend="lowtide", options=options)
-    for each in (compiled, expected):
-        each(*_tokens(0)[0]).backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        compiled(*_tokens(0)[0]).backward()
+    assert sum(event.name == "aten::nll_loss_forward" for event in profiler.events()) > 1
+    expected(*_tokens(0)[0]).backward()
     pairs = [(ours.grad, theirs.grad) for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True)]
     assert all(relative_difference(ours, theirs) < 1e-12 for ours, theirs in pairs)
-    assert not all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
 def test_the_command_line_takes_the_option(

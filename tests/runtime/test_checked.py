@@ -16,16 +16,16 @@ import lowtide
 
 
 class _Switch:
-    """Reads whether a file is there, which no guard sees."""
+    """Reads whether a path is a link, which no guard sees."""
 
     def __init__(self, folder: Path) -> None:
         self._path = str(folder / "on")
 
     def read(self) -> float:
-        return 3.0 if os.path.exists(self._path) else 1.0
+        return 3.0 if os.path.islink(self._path) else 1.0
 
     def turn_on(self) -> None:
-        Path(self._path).touch()
+        Path(self._path).symlink_to(self._path)
 
 
 class _Timed(nn.Module):

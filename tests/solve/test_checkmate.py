@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,7 +134,7 @@ def test_scaling_bytes_changes_nothing() -> None:
                 costs.storage_bytes * factor,
                 costs.rng_state_bytes * factor,
             )
-            bare = type(graph)(**{f: getattr(graph, f) for f in graph.__slots__ if f != "fixed_bytes"}, fixed_bytes=0)
+            bare = replace(graph, fixed_bytes=0)
             least = brute_force(bare, larger, None)
             assert least is not None
             solution = solve(Problem(bare, larger, least), COLD)
