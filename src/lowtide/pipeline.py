@@ -15,7 +15,6 @@ from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Captured, Known, capture
 from lowtide.capture.convert.chunked_loss import chunk_losses
 from lowtide.capture.convert.gradients import split_sums
-from lowtide.capture.python_state.paths import AttributePath
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.collectives import measure_collectives
 from lowtide.cost.scaled import Measured, scaled_costs
@@ -50,13 +49,12 @@ def captured_program(
     kwargs: Any,
     settings: Settings,
     mask: GradientMask | None = None,
-    like: Captured | None = None,
-    follow: frozenset[AttributePath] = frozenset(),
+    known: Known | None = None,
     in_terms: bool = False,
 ) -> Captured:
     """The call operator by operator; with ``compiler="inductor"`` those that ``fused`` takes.
 
-    ``like`` is another capture of the same call, where there is one; ``follow``: attributes whose tensors are inputs;
+    ``known`` is what is known of the call, from another capture of it say;
     ``in_terms``: gradients leave as the terms of their sums, see ``capture.convert.gradients``.
     """
     rewrites: list[Callable[[torch.fx.GraphModule], None]] = []
@@ -73,7 +71,6 @@ def captured_program(
         for each in rewrites:
             each(joint)
 
-    known = Known(follow=follow) if like is None else Known.of(like)
     with stage("capture"):
         return capture(model, args, kwargs, mask=mask, rewrite=rewrite, known=known)
 
@@ -121,7 +118,7 @@ def planned_program(
     if isinstance(answer, Plan) and (settings.compiler == "eager" or answer.overhead <= _COSTLY):
         return program, answer
     apart = dataclasses.replace(settings, compiler="eager", budget=answer.budget_bytes, total_budget=None, reserve=0)
-    operators = finish(captured_program(model, args, kwargs, apart, captured.program.mask, captured).program)
+    operators = finish(captured_program(model, args, kwargs, apart, captured.program.mask, Known.of(captured)).program)
     if (
         isinstance(answer, Plan)
         and not several_processes()  # each measures for itself, and all must go the same way

@@ -314,8 +314,7 @@ def test_programs_are_shared(caplog: pytest.LogCaptureFixture) -> None:
             model.step = plain.step = step
             assert _equal(model, plain, x)
     assert len(lowtide.plans(model)) == 2
-    assert _said(caplog).count("captured 8 times") == 1
-    assert "_Counted.step is 7" in _said(caplog)
+    assert not _said(caplog)
 
 
 def test_other_gradients_of_a_changed_model() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ from lowtide.capture.convert.convert import Converted, convert
 from lowtide.capture.copies import State, model_state
 from lowtide.capture.python_state import attribute_effects, counters
 from lowtide.capture.python_state.backward_effects import BackwardEffectError
+from lowtide.capture.python_state.compared import ComparedNumber
 from lowtide.capture.python_state.guards import Guards
 from lowtide.capture.python_state.held_inputs import HeldInputs, inputs_at
 from lowtide.capture.python_state.paths import AttributePath, sharing
 from lowtide.capture.python_state.random_numbers import RandomNumbers, RandomRecorder
-from lowtide.capture.python_state.reads import Read
+from lowtide.capture.python_state.reads import Place, Read
 from lowtide.capture.refusals import capture_error, check, refuse_merged, written_attributes
 from lowtide.capture.rehearsal import Effects, rehearse
 from lowtide.capture.trace.autocast import is_kept, share_casts
@@ -68,19 +69,39 @@ class Known:
     ``effects``: what it does to attributes; ``None`` where that is to be found out. ``follow``: attributes whose tensors are
     inputs of the program instead of constants, more of which may be found; or just those of another program, in their order.
     ``recorder``: in which state the generators of Python and NumPy are; by default, in that of now. ``changed_backward``: what
-    was another in the end of a backward pass, by the pass itself or by another thread: the pass would do it again.
+    was another in the end of a backward pass, by the pass itself or by another thread: the pass would do it again. ``numbers``
+    that were read and seen to change: how they compare is found out; ``computed``: those that the call does more with.
     """
 
     effects: Effects | None = None
     follow: frozenset[AttributePath] | HeldInputs = frozenset()
     recorder: RandomRecorder | None = None
     changed_backward: frozenset[str] = frozenset()
+    numbers: Mapping[Place, Read] = field(default_factory=dict)
+    computed: frozenset[Place] = frozenset()
 
     @staticmethod
     def of(captured: Captured) -> Known:
         """To trace the same call again."""
         contract = captured.contract
-        return Known(contract.effects, contract.held_inputs, contract.conditions.recorder())
+        conditions = contract.conditions
+        return Known(contract.effects, contract.held_inputs, conditions.recorder(), numbers=conditions.compared())
+
+    @staticmethod
+    def like(captured: Captured) -> Known:
+        """To trace a call that is like it but for what its Python code does."""
+        contract = captured.contract
+        return Known(follow=contract.held_inputs.attributes(), numbers=contract.conditions.compared())
+
+    def with_changes(self, conditions: Conditions, model: nn.Module) -> Known:
+        """For another call, where these conditions do not hold any more: what has changed is likely to change again."""
+        numbers = {**self.numbers, **conditions.other_numbers(model)}
+        return replace(self, follow=self.attributes | conditions.other_tensors(model), numbers=numbers)
+
+    def after(self, captured: Captured) -> Known:
+        """What is still worth knowing when a call has been ``captured`` with it."""
+        compared = captured.contract.conditions.compared()
+        return replace(self, computed=self.computed | self.numbers.keys() - compared.keys(), numbers=compared)
 
     @property
     def attributes(self) -> frozenset[AttributePath]:
@@ -140,20 +161,29 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     mode = AnsweringFakeMode(call.sizes)
     held, followed = _followed(model, known.follow, (*call.state.registered, *call.tensors))
     fakes = fakes_of(mode, call.state.tensors, (*call.tensors, *held))
-    traced = TracedModel(call, held, effects.tensors if effects else (), recorder)
+    numbers = [ComparedNumber.of(read) for place, read in known.numbers.items() if place not in known.computed]
+    traced = TracedModel(call, held, effects.tensors if effects else (), recorder, numbers)
     outside: list[Read] = []
     try:
         with contextlib.closing(traced):
             module, metadata = export_joint(traced, fakes)
         refuse_merged(metadata, fakes)
         outside = counters.changed(traced.latest_reads)
+        learned = _learned_of_numbers(known, traced)
+        if learned is not None:
+            return learned
         if effects is None and (traced.run.changes or outside):
             names = [read.text for read in outside]
-            effects = rehearse(model, call.state, held, call.tensors, call.arguments, names)
+            effects = rehearse(
+                model, call.state, held, call.tensors, call.arguments, names, [one.place for one in traced.counted()]
+            )
             if effects.tensors or effects.carried:
                 return replace(known, effects=effects, follow=known.attributes | effects.carried)
     except Exception as error:
         outside = counters.changed(traced.latest_reads)
+        learned = _learned_of_numbers(known, traced, failed=True)
+        if learned is not None:
+            return learned
         if recorder.used_otherwise(failed=True):
             return replace(known, effects=effects)
         written = written_attributes(model, error) - known.attributes
@@ -171,6 +201,19 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     if recorder.used_otherwise(failed=False):
         return replace(known, effects=effects)
     return _Trace(module, metadata, traced, held, followed, effects or Effects(), tuple(mode.questions), recorder.draws)
+
+
+def _learned_of_numbers(known: Known, traced: TracedModel, *, failed: bool = False) -> Known | None:
+    """Where the call does more than to compare numbers, or changes others than those that are known to change: what is known
+    now. A trace that has ``failed`` for no reason that is known may have done so for all of them."""
+    places = {one.read.place for one in traced.numbers if one.comparisons.used_otherwise}
+    if failed and not places:
+        places = {one.read.place for one in traced.numbers}
+    if places:
+        return replace(known, computed=known.computed | places)
+    changing = {} if failed or known.effects is not None else traced.changing_numbers()
+    numbers = {**changing, **known.numbers}
+    return replace(known, numbers=numbers) if numbers.keys() != known.numbers.keys() else None
 
 
 def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.GraphModule], None] | None) -> Captured:
@@ -197,7 +240,8 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.Graph
     count = len(inputs) - len(held)
     followed = HeldInputs(trace.held_inputs.places, frozenset(i for i in range(len(held)) if count + i not in read))
     conditions = Conditions(trace.questions, guards, trace.draws, followed)
-    return Captured(program, Contract(run.result, conditions, effects, settings, run.buffers, run.specs))
+    left = settings, trace.traced.counted(), run.buffers
+    return Captured(program, Contract(run.result, conditions, effects, *left, run.specs))
 
 
 def _followed(
@@ -223,11 +267,12 @@ def _guards(model: nn.Module, trace: _Trace, settings: Sequence[attribute_effect
     effects, reads, held = trace.effects, trace.traced.reads, trace.held
     written = [one.place for one in effects.tensors if not one.once and one.place not in effects.carried]
     every = sharing(model, written)
-    guards = Guards.of(model, reads, every, held)
+    compared = {read.place: comparisons for read, comparisons in trace.traced.numbers}
+    guards = Guards.of(model, reads, every, held, compared=compared)
     left = [(setting.place, setting.value) for setting in settings if setting.place in trace.traced.run.changes.plain]
     if not left or not effects.settled:
         return (guards,)
-    return guards, Guards.of(model, reads, every, held, left)
+    return guards, Guards.of(model, reads, every, held, left, compared)
 
 
 def _assemble(converted: Converted, metadata: Any, run: TracedRun, state: State, name: str) -> Program:

@@ -14,10 +14,12 @@ from torch import nn
 from lowtide.capture.python_state import attribute_effects, buffer_effects
 from lowtide.capture.python_state.attribute_effects import ValueEffect
 from lowtide.capture.python_state.buffer_effects import MadeBuffer
+from lowtide.capture.python_state.compared import CountedNumber
 from lowtide.capture.python_state.guards import Guards
 from lowtide.capture.python_state.held_inputs import HeldInputs
 from lowtide.capture.python_state.paths import AttributePath, value_at
 from lowtide.capture.python_state.random_numbers import RandomNumbers, RandomRecorder
+from lowtide.capture.python_state.reads import Place, Read
 from lowtide.capture.rehearsal import Effects
 from lowtide.program import Program, structure
 from lowtide.program.keys import fingerprint
@@ -57,6 +59,14 @@ class Conditions:
         """Attributes whose tensors are not those that they have to be."""
         return set() if self.fit(list(model.modules())) else self.guards[-1].other_tensors(model)
 
+    def other_numbers(self, model: nn.Module) -> dict[Place, Read]:
+        """Numbers that were read and are not those that they have to be."""
+        return {} if self.fit(list(model.modules())) else self.guards[-1].other_numbers(model)
+
+    def compared(self) -> dict[Place, Read]:
+        """Numbers that were read, and only compared."""
+        return self.guards[-1].compared()
+
     def recorder(self) -> RandomRecorder | None:
         """To capture the same call again, with the same draws."""
         return None if self.draws is None else RandomRecorder(self.draws.start)
@@ -79,7 +89,8 @@ class Contract:
     """What a planned call returns and leaves behind beside what its operators compute.
 
     ``result_structure`` is of a pair: what the model returned, and what it left in the attributes ``effects.tensors``;
-    ``settings`` are the plain values that it left (``python_state.attribute_effects``), ``buffers`` those that it registers or
+    ``settings`` are the plain values that it left (``python_state.attribute_effects``), ``counted`` the numbers that it counted
+    on, ``buffers`` those that it registers or
     replaces, by name; ``specs`` say of each result how it is distributed. ``conditions``: under which all of this, and
     the program, hold for a call.
     """
@@ -88,6 +99,7 @@ class Contract:
     conditions: Conditions
     effects: Effects = field(default_factory=Effects)
     settings: tuple[ValueEffect, ...] = ()
+    counted: tuple[CountedNumber, ...] = ()
     buffers: Mapping[str, MadeBuffer] = field(default_factory=dict)
     specs: tuple[Any, ...] = ()
 
@@ -108,10 +120,11 @@ class Contract:
         tensors = [formed(*each) for each in itertools.zip_longest(tensors, self.specs)]
         result, left = structure.unflatten(self.result_structure, tensors, objects)
         written = {*(one.place for one in self.effects.tensors), *(setting.place for setting in self.settings)}
-        places = written | self.held_inputs.attributes()
+        places = written | {one.place for one in self.counted} | self.held_inputs.attributes()
         before = [attribute_effects.Before(place, value_at(model, place)) for place in places]
         attribute_effects.write(model, zip((one.place for one in self.effects.tensors), left, strict=True))
         attribute_effects.write(model, [(one.place, copy.deepcopy(one.change)) for one in self.settings])
+        attribute_effects.write(model, [(one.place, one.change(value_at(model, one.place))) for one in self.counted])
         return result, before
 
     def same_as(self, other: Contract) -> bool:
@@ -119,7 +132,7 @@ class Contract:
         return (
             fingerprint(self.result_structure) == fingerprint(other.result_structure)
             and (self.effects.tensors, self.held_inputs) == (other.effects.tensors, other.held_inputs)
-            and repr(self.settings) == repr(other.settings)
+            and repr((self.settings, self.counted)) == repr((other.settings, other.counted))
             and (self.buffers, self.specs) == (other.buffers, other.specs)
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,9 +49,11 @@ def rehearse(
     tensors: Sequence[torch.Tensor],
     arguments: Any,
     outside: Sequence[str] = (),
+    counted: Collection[AttributePath] = (),
 ) -> Effects:
     """What a call does to the attributes; calls of one copy of the model find out. ``outside``: names of what each call changes
-    outside of the model. Raises ``CaptureError`` where calls do not settle, see ``python_state.attribute_effects``."""
+    outside of the model; ``counted``: attributes that planned calls count on as well. Raises ``CaptureError`` where calls do
+    not settle, see ``python_state.attribute_effects``."""
     mode = AnsweringFakeMode()
     count = len(state.tensors) + len(followed)
     fakes = fakes_of(mode, state.tensors, (*followed, *tensors))
@@ -77,7 +79,7 @@ def rehearse(
 
     for _ in range(2):
         calls.append(call())
-    if outside or _common(calls):
+    if outside or _common(calls, counted):
         calls.append(call())  # a third tells what goes on from what settles later
     if outside and calls[1].operators != calls[2].operators:
         raise CaptureError(
@@ -85,11 +87,12 @@ def rehearse(
             "another one from call to call. Change that outside of the forward pass and pass it as a tensor, keep it in a "
             "buffer (self.register_buffer(...), self.steps.add_(1)), or run the model under lowtide.online."
         )
-    return _effects(calls)
+    return _effects(calls, counted)
 
 
-def _effects(calls: Sequence[RehearsedCall]) -> Effects:
-    """What calls in a row do to the attributes. Raises ``CaptureError``, see ``python_state.attribute_effects``."""
+def _effects(calls: Sequence[RehearsedCall], known: Collection[AttributePath]) -> Effects:
+    """What calls in a row do to the attributes beside those that are ``known``. Raises ``CaptureError``, see
+    ``python_state.attribute_effects``."""
     first, second = calls[:2]
     every = [place for place in first.changes.tensors if place in second.changes.tensors]
     once = [place for place in first.changes.tensors if place not in every]
@@ -102,7 +105,7 @@ def _effects(calls: Sequence[RehearsedCall]) -> Effects:
             "with them, so no program holds for all calls. Where their shapes settle after some calls, call the model before "
             "it is rematerialized; otherwise run it under lowtide.online."
         )
-    counted = _common(calls)
+    counted = _common(calls, known)
     constant = not any(first.left[place].tensors & first.depending for place in once)
     same = first.draws == second.draws and (bool(once) or first.operators == second.operators)
     if counted and (late or not constant or not same):
@@ -125,9 +128,10 @@ def _effects(calls: Sequence[RehearsedCall]) -> Effects:
     return Effects(tensors, frozenset(counted), frozenset(carried), settled)
 
 
-def _common(calls: Sequence[RehearsedCall]) -> list[AttributePath]:
-    """The attributes that get other plain values in all of them."""
-    return [place for place in calls[0].changes.plain if all(place in call.changes.plain for call in calls)]
+def _common(calls: Sequence[RehearsedCall], known: Collection[AttributePath]) -> list[AttributePath]:
+    """The attributes that get other plain values in all of them, beside those that are ``known``."""
+    every = [place for place in calls[0].changes.plain if all(place in call.changes.plain for call in calls)]
+    return [place for place in every if place not in known]
 
 
 class _Left(NamedTuple):

@@ -26,11 +26,12 @@ from lowtide.capture.gradient_mask import fits, guess_mask
 from lowtide.capture.python_state import attribute_effects, backward_effects, random_numbers
 from lowtide.capture.python_state.buffer_effects import MadeBuffer, declared_buffers, new_buffers, registered
 from lowtide.capture.python_state.caches import clear_caches_of_fakes
+from lowtide.capture.python_state.compared import NUMBERS, ComparedNumber, CountedNumber, standing_in
 from lowtide.capture.python_state.external_effects import ExternalEffects, hooks_of
 from lowtide.capture.python_state.observe import Observer
-from lowtide.capture.python_state.paths import AttributePath
+from lowtide.capture.python_state.paths import AttributePath, attributes_of, locate, owned
 from lowtide.capture.python_state.random_numbers import RandomRecorder
-from lowtide.capture.python_state.reads import Reads
+from lowtide.capture.python_state.reads import Place, Read, Reads
 from lowtide.capture.trace.autocast import Period, periods_of_casts
 from lowtide.capture.trace.checkpoints import unwrapped
 from lowtide.capture.trace.fake import copy_attributes, known_value, read_values
@@ -40,7 +41,7 @@ from lowtide.capture.trace.writes import RefuseWrites
 from lowtide.errors import CaptureError
 from lowtide.program import structure
 from lowtide.program.local import distributed, local_results
-from lowtide.program.objects import is_open, parts_of, reachable
+from lowtide.program.objects import current, is_open, parts_of, reachable
 from lowtide.program.results import GradientMask, Viewed, bases, outputs_of
 from lowtide.program.source import user_source
 
@@ -87,7 +88,8 @@ class TracedRun:
 
 class TracedModel:
     """Callable as ``(*tensors) -> tuple of tensors``: the model's parameters and buffers, those of the arguments, and ``held``
-    ones, which are in its attributes. ``assigned``: attributes that are results too; ``recorder`` follows what is drawn.
+    ones, which are in its attributes. ``assigned``: attributes that are results too; ``recorder`` follows what is drawn, and
+    ``numbers`` how those are compared that were read at these places.
 
     Every call runs a model of its own, since a forward pass may leave (fake) tensors in attributes, and notes what that did in
     ``run``. What its code reads are the ``reads``, of all runs, and ``latest_reads``, of the last one. Results that no gradient
@@ -100,8 +102,9 @@ class TracedModel:
         held: Sequence[torch.Tensor],
         assigned: Sequence[attribute_effects.TensorEffect],
         recorder: RandomRecorder,
+        numbers: Sequence[ComparedNumber] = (),
     ) -> None:
-        self.call, self.held, self.assigned, self.recorder = call, held, assigned, recorder
+        self.call, self.held, self.assigned, self.recorder, self.numbers = call, held, assigned, recorder, numbers
         self.reads, self.latest_reads = Reads(), Reads()
         self.placed: dict[int, Any] = {}  # how the gradients of distributed inputs lie
         self._keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
@@ -124,6 +127,20 @@ class TracedModel:
         assert self._run is not None
         return self._run
 
+    def changing_numbers(self) -> dict[Place, Read]:
+        """Numbers in attributes that the last run has changed."""
+        changed = [locate(self.call.model, place) for place in self.run.changes.plain]
+        places = [(kind, id(found[0]), found[1]) for found in changed if found for kind in ("attribute", "slot")]
+        reads = [self.reads.values[place] for place in places if place in self.reads.values]
+        return {read.place: read for read in reads if type(current(*read[:3])) in NUMBERS}
+
+    def counted(self) -> tuple[CountedNumber, ...]:
+        """Those of the ``numbers`` that were counted on."""
+        counting = {one.read.place[1:]: one.comparisons.counting for one in self.numbers if one.comparisons.counting}
+        model = self.call.model
+        places = {owned(model, place): place for place, _ in attributes_of(model)} if counting else {}
+        return tuple(CountedNumber(places[key], operations) for key, operations in counting.items())
+
     def _copy(self, others: Sequence[torch.Tensor]) -> tuple[nn.Module, dict[int, Any]]:
         return copy_without_data(self.call.model, (*self.call.state.registered, *self.held), others)
 
@@ -144,7 +161,8 @@ class TracedModel:
         args, kwargs = structure.unflatten(self.call.arguments, given)
         observer = Observer(self.call.model, model, copies, self.latest_reads, [*parts_of((args, kwargs))])
         wanting = [tensor.requires_grad for tensor in tensors]
-        result, reached = self._forward(model, args, kwargs, state, observer)
+        with standing_in(self.numbers, copies) as counted:
+            result, reached = self._forward(model, args, kwargs, state, observer)
         extra = new_buffers(model, names, state)
         if [tensor.requires_grad for tensor in tensors] != wanting:
             raise CaptureError(
@@ -153,7 +171,7 @@ class TracedModel:
             )
         changes = attribute_effects.changes(model, before)
         paths = {id(module): path for path, module in model.named_modules()}
-        written = sorted((paths[key], name) for key, name in observer.written if key in paths)
+        written = sorted((paths[key], name) for key, name in observer.written - counted if key in paths)
         settings, unknown = attribute_effects.settings(model, before, changes, written)
         if hooks != [hooks_of(module) for module in model.modules()]:
             settings = ()  # a flag says that there are hooks now, but in the model itself there are none

@@ -98,8 +98,7 @@ class Kin:
         entry, others = self.known
         seen = self.shapes if shapes in self.shapes else [*self.shapes, shapes]
         varying, apart = _all_places(seen) if self.at_once else _varying(seen)
-        attributes = Known(follow=entry.captured.contract.held_inputs.attributes())
-        how: dict[str, Any] = {"apart": apart, "mask": entry.captured.program.mask, "known": attributes}
+        how: dict[str, Any] = {"apart": apart, "mask": entry.captured.program.mask, "known": Known.like(entry.captured)}
         how["rewrite"] = split_sums if in_terms else None
         try:
             with stage("capture"):

@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from lowtide.capture import Known
 from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import CaptureError, ExecutionError
@@ -101,7 +102,7 @@ class Planned(Programs):
         """Capture the call that ``entry`` is about to run for anew, and compare."""
         planned = entry.captured
         try:
-            captured = self._capture(sample, planned.program.mask, follow=planned.contract.held_inputs.attributes())
+            captured = self._capture(sample, planned.program.mask, Known.like(planned))
         except CaptureError as error:
             raise ExecutionError(
                 f"{type(self.model).__name__} was planned, but cannot be captured now: {error}"

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture.capture import flat_arguments
+from lowtide.capture.capture import Known, flat_arguments
 from lowtide.capture.contract import Captured
 from lowtide.capture.copies import model_state
 from lowtide.capture.python_state import attribute_effects, buffer_effects
 from lowtide.capture.python_state.held_inputs import held_tensors
-from lowtide.capture.python_state.paths import AttributePath
 from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, ExecutionError, InfeasibleBudgetError, PlanError
 from lowtide.memory.arena import Arena, new_arena
@@ -65,7 +64,7 @@ class Programs:
         self._kins = Kins(settings.dynamic if settings.compiler == "eager" and not settings.chunked_loss else False)
         self._calls = 0
         self._captures: Counter[Signature] = Counter()
-        self._follow: set[AttributePath] = set()  # attributes whose tensors were seen to change
+        self._changing = Known()  # what was seen to change from call to call
         self._warned = False
         self._arenas: dict[torch.device, Arena | None] = {}
 
@@ -106,7 +105,7 @@ class Programs:
         with stage_seconds() as taken, shown(type(self.model).__name__):
             kin, shapes, member = None, None, None
             if old is not None:
-                captured = self._capture(sample, mask, like=old.captured)
+                captured = self._capture(sample, mask, Known.of(old.captured))
             else:
                 kin, shapes, member = self._member(key, sample)
                 usual = known[0].captured.program.mask if known else None
@@ -218,16 +217,17 @@ class Programs:
 
     def _captured(self, sample: Sample, mask: GradientMask | None) -> Captured:
         try:
-            return self._capture(sample, mask, follow=frozenset(self._follow))
+            captured = self._capture(sample, mask, self._changing)
         except CaptureError:  # as constants their values are known
-            if not self._follow:
+            if not (self._changing.follow or self._changing.numbers):
                 raise
-            self._follow.clear()
+            self._changing = Known()
             return self._capture(sample, mask)
+        self._changing = self._changing.after(captured)
+        return captured
 
-    def _capture(self, sample: Sample, mask: GradientMask | None, **known: Any) -> Captured:
-        known["in_terms"] = self.in_terms
-        return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, **known)
+    def _capture(self, sample: Sample, mask: GradientMask | None, known: Known | None = None) -> Captured:
+        return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, known, self.in_terms)
 
     def _notice_changes(self, key: Signature, inputs: list[torch.Tensor]) -> None:
         """Log why no program that is known for these shapes holds; once louder, where that is so again and again."""
@@ -237,7 +237,7 @@ class Programs:
         times = self._captures[key] + 1
         conditions = self._latest(key).conditions[0]
         why = conditions.broken(self.model, inputs)
-        self._follow |= conditions.other_tensors(self.model)
+        self._changing = self._changing.with_changes(conditions, self.model)
         if times >= _MOST_CAPTURES and times > sum(entry.calls for entry in self.entries[key]) and self._may_be_apart():
             raise CaptureError(
                 f"its program depends on what changes from call to call ({why}), and was captured {times} times for the same "

@@ -30,11 +30,11 @@ def changed(reads: Reads) -> list[Read]:
 def put_back(counters: Iterable[Read], reads: Reads) -> None:
     """Make them what they were when they were first read; ``reads`` has what was in holders then."""
     for counter in counters:
-        read = reads.values.get((counter.kind, id(counter.owner), counter.name), counter)
+        read = reads.values.get(counter.place, counter)
         known = reads.contents.get(id(read.value))
         value = _rewound(known) if known is not None and isinstance(read.value, Iterator) else read.value
         if current(*read[:3]) is not value:
-            _assign(*read[:3], value)
+            assign(*read[:3], value)
         for holder in reachable([value], lambda one: content(one) is not None):
             known = reads.contents.get(id(holder))
             if known is not None and not identical(content(holder) or (), known.items):
@@ -53,7 +53,8 @@ def _rewound(known: Content) -> Any:
     return iterator
 
 
-def _assign(kind: str, owner: Any, name: str, value: Any) -> None:
+def assign(kind: str, owner: Any, name: str, value: Any) -> None:
+    """Put ``value`` where ``owner`` has something under ``name``, see ``program.objects.current``."""
     variables = own_attributes(owner) if kind == "attribute" else owner if kind == "item" else None
     if variables is not None and value is not ABSENT:
         variables[name] = value

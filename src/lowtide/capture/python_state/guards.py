@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from lowtide.capture.python_state.compared import NUMBERS, Comparisons
 from lowtide.capture.python_state.external_effects import hooks_of
 from lowtide.capture.python_state.files import File
-from lowtide.capture.python_state.paths import AttributePath, locate, named, value_at
+from lowtide.capture.python_state.paths import AttributePath, named, owned, value_at
 from lowtide.capture.python_state.quick import Unchanged
-from lowtide.capture.python_state.reads import Contents, Met, Read, Reads, identical, put_together
+from lowtide.capture.python_state.reads import Contents, Met, Place, Read, Reads, identical, put_together
 from lowtide.program import structure
 from lowtide.program.keys import tensor_key
 from lowtide.program.objects import ABSENT, PLAIN, content, current, part_name
@@ -48,9 +49,11 @@ class Guards:
         free: Collection[AttributePath] = (),
         followed: Sequence[torch.Tensor] = (),
         after: Collection[tuple[AttributePath, Any]] = (),
+        compared: Mapping[Place, Comparisons] | None = None,
     ) -> Guards:
         """Of what was read, what must stay as it was. ``free``: attributes that may be anything; ``followed``: tensors whose
-        layout alone matters; ``after``: other values than the model has now. What the forward pass changes outside of the model
+        layout alone matters; ``after``: other values than the model has now; ``compared``: how numbers compare that may be
+        others. What the forward pass changes outside of the model
         is no condition: it would not hold for the next call."""
         anywhere = Contents()
         anywhere.keep(value_at(model, place) for place in free)
@@ -58,16 +61,17 @@ class Guards:
         contents = Contents(dict(reads.contents), frozenset(anywhere.held), layouts)
         instead: dict[tuple[int, str], Any] = {}
         for place, value in after:
-            instead[_owned(model, place)] = value
+            instead[owned(model, place)] = value
             contents.keep([value])
-        anything = {_owned(model, place) for place in (("", "forward"), *free)}
+        anything = {owned(model, place) for place in (("", "forward"), *free)}
         # As it is now: it is another one while a model is traced.
         kept = [Read("class", nn.Module, "__call__", nn.Module.__call__, "torch.nn.Module.__call__")]
         for read in reads.values.values():
             key = id(read.owner), read.name
             if (key in anything and read.kind != "method") or not contents.same(read.value, current(*read[:3])):
                 continue
-            kept.append(read._replace(value=instead[key]) if key in instead else read)
+            condition = (compared or {}).get(read.place, read.value)
+            kept.append(read._replace(value=instead.get(key, condition)))
         return cls(
             _wiring(list(model.modules())),
             tuple(kept),
@@ -102,12 +106,22 @@ class Guards:
             if structure.flatten(vars(read.owner).get(read.name))[0]
         }
 
+    def other_numbers(self, model: nn.Module) -> dict[Place, Read]:
+        """Numbers that were read and are not those that they were, or compare otherwise."""
+        broken = [read for _, read in self._broken(list(model.modules())) if read is not None]
+        kinds = (*NUMBERS, Comparisons)
+        return {r.place: r for r in broken if type(r.value) in kinds and type(current(*r[:3])) in NUMBERS}
+
+    def compared(self) -> dict[Place, Read]:
+        """Numbers that were read, and only compared."""
+        return {read.place: read for read in self.reads if type(read.value) is Comparisons}
+
     def _broken(self, modules: Sequence[nn.Module]) -> Iterator[tuple[str, Read | None]]:
         yield from ((text, None) for text in _rewired(self.wiring, modules))
         met = Met()
         for read in self.reads:
             value = current(*read[:3])
-            if not self.contents.same(read.value, value, met):
+            if not _same(self.contents, read.value, value, met):
                 yield f"{read.text}{self._difference(read.value, value)}", read
         for module, parts in self.hidden:
             if not identical(parts, put_together(module)):
@@ -130,9 +144,8 @@ class Guards:
         return f"{part_name(value, index)}{self._difference(one, other)}"
 
 
-def _owned(model: nn.Module, place: AttributePath) -> tuple[int, str]:
-    owner, name = locate(model, place) or (None, "")
-    return id(owner), name
+def _same(contents: Contents, kept: Any, value: Any, met: Met) -> bool:
+    return kept.hold(value) if type(kept) is Comparisons else contents.same(kept, value, met)
 
 
 def _wiring(modules: Sequence[nn.Module]) -> list[tuple[Any, ...]]:

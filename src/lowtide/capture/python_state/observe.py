@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from lowtide.capture.python_state import code_names, files
+from lowtide.capture.python_state.compared import StandIn
 from lowtide.capture.python_state.noting import NotingClasses
 from lowtide.capture.python_state.paths import FORWARD_HOOKS, OWN
 from lowtide.capture.python_state.reads import Content, Contents, Reads, decided_by, put_together
@@ -35,7 +36,7 @@ _SAVING = frozenset({"_non_persistent_buffers_set", "_state_dict_hooks", "_state
 _ASKING = (nn.Module.__module__, "functools")  # who reads these for their own ends: to find one, to register a buffer
 _INHERITED = frozenset(vars(nn.Module)) - {"forward"} - _WHOLE
 _INTERNAL = OWN - _SAVING  # read in every call
-_ATOMS = frozenset(PLAIN)  # not what is derived from them, which may have attributes
+_ATOMS = frozenset((*PLAIN, StandIn))  # not what is derived from them, which may have attributes
 _UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__slotnames__"})  # of what stands in a class
 _HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
 _OPAQUE = ("torch", "numpy", "logging", "threading", "re", "enum", "abc", "typing", "builtins", "lowtide")

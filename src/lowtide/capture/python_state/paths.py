@@ -78,6 +78,12 @@ def locate(model: nn.Module, place: AttributePath) -> tuple[Any, str] | None:
     return None if owner is None else (owner, leaf)
 
 
+def owned(model: nn.Module, place: AttributePath) -> tuple[int, str]:
+    """The id of the module or object, and the attribute's own name."""
+    owner, name = locate(model, place) or (None, "")
+    return id(owner), name
+
+
 def value_at(model: nn.Module, place: AttributePath) -> Any:
     located = locate(model, place)
     return ABSENT if located is None else _parts(located[0]).get(located[1], ABSENT)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.capture.python_state.compared import Comparisons
 from lowtide.capture.python_state.external_effects import HOOKS
 from lowtide.capture.python_state.files import File
 from lowtide.capture.python_state.reads import Contents, Read, put_together
@@ -98,6 +99,9 @@ class Unchanged:
     def _read(self, read: Read, value: Any) -> Any:
         kind, owner, name = read[:3]
         own = own_attributes(owner) if kind in ("attribute", "names") else owner if kind == "item" else None
+        if type(read.value) is Comparisons:
+            self._items.append((_compared, (read.value.hold, kind, owner, name), [True]))
+            return None
         if id(value) in self._layouts or kind in ("answer", "layout", "version"):  # made anew where they are asked for
             self._items.append((_single, (kind, owner, name), [self._layouts.get(id(value), value)]))
         elif kind == "names":
@@ -144,6 +148,10 @@ def _namespace(kind: type) -> Any:
 
 def _values(*registries: dict[str, Any]) -> list[Any]:
     return [*itertools.chain.from_iterable(map(dict.values, registries))]
+
+
+def _compared(holds: Callable[[Any], bool], kind: str, owner: Any, name: str) -> list[Any]:
+    return [holds(current(kind, owner, name))]
 
 
 def _single(kind: str, owner: Any, name: str) -> list[Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import operator
 import pickle
 import random
 import sys
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lowtide.capture.python_state.compared import Comparisons
 from lowtide.capture.trace.patches import wrapped
 from lowtide.device import modules
 from lowtide.errors import CaptureError
@@ -77,18 +77,16 @@ def untouched(start: State | None = None) -> Iterator[None]:
 
 @dataclass(slots=True)
 class RandomNumber:
-    """One number: the function that drew it, and how it compared with others: operator, the other number, the answer."""
+    """One number: the function that drew it, and how it compared with others."""
 
     function: Callable[..., float]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    comparisons: list[tuple[Callable[[Any, Any], bool], Any, bool]] = field(default_factory=list)
-    used_otherwise: bool = False
+    comparisons: Comparisons = field(default_factory=lambda: Comparisons(float))
 
     def again(self) -> bool:
         """Draw anew; whether the number compares as it did."""
-        value = self.function(*self.args, **self.kwargs)
-        return all(compare(value, other) == answer for compare, other, answer in self.comparisons)
+        return self.comparisons.hold(self.function(*self.args, **self.kwargs))
 
 
 @contextlib.contextmanager
@@ -225,10 +223,12 @@ class RandomRecorder:
                         stack.enter_context(wrapped(module, name, self._recording))
                 yield
             self.end = state()
+            for number in self.numbers:
+                number.comparisons.ended()
 
     def used_otherwise(self, failed: bool) -> bool:
         """Whether the forward pass is to be followed anew, with plain numbers; ``failed``: it raised an error."""
-        again = self.comparing and any(failed or number.used_otherwise for number in self.numbers)
+        again = self.comparing and any(failed or number.comparisons.used_otherwise for number in self.numbers)
         self.comparing = self.comparing and not again
         return again
 
@@ -256,48 +256,6 @@ class RandomRecorder:
             if type(value) is not float:
                 return value
             self.numbers.append(RandomNumber(function, args, kwargs))
-            return _Number(value, self.numbers[-1])
+            return self.numbers[-1].comparisons.stand_in(value)
 
         return draw
-
-
-class _Number:
-    """Stands for a drawn number, and can be compared with numbers. Nothing else: the forward pass is followed anew without."""
-
-    __slots__ = ("_draw", "_value")
-
-    def __init__(self, value: float, draw: RandomNumber) -> None:
-        self._value = value
-        self._draw = draw
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return float
-
-    def _compared(self, compare: Callable[[Any, Any], bool], other: Any) -> bool:
-        if isinstance(other, _Number) or not isinstance(other, (int, float)):
-            raise self._misused()
-        answer = compare(self._value, other)
-        self._draw.comparisons.append((compare, other, answer))
-        return answer
-
-    def _misused(self, *_: Any) -> TypeError:
-        self._draw.used_otherwise = True
-        return TypeError("a drawn number was not only compared")
-
-    def _refused(self, *_: Any) -> Any:
-        raise self._misused()
-
-    __getattr__ = __repr__ = _refused
-
-    def __bool__(self) -> bool:
-        return self._compared(operator.ne, 0)
-
-
-for _compare in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne):
-    setattr(_Number, f"__{_compare.__name__}__", functools.partialmethod(_Number._compared, _compare))
-for _name in (
-    *("float", "int", "index", "hash", "floor", "ceil", "trunc", "round", "format", "neg", "pos", "abs"),
-    *(f"{side}{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow") for side in ("", "r")),
-):
-    setattr(_Number, f"__{_name}__", _Number._refused)

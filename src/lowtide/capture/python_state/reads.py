@@ -17,6 +17,8 @@ from lowtide.capture.python_state.files import File
 from lowtide.program.keys import tensor_key
 from lowtide.program.objects import MUTABLE, PLAIN, class_attribute, content, own_attributes
 
+Place = tuple[str, int, str]
+
 
 class Read(NamedTuple):
     """A value that was read. ``kind``: where ``owner`` has it under ``name`` (``program.objects.current``)."""
@@ -26,6 +28,11 @@ class Read(NamedTuple):
     name: str
     value: Any
     text: str
+
+    @property
+    def place(self) -> Place:
+        """By which reads are told apart."""
+        return self.kind, id(self.owner), self.name
 
 
 class Content(NamedTuple):
@@ -116,7 +123,7 @@ def _equal(kept: Any, value: Any) -> bool:
 class Reads:
     """All that one or several runs read: single values by kind, owner and name, and holders by their ids."""
 
-    values: dict[tuple[str, int, str], Read] = field(default_factory=dict)
+    values: dict[Place, Read] = field(default_factory=dict)
     contents: dict[int, Content] = field(default_factory=dict)
     hidden: dict[int, tuple[nn.Module, list[Any]]] = field(default_factory=dict)  # modules that are registered nowhere
     files: dict[File, Any] = field(default_factory=dict)
@@ -128,7 +135,7 @@ class Reads:
 
     def forget(self, some: Iterable[Read]) -> None:
         for read in some:
-            self.values.pop((read.kind, id(read.owner), read.name), None)
+            self.values.pop(read.place, None)
 
     def note(self, kind: str, owner: Any, name: str, value: Any, text: str) -> None:
         self.values.setdefault((kind, id(owner), name), Read(kind, owner, name, value, text))

@@ -1,0 +1,270 @@
+"""Numbers that differ from call to call and are only compared, or counted on, take a capture where an answer changes."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.capture import Known, capture
+from tests.fuzz.changed import Computes, Thing, having, rows
+
+STEPS = 10
+Compute = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _trained(compute: Compute, attributes: dict[str, Callable[[], Any]], set_to: Callable[[Any, int], None]) -> Any:
+    """What ``STEPS`` steps compute and leave behind in eager, the same planned, and the planned model."""
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        random.seed(0)
+        model = Computes(compute, having(**attributes))
+        if planned:
+            lowtide.rematerialize(model, budget="100%", planner="greedy", dynamic=False)
+        states: list[Any] = []
+        for step in range(STEPS):
+            set_to(model, step)
+            model.zero_grad()
+            loss = model(rows() + step)
+            loss.backward()
+            numbers = {name: value for name, value in vars(model).items() if isinstance(value, (int, float))}
+            states.append((loss.item(), model.linear.weight.grad.tolist(), repr(numbers)))
+        found.append(states)
+    return *found, model
+
+
+def _captures(caplog: pytest.LogCaptureFixture) -> int:
+    return 1 + caplog.text.count("is captured again")
+
+
+def _to_step(model: Any, step: int) -> None:
+    model.step = step
+
+
+def _nothing(model: Any, step: int) -> None:
+    pass
+
+
+def _to_state(model: Any, step: int) -> None:
+    model.state.step = step
+
+
+def _to_share(model: Any, step: int) -> None:
+    model.share = step / STEPS
+
+
+def _doubled_at_first(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y * 2 if self.step < 6 else y
+
+
+def _counting(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    self.step += 1
+    return _doubled_at_first(self, y, x)
+
+
+def _as_state(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y.relu() if not self.state.step > 4 else y
+
+
+def _cyclic(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y = y * 2 if self.step % 4 == 1 else y
+    return y + 1 if (self.step + 1) / 10 > 0.55 else y
+
+
+def _between(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y.sin() if self.share > 0.25 and -self.share != -0.5 else y
+
+
+def _as_often(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    for number in range(3):
+        if number < self.step:
+            y = y.sin()
+    return y
+
+
+def _kept_at_first(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    if self.calls == 0:
+        self.center = x.mean(0)
+    self.calls += 1
+    return y - self.center
+
+
+def _counted_twice(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    self.step += 1
+    self.step = self.step * 2 - 1
+    self.total += 0.5
+    return y if self.step > 20 or self.total >= 3 else y.exp()
+
+
+def _counted_below(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    self.state.step += 1
+    return _as_state(self, y, x)
+
+
+CASES: dict[str, tuple[Compute, dict[str, Callable[[], Any]], Callable[[Any, int], None], int]] = {
+    "a number of the loop's": (_doubled_at_first, {"step": int}, _to_step, 3),
+    "after other operations": (_cyclic, {"step": int}, _to_step, 6),
+    "in an object": (_as_state, {"state": lambda: Thing(step=0)}, _to_state, 3),
+    "a share": (_between, {"share": float}, _to_share, 5),
+    "in a loop": (_as_often, {"step": int}, _to_step, 4),
+    "a number of its own": (_counting, {"step": int}, _nothing, 2),
+    "counted by several operations": (_counted_twice, {"step": int, "total": float}, _nothing, 2),
+    "a tensor of the first call": (_kept_at_first, {"calls": int}, _nothing, 2),
+    "counted in an object": (_counted_below, {"state": lambda: Thing(step=0)}, _nothing, 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_that_are_compared(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    compute, attributes, set_to, captures = CASES[case]
+    with caplog.at_level(logging.INFO, logger="lowtide"):
+        plain, planned, model = _trained(compute, attributes, set_to)
+    assert planned == plain
+    assert _captures(caplog) <= captures
+    with lowtide.checked(every=1):
+        model(rows()).backward()
+
+
+def _scaled(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y * self.step if self.step < 6 else y
+
+
+def _filled(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y + torch.full((4,), self.step) if self.step < 6 else y
+
+
+def _left(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    self.last = self.step / 2
+    return _doubled_at_first(self, y, x)
+
+
+def _as_text(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y * len(f"{self.step:b}")
+
+
+def _looked_up(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y * {0: 1.5, 1: 2.5}.get(self.step, 3.5)
+
+
+def _least(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y * min(self.step, 4)
+
+
+def _of_both(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    self.other = self.step
+    return y if self.other < 5 else y * 2
+
+
+def _annealed(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    self.share = self.share * 0.5 + 0.1
+    return y if self.share < 0.19 else y * 2
+
+
+USED_OTHERWISE: dict[str, tuple[Compute, dict[str, Callable[[], Any]]]] = {
+    "multiplied with a tensor": (_scaled, {"step": int}),
+    "put into a tensor": (_filled, {"step": int}),
+    "left in another attribute": (_left, {"step": int, "last": float}),
+    "as text": (_as_text, {"step": int}),
+    "as a key": (_looked_up, {"step": int}),
+    "the least of two": (_least, {"step": int}),
+    "another one's place": (_of_both, {"step": int, "other": int}),
+    "a share that goes on": (_annealed, {"step": int, "share": float}),
+}
+
+
+@pytest.mark.parametrize("case", USED_OTHERWISE)
+def test_numbers_that_are_used_otherwise(case: str) -> None:
+    compute, attributes = USED_OTHERWISE[case]
+    plain, planned, _ = _trained(compute, attributes, _to_step)
+    assert planned == plain
+
+
+def test_a_result_with_the_number() -> None:
+    class Tells(Computes):
+        def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+            return super().forward(x), self.step
+
+    model = Tells(_doubled_at_first, having(step=int))
+    lowtide.rematerialize(model, budget="100%", planner="greedy")
+    for step in range(4):
+        model.step = step
+        loss, number = model(rows())
+        loss.backward()
+        assert type(number) is int and number == step
+
+
+def test_a_drawn_number_in_the_result() -> None:
+    class Tells(Computes):
+        def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+            return super().forward(x), random.random()
+
+    model = Tells(lambda self, y, x: y)
+    lowtide.rematerialize(model, budget="100%", planner="greedy")
+    for seed in range(3):
+        random.seed(seed)
+        expected = random.random()
+        random.seed(seed)
+        loss, number = model(rows())
+        loss.backward()
+        assert type(number) is float and number == expected
+
+
+def test_drawn_numbers_after_other_operations() -> None:
+    def dropped(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return y * 2 if 1 - random.random() * 2 < 0.2 else y
+
+    plain, planned, model = _trained(dropped, {}, _nothing)
+    assert planned == plain
+    assert len(lowtide.plans(model)) == 2
+
+
+def test_lengths_beside_a_number() -> None:
+    """A family of shapes holds for other numbers, too."""
+    states = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = Computes(_counting, having(step=int))
+        if planned:
+            lowtide.rematerialize(model, budget="100%", planner="greedy")
+        found = []
+        for step in range(STEPS):
+            model.zero_grad()
+            loss = model(torch.randn(3 + step % 5, 4, generator=torch.Generator().manual_seed(step)))
+            loss.backward()
+            found.append((loss.detach(), model.linear.weight.grad, model.step))
+        states.append(found)
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+def test_a_count_when_another_gradient_arrives() -> None:
+    """The backward pass captures the call anew, as it was before it counted."""
+
+    class Two(Computes):
+        def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+            self.step += 1
+            y = torch.tanh(self.linear(x))
+            return (y if self.step < 3 else y * 2), y.square()
+
+    models = [Two(lambda self, y, x: y, having(step=int)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    lowtide.rematerialize(models[1], budget="100%", planner="greedy")
+    for step in range(5):
+        for model in models:
+            model.zero_grad()
+            model(rows())[step % 2].sum().backward()
+        assert torch.equal(*(model.linear.weight.grad for model in models))
+    assert [model.step for model in models] == [5, 5]
+
+
+def test_the_contract_says_how_it_counts() -> None:
+    model = Computes(_counting, having(step=int))
+    captured = capture(model, (rows(),), known=Known())
+    (counted,) = captured.contract.counted
+    assert counted.place == ("", "step") and counted.change(7) == ("set", 8) and model.step == 0
+    assert list(captured.contract.conditions.compared()) == [("attribute", id(model), "step")]
