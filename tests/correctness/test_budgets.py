@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.ir import Free
 from tests.support.networks import WithLoss, perceptron, residual_blocks, rows
 from tests.support.training import MINIMUM, compare_training, make, prepared
 from tests.support.wide import pairs
@@ -235,3 +236,30 @@ def _stays_inside(model: nn.Module, args: tuple[Any, ...], budget: int | str, ba
     model.zero_grad()
     measured = lowtide.measure(lambda: backward(model(*args)))
     assert measured.peak_bytes <= lowtide.plans(model)[-1].budget_bytes
+
+
+class _WithFigure(nn.Module):
+    """A large result for the caller, and after it a figure that takes more room still and has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.result = nn.Linear(32, 128, bias=False)
+        self.wide = nn.Linear(32, 1024, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.first(x))
+        result = self.result(hidden)
+        with torch.no_grad():
+            figure = self.wide(hidden).exp().mean()
+        return result, figure
+
+
+def test_a_result_may_be_computed_again_before_the_caller_is_handed_it() -> None:
+    (outcome,) = compare_training(
+        _WithFigure, rows(512), lambda results: results[0].square().sum(), budgets=(MINIMUM,), planner=_QUICK
+    )
+    (plan,) = lowtide.plans(outcome.model)
+    handed = plan.graph.storages_of(plan.graph.forward_outputs)
+    freed = [step.storage for step in plan.schedule.steps[: plan.schedule.boundary] if isinstance(step, Free)]
+    assert not {*handed}.isdisjoint(freed)

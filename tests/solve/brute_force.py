@@ -110,11 +110,10 @@ def _done(graph: Graph, state: State) -> bool:
 
 
 def _steps(graph: Graph, costs: Costs, state: State) -> Iterator[tuple[State, int, int]]:
-    held = {graph.values[value].storage for value in graph.forward_outputs}
+    held = _held(graph, state)
     if not state.handed and state.values.issuperset(graph.forward_outputs):
         yield state._replace(handed=True), 0, 0
     for storage in state.storages:
-        # What goes to the caller is never freed, before the boundary neither.
         if not graph.storages[storage].external and storage not in held:
             dead = frozenset(graph.storages[storage].values)
             yield state._replace(storages=state.storages - {storage}, values=state.values - dead), 0, 0
@@ -122,6 +121,11 @@ def _steps(graph: Graph, costs: Costs, state: State) -> Iterator[tuple[State, in
         yield state._replace(saved=state.saved - {op}), 0, 0
     for op in range(len(graph.ops)):
         yield from _compute(graph, costs, state, op)
+
+
+def _held(graph: Graph, state: State) -> set[int]:
+    """What the caller has been handed, which is never freed from then on."""
+    return {graph.values[value].storage for value in graph.forward_outputs} if state.handed else set()
 
 
 def _compute(graph: Graph, costs: Costs, state: State, op_id: int) -> Iterator[tuple[State, int, int]]:
@@ -154,9 +158,10 @@ def _compute(graph: Graph, costs: Costs, state: State, op_id: int) -> Iterator[t
             handed=state.handed,
         )
         yield after, int(costs.time_ns[op_id]), during
-        held = {graph.values[value].storage for value in graph.forward_outputs}
         for storage in (
-            {graph.values[value].storage for value in op.overwrites} - held if not own & state.storages else ()
+            {graph.values[value].storage for value in op.overwrites} - _held(graph, state)
+            if not own & state.storages
+            else ()
         ):
             dead = frozenset(graph.storages[storage].values)
             over = after._replace(storages=after.storages - {storage}, values=after.values - dead)

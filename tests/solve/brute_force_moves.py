@@ -69,7 +69,7 @@ class _Search:
             *(self._storages(op.outputs) - self.own[op.id] for op in graph.ops if not self.view[op.id])
         )
         self.own_storages = {s.id for s in graph.storages if not s.external}
-        self.movable = self.own_storages - self.held - shared
+        self.movable = self.own_storages - shared
         self.needed = self._needed()
 
     def _storages(self, values: Iterable[int]) -> set[int]:
@@ -120,24 +120,28 @@ class _Search:
 
     def _after(self, state: State, clock: Clock) -> Iterator[After]:
         if not state.handed and state.values.issuperset(self.graph.forward_outputs):
-            yield state._replace(handed=True), clock, 0
+            arrival = max((clock.coming[storage] for storage in self.held), default=0)
+            yield state._replace(handed=True), clock._replace(now=max(clock.now, arrival)), 0
         for op in state.saved:
             yield state._replace(saved=state.saved - {op}), clock, 0
-        for storage in state.moved & state.storages:
+        for storage in (state.moved & state.storages) - self._handed(state):
             yield self._freed(state, storage), self._arrived(clock, storage), 0
-        for storage in self.movable:
+        for storage in self.movable - self._handed(state):
             yield from self._offload(state, clock, storage)
             yield from self._fetch(state, clock, storage)
         for op in range(len(self.graph.ops)):
             for after, later, size in self._compute(state, clock, op):
                 touched = self._storages((*self.graph.ops[op].inputs, *self.graph.ops[op].outputs))
-                idle = sorted((touched & self.own_storages & after.storages) - self.held - after.moved)
+                idle = sorted((touched & self.own_storages & after.storages) - self._handed(after) - after.moved)
                 for count in range(len(idle) + 1):
                     for gone in itertools.combinations(idle, count):
                         left = after
                         for storage in gone:
                             left = self._freed(left, storage)
                         yield left, later, size
+
+    def _handed(self, state: State) -> set[int]:
+        return self.held if state.handed else set()
 
     def _freed(self, state: State, storage: int) -> State:
         gone = frozenset(self.graph.storages[storage].values)
@@ -203,7 +207,7 @@ class _Search:
                 values=state.values.union(op.outputs),
             )
             yield after, begun._replace(now=begun.now + self.times[op_id]), size
-            for storage in self._storages(op.overwrites) - self.held if not own & state.storages else ():
+            for storage in self._storages(op.overwrites) - self._handed(state) if not own & state.storages else ():
                 over = self._arrived(begun, storage)
                 over = over._replace(now=over.now + self.times[op_id])
                 yield self._freed(after, storage), over, size - self.sizes[storage]

@@ -1,14 +1,15 @@
 """From a compute sequence to a schedule.
 
-A sequence of op ids says everything that a planner decides: liveness, and so every ``Free``, follows from it. The
-convention: a compute renews every storage of the op, and a storage lives from a compute to its last use before the next
-one. Two kinds of storages are never renewed: those handed to the caller, and those into which another op that allocates
-puts a value, which a renewal would lose. View ops are not part of the decision; they are computed where their values
-are first used in each life of the storage. An op writes over an input that it may overwrite wherever that dies there.
+A sequence of op ids says everything that a planner decides: liveness, and so every ``Free``, follows from it. The convention: a
+compute renews every storage of the op, and a storage lives from a compute to its last use before the next one. Two kinds of
+storages are never renewed: those handed to the caller (where asked for, only from then on), and those into which another op
+that allocates puts a value, which a renewal would lose. View ops are not part of the decision; they are computed where their
+values are first used in each life of the storage. An op writes over an input that it may overwrite wherever that dies there.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -30,11 +31,12 @@ def plain_time_ns(graph: Graph, costs: Costs) -> int:
     return timing(graph, costs, keep_all_schedule(graph)).time_ns
 
 
-def schedule_from_sequence(graph: Graph, sequence: Sequence[int]) -> Schedule:
+def schedule_from_sequence(graph: Graph, sequence: Sequence[int], *, released: bool = False) -> Schedule:
     """The canonical schedule of ``sequence``; see the module's docstring. Ops that nobody needs and recomputes whose
     results nobody uses are dropped. Effects stay, and so does the first compute of an op that runs again, so that first
-    computes keep the program's order."""
-    return _Builder(graph).build(sequence)
+    computes keep the program's order. ``released``: recomputes before the backward pass renew what is handed to the caller
+    too, which lives less long then, and is handed over after the last of them."""
+    return _Builder(graph, released).build(sequence)
 
 
 def is_view(graph: Graph, op: Op) -> bool:
@@ -84,17 +86,19 @@ def may_run_early(graph: Graph, op: Op) -> bool:
 
 
 class _Builder:
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, released: bool) -> None:
         self.graph = graph
+        self.released = released
         self.owned = graph.owned
         self.view = [is_view(graph, op) for op in graph.ops]
         self.storage_of = [value.storage for value in graph.values]
-        self.lasting = {self.storage_of[value] for value in graph.forward_outputs} | shared_storages(graph)
+        self.handed = {self.storage_of[value] for value in graph.forward_outputs}
+        self.shared = shared_storages(graph)
 
     def build(self, sequence: Sequence[int]) -> Schedule:
         graph = self.graph
         formed, forward_end = self._with_views([op for op in sequence if not self.view[op]])
-        frees = self._frees(formed)
+        frees = self._frees(formed, forward_end)
         boundary = self._boundary([formed[index] for index in frees if index < forward_end])
         computes = [(formed[index], freed) for index, freed in frees.items()]
         counts = Counter(op for op, _ in computes)
@@ -117,9 +121,19 @@ class _Builder:
         return Schedule(tuple(steps), position)
 
     def _boundary(self, computes: Sequence[int]) -> int:
-        """Just after the last first compute of a forward op."""
+        """Just after the last first compute of a forward op, and the recomputes that renew what is handed over."""
         firsts = {op: index for index, op in reversed(list(enumerate(computes)))}
-        return max((i + 1 for op, i in firsts.items() if self.graph.ops[op].phase is Phase.FORWARD), default=0)
+        boundary = max((i + 1 for op, i in firsts.items() if self.graph.ops[op].phase is Phase.FORWARD), default=0)
+        for index in itertools.count(boundary) if self.released else ():
+            if index == len(computes) or self.graph.ops[computes[index]].phase is Phase.BACKWARD:
+                break
+            if not self.handed.isdisjoint(self.owned[computes[index]]):
+                boundary = index + 1
+        return boundary
+
+    def _lasting(self, storage: int, forward: bool) -> bool:
+        """Whether a recompute, in the forward pass or not, does not renew the storage."""
+        return storage in self.shared or (storage in self.handed and not (forward and self.released))
 
     def _with_views(self, sequence: Sequence[int]) -> tuple[list[int], int]:
         """Insert the view ops, each where its value is first read in the current life of its storage. The second result
@@ -138,7 +152,7 @@ class _Builder:
             self._form(graph.ops[op].inputs, formed, steps)
             steps.append(op)
             for storage in self.owned[op]:
-                if storage not in self.lasting:
+                if not self._lasting(storage, index < boundary):
                     formed[storage].clear()
             self._form(final.get(index, ()), formed, steps)
         if boundary == len(sequence):
@@ -190,9 +204,9 @@ class _Builder:
             for output in self.graph.ops[producer].outputs:
                 formed[self.storage_of[output]].add(output)
 
-    def _frees(self, steps: Sequence[int]) -> dict[int, list[int]]:
+    def _frees(self, steps: Sequence[int], forward_end: int) -> dict[int, list[int]]:
         """By index, the computes that are needed, each with the storages to free after it: those whose last use it is before
-        the next compute of their base. One sweep from the end.
+        the next compute of their base. One sweep from the end; ``forward_end``: the number of steps of the forward pass.
         """
         graph = self.graph
         needed_values = {*graph.outputs, *graph.forward_outputs}
@@ -204,7 +218,8 @@ class _Builder:
         for index in range(len(steps) - 1, -1, -1):
             op = graph.ops[steps[index]]
             own, is_first = self.owned[op.id], first[op.id] == index
-            made = [s for s in own if is_first or s not in self.lasting]
+            renewed = [s for s in own if not self._lasting(s, index < forward_end)]
+            made = own if is_first else renewed
             foreign = [v for v in op.outputs if self.storage_of[v] not in own]
             keep = not needed.isdisjoint(made)
             if is_first and not self.view[op.id]:
@@ -221,5 +236,5 @@ class _Builder:
             touched = dict.fromkeys((*own, *(self.storage_of[v] for v in (*op.outputs, *op.inputs))))
             frees[index] = [s for s in touched if s not in alive and not graph.storages[s].external]
             alive.update(frees[index])
-            alive.difference_update(s for s in own if s not in self.lasting)
+            alive.difference_update(renewed)
         return dict(reversed(frees.items()))

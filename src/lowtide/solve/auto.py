@@ -27,7 +27,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lowtide.solve.minimum import smallest_exactly
+from lowtide.solve.minimum import outputs_in_the_way, smallest_exactly
 from lowtide.solve.moving.search import bounded, moving_schedules
 from lowtide.solve.options import Options, between
 from lowtide.solve.outcome import answer, keeping_all, least_time_ns
@@ -72,12 +72,24 @@ class Auto(Options):
     def _recomputing(self, problem: Problem) -> Solution:
         portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
         solution = _solve_exactly(problem, portfolio) if self.exact else None
-        return solution or search_sequences(problem, portfolio, self.effort)
+        return solution or self._searched(problem, portfolio)
+
+    def _searched(self, problem: Problem, portfolio: Portfolio) -> Solution:
+        """What the search finds; where nothing, what it finds among schedules that compute outputs again."""
+        solution = search_sequences(problem, portfolio, self.effort)
+        lowest = solution.lowest_schedule
+        if solution.status.solved or lowest is None or not outputs_in_the_way(problem.graph, problem.costs, lowest):
+            return solution
+        released = make_portfolio(problem.graph, problem.costs, problem.seed, released=True)
+        found = search_sequences(problem, released, self.effort)
+        if found.status.solved or (found.minimum_bytes or 0) >= (solution.minimum_bytes or 0):
+            return found if found.status.solved else solution
+        return dataclasses.replace(found, status=max(solution.status, found.status, key=Status.INFEASIBLE.__eq__))
 
 
 def _solve_exactly(problem: Problem, portfolio: Portfolio) -> Solution | None:
     """``None`` where the graph is too large, or the model's bytes are only a bound and nothing was found in it."""
-    model = portfolio.model
+    model = portfolio.exact
     optimum = shortest(model, problem.budget_bytes) if affordable(model) else None
     if optimum is None:
         return None

@@ -27,16 +27,27 @@ def minimum_peak(graph: Graph, costs: Costs, seed: int = 0) -> tuple[int, Schedu
     from lowtide.solve.search.portfolio import make_portfolio
 
     portfolio = make_portfolio(graph, costs, seed)
-    found = smallest_exactly(portfolio) or portfolio.schedule(lowest_candidate(portfolio, 0))
-    schedules = (keep_all_schedule(graph), found)
+    exact = smallest_exactly(portfolio)
+    found = exact or portfolio.schedule(lowest_candidate(portfolio, 0))
+    schedules = [keep_all_schedule(graph), found]
+    if exact is None and outputs_in_the_way(graph, costs, found):
+        portfolio = make_portfolio(graph, costs, seed, released=True)
+        schedules.append(portfolio.schedule(lowest_candidate(portfolio, 0)))
     return min(((simulate(graph, costs, one).peak_bytes, one) for one in schedules), key=lambda pair: pair[0])
+
+
+def outputs_in_the_way(graph: Graph, costs: Costs, schedule: Schedule) -> bool:
+    """Whether what is handed to the caller takes part in the peak of ``schedule`` before that, when it may still be freed and
+    computed again."""
+    run, handed = simulate(graph, costs, schedule), graph.storages_of(graph.forward_outputs)
+    return run.peak_step < schedule.boundary and not {*handed}.isdisjoint(run.live_at_peak)
 
 
 def smallest_exactly(portfolio: Portfolio) -> Schedule | None:
     """A schedule of the least peak; ``None`` where the graph is too large for the exact search."""
     from lowtide.solve.search.exact import affordable, shortest
 
-    optimum = shortest(portfolio.model, None) if affordable(portfolio.model) else None
+    optimum = shortest(portfolio.exact, None) if affordable(portfolio.exact) else None
     return portfolio.schedule_of(optimum.nodes) if optimum is not None else None
 
 

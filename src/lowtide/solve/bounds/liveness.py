@@ -57,8 +57,20 @@ def _last_needs(model: CompactGraph) -> Numbers:
 def liveness(model: CompactGraph, budget_bytes: int) -> Liveness:
     """The closure described in the module's docstring."""
     until, last_need = np.zeros(model.nodes + 1, np.int64), _last_needs(model)
-    np.maximum.at(until, model.storage_node, np.where(model.held, -1, last_need))
+    wanted = np.where(model.handed, np.minimum(last_need, model.boundary), last_need)
+    np.maximum.at(until, model.storage_node, np.where(model.held, -1, wanted))
     room = budget_bytes - model.fixed_bytes
     open_slots, certain, instant_bytes = core.close_slots(model, room, until, _ROUNDS)
+    _add_handed(model, certain, instant_bytes)
     feasible = bool((instant_bytes <= room).all())
     return Liveness(model, room, last_need, open_slots, certain, instant_bytes, feasible)
+
+
+def _add_handed(model: CompactGraph, certain: Bytes, instant_bytes: Numbers) -> None:
+    """What was handed over is live from the boundary on, also where its node may run again for another of its results."""
+    for storage in np.flatnonzero(model.handed & ~model.held):
+        slots = np.arange(max(model.boundary, int(model.storage_node[storage])) + 1, model.nodes + 2)
+        missing = slots[certain[storage, slots] == 0] - 1  # instants
+        counted = [instant for instant in missing if storage in model.reads_of(int(instant))]
+        certain[storage, slots] = 1
+        instant_bytes[np.setdiff1d(missing, counted)] += model.storage_bytes[storage]

@@ -68,6 +68,10 @@ class Formulation:
     peak: int = field(init=False)
     program: LinearProgram = field(init=False)
 
+    def lasts(self, stage: FrontierStage, storage: int) -> bool:
+        """Whether the storage, once computed, is there throughout the stage."""
+        return bool(self.model.held[storage] or (self.model.handed[storage] and stage.limit > self.model.boundary))
+
     @property
     def absolute_gap(self) -> float:
         """The objective takes whole numbers only where its unit is the greatest common divisor."""

@@ -60,7 +60,7 @@ class StageMemory(Formulation):
         """(position, column) pairs: from that position on the storage lives where the column is 1."""
         stage, base = self.stages[index], self.reach.base[storage]
         before, after = self.stored[index].get(storage, ZERO), self.stored[index + 1].get(storage, ZERO)
-        if self.model.held[storage] or (before == ONE and after == ONE):
+        if self.lasts(stage, storage) or (before == ONE and after == ONE):
             return [(0, ONE)]
         lives = [(0, before)] if base in stage.recompute else []
         position = bisect_right(nodes, base) if base in stage.recompute else 0
@@ -112,10 +112,11 @@ class StageMemory(Formulation):
         through: dict[int, int] = {}
         at_target: dict[int, int] = {}
         for storage in self.stored[index].keys() | {s for n in stage.recompute for s in self.reach.owns[n]}:
-            end = ONE if storage in target_reads or self.model.held[storage] else after.get(storage, ZERO)
+            lasts = self.lasts(stage, storage)
+            end = ONE if storage in target_reads or lasts else after.get(storage, ZERO)
             at_target[storage] = end
             made = stage.recompute.get(self.reach.base[storage], ZERO)
-            if made == ZERO or end == ZERO or self.model.held[storage]:
+            if made == ZERO or end == ZERO or lasts:
                 through[storage] = end
             else:
                 through[storage] = self.rows.add_column(0.0, 0.0, 1.0)

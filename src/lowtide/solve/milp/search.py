@@ -11,7 +11,7 @@ from functools import partial
 from lowtide.ir import Compute, Schedule, schedule_from_sequence, shared_storages, simulate
 from lowtide.solve.milp.linear import Outcome, SolverOptions, SolverResult, solve_program
 from lowtide.solve.milp.stages import StageModel
-from lowtide.solve.model.compact import CompactGraph, compact
+from lowtide.solve.model.compact import CompactGraph, compact, released_model
 from lowtide.solve.model.reach import recompute_columns
 from lowtide.solve.problem import Problem
 from lowtide.solve.search.memory_paths import cheapest_path
@@ -36,6 +36,7 @@ class Search:
     budget_bytes: int | None
     began: float
     model: CompactGraph = field(init=False)
+    proving: CompactGraph = field(init=False)  # for what holds for all schedules
     exact: bool = field(init=False)
     best: Schedule | None = None
     value: float = float("inf")
@@ -44,7 +45,8 @@ class Search:
 
     def __post_init__(self) -> None:
         self.model = compact(self.problem.graph, self.problem.costs)
-        self.exact = self.model.faithful and not shared_storages(self.problem.graph)  # those the model never renews
+        self.proving = released_model(self.problem.graph, self.problem.costs, self.model)
+        self.exact = self.proving.faithful and not shared_storages(self.problem.graph)  # those the model never renews
 
     @property
     def remaining(self) -> float:
@@ -82,18 +84,19 @@ class Search:
             self.nodes = [node_of[op] for op in computed if op in node_of]
         return result.peak_bytes
 
-    def consider_nodes(self, nodes: list[int]) -> int:
-        return self.consider(schedule_from_sequence(self.problem.graph, self.model.sequence(nodes)))
+    def consider_nodes(self, nodes: list[int], *, released: bool = False) -> int:
+        sequence = self.model.sequence(nodes)
+        return self.consider(schedule_from_sequence(self.problem.graph, sequence, released=released))
 
     def any_order(self, share: float) -> None:
         """The relaxation: a bound for the full problem, and a candidate."""
-        formulation = StageModel(self.model, self.budget_bytes, ordered=False)
+        formulation = StageModel(self.proving, self.budget_bytes, ordered=False)
         result = self._run(formulation, share)
         if self.exact:
             whole = NEVER if result.outcome is Outcome.INFEASIBLE else formulation.lower_bound(result.bound)
             self.bound = max(self.bound, whole)
         if len(result.values):
-            self.consider_nodes(formulation.sequence(result.values))
+            self.consider_nodes(formulation.sequence(result.values), released=True)
 
     def ordered(self, reduced: bool, rounds: int, share: float = 1.0) -> None:
         """Checkmate's program; solved again below the budget should the simulator not accept the solution."""
@@ -113,12 +116,12 @@ class Search:
         """The search over memory states, for something better than the best known; finding nothing proves it."""
         if self.budget_bytes is None:
             return self._lower_peaks()
-        least_ns = self.model.least_ns
-        path = cheapest_path(self.model, self.budget_bytes, self.value - least_ns)
+        least_ns = self.proving.least_ns
+        path = cheapest_path(self.proving, self.budget_bytes, self.value - least_ns)
         if path is None:
             return
         if path.found:
-            self.consider_nodes(list(path.nodes))
+            self.consider_nodes(list(path.nodes), released=True)
         if self.exact and path.found:
             self.bound = least_ns + path.recompute_ns
         elif self.exact:
@@ -128,11 +131,11 @@ class Search:
         """The same for the peak, by halving what is between the bound and the best."""
         while self.bound < self.value and self.exact:
             budget = (self.bound + int(self.value) - 1) // 2
-            path = cheapest_path(self.model, budget, any_path=True)
+            path = cheapest_path(self.proving, budget, any_path=True)
             if path is None:
                 return
             if path.found:
-                self.consider_nodes(list(path.nodes))
+                self.consider_nodes(list(path.nodes), released=True)
             else:
                 self.bound = budget + 1
 

@@ -95,7 +95,7 @@ class StageModel(StageMemory):
                 if base >= following.limit or until < following.limit:
                     continue
                 known = stored[index].get(storage, ZERO)
-                if following.limit <= fixed[storage]:
+                if following.limit <= fixed[storage] or self.lasts(following, storage):
                     table[storage] = ONE
                 elif known >= 0 and base not in stage.recompute and not self.users(stage, storage):
                     table[storage] = known

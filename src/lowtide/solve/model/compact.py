@@ -72,7 +72,8 @@ class CompactGraph(NamedTuple):
     storage_node: Indices  # storage -> the node that allocates it
     uses_start: Indices  # storage -> the nodes that read it, ascending
     uses: Indices
-    held: Flags  # storage -> handed to the caller: never freed once computed
+    handed: Flags  # storage -> handed to the caller: never freed after the forward pass
+    held: Flags  # storage -> of these, never freed once computed either
     overwritten: Flags  # storage -> whether a node writes over it where it dies
 
     def reads_of(self, node: int) -> Indices:
@@ -128,22 +129,30 @@ def decode(model: CompactGraph, codes: Indices) -> list[int]:
     return model.sequence(nodes[nodes < model.nodes])
 
 
-def compact(graph: Graph, costs: Costs, *, floor: bool = False) -> CompactGraph:
-    """The graph as flat arrays. ``floor``: bytes that depend on the schedule are not counted, so that what no schedule of
-    the model fits, or is quicker than, holds for the graph."""
-    return _Compaction(graph, costs, floor).build()
+def compact(
+    graph: Graph, costs: Costs, *, floor: bool = False, released: bool = False, present: bool = False
+) -> CompactGraph:
+    """The graph as flat arrays.
+
+    ``released``: what the caller is handed may be freed and computed again before that, as exact searches and bounds have to
+    take into account; without, it is held from its first compute on, which is what most searches ask for. ``floor``: that, and
+    bytes that depend on the schedule are not counted, so that what no schedule of the model fits, or is quicker than, holds
+    for the graph. ``present``: released, for searches that know no boundary: every node after it reads what was handed over."""
+    return _Compaction(graph, costs, floor, released or floor or present, present).build()
 
 
 class _Compaction:
     """Tables that are filled in the order of the ops."""
 
-    def __init__(self, graph: Graph, costs: Costs, floor: bool) -> None:
+    def __init__(self, graph: Graph, costs: Costs, floor: bool, released: bool, present: bool) -> None:
         self.graph = graph
         self.costs = costs
         self.floor = floor
+        self.present = present
         self.views = {op.id for op in graph.ops if is_view(graph, op)}
         self.needed = needed_ops(graph)
-        self.held = {graph.values[value].storage for value in graph.forward_outputs}
+        self.handed = {graph.values[value].storage for value in graph.forward_outputs}
+        self.held = set() if released else self.handed
         self.recomputable = {op.id for op in graph.ops if op.recomputable} - self._pinned_bases()
         self.node_of_op = {op: node for node, op in enumerate(sorted(self.needed - self.views))}
         bases = {storage.id: storage.base for storage in graph.storages}
@@ -158,12 +167,9 @@ class _Compaction:
         uses = [self._uses(graph.ops[op].inputs) for op in ops]
         owns = [[s for s in self._storages(graph.ops[op].outputs) if graph.storages[s].base == op] for op in ops]
         forward = sum(op < graph.forward_ops for op in ops)
-        if forward:
-            storages, views = self._uses(graph.forward_outputs)
-            read, needed = uses[forward - 1]
-            uses[forward - 1] = (read | storages - {*owns[forward - 1]}, needed | views)
         uses.append(self._uses((*graph.outputs, *graph.forward_outputs)))
         owns.append([])
+        self._hand_over(uses, owns, forward)
         view_ops = sorted(self.view_index)
         on_storage = [self._view_storage(op) for op in view_ops]
         external = [op for op, storage in zip(view_ops, on_storage, strict=True) if storage is None]
@@ -198,6 +204,7 @@ class _Compaction:
             random=np.array([*(graph.ops[op].random for op in ops), False], np.bool_),
             view_time_ns=costs.time_ns[view_ops] if view_ops else np.zeros(0, np.int64),
             storage_bytes=costs.storage_bytes[kept] if kept else np.zeros(0, np.int64),
+            handed=np.array([s in self.handed for s in kept], np.bool_),
             held=np.array([s in self.held for s in kept], np.bool_),
             overwritten=np.isin(np.arange(len(kept)), tables["overs"]),
             op_of_node=np.array(ops, np.int32),
@@ -208,6 +215,20 @@ class _Compaction:
             **tables,
         )
         return model._replace(gaps=_gaps(model))
+
+    def _hand_over(
+        self, uses: list[tuple[frozenset[int], frozenset[int]]], owns: Sequence[Sequence[int]], forward: int
+    ) -> None:
+        """Enter that the forward outputs are there at the boundary: read by the last node before it or, where they may be
+        computed again after that one, by the first node behind it."""
+        if not forward:
+            return
+        place = forward - 1 if self.held else forward
+        storages, views = self._uses(self.graph.forward_outputs)
+        read, needed = uses[place]
+        uses[place] = (read | storages - {*owns[place]}, needed | views)
+        for node in range(forward + 1, len(uses)) if self.present else ():
+            uses[node] = (uses[node][0] | storages - {*owns[node]}, uses[node][1])
 
     def _uses(self, values: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
         """Internal storages read and view ops needed to have these values."""
@@ -292,7 +313,12 @@ class _Compaction:
 
 def bounding_model(graph: Graph, costs: Costs, model: CompactGraph) -> CompactGraph:
     """``model`` of the graph where bounds on it hold for every schedule, else the ``floor`` model, on which they do."""
-    return model if model.bounding else compact(graph, costs, floor=True)
+    return model if model.bounding and not model.held.any() else compact(graph, costs, floor=True)
+
+
+def released_model(graph: Graph, costs: Costs, model: CompactGraph) -> CompactGraph:
+    """``model`` of the graph where nothing is held in it that a schedule could free, else the ``released`` one."""
+    return compact(graph, costs, released=True) if model.held.any() else model
 
 
 def _tables(**tables: Sequence[Sequence[int]]) -> dict[str, Indices]:

@@ -30,9 +30,10 @@ def reach(model: CompactGraph) -> Reach:
     for node in range(model.nodes, -1, -1):
         for storage in owns[node]:
             uses = [max(reader, node_until[reader]) for reader in readers[storage]]
-            storage_until[storage] = model.nodes if model.held[storage] else max(uses, default=-1)
+            storage_until[storage] = model.nodes if model.handed[storage] else max(uses, default=-1)
             if model.recomputable[node] and not model.held[storage]:
-                node_until[node] = max(node_until[node], storage_until[storage])
+                last = min(storage_until[storage], model.boundary) if model.handed[storage] else storage_until[storage]
+                node_until[node] = max(node_until[node], last)
     return Reach(reads, owns, needs, readers, model.storage_node.tolist(), node_until, storage_until)
 
 

@@ -40,13 +40,20 @@ _MOST_NS = 2**46  # a price, 19 hours: sums of them stay within 64 bits
 def movable_storages(graph: Graph, costs: Costs) -> list[int]:
     """Storages that may move: of the program's own, with bytes, of one operator alone, which is no effect, and neither handed
     to the caller at the end of the forward pass nor, as gradients are, as soon as they are final."""
-    fixed = shared_storages(graph) | {graph.values[value].storage for value in graph.forward_outputs}
+    fixed = {graph.values[value].storage for value in graph.forward_outputs}
     for value in graph.outputs:
         producer = graph.values[value].producer
         if producer is not None and graph.ops[producer].phase is Phase.BACKWARD:
             fixed.add(graph.values[value].storage)
-    own = [(storage.id, graph.ops[storage.base]) for storage in graph.storages if storage.base is not None]
-    return [s for s, base in own if s not in fixed and not base.effect and costs.storage_bytes[s] > 0]
+    effects = {storage for op in graph.ops if op.effect for storage in graph.owned[op.id]}
+    return [storage for storage in all_movable(graph, costs) if storage not in fixed | effects]
+
+
+def all_movable(graph: Graph, costs: Costs) -> list[int]:
+    """Those that some valid schedule moves, for bounds: of the program's own, with bytes, of one operator alone. What is handed
+    to the caller may move before that."""
+    fixed = shared_storages(graph) | {storage.id for storage in graph.storages if storage.external}
+    return [s.id for s in graph.storages if s.id not in fixed and costs.storage_bytes[s.id] > 0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +151,7 @@ def split(
 
 def split_for_nothing(graph: Graph, costs: Costs) -> Split:
     """The graph in which everything moves at no price: what no schedule of it fits, no schedule that moves fits."""
-    return split(graph, costs, dict.fromkeys(movable_storages(graph, costs), 0), floor=True)
+    return split(graph, costs, dict.fromkeys(all_movable(graph, costs), 0), floor=True)
 
 
 class _Splitter:

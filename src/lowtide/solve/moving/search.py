@@ -26,7 +26,7 @@ from lowtide.ir import Costs, Fetch, Graph, Schedule, SecondMemory, simulate
 from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.bounds import INFEASIBLE_NS, prove_time, proven_infeasible
 from lowtide.solve.model.compact import compact
-from lowtide.solve.model.split import Split, movable_storages, split, split_for_nothing
+from lowtide.solve.model.split import Split, all_movable, movable_storages, split, split_for_nothing
 from lowtide.solve.moving.chains import chain_schedules, menu_builders, pofo_builders
 from lowtide.solve.moving.placing import place_transfers
 from lowtide.solve.outcome import answer, least_time_ns
@@ -179,7 +179,7 @@ def _ranked(found: Iterable[_Found]) -> list[_Found]:
 def _searched(problem: Problem, effort: int, known: Iterable[Sequence[int]]) -> Solution:
     """The best of a split graph, exactly where it has a few nodes."""
     portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
-    optimum = shortest(portfolio.model, problem.budget_bytes) if affordable(portfolio.model) else None
+    optimum = shortest(portfolio.exact, problem.budget_bytes) if affordable(portfolio.exact) else None
     if optimum is not None and optimum.feasible:
         return answer("auto", problem, [portfolio.schedule_of(optimum.nodes)])
     return search_sequences(problem, portfolio, effort, prove=False, known=known)
@@ -291,7 +291,7 @@ def moving_bound(problem: Problem, effort: int, known_ns: int | None = None) -> 
 def _weighted(graph: Graph, costs: Costs, memory: SecondMemory, weight: float) -> Split:
     """The split graph on whose times the weighted sum of both clocks is bounded. An operator that runs again brings all of
     its storages back, so each has its part of the operator's time; where some of them cannot move, it is they that have it."""
-    movable = movable_storages(graph, costs)
+    movable = all_movable(graph, costs)
     own = graph.owned
     prices = {}
     for storage in movable:

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import SupportsInt
 
+import numpy as np
+
 from lowtide.solve.model.compact import CompactGraph
 from lowtide.solve.model.ragged import rows
 from lowtide.solve.model.reach import reach
@@ -112,7 +114,8 @@ class _Space:
         self.reads, self.owns, self.needs = (list(map(bits, t)) for t in (tables.reads, tables.owns, tables.needs))
         self.views = [bits(row) for row in rows(model.views_start, model.views)]
         self.overs = rows(model.overs_start, model.overs)
-        self.held = bits(storage for storage, held in enumerate(model.held) if held)
+        self.held = bits(np.flatnonzero(model.held))
+        self.handed = bits(np.flatnonzero(model.handed))
         self.until = tables.node_until
         self.sizes = model.storage_bytes.tolist()
         self.view_times = model.view_time_ns.tolist()
@@ -148,16 +151,17 @@ class _Space:
         time = 0 if node == first else int(self.model.time_ns[node])
         formed = self.needs[node] & ~views
         time += sum(self.view_times[v] for v in members(formed))
-        items = [(self.sizes[s], 1 << s, 0) for s in members(live & ~self.reads[node] & ~self.held)]
+        held = self.handed if first > self.model.boundary else self.held
+        items = [(self.sizes[s], 1 << s, 0) for s in members(live & ~self.reads[node] & ~held)]
         items += [(state_bytes, 0, 1 << i) for i in members(kept & ~(1 << node))]
         items.sort(reverse=True)
         ways = [(over, 0)]  # bytes too many, and what it writes over
         if not live & self.owns[node]:
-            ways += [(over - self.sizes[s], 1 << s) for s in self.overs[node]]
+            ways += [(over - self.sizes[s], 1 << s) for s in self.overs[node] if not held >> s & 1]
         for missing, written in ways:
             for freed, forgotten in _smallest_sets(items, missing):
                 gone = freed | written
-                left = (live & ~gone | self.owns[node]) & (self.useful[min(following, self.model.nodes)] | self.held)
+                left = (live & ~gone | self.owns[node]) & (self.useful[min(following, self.model.nodes)] | self.handed)
                 still = (views & ~self._views_of(freed) | self.needs[node]) & ~self._views_of(~left & (live | gone))
                 yield (following, left, still, kept & ~forgotten & self.random[following]), node, time
 

@@ -18,9 +18,19 @@ from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.blocks.sequences import block_sequences, table_sequences
 from lowtide.solve.greedy import greedy_sequences
 from lowtide.solve.model.classes import Classes, node_classes
-from lowtide.solve.model.compact import CompactGraph, Indices, bounding_model, compact, decode, encode, encode_keep_all
+from lowtide.solve.model.compact import (
+    CompactGraph,
+    Indices,
+    bounding_model,
+    compact,
+    decode,
+    encode,
+    encode_keep_all,
+    released_model,
+)
 from lowtide.solve.model.sweep import Candidate, sweep
 from lowtide.solve.search.anneal import AnnealSettings, make_state
+from lowtide.solve.search.exact import affordable
 from lowtide.solve.search.segments import segment_sequences
 from lowtide.solve.threads import in_threads
 
@@ -46,10 +56,12 @@ class Portfolio:
 
     graph: Graph
     model: CompactGraph
+    exact: CompactGraph  # for exact searches
     floor: CompactGraph  # for bounds
     classes: Classes
     chains: BlockChains
     seed: int
+    released: bool  # what is handed to the caller may be computed again before that
 
     @property
     def mean_ns(self) -> float:
@@ -64,10 +76,11 @@ class Portfolio:
         return int(max(min(20.0 * nodes**2, 2.4e10 / nodes**1.6), least))
 
     def schedule(self, candidate: Candidate) -> Schedule:
-        return schedule_from_sequence(self.graph, decode(self.model, candidate.codes))
+        return schedule_from_sequence(self.graph, decode(self.model, candidate.codes), released=self.released)
 
     def schedule_of(self, nodes: Iterable[int]) -> Schedule:
-        return schedule_from_sequence(self.graph, self.model.sequence(nodes))
+        """Of nodes that an exact search found."""
+        return schedule_from_sequence(self.graph, self.exact.sequence(nodes), released=True)
 
     def of_schedule(self, schedule: Schedule) -> Candidate:
         """The candidate that computes what the schedule computes, in the same order."""
@@ -148,7 +161,9 @@ class Portfolio:
         return self._with_fixed(found) if len(found.codes) else None
 
 
-def make_portfolio(graph: Graph, costs: Costs, seed: int) -> Portfolio:
-    model = compact(graph, costs)
+def make_portfolio(graph: Graph, costs: Costs, seed: int, *, released: bool = False) -> Portfolio:
+    """``released``: for schedules in which what is handed to the caller is freed and computed again before that."""
+    model = compact(graph, costs, present=released)
+    exact = released_model(graph, costs, model) if affordable(model) else model
     floor = bounding_model(graph, costs, model)
-    return Portfolio(graph, model, floor, node_classes(model), BlockChains(model), seed)
+    return Portfolio(graph, model, exact, floor, node_classes(model), BlockChains(model), seed, released)
