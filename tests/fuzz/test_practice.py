@@ -154,6 +154,7 @@ _TANH, _MATMUL = having(part=nn.Tanh), torch.backends.cuda.matmul
 # name: what is computed, what that needs, and what is around the later steps, in a folder of the test's.
 AROUND: dict[str, tuple[Callable[..., Any], Any, Callable[[Path], contextlib.AbstractContextManager[Any]]]] = {
     "function of a library that is called": (lambda s, y, x: F.silu(y), None, lambda _: replaced(F, "silu", _twice(F.silu))),
+    "method of tensors": (lambda s, y, x: y.exp(), None, lambda _: replaced(torch.Tensor, "exp", _twice(torch.Tensor.exp))),
     "function of Python's": (lambda s, y, x: y * math.sqrt(4.0), None, lambda _: replaced(math, "sqrt", _twice(math.sqrt))),
     "function of NumPy's": (lambda s, y, x: y * float(np.sqrt(4.0)), None, lambda _: replaced(np, "sqrt", _twice(np.sqrt))),
     "forward of a library's class": (part_of, _TANH, lambda _: replaced(nn.Tanh, "forward", _twice(nn.Tanh.forward))),

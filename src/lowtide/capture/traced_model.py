@@ -35,7 +35,7 @@ from lowtide.capture.python_state.reads import Place, Read, Reads
 from lowtide.capture.trace.autocast import Period, periods_of_casts
 from lowtide.capture.trace.checkpoints import unwrapped
 from lowtide.capture.trace.fake import copy_attributes, known_value, read_values
-from lowtide.capture.trace.patches import below, replaced, wrapped
+from lowtide.capture.trace.patches import below, replaced, replaced_methods, wrapped
 from lowtide.capture.trace.sizes import SymbolicSizes
 from lowtide.capture.trace.writes import RefuseWrites
 from lowtide.errors import CaptureError
@@ -315,8 +315,12 @@ class _RecordSource(torch.overrides.TorchFunctionMode):
         self.state = state
         self.period = period
         self.reads = reads
+        self.replaced = replaced_methods()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if id(func) in self.replaced:
+            with torch._C.DisableTorchFunction():
+                return self.replaced[id(func)](*args, **(kwargs or {}))
         func = below(func, sys._getframe(1))
         _note(source=user_source(), casts=self.period(func, args, kwargs))
         if func in _VALUES and not isinstance(args[0], (FakeTensor, FunctionalTensor)):

@@ -231,9 +231,8 @@ class Observer:
         self._note_names(kind, current("names", kind, ""))
         self.reads.note("made of", kind, "__mro__", kind.__mro__, f"the bases of {kind.__qualname__}")
         if isinstance(kind, abc.ABCMeta):
-            self.reads.note(
-                "answer", abc.get_cache_token, "", abc.get_cache_token(), "what is registered as a subclass"
-            )
+            token = abc.get_cache_token
+            self.reads.note("answer", token, "", token(), "what is registered as a subclass")
 
     def _look_at_module(self, seen: nn.Module, original: nn.Module, text: str) -> None:
         """One that is not registered in the model."""
@@ -248,11 +247,15 @@ class Observer:
             self._reach_hooks(inner, own, f"{text}.{name}")
 
     def _read_named(self) -> None:
-        """Of classes and modules that code can reach, the attributes that it names."""
+        """Of tensors, and of classes and modules that code can reach, the attributes that it names."""
         known = len(self._namespaces), len(self._attributes)
         if known == self._named:
             return
         self._named = known
+        for name in sorted(self._attributes):
+            method = current("class", torch.Tensor, name)
+            if method is not ABSENT:
+                self.reads.note("class", torch.Tensor, name, method, f"torch.Tensor.{name}")
         for owner, text in [*self._namespaces.values()]:
             own = vars(owner)
             named = sorted(self._attributes & own.keys())

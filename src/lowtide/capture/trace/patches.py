@@ -36,6 +36,16 @@ def wrapped(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable
         yield
 
 
+def replaced_methods() -> dict[int, Any]:
+    """PyTorch's own methods of tensors, by the ids of the functions of others that stand in their place: a mode is told of a
+    method by what stands under its name, so of such a function where that calls the method that it replaces."""
+    return {
+        id(value): getattr(torch._C.TensorBase, name)
+        for name, value in vars(torch.Tensor).items()
+        if hasattr(torch._C.TensorBase, name) and not str(getattr(value, "__module__", "torch")).startswith("torch")
+    }
+
+
 def below(function: Any, calling: types.FrameType) -> Any:
     """What a function of PyTorch's that has come to a mode goes on with, where ``calling`` is its call of the mode. It hands
     over what stands under its name; where that is a wrapper of the user's, which is running already, itself."""
