@@ -135,7 +135,7 @@ for _function in (
     for _side in ("", "r"):
         _method = functools.partialmethod(StandIn._computed, _function, bool(_side))
         setattr(StandIn, f"__{_side}{_function.__name__}__", _method)
-for _name in ("float", "int", "index", "hash", "floor", "ceil", "trunc", "round", "format", "pos", "abs"):
+for _name in ("float", "int", "index", "hash", "floor", "ceil", "trunc", "round", "format", "pos", "abs", "reduce_ex"):
     setattr(StandIn, f"__{_name}__", StandIn._refused)
 
 
