@@ -32,17 +32,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _quick_collections() -> Iterator[None]:
-    """Measurements collect garbage, and captures look through all objects: the modules of torch are a million of them.
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections() -> None:
+    """Measurements collect garbage, and captures look through all objects: the modules of torch are a million of them, and more
+    are loaded as tests need them.
 
-    What exists before the first test is kept out of both. Caches that were made before are not cleared of fake tensors
-    then, so a test of that makes its own.
+    What exists before the first test of a file is kept out of both. Caches that were made before are not cleared of fake
+    tensors then, so a test of that makes its own.
     """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
