@@ -124,6 +124,16 @@ def test_a_second_memory(instance: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert "to the second memory" in capsys.readouterr().out
 
 
+def test_checkmate_with_a_second_memory(instance: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("highspy")
+    arguments = ["solve", instance, "--budget", "60%", "--json", "--planner", "checkmate{time-limit=20}"]
+    assert main([*arguments, "--offload", "100GB/s"]) == 0
+    moving = json.loads(capsys.readouterr().out)
+    assert main(arguments) == 0
+    assert moving["time_ns"] < json.loads(capsys.readouterr().out)["time_ns"]
+    assert moving["status"] == "optimal" and moving["transfers"]["fetched_bytes"] > 0
+
+
 def test_infeasible(instance: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["solve", instance, "--budget", str(2 * LAYER_BYTES), "--json"]) == 3
     printed, message = capsys.readouterr()

@@ -10,7 +10,7 @@ from lowtide.ir import check, simulate
 from lowtide.progress import Progress
 from lowtide.solve.beside import runs_beside, solve_beside
 from lowtide.solve.minimum import greedy_within, minimum_peak, peak_lower_bound, times_above, working_set_bound
-from lowtide.solve.outcome import least_time_ns
+from lowtide.solve.outcome import among_moving
 from lowtide.solve.problem import Planner, Problem, Solution, Status, check_seed
 from lowtide.solve.registry import format_spec, get_planner, planner_names, planner_summary
 
@@ -44,7 +44,7 @@ def solve(problem: Problem, planner: str | Planner = "auto") -> Solution:
     solution = solve_beside(problem, chosen) if beside else chosen.solve(problem)
     solution = replace(solution, solve_seconds=time.perf_counter() - began)
     if not beside and problem.costs.second_memory is not None and not getattr(chosen, "moves", False):
-        solution = _among_moving(problem, solution)
+        solution = among_moving(problem, solution)
     if solution.schedule is None:
         return solution
     check(problem.graph, solution.schedule)
@@ -66,12 +66,3 @@ def solve(problem: Problem, planner: str | Planner = "auto") -> Solution:
             f"the simulator finds {result.peak_bytes} bytes and {result.time_ns} ns"
         )
     return solution
-
-
-def _among_moving(problem: Problem, solution: Solution) -> Solution:
-    """The answer of a planner that moves nothing, where others may: what it proved does not hold for them."""
-    if solution.status.solved:
-        least = least_time_ns(problem)
-        status = Status.OPTIMAL if solution.time_ns <= least else Status.FEASIBLE
-        return replace(solution, status=status, lower_bound_ns=least)
-    return replace(solution, status=Status.UNSOLVED, lower_bound_ns=None)

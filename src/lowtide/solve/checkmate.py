@@ -20,6 +20,12 @@ times are divided by their greatest common divisors so that sums are small integ
 rounded after 1e-7 of them is taken off, and a solution that the simulator finds above the budget is cut off by
 tightening the budget and solving again, never returned.
 
+With a second memory there is a program with transfers besides (``lowtide.solve.moving.program``, which says what of
+the clock it leaves out): a bound for all schedules with transfers, and a schedule. The quickest by the exact clock of
+that schedule, of those without transfers and of that of ``auto{effort=1}`` is the answer, ``OPTIMAL`` where it is as
+quick as the bound. ``form`` is that of the programs without transfers. ``objective=peak`` knows no transfers, and
+claims nothing where there could be some.
+
 Where the programs settle nothing within the time limit, the bound is the better of theirs and that of
 ``lowtide.solve.bounds``.
 
@@ -33,17 +39,22 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lowtide.ir import Schedule, keep_all_schedule, shared_storages
 from lowtide.solve.bounds import time_bound
 from lowtide.solve.milp.linear import SolverOptions
-from lowtide.solve.milp.search import NEVER, Search
+from lowtide.solve.milp.search import EQUAL, NEVER, Search
 from lowtide.solve.minimum import minimum_peak, working_set_bound
 from lowtide.solve.model.compact import bounding_model
+from lowtide.solve.moving.exact import solve_with_transfers
 from lowtide.solve.options import Options, above_zero, one_of, option
-from lowtide.solve.outcome import answer, keeping_all
+from lowtide.solve.outcome import among_moving, answer, keeping_all, least_time_ns, within_second_memory
 from lowtide.solve.problem import Problem, Solution, Status
 from lowtide.solve.registry import get_planner
+
+_STILL = 0.3  # of the time limit: for schedules that move nothing, where there is a second memory
+_LEAST_SECONDS = 1.0  # for the program with transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +70,40 @@ class Checkmate(Options):
     threads: int = option(1, lambda threads: threads >= 1, "must be at least 1")
     warm_start: bool = True
 
+    moves: ClassVar[bool] = True
+
     def solve(self, problem: Problem) -> Solution:
-        return self._least_time(problem) if self.objective == "time" else self._least_peak(problem)
+        if self.objective == "peak":
+            solution = self._least_peak(problem)
+            return solution if problem.costs.second_memory is None else among_moving(problem, solution)
+        return self._least_time(problem) if problem.costs.second_memory is None else self._with_moves(problem)
+
+    def _with_moves(self, problem: Problem) -> Solution:
+        """The least time within the budget with transfers; what the programs find without them takes part."""
+        began = time.perf_counter()
+        kept = keeping_all("checkmate", problem)
+        if kept.status is Status.OPTIMAL:
+            return kept
+        still = dataclasses.replace(problem, costs=dataclasses.replace(problem.costs, second_memory=None))
+        known = [dataclasses.replace(self, time_limit=self.time_limit * _STILL).solve(still)]
+        if self.warm_start:
+            known.append(get_planner("auto{effort=1}").solve(problem))
+        candidates = [keep_all_schedule(problem.graph)]
+        candidates += [each for one in known for each in (one.schedule, one.lowest_schedule) if each is not None]
+        best = answer("checkmate", problem, candidates)
+        limit = max(self.time_limit - (time.perf_counter() - began), _LEAST_SECONDS)
+        options = SolverOptions(limit, self.gap, threads=self.threads, seed=problem.seed)
+        proof = solve_with_transfers(problem, options, best.time_ns if best.status.solved else None)
+        if proof.schedule is not None:
+            candidates.append(proof.schedule)
+        solution = answer("checkmate", problem, within_second_memory(problem, candidates))
+        proven = [one.lower_bound_ns or 0 for one in known[1:]]
+        bound = max(least_time_ns(problem), proof.bound_ns, *proven)
+        if not solution.status.solved:
+            impossible = proof.bound_ns == NEVER or any(one.status is Status.INFEASIBLE for one in known[1:])
+            return dataclasses.replace(solution, status=Status.INFEASIBLE) if impossible else solution
+        status = Status.OPTIMAL if solution.time_ns <= bound * (1 + EQUAL) else Status.FEASIBLE
+        return dataclasses.replace(solution, status=status, lower_bound_ns=min(bound, solution.time_ns))
 
     def _search(self, problem: Problem, budget_bytes: int | None, began: float) -> Search:
         options = SolverOptions(self.time_limit, self.gap, threads=self.threads, seed=problem.seed)

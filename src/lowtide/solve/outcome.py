@@ -61,6 +61,25 @@ def quickest_fitting(
     return answer(planner, problem, [schedule_from_sequence(problem.graph, decode(model, codes)) for codes in distinct])
 
 
+def among_moving(problem: Problem, solution: Solution) -> Solution:
+    """The answer of a planner that moves nothing, where others may: what it proved does not hold for them."""
+    if solution.status.solved:
+        least = least_time_ns(problem)
+        status = Status.OPTIMAL if solution.time_ns <= least else Status.FEASIBLE
+        return replace(solution, status=status, lower_bound_ns=least)
+    return replace(solution, status=Status.UNSOLVED, lower_bound_ns=None)
+
+
+def within_second_memory(problem: Problem, schedules: Iterable[Schedule]) -> list[Schedule]:
+    """Those whose copies the second memory holds."""
+    memory = problem.costs.second_memory
+    room = None if memory is None else memory.capacity_bytes
+    if room is None:
+        return list(schedules)
+    runs = ((simulate(problem.graph, problem.costs, one), one) for one in schedules)
+    return [schedule for run, schedule in runs if run.timing.second_peak_bytes <= room]
+
+
 Sequences = Callable[[CompactGraph, int], Iterable[Indices]]
 
 

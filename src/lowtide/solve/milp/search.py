@@ -22,7 +22,7 @@ ROUNDS_UP_TO = 2_000  # and when a stage may have several rounds
 MOST_ROUNDS = 3
 _TIGHTENINGS = 3
 NEVER = 2**62  # a bound above every value: nothing fits
-_EQUAL = 1e-6  # relative difference between a time and its bound that counts as none
+EQUAL = 1e-6  # relative difference between a time and its bound that counts as none
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Search:
     @property
     def settled(self) -> bool:
         """The best is proven to be the optimum, or that there is none."""
-        return self.impossible or self.value <= self.bound * (1 + _EQUAL)
+        return self.impossible or self.value <= self.bound * (1 + EQUAL)
 
     def consider(self, schedule: Schedule) -> int:
         """Keep the schedule if it fits and is the best; its peak."""

@@ -28,7 +28,6 @@ from typing import Self
 import numpy as np
 
 from lowtide.solve.milp.formulation import ONE, ZERO, FrontierStage, make_scale
-from lowtide.solve.milp.linear import INFINITY
 from lowtide.solve.milp.memory import StageMemory
 from lowtide.solve.model.reach import reach
 
@@ -60,17 +59,26 @@ class StageModel(StageMemory):
 
     def _stages(self) -> list[FrontierStage]:
         model, until = self.model, self.reach.node_until
-        unit = INFINITY if self.budget_bytes is None else self.scale.unit
-        cost = (model.time_ns / unit).tolist()
         stages = []
         for target in range(model.nodes + 1):
-            skipped = (target - model.boundary) % self.every or (self.reduced and target < model.boundary)
-            allowed = [] if skipped else range(target)
+            allowed = range(target) if self._recomputes(target) else []
             nodes = [node for node in allowed if until[node] >= target]
             for remaining in range(self.rounds, 0, -1):
-                table = {node: self.rows.add_column(cost[node], 0.0, 1.0, self.integer) for node in nodes}
+                table = {node: self.rows.add_column(self._cost(node), 0.0, 1.0, self.integer) for node in nodes}
                 stages.append(FrontierStage(target if remaining == 1 else -1, target, table))
         return stages
+
+    def _recomputes(self, target: int) -> bool:
+        """Whether anything is recomputed in the stages of the node."""
+        return not ((target - self.model.boundary) % self.every or (self.reduced and target < self.model.boundary))
+
+    def _cost(self, node: int) -> float:
+        """What a recompute adds to the objective."""
+        return 0.0 if self.budget_bytes is None else float(self.model.time_ns[node]) / self.scale.unit
+
+    def _form(self, index: int, time: float) -> int:
+        """A column X: whether a view that takes so long, in units of the objective, is formed in the stage."""
+        return self.rows.add_column(time, 0.0, 1.0)
 
     def _fixed_until(self, storage: int) -> int:
         """The last stage at whose beginning the storage must be there: nothing could rebuild it before that."""
@@ -160,7 +168,7 @@ class StageModel(StageMemory):
         for index, stage in enumerate(self.stages):
             runs = [stage.recompute[u] for u in needed_by if u in stage.recompute]
             runs += [ONE] * (stage.target in needed_by)
-            new = self.rows.add_column(time, 0.0, 1.0) if runs else ZERO
+            new = self._form(index, time) if runs else ZERO
             for column in runs:
                 self.at_most(column, [new, formed])
             before, after = self.stored[index].get(storage, ZERO), self.stored[index + 1].get(storage, ZERO)

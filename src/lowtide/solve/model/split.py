@@ -141,12 +141,19 @@ class Split:
 
 
 def split(
-    graph: Graph, costs: Costs, prices: Mapping[int, int], *, moves_only: bool = False, floor: bool = False
+    graph: Graph,
+    costs: Costs,
+    prices: Mapping[int, int],
+    *,
+    moves_only: bool = False,
+    floor: bool = False,
+    apart: bool = False,
 ) -> Split:
     """The graph in which the storages of ``prices`` may move, each at its price in ns. ``moves_only``: nothing may be computed
     again. ``floor``: for bounds, what an operator can write over its input takes no bytes of its own while it runs; without,
-    what moves is written over nothing."""
-    return _Splitter(graph, costs, prices, moves_only, floor).build()
+    what moves is written over nothing. ``apart``: an operator may run again also where all of its results may move; without,
+    their prices stand for what is cheaper, and each is fetched."""
+    return _Splitter(graph, costs, prices, moves_only, floor, apart).build()
 
 
 def split_for_nothing(graph: Graph, costs: Costs) -> Split:
@@ -155,8 +162,10 @@ def split_for_nothing(graph: Graph, costs: Costs) -> Split:
 
 
 class _Splitter:
-    def __init__(self, graph: Graph, costs: Costs, prices: Mapping[int, int], moves_only: bool, floor: bool) -> None:
-        self.graph, self.costs, self.moves_only, self.floor = graph, costs, moves_only, floor
+    def __init__(
+        self, graph: Graph, costs: Costs, prices: Mapping[int, int], moves_only: bool, floor: bool, apart: bool
+    ) -> None:
+        self.graph, self.costs, self.moves_only, self.floor, self.apart = graph, costs, moves_only, floor, apart
         self.prices = {storage: min(price, _MOST_NS) for storage, price in prices.items()}
         self.ops: list[Op] = []
         self.times: list[int] = []
@@ -213,7 +222,8 @@ class _Splitter:
         within = self.floor and op.overwrites  # of one storage, which takes the place of another as large
         whole = 0 if within else sum(int(self.costs.storage_bytes[storage]) for storage in moving)
         over = () if moving else op.overwrites
-        once = op.once or (bool(owned) and (self.moves_only or len(owned) == len(moving)))
+        whole_moves = len(owned) == len(moving) and not self.apart
+        once = op.once or (bool(owned) and (self.moves_only or whole_moves))
         self.ops.append(replace(op, id=number, outputs=(*outputs, *handles), overwrites=over, once=once))
         self.times.append(int(self.costs.time_ns[op.id]))
         self.workspaces.append(int(self.costs.workspace_bytes[op.id]) + whole)
