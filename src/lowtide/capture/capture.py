@@ -33,8 +33,9 @@ from lowtide.capture.rehearsal import Effects, rehearse
 from lowtide.capture.trace.autocast import is_kept, share_casts
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
 from lowtide.capture.trace.joint import export_joint
+from lowtide.capture.trace.origins import period_of_casts
 from lowtide.capture.trace.sizes import SymbolicSizes
-from lowtide.capture.traced_model import TracedCall, TracedModel, TracedRun, period_of_casts
+from lowtide.capture.traced_model import TracedCall, TracedModel, TracedRun
 from lowtide.errors import CaptureError, LowtideError, NoGradientError, PlanError
 from lowtide.ir import Graph
 from lowtide.ir.graph import TANGENT_TARGET
@@ -174,9 +175,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
             return learned
         if effects is None and (traced.run.changes or outside):
             names = [read.text for read in outside]
-            effects = rehearse(
-                model, call.state, held, call.tensors, call.arguments, names, [one.place for one in traced.counted()]
-            )
+            effects = rehearse(call, held, names, [one.place for one in traced.counted()])
             if effects.tensors or effects.carried:
                 return replace(known, effects=effects, follow=known.attributes | effects.carried)
     except Exception as error:

@@ -14,14 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.capture.copies import State, copy_without_data
+from lowtide.capture.copies import copy_without_data
 from lowtide.capture.python_state import attribute_effects
-from lowtide.capture.python_state.caches import clear_caches_of_fakes
 from lowtide.capture.python_state.external_effects import ExternalEffects
 from lowtide.capture.python_state.paths import AttributePath, named, tensors_in, texts, value_at
 from lowtide.capture.python_state.random_numbers import untouched
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of, known_value
 from lowtide.capture.trace.joint import as_traced
+from lowtide.capture.traced_model import TracedCall
 from lowtide.errors import CaptureError
 from lowtide.program import structure
 from lowtide.program.keys import fingerprint, layout
@@ -43,17 +43,15 @@ class Effects:
 
 
 def rehearse(
-    model: nn.Module,
-    state: State,
+    traced: TracedCall,
     followed: Sequence[torch.Tensor],
-    tensors: Sequence[torch.Tensor],
-    arguments: Any,
     outside: Sequence[str] = (),
     counted: Collection[AttributePath] = (),
 ) -> Effects:
     """What a call does to the attributes; calls of one copy of the model find out. ``outside``: names of what each call changes
     outside of the model; ``counted``: attributes that planned calls count on as well. Raises ``CaptureError`` where calls do
     not settle, see ``python_state.attribute_effects``."""
+    model, state, tensors = traced.model, traced.state, traced.tensors
     mode = AnsweringFakeMode()
     count = len(state.tensors) + len(followed)
     fakes = fakes_of(mode, state.tensors, (*followed, *tensors))
@@ -66,15 +64,15 @@ def rehearse(
         with mode:  # inputs of their own in each call
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in wholes[count:]]
         called, before = RehearsedCall(wholes[:count], inputs), attribute_effects.snapshot(clone)
-        args, kwargs = structure.unflatten(arguments, inputs)
-        with as_traced(), untouched(), ExternalEffects(clone, (*args, *kwargs.values())), mode:
+        args, kwargs = structure.unflatten(traced.arguments, inputs)
+        outer = ExternalEffects(clone, (*args, *kwargs.values()))
+        with as_traced(), untouched(), traced.caches.without_fakes(), outer, mode:
             with called:
                 result = clone.forward(*args, **kwargs)
             called.ended(clone, before, result)
             if outside or (calls or [called])[0].changes.plain:
                 with called:
                     called.differentiate(result, [*wholes[:count], *inputs])
-        clear_caches_of_fakes()
         return called
 
     for _ in range(2):

@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -25,9 +24,10 @@ from lowtide.capture.copies import State, copy_without_data
 from lowtide.capture.gradient_mask import fits, guess_mask
 from lowtide.capture.python_state import attribute_effects, backward_effects, random_numbers
 from lowtide.capture.python_state.buffer_effects import MadeBuffer, declared_buffers, new_buffers, registered
-from lowtide.capture.python_state.caches import clear_caches_of_fakes
+from lowtide.capture.python_state.caches import Caches
 from lowtide.capture.python_state.compared import NUMBERS, ComparedNumber, CountedNumber, standing_in
 from lowtide.capture.python_state.external_effects import ExternalEffects, hooks_of
+from lowtide.capture.python_state.noting import NotingClasses
 from lowtide.capture.python_state.observe import Observer
 from lowtide.capture.python_state.paths import AttributePath, attributes_of, locate, owned
 from lowtide.capture.python_state.random_numbers import RandomRecorder
@@ -35,7 +35,8 @@ from lowtide.capture.python_state.reads import Place, Read, Reads
 from lowtide.capture.trace.autocast import Period, periods_of_casts
 from lowtide.capture.trace.checkpoints import unwrapped
 from lowtide.capture.trace.fake import copy_attributes, known_value, read_values
-from lowtide.capture.trace.patches import below, replaced, replaced_methods, wrapped
+from lowtide.capture.trace.origins import note, origins_announced
+from lowtide.capture.trace.patches import below, replaced, replaced_methods
 from lowtide.capture.trace.sizes import SymbolicSizes
 from lowtide.capture.trace.writes import RefuseWrites
 from lowtide.errors import CaptureError
@@ -63,6 +64,7 @@ class TracedCall:
     arguments: Any
     mask: GradientMask | None = None
     sizes: SymbolicSizes | None = None
+    caches: Caches = field(default_factory=Caches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +112,21 @@ class TracedModel:
         self._keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
         self._untraced: tuple[tuple[Any, str, Any], ...] = (  # what the tracer changes, too
             (torch, "is_anomaly_enabled", functools.partial(bool, torch.is_anomaly_enabled())),
-            (nn.Module, "__call__", nn.Module.__call__),
         )
+        self._call = nn.Module.__call__  # which the tracer changes, too
         self._reached: ExternalEffects | None = None  # of the first run
         self._run: TracedRun | None = None
         self._backward = contextlib.ExitStack()
+        self._modules = NotingClasses()
 
     def close(self) -> None:
         """What code reads is noted until then, in the backward pass as well."""
+        try:
+            self._end_run()
+        finally:
+            self._modules.remove()
+
+    def _end_run(self) -> None:
         self._backward.close()
         self.reads.add(self.latest_reads)
 
@@ -145,7 +154,8 @@ class TracedModel:
         return copy_without_data(self.call.model, (*self.call.state.registered, *self.held), others)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        self.close()
+        self._end_run()
+        self._modules.add(nn.Module)
         names = self.call.state.names
         reals = (*self.call.state.tensors, *self.call.tensors, *self.held)
         for traced, real in zip(tensors, reals, strict=True):
@@ -159,7 +169,9 @@ class TracedModel:
         hooks = [hooks_of(module) for module in model.modules()]
         self.latest_reads = Reads()
         args, kwargs = structure.unflatten(self.call.arguments, given)
-        observer = Observer(self.call.model, model, copies, self.latest_reads, [*parts_of((args, kwargs))])
+        observer = Observer(
+            self.call.model, model, copies, self.latest_reads, self._modules, [*parts_of((args, kwargs))]
+        )
         wanting = [tensor.requires_grad for tensor in tensors]
         with standing_in(self.numbers, copies) as counted:
             result, reached = self._forward(model, args, kwargs, state, observer)
@@ -190,7 +202,7 @@ class TracedModel:
         requires_grad = (*(tensor.requires_grad for tensor in flat), *(False for _ in without))
         self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, buffers, specs)
         self._backward.enter_context(backward_effects.none_of(model, reached))
-        self._backward.enter_context(observer.watching_again())
+        self._backward.enter_context(observer.watching(backward=True))
         return outputs
 
     def _wholes(self, tensors: Sequence[torch.Tensor], reals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -216,6 +228,7 @@ class TracedModel:
                 ExternalEffects(model, (*args, *kwargs.values()), constant) as reached,
                 random_numbers.none_by(model),
                 observer.watching(),
+                self.call.caches.without_fakes(),
                 contextlib.ExitStack() as stack,
                 replaced(FunctionalTensor, "__repr__", torch.Tensor.__repr__),
                 no_hooks,
@@ -226,11 +239,10 @@ class TracedModel:
             ):
                 for place in self._untraced:
                     stack.enter_context(replaced(*place))
-                stack.enter_context(origins_announced(model))
+                stack.enter_context(origins_announced(model, self._call))
                 result = model.forward(*args, **kwargs)
         finally:
             self.reads.add(self.latest_reads)
-            clear_caches_of_fakes()
         self._reached = self._reached or reached
         if reached.lost:
             self._reached.undo()
@@ -257,48 +269,6 @@ def _constant(traced: torch.Tensor) -> torch.Tensor | None:
     return real if real is not None and real.device == traced.device else None
 
 
-@contextlib.contextmanager
-def origins_announced(model: nn.Module) -> Iterator[None]:
-    """Inside, every module of a tree notes its path for the tracer while it runs, see ``origin``."""
-    names = {id(module): name for name, module in model.named_modules()}
-    path = [""]
-
-    def noting(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            path.append(names.get(id(module), path[-1]))
-            _note(module=path[-1])
-            try:
-                return call(module, *args, **kwargs)
-            finally:
-                path.pop()
-                _note(module=path[-1])
-
-        return run
-
-    with wrapped(nn.Module, "__call__", noting):
-        yield
-
-
-def origin(node: torch.fx.Node) -> tuple[str, str]:
-    """Module path and ``file:line`` that were current when a forward node was traced."""
-    noted = node.meta.get("custom", {}).get(_KEY, {})
-    return noted.get("module", ""), noted.get("source", "")
-
-
-def period_of_casts(node: torch.fx.Node) -> str:
-    """Until when a cast was kept, see ``trace.autocast``."""
-    period: str = node.meta.get("custom", {}).get(_KEY, {}).get("casts", "")
-    return period
-
-
-_KEY = "lowtide"  # inside the one annotation that the tracer copies to nodes
-
-
-def _note(**changes: str) -> None:
-    custom = fx_traceback.current_meta.get("custom", {})
-    fx_traceback.current_meta["custom"] = {**custom, _KEY: {**custom.get(_KEY, {}), **changes}}
-
-
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
@@ -322,7 +292,7 @@ class _RecordSource(torch.overrides.TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 return self.replaced[id(func)](*args, **(kwargs or {}))
         func = below(func, sys._getframe(1))
-        _note(source=user_source(), casts=self.period(func, args, kwargs))
+        note(source=user_source(), casts=self.period(func, args, kwargs))
         if func in _VALUES and not isinstance(args[0], (FakeTensor, FunctionalTensor)):
             self.reads.note("version", args[0], "", args[0]._version, "the values of a constant tensor")
         if func == _SET_DATA and any(args[0] is tensor for tensor in self.state):

@@ -25,8 +25,8 @@ from lowtide.capture.convert.gradients import Gradients
 from lowtide.capture.convert.refused import refuse
 from lowtide.capture.convert.trial import Nature, nature
 from lowtide.capture.trace.fake import UNINITIALISED
+from lowtide.capture.trace.origins import origin
 from lowtide.capture.trace.sizes import SYMBOLIC, expression
-from lowtide.capture.traced_model import origin
 from lowtide.errors import CaptureError
 from lowtide.ir import Phase
 from lowtide.program import targets

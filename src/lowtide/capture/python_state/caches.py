@@ -7,24 +7,46 @@ tensors are cleared: what tracing put there goes, and the entries beside it are 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from lowtide.capture.trace.patches import replaced
+
 _CACHE = type(functools.lru_cache(len))
 _DEPTH = 3  # from the cache through its entry to a tensor, or to a container of tensors
 
 
-def clear_caches_of_fakes() -> None:
-    """Clear every ``functools.lru_cache`` in the process that holds a fake tensor."""
-    # An instance refers to its type; looking at all objects would take several times as long.
-    for found in gc.get_referrers(_CACHE):
-        if type(found) is _CACHE and found.cache_info().currsize and _holds_fake(found, _DEPTH):
-            found.cache_clear()
+class Caches:
+    """Every ``functools.lru_cache`` in the process."""
+
+    def __init__(self) -> None:
+        # An instance refers to its type; looking at all objects would take several times as long.
+        self._misses = {one: one.cache_info().misses for one in gc.get_referrers(_CACHE) if type(one) is _CACHE}
+
+    @contextlib.contextmanager
+    def without_fakes(self) -> Iterator[None]:
+        """After what runs inside, those are cleared that it has given fake tensors to hold."""
+        try:
+            with replaced(functools, "_lru_cache_wrapper", self._made):
+                yield
+        finally:
+            for one, before in self._misses.items():
+                misses = one.cache_info().misses
+                if misses != before and _holds_fake(one, _DEPTH):
+                    one.cache_clear()
+                self._misses[one] = one.cache_info().misses
+
+    def _made(self, *args: Any) -> Any:
+        one = _CACHE(*args)
+        self._misses[one] = 0
+        return one
 
 
 def _holds_fake(holder: Any, depth: int) -> bool:

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowtide.program.objects import ABSENT, class_attribute
 
 Note = Callable[[Any, str], None]
+_METHODS = ("__getattribute__", "__setattr__", "__delattr__")
 
 
 class NotingClasses:
-    """``read`` and ``write`` are called with every object of a class that is added, and the name of its attribute."""
+    """While somebody listens, every read and write of an attribute is noted, of objects of a class that was added."""
 
-    def __init__(self, read: Note, write: Note) -> None:
-        self._methods = {"__getattribute__": read, "__setattr__": write, "__delattr__": write}
+    def __init__(self) -> None:
+        self._notes: dict[str, Note] = {}
         self._before: dict[type, dict[str, Any]] = {}  # what the classes had instead
         self._added: dict[type, None] = {}  # at any time
+
+    @contextlib.contextmanager
+    def noted(self, read: Note, write: Note) -> Iterator[None]:
+        """Inside, both are called with the object and the name of its attribute."""
+        self._notes.update(zip(_METHODS, (read, write, write), strict=True))
+        try:
+            yield
+        finally:
+            self._notes.clear()
 
     def add(self, kind: type) -> bool:
         """Whether all reads of objects of the class are noted from now on; a method in Python may read where nobody sees it."""
         get: Any = kind.__getattribute__
         original = getattr(get, "_original", get)
         if original is get:  # else a base notes already
-            methods = {name: _noting(note, getattr(kind, name)) for name, note in self._methods.items()}
+            methods = {name: _noting(self._notes, name, getattr(kind, name)) for name in _METHODS}
             before = {name: vars(kind).get(name, ABSENT) for name in methods}
             try:
                 _put(kind, methods)
@@ -50,9 +61,11 @@ def _put(kind: type, methods: dict[str, Any]) -> None:
         delattr(kind, name) if method is ABSENT else setattr(kind, name, method)
 
 
-def _noting(note: Note, method: Any) -> Any:
+def _noting(notes: dict[str, Note], operation: str, method: Any) -> Any:
     def noted(self: Any, name: str, *value: Any) -> Any:
-        note(self, name)
+        note = notes.get(operation)
+        if note is not None:
+            note(self, name)
         return method(self, name, *value)
 
     noted._original = method  # type: ignore[attr-defined]

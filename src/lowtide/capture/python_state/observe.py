@@ -44,7 +44,8 @@ _OPAQUE = ("torch", "numpy", "logging", "threading", "re", "enum", "abc", "typin
 
 class Observer:
     """Notes what a run of ``clone`` reads, in terms of ``model``, of which it is a copy. ``copies``: what each object in it is
-    a copy of, and the copy, by the id of that. ``written``: attributes that the run wrote, by the copy's id and the name."""
+    a copy of, and the copy, by the id of that. ``modules``: the base of all modules, added for several runs, since each change
+    of it is one of every class of modules. ``written``: attributes that the run wrote, by the copy's id and the name."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class Observer:
         clone: nn.Module,
         copies: Mapping[int, tuple[Any, ...]],
         reads: Reads,
+        modules: NotingClasses,
         arguments: Sequence[Any] = (),
     ) -> None:
         self.reads = reads
@@ -61,7 +63,7 @@ class Observer:
         self._copied = copies
         self._alive: list[Any] = [clone]  # no id comes again
         self._noted: set[tuple[int, str]] = set()
-        self._classes = NotingClasses(self._note_read, self._note_write)
+        self._modules, self._classes = modules, NotingClasses()
         self._waiting: deque[tuple[Any, Any, str]] = deque()
         self._attributes: set[str] = set()  # that code names, of anything
         self._namespaces: dict[int, tuple[Any, str]] = {}  # classes and modules that code can reach
@@ -75,22 +77,18 @@ class Observer:
         }
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around the run, in one thread."""
+    def watching(self, *, backward: bool = False) -> Iterator[None]:
+        """Around the run, in one thread; and around its ``backward`` pass, which runs code of the user's, too (of an autograd
+        function, or a hook)."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._classes.remove)
-            stack.enter_context(files.opened(self.reads.files))
-            self._classes.add(nn.Module)
-            self._begin()
-            yield
-            self._drain()
-
-    @contextlib.contextmanager
-    def watching_again(self) -> Iterator[None]:
-        """Around a backward pass, which runs code of the user's, too (of an autograd function, or a hook)."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._classes.remove)
-            self._classes.add_again()
+            for classes in (self._modules, self._classes):
+                stack.enter_context(classes.noted(self._note_read, self._note_write))
+            if backward:
+                self._classes.add_again()
+            else:
+                stack.enter_context(files.opened(self.reads.files))
+                self._begin()
             yield
             self._drain()
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from lowtide.capture.python_state.compared import Comparisons
-from lowtide.capture.trace.patches import wrapped
+from lowtide.capture.trace.patches import all_wrapped, wrapped
 from lowtide.device import modules
 from lowtide.errors import CaptureError
 from lowtide.program.objects import CLOSED, reachable
@@ -192,11 +192,13 @@ def noted() -> Iterator[list[str]]:
 
         return run
 
-    with contextlib.ExitStack() as stack:
-        for module in (random, np.random):
-            for name, value in [*vars(module).items()]:
-                if any(getattr(value, "__self__", None) is one for one in GENERATORS):
-                    stack.enter_context(wrapped(module, name, noting))
+    drawing = [
+        (module, name)
+        for module, generator in zip((random, np.random), GENERATORS, strict=True)
+        for name, value in vars(module).items()
+        if getattr(value, "__self__", None) is generator
+    ]
+    with all_wrapped(drawing, noting):
         yield called
 
 
@@ -215,12 +217,8 @@ class RandomRecorder:
         """Around one forward pass."""
         self.numbers, self.seeded = [], False
         with untouched(self.start):
-            with contextlib.ExitStack() as stack:
-                for module, name in _SEEDING:
-                    stack.enter_context(wrapped(module, name, self._seeding))
-                for module, names in _SCALARS if self.comparing else ():
-                    for name in names:
-                        stack.enter_context(wrapped(module, name, self._recording))
+            scalars = [(module, name) for module, names in _SCALARS for name in names if self.comparing]
+            with all_wrapped(_SEEDING, self._seeding), all_wrapped(scalars, self._recording):
                 yield
             self.end = state()
             for number in self.numbers:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,16 +24,34 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def wrapped(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, this thread calls what ``wrap`` makes of a function; all others call the function."""
-    function, thread = getattr(owner, name), threading.get_ident()
-    own = wrap(function)
+def all_wrapped(
+    places: Iterable[tuple[Any, str]], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Inside, this thread calls what ``wrap`` makes of the function at each place, an owner and a name; all others call the
+    function."""
+    functions = [(owner, name, getattr(owner, name)) for owner, name in places]
+    thread = threading.get_ident()
+    for owner, name, function in functions:
+        setattr(owner, name, _by_thread(thread, wrap(function), function))
+    try:
+        yield
+    finally:
+        for owner, name, function in reversed(functions):
+            setattr(owner, name, function)
 
+
+def wrapped(
+    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> contextlib.AbstractContextManager[None]:
+    """The same for one place."""
+    return all_wrapped([(owner, name)], wrap)
+
+
+def _by_thread(thread: int, own: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return (own if threading.get_ident() == thread else function)(*args, **kwargs)
 
-    with replaced(owner, name, call):
-        yield
+    return call
 
 
 def replaced_methods() -> dict[int, Any]:
