@@ -24,9 +24,14 @@ from lowtide.ir import (
     simulate,
 )
 from lowtide.solve import Problem, solve
+from lowtide.solve.bounds import time_bound
+from lowtide.solve.model.compact import compact
 from lowtide.solve.model.split import Split, movable_storages, split
+from lowtide.solve.moving.bound import moving_bound
 from lowtide.solve.moving.placing import place_transfers
-from lowtide.solve.moving.search import moving_bound, moving_schedules
+from lowtide.solve.moving.search import moving_schedules
+from tests.solve.brute_force_moves import memory_like
+from tests.solve.small_graphs import chain
 from tests.support.interpreter import Machine
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
@@ -98,10 +103,38 @@ def test_transfers_hide_behind_computing() -> None:
 
 
 def _long_chain() -> tuple[Graph, Costs]:
-    from tests.solve.small_graphs import chain
-
     graph, costs = chain(12, times=(10,) * 24)
     return graph, replace(costs, second_memory=SecondMemory(400_000_000, 400_000_000))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_auto_is_never_above_the_others(seed: int) -> None:
+    """Nor above itself without the second memory."""
+    graph, costs = random_graph(seed, 30) if seed % 2 else chain(14, times=tuple(3 + seed * i % 7 for i in range(28)))
+    top = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+    still = Problem(graph, costs, top * (6, 8)[seed % 4 == 0] // 10)
+    problem = replace(still, costs=replace(costs, second_memory=memory_like(costs, (20, 100, 400)[seed % 3])))
+    found = solve(problem, "auto{effort=1}")
+    for other in (solve(problem, "pofo"), solve(problem, "rotor"), solve(still, "auto{effort=1}")):
+        if other.status.solved:
+            assert found.status.solved and found.time_ns <= other.time_ns, other.planner
+    assert found.lower_bound_ns is None or found.lower_bound_ns <= found.time_ns
+
+
+@pytest.mark.parametrize("length", [8, 16])
+def test_a_link_of_no_use_is_bounded_as_none(length: int) -> None:
+    """A transfer that takes longer than the whole program leaves recomputing alone, and the bound knows."""
+    graph, costs = chain(length, times=tuple(10 + i % 3 for i in range(2 * length)))
+    budget = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes * 6 // 10
+    alone = time_bound(compact(graph, costs), budget, effort=1)
+    least = costs.total_time_ns
+    bounds = [
+        moving_bound(Problem(graph, replace(costs, second_memory=memory_like(costs, percent)), budget), 1)
+        for percent in (10**6, 400, 100)
+    ]
+    assert alone > least + 20
+    assert bounds[0] >= least + 0.9 * (alone - least)
+    assert bounds == sorted(bounds, reverse=True) and bounds[-1] <= alone
 
 
 def test_transfers_that_take_for_ever() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from lowtide.ir import Costs, Graph, keep_all_schedule, simulate
 from lowtide.solve import Problem, Solution, Status, peak_lower_bound, solve
-from lowtide.solve.moving.search import moving_bound
+from lowtide.solve.moving.bound import moving_bound
 from tests.solve.brute_force import brute_force
 from tests.solve.brute_force_moves import brute_force_moves, memory_like
 from tests.solve.small_graphs import chain, small_graph

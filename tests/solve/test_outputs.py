@@ -13,7 +13,7 @@ from lowtide.ir import Compute, Costs, Free, Graph, Op, Phase, SecondMemory, che
 from lowtide.solve import Problem, Status, minimum_peak, peak_lower_bound, solve
 from lowtide.solve.bounds import time_bound
 from lowtide.solve.model.compact import compact
-from lowtide.solve.moving.search import moving_bound
+from lowtide.solve.moving.bound import moving_bound
 from tests.solve.brute_force import brute_force
 from tests.solve.brute_force_moves import brute_force_moves, memory_like
 from tests.solve.small_graphs import small_graph

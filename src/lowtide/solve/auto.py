@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lowtide.solve.minimum import outputs_in_the_way, smallest_exactly
-from lowtide.solve.moving.search import bounded, moving_schedules
+from lowtide.solve.moving.bound import bounded
+from lowtide.solve.moving.search import moving_schedules
 from lowtide.solve.options import Options, between
 from lowtide.solve.outcome import answer, keeping_all, least_time_ns
 from lowtide.solve.portfolio_search import EFFORTS, search_sequences

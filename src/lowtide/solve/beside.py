@@ -21,9 +21,9 @@ import numpy as np
 from lowtide.ir import Costs, Graph, Schedule, may_run_early, simulate
 from lowtide.solve.bounds import prove_time
 from lowtide.solve.model.compact import compact
+from lowtide.solve.moving.bound import moving_bound
 from lowtide.solve.moving.early import improved
 from lowtide.solve.moving.placing import place_transfers
-from lowtide.solve.moving.search import moving_bound
 from lowtide.solve.outcome import answer, least_time_ns
 from lowtide.solve.problem import Planner, Problem, Solution, Status
 

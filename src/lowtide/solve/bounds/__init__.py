@@ -14,6 +14,7 @@ on programs of a few entries per node and pair of cuts. Source: the rows are tho
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ from lowtide.solve.bounds.liveness import Liveness, liveness
 from lowtide.solve.bounds.refine import refine
 from lowtide.solve.bounds.relaxation import Covering
 from lowtide.solve.milp.linear import INFINITY, LinearProgram, SolverOptions, solve_program
-from lowtide.solve.model.compact import CompactGraph
+from lowtide.solve.model.compact import CompactGraph, Numbers
 from lowtide.solve.model.structure import resident_bytes
 
 INFEASIBLE_NS = 2**62
@@ -72,7 +73,9 @@ class TimeBound:
         base = least_time(self.model)
         if self.facts is not None and not self.facts.feasible:
             return INFEASIBLE_NS
-        unit = int(np.gcd.reduce(np.concatenate((self.model.time_ns, self.model.view_time_ns))))
+        times = [self.model.time_ns, self.model.view_time_ns]
+        times += [] if self.facts is None or self.facts.kept_ns is None else [self.facts.kept_ns]
+        unit = int(np.gcd.reduce(np.concatenate(times)))
         if unit == 0:
             return base
         # Times are multiples of the unit.
@@ -83,6 +86,8 @@ class TimeBound:
         is far above. ``effort``: 1 to 5."""
         if self.facts is None or self.relaxed is None or (known_ns is not None and self.ns >= known_ns):
             return self
+        if self.facts.kept_ns is not None:
+            raise ValueError("what is live costs something at one cut only")
         kept = resident_bytes(self.model)[1]
         found = refine(self.facts, self.relaxed, kept, *_REFINED[effort], _enough(self.model, known_ns))
         return TimeBound(self.model, self.facts, found, max(self.share, found.dual.bound))
@@ -96,8 +101,16 @@ def time_bound(model: CompactGraph, budget_bytes: int, *, effort: int = 3, known
     return prove_time(model, budget_bytes, effort=effort, known_ns=known_ns).ns
 
 
-def prove_time(model: CompactGraph, budget_bytes: int, *, effort: int = 3, known_ns: int | None = None) -> TimeBound:
-    """As ``time_bound``, with what the bound follows from, so that it can be refined."""
+def prove_time(
+    model: CompactGraph,
+    budget_bytes: int,
+    *,
+    effort: int = 3,
+    known_ns: int | None = None,
+    kept_ns: Numbers | None = None,
+) -> TimeBound:
+    """As ``time_bound``, with what the bound follows from, so that it can be refined. ``kept_ns``: by storage, what it costs
+    besides that it is live at the one cut that is looked at then."""
     if effort not in _EFFORTS:
         raise PlanError(f"time bound: effort is {effort}, but goes from 1 to 5; write for instance effort=3")
     if not _tractable(model):
@@ -105,7 +118,10 @@ def prove_time(model: CompactGraph, budget_bytes: int, *, effort: int = 3, known
     live = liveness(model, budget_bytes)
     if not live.feasible or not model.time_ns.any():
         return TimeBound(model, live)
-    return _share_bound(live, *_EFFORTS[effort], _enough(model, known_ns))
+    trials, work, seconds = _EFFORTS[effort]
+    if kept_ns is not None:
+        live, trials = dataclasses.replace(live, kept_ns=kept_ns), dataclasses.replace(trials, cuts=1)
+    return _share_bound(live, trials, work, seconds, _enough(model, known_ns))
 
 
 def _enough(model: CompactGraph, known_ns: int | None) -> float:

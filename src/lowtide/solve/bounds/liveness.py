@@ -34,6 +34,7 @@ class Liveness:
     certain_slots: Bytes  # storage x slot: live throughout the slot
     instant_bytes: Numbers
     feasible: bool
+    kept_ns: Numbers | None = None  # storage -> what it costs that it is live at a cut
 
     def certain_at(self, instant: int) -> Flags:
         """Storages computed before ``instant`` that are certainly live then."""

@@ -132,7 +132,9 @@ class _Builder:
         free = (self.base < cut) & ~certain & (self.facts.last_need >= cut)
         weights = self.model.storage_bytes[free] / max(self.facts.room_bytes, 1)
         self.certain[cut] = certain
-        self.live[cut] = self._add_columns(("live", cut, 0), free, np.zeros(int(free.sum())), weights)
+        kept = np.zeros(len(free), np.int64) if self.facts.kept_ns is None else self.facts.kept_ns
+        cost = kept[free] / max(int(self.model.time_ns.sum()), 1)
+        self.live[cut] = self._add_columns(("live", cut, 0), free, cost, weights)
 
     def _again_columns(self, window: Window) -> None:
         """Nodes that have an open slot in the window; a recompute costs its time once per gap."""

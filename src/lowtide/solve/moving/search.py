@@ -7,10 +7,6 @@ again. For each pair of a ratio and a share a quick search answers; its transfer
 Starting points are the dynamic programs over blocks with transfers (``lowtide.solve.moving.chains``), that of ``pofo`` among
 them, and the best that moves nothing. Searches go on from these with a ladder of pairs, then from the quickest so far with
 pairs around that of its own, the last with more patience.
-
-The lower bound follows from two clocks. A schedule takes as long as its operators, and as long as its transfers back, so for
-every weight w between 0 and 1 at least ``(1 - w) computing + w fetching``: the time of a split graph in which recomputing costs
-``1 - w`` of its time, fetching ``w`` of its, and a storage that could come back either way the less of the two.
 """
 
 from __future__ import annotations
@@ -20,18 +16,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
-from lowtide.ir import Costs, Fetch, Graph, Schedule, SecondMemory, simulate
+from lowtide.ir import Fetch, Schedule, SecondMemory, simulate
+from lowtide.solve.block_programs import Rotor
 from lowtide.solve.blocks.compose import BlockChains
-from lowtide.solve.bounds import INFEASIBLE_NS, prove_time, proven_infeasible
+from lowtide.solve.bounds import INFEASIBLE_NS
 from lowtide.solve.model.compact import compact
-from lowtide.solve.model.split import Split, all_movable, movable_storages, split, split_for_nothing
+from lowtide.solve.model.split import Split, movable_storages, split
 from lowtide.solve.moving.chains import chain_schedules, menu_builders, pofo_builders
 from lowtide.solve.moving.placing import place_transfers
 from lowtide.solve.outcome import answer, least_time_ns
 from lowtide.solve.portfolio_search import search_sequences
-from lowtide.solve.problem import Problem, Solution, Status
+from lowtide.solve.problem import Problem, Solution
 from lowtide.solve.search.exact import affordable, shortest
 from lowtide.solve.search.portfolio import make_portfolio
 
@@ -49,7 +44,6 @@ _CELLS = 12  # of the dynamic programs over blocks
 _FAILURES = 2  # searches in vain, from the most that may move on, until the others are not tried
 _CLOSE = 2000  # a schedule within one part in so many of the program's time is good enough
 _ALWAYS = 2  # but for the first rounds, up to the programs over blocks
-_WEIGHTS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7)  # of the clocks
 
 
 class _Found(NamedTuple):
@@ -228,8 +222,10 @@ def _rounds(moves: _Moves, effort: int, still: Callable[[], Schedule | None]) ->
 
 
 def _on_chains(moves: _Moves, effort: int) -> Iterator[Callable[[], None]]:
-    """Those of the dynamic programs over blocks, that of ``pofo`` among them."""
+    """Those of the dynamic programs over blocks, and whatever ``rotor`` and ``pofo`` answer."""
     problem = moves.problem
+    if effort:
+        yield lambda: _note_all(moves, [one for one in (Rotor().solve(problem).schedule,) if one is not None])
     chains = BlockChains(compact(problem.graph, problem.costs))
     builders = menu_builders(chains)
     builders = builders if effort > 1 else builders[1:2]
@@ -257,52 +253,3 @@ def _around(pairs: Iterable[Pair], step: float) -> Iterator[Pair]:
         yield ratio / step, share
         yield ratio, share * step
         yield ratio, share / step
-
-
-def bounded(problem: Problem, solution: Solution, effort: int) -> Solution:
-    """``solution`` with a bound that holds for all schedules, whatever they move."""
-    least = least_time_ns(problem)
-    if not solution.status.solved:
-        parts = split_for_nothing(problem.graph, problem.costs)
-        proven = proven_infeasible(compact(parts.graph, parts.costs, floor=True), problem.budget_bytes)
-        return replace(solution, status=Status.INFEASIBLE) if proven else solution
-    bound = least
-    if effort and solution.time_ns > least:
-        bound = max(bound, moving_bound(problem, min(max(effort - 1, 1), 3), solution.time_ns))
-    status = Status.OPTIMAL if solution.time_ns <= bound else Status.FEASIBLE
-    return replace(solution, status=status, lower_bound_ns=min(bound, solution.time_ns))
-
-
-def moving_bound(problem: Problem, effort: int, known_ns: int | None = None) -> int:
-    """Nanoseconds that no schedule within the budget undercuts, whatever it moves; see the module's docstring."""
-    graph, costs = problem.graph, problem.costs
-    if costs.second_memory is None:
-        raise ValueError("there is no second memory to move to")
-    found = 0
-    for weight in _WEIGHTS:
-        parts = _weighted(graph, costs, costs.second_memory, weight)
-        model = compact(parts.graph, parts.costs, floor=True)
-        known = None if known_ns is None else known_ns + parts.first_ns
-        bound = prove_time(model, problem.budget_bytes, effort=effort, known_ns=known).ns
-        found = max(found, min(bound - parts.first_ns, INFEASIBLE_NS))
-    return found
-
-
-def _weighted(graph: Graph, costs: Costs, memory: SecondMemory, weight: float) -> Split:
-    """The split graph on whose times the weighted sum of both clocks is bounded. An operator that runs again brings all of
-    its storages back, so each has its part of the operator's time; where some of them cannot move, it is they that have it."""
-    movable = all_movable(graph, costs)
-    own = graph.owned
-    prices = {}
-    for storage in movable:
-        base = graph.storages[storage].base
-        assert base is not None
-        fetch_ns = weight * memory.fetch_ns(int(costs.storage_bytes[storage]))
-        again_ns = fetch_ns
-        if graph.ops[base].recomputable:
-            whole = sum(int(costs.storage_bytes[one]) for one in own[base])
-            part = int(costs.storage_bytes[storage]) / whole if {*own[base]} <= {*movable} else 0.0
-            again_ns = (1 - weight) * part * int(costs.time_ns[base])
-        prices[storage] = int(min(fetch_ns, again_ns))
-    scaled = np.floor((1 - weight) * costs.time_ns).astype(np.int64)
-    return split(graph, replace(costs, time_ns=scaled), prices, floor=True)
