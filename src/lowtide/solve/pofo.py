@@ -54,5 +54,6 @@ class Pofo(Options):
         rotor = Rotor().solve(problem)
         still = [schedule for schedule in (rotor.schedule, rotor.lowest_schedule) if schedule is not None]
         chains = BlockChains(compact(problem.graph, problem.costs))
-        moving = chain_schedules(problem, pofo_builders(chains, self.blocks, self.slots), self.cells)
+        below_ns = rotor.time_ns if rotor.status.solved else None
+        moving = chain_schedules(problem, pofo_builders(chains, self.blocks, self.slots), self.cells, below_ns)
         return answer("pofo", problem, [keep_all_schedule(problem.graph), *still, *moving])

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from lowtide.ir import Schedule, SecondMemory, schedule_from_sequence, simulate
+from lowtide.ir import Compute, Schedule, SecondMemory, schedule_from_sequence, simulate
 from lowtide.solve.block_programs import Rotor
 from lowtide.solve.blocks.chain import Chain, make_chain
 from lowtide.solve.blocks.compose import BlockChains
@@ -43,9 +43,11 @@ def menu_builders(chains: BlockChains) -> list[Builder]:
     return [partial(build_table, chain, menus, slots=_SLOTS) for chain, menus in ways]
 
 
-def chain_schedules(problem: Problem, builders: Sequence[Builder], cells: int) -> list[Schedule]:
+def chain_schedules(
+    problem: Problem, builders: Sequence[Builder], cells: int, below_ns: int | None = None
+) -> list[Schedule]:
     """One schedule per table and nominal budget, transfers placed, those over the budget left out; where all are, the lowest.
-    Empty without a second memory."""
+    Empty without a second memory. ``below_ns``: those that compute as long as that are left out."""
     if problem.costs.second_memory is None or problem.budget_bytes <= problem.graph.fixed_bytes:
         return []
     found: dict[Schedule, None] = {}
@@ -59,6 +61,10 @@ def chain_schedules(problem: Problem, builders: Sequence[Builder], cells: int) -
     peaks = {one: simulate(problem.graph, problem.costs, one).peak_bytes for one in found}
     fitting = [one for one, peak in peaks.items() if peak <= problem.budget_bytes]
     chosen = fitting or sorted(peaks, key=lambda one: peaks[one])[:1]
+    times = problem.costs.time_ns.tolist()
+    if below_ns is not None:
+        computing = {one: sum(times[step.op] for step in one.steps if isinstance(step, Compute)) for one in chosen}
+        chosen = [one for one in chosen if computing[one] < below_ns]
     return [*dict.fromkeys(place_transfers(problem.graph, problem.costs, one, problem.budget_bytes) for one in chosen)]
 
 

@@ -45,9 +45,16 @@ def place_transfers(graph: Graph, costs: Costs, schedule: Schedule, budget_bytes
     Room that storages stay in is none that transfers could hide in: several divisions of it are tried."""
     if not (schedule.moves or costs.collectives_beside):
         return schedule
-    runs = [(simulate(graph, costs, one), one) for one in (*_placed(graph, costs, schedule, budget_bytes), schedule)]
-    most = max(budget_bytes, runs[-1][0].peak_bytes)
-    return min((pair for pair in runs if pair[0].peak_bytes <= most), key=lambda pair: pair[0].time_ns)[1]
+    best, best_run = schedule, simulate(graph, costs, schedule)
+    most = max(budget_bytes, best_run.peak_bytes)
+    for placed in _placed(graph, costs, schedule, budget_bytes):
+        run = simulate(graph, costs, placed)
+        if run.peak_bytes <= most and run.time_ns <= best_run.time_ns:
+            better = best is schedule or run.time_ns < best_run.time_ns
+            best, best_run = (placed, run) if better else (best, best_run)
+        if best is not schedule and best_run.timing.wait_ns == 0:
+            break  # nothing is waited for
+    return best
 
 
 def _placed(graph: Graph, costs: Costs, schedule: Schedule, budget_bytes: int) -> Iterator[Schedule]:

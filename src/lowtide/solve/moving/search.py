@@ -231,7 +231,7 @@ def _on_chains(moves: _Moves, effort: int) -> Iterator[Callable[[], None]]:
     builders = builders if effort > 1 else builders[1:2]
     builders = [*builders, *(pofo_builders(chains) if effort else ())]
     for builder in builders:
-        yield lambda builder=builder: _note_all(moves, chain_schedules(problem, [builder], _CELLS))  # type: ignore[misc]
+        yield lambda builder=builder: _note_all(moves, chain_schedules(problem, [builder], _CELLS, moves.least_ns))  # type: ignore[misc]
 
 
 def _note_all(moves: _Moves, schedules: Sequence[Schedule]) -> None:
