@@ -29,6 +29,12 @@ from tests.support.wide import pairs
 _LOWERED = "ran out of memory in its"
 
 
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of small networks leave in several groups, as those of large ones do."""
+    monkeypatch.setattr(gradient_groups, "_LEAST_BYTES", 1)
+
+
 def _level() -> int:
     gc.collect()
     counter = cpu_allocator.install()

@@ -40,19 +40,38 @@ def model_state(model: nn.Module) -> State:
     """Parameters, then buffers, in registration order, without duplicates."""
     units = begun(model)
     places: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for name, tensor in nn.Module.named_parameters(model, remove_duplicate=False):
-        if is_lazy(tensor):
-            raise CaptureError(
-                f"parameter {name!r} has no shape yet: call the model once with a sample before it is rematerialized."
-            )
-        places.setdefault(id(tensor), (tensor, []))[1].append(name)
+    modules = _named_modules(model)
+    for prefix, module in modules:
+        for name, tensor in module._parameters.items():
+            if tensor is None:
+                continue
+            if is_lazy(tensor):
+                raise CaptureError(
+                    f"parameter {prefix + name!r} has no shape yet: call the model once with a sample before it is "
+                    "rematerialized."
+                )
+            places.setdefault(id(tensor), (tensor, []))[1].append(prefix + name)
     parameters = len(places)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        places.setdefault(id(buffer), (buffer, []))[1].append(name)
+    for prefix, module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                places.setdefault(id(buffer), (buffer, []))[1].append(prefix + name)
     registered = tuple(tensor for tensor, _ in places.values())
     forms = {id(shard): form for unit in units for shard, form in zip(unit.parameters, unit.forms, strict=True)}
     tensors = tuple(forms[id(tensor)] if id(tensor) in forms else form_of(tensor) for tensor in registered)
     return State(tensors, tuple(tuple(names) for _, names in places.values()), parameters, registered, tuple(units))
+
+
+def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """As ``named_modules(remove_duplicate=False)``, with a dot after each name: those are generators in generators, which every
+    call of a small model would wait for."""
+    found, waiting = [], [("", model)]
+    while waiting:
+        found.append(waiting.pop())
+        prefix, module = found[-1]
+        children = [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
+        waiting += reversed(children)
+    return found
 
 
 def copy_without_data(

@@ -302,10 +302,10 @@ class _Generator:
     def _constant(self, thing: Any) -> str:
         key = (type(thing), thing) if isinstance(thing, (float, torch.device, torch.dtype)) else id(thing)
         if key not in self._names:
-            stem = getattr(thing, "__name__", "") if callable(thing) else ""
-            stem = stem.split(".")[0]
+            stem = (getattr(thing, "__name__", "") if callable(thing) else "").split(".")[0]
             self._names[key] = f"{stem if stem.isidentifier() else 'c'}_{len(self._names)}"
-            self.namespace[self._names[key]] = thing
+            # Of an overload what it calls, without a call in Python around it.
+            self.namespace[self._names[key]] = thing._op if type(thing) is torch._ops.OpOverload else thing
         return self._names[key]
 
     def _compile(self) -> Lowered:

@@ -13,6 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from lowtide.capture.trace.sizes import SYMBOLIC
+from lowtide.program.references import map_leaves
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,9 +90,7 @@ def _evaluate(known: Provenance, inputs: Sequence[torch.Tensor], memo: dict[int,
         return known.constant
     key = id(known)
     if key not in memo:
-        args, kwargs = pytree.tree_map(
-            lambda x: _evaluate(x, inputs, memo) if isinstance(x, Provenance) else x, (known.args, known.kwargs)
-        )
+        args, kwargs = map_leaves((known.args, known.kwargs), Provenance, lambda one: _evaluate(one, inputs, memo))
         assert known.function is not None
         result = known.function(*args, **kwargs)
         memo[key] = result if known.output is None else result[known.output]
