@@ -151,6 +151,12 @@ def program_costs(program: Program, on_progress: Progress | None = None) -> Cost
     return with_generator_states(program, costs)
 
 
+def costs_from(program: Program, known: Sequence[Measured]) -> Costs:
+    """Costs of ``program`` as they follow from those of its operators at the ``known`` sizes."""
+    with stage("costs"):
+        return with_generator_states(program, scaled_costs(program, known))
+
+
 def make_program_plan(
     program: Program,
     settings: Settings,
@@ -198,9 +204,7 @@ def adapted_plan(
         plan = _adapted(request, (keep_all_schedule(program.graph), *schedules))
         return plan.begun() if plan is not None else _first_plan(request) or _searched(request)
 
-    with stage("costs"):
-        costs = with_generator_states(program, scaled_costs(program, known))
-    outside = _outside(program, settings, model)
+    costs, outside = costs_from(program, known), _outside(program, settings, model)
     return _within_budget(program, settings, costs, outside, granted_bytes, adapt)
 
 

@@ -327,7 +327,7 @@ def test_what_adds_to_its_arguments_does_not_run_again(caplog: pytest.LogCapture
     model, x = _Collector(), _inputs()
     budget = lowtide.measure(lambda: model(x).backward()).peak_bytes // 2
     lowtide.rematerialize(model, (x,), budget=budget)
-    with pytest.raises(lowtide.InfeasibleBudgetError, match="of them for code between them"):
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="none of the parts of the step can be planned"):
         for _ in range(4):
             model(x).backward()
     assert "run again in the backward pass" not in caplog.text

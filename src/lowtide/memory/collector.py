@@ -17,3 +17,8 @@ def collector_held() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+def collect_young() -> None:
+    """Free what was made lately and refers to itself in circles, as traces and their errors do: it may hold tensors."""
+    gc.collect(1)

@@ -24,6 +24,10 @@ from lowtide.capture.copies import model_state
 from lowtide.capture.python_state.paths import named
 from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, NoGradientError
+from lowtide.memory.collector import collect_young
+from lowtide.pipeline import Finish
+from lowtide.planning import Plan
+from lowtide.program import Program
 from lowtide.program.results import GradientMask
 from lowtide.program.sharded import is_sharded
 from lowtide.program.sizes import outside_of_model
@@ -37,6 +41,7 @@ from lowtide.runtime.shared import SharedBudget
 from lowtide.runtime.sharing_forward import SharingForward, device_of
 from lowtide.runtime.step_record import StepRecord
 from lowtide.settings import Settings
+from lowtide.sharing import Member
 
 _LOG = logging.getLogger(__name__)
 _MOST_NEW = 3  # programs in a row that are planned for calls none of which comes again
@@ -54,6 +59,7 @@ class Part(SharingForward):
         self.name = name
         self.outside: str | None = None
         self.runs_again = False
+        self.keeps_nothing = False  # that could be freed, nor do its submodules
         self.changes = False  # it is none because its program is another one in every call
         self._new = 0  # programs, since one came again
 
@@ -72,11 +78,13 @@ class Part(SharingForward):
                     self.outside = str(error)  # alone: its traceback holds tensors
                     self._leave()
                     _LOG.info("%s runs as it is, its submodules are tried as parts: %s", self.name, error)
+                collect_young()
                 self.shared.go_on()
         if self.runs_again:
             with self.parts.paused():
                 return recomputed(self.model, self.original_forward, args, kwargs, self.shared.in_backward)
-        with self.parts.watch.call(self.name, (args, kwargs)):
+        alone = self.parts.paused() if self.keeps_nothing else contextlib.nullcontext()
+        with self.parts.watch.call(self.name, (args, kwargs)), alone:
             return self.original_forward(*args, **kwargs)
 
     def _is_trained(self) -> bool:
@@ -97,6 +105,15 @@ class Part(SharingForward):
         if found[2] is not None and self.parts.decides_sizes_of(self):
             self._count(1)
         return found
+
+    def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
+        """Raises ``CaptureError`` where it would hold more than it can free."""
+        program, plan = super().planned(captured, sample, finish, **known)
+        member = Member(program, plan.costs)
+        if member.freed_bytes <= member.held_bytes:
+            self.keeps_nothing = member.freed_bytes == 0
+            raise CaptureError("a plan for it alone could free nothing")
+        return program, plan
 
     @property
     def may_change(self) -> bool:

@@ -63,6 +63,7 @@ class Programs:
         self.in_terms = False  # whether gradients leave as the terms of their sums, since others may add to them
         self._kins = Kins(settings.dynamic if settings.compiler == "eager" and not settings.chunked_loss else False)
         self._calls = 0
+        self.adapts = settings.planning == "background"  # at new sizes at once, by what is known of others
         self._captures: Counter[Signature] = Counter()
         self._changing = Known()  # what was seen to change from call to call
         self._warned = False
@@ -117,7 +118,7 @@ class Programs:
                     del same.conditions[_MOST_CONDITIONS:]
                     return same
             arena = self._arena(captured.program)
-            adapted = member is not None and member.branch.measured and self.settings.planning == "background"
+            adapted = member is not None and member.branch.measured and self.adapts
             program, plan = self._fitting(key, captured, sample, member if adapted else None)
             with stage("lowering"):
                 runs = lowered(program, plan, arena)

@@ -28,13 +28,14 @@ import torch
 
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.errors import InfeasibleBudgetError
+from lowtide.ir import Costs
 from lowtide.memory.allocators import PeakWindow, allocated_bytes, meter_of
 from lowtide.pipeline import FIRST_PLANNER, make_program_plan, program_costs, share_planners
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.sizes import Outside, check_device
 from lowtide.runtime.call import ModelCall
-from lowtide.runtime.entry import Entry, with_plan
+from lowtide.runtime.entry import Entry
 from lowtide.runtime.forward_pass import ForwardPass, gradients_of, left_gradient_bytes
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.step_record import Gap, StepRecord
@@ -199,33 +200,33 @@ class SharedBudget:
             self._known[entry] = member, member.footprint(entry.plan.schedule)
         return self._known[entry]
 
-    def plan(self, program: Program, replaced: Entry | None, more_follow: bool, at_new_sizes: bool) -> Plan:
-        """A plan for what the forward passes before this one, and code between them, leave of the budget; in the place of
-        ``replaced``, where there is one. ``more_follow``: other graphs will run after it. ``at_new_sizes``: of a graph that is
-        known, which is no reason to plan all again where steps differ anyway."""
-        first_plans = self._first_plans
+    def plan(
+        self, graph: Planned, program: Program, replaced: Entry | None, more_follow: bool, costs: Costs | None = None
+    ) -> Plan:
+        """A plan for a program of ``graph`` within what the forward passes before this one, and code between them, leave of the
+        budget; in the place of ``replaced``, where there is one. ``more_follow``: other graphs will run after it. New sizes of
+        a graph that is known are no reason to plan all again where steps differ anyway."""
+        first_plans, member = self._first_plans, Member(program, costs or program_costs(program))
         try:
-            return self._plan(program, replaced, more_follow)
+            return self._plan(graph, member, replaced, more_follow)
         finally:
-            if at_new_sizes and self.expected is not None:
+            if graph.entries and self.expected is not None:
                 self._first_plans = first_plans
 
-    def _plan(self, program: Program, replaced: Entry | None, more_follow: bool) -> Plan:
+    def _plan(self, graph: Planned, own: Member, replaced: Entry | None, more_follow: bool) -> Plan:
         earlier, between = self._before(replaced)
-        costs = program_costs(program)
         known = list(map(self.member, earlier))
-        own = Member(program, costs)
         members = [*(member for member, _ in known), own]
         bases = [*(one.between for one in earlier), (between, between)]
         constraints = sequential_constraints(range(len(members)), bases, [*left_gradient_bytes(earlier), 0])
         budget, reserve = self._budget(members, constraints)
-        check_device(program, budget + reserve)
+        check_device(own.program, budget + reserve)
         room = budget - between - sum(taken.saved_bytes for _, taken in known)
         known_later = more_follow and is_percentage(self.settings.given) and not self._granted_bytes
         if known_later:  # of what is not known yet
             room = max(room, own.keep_all.forward_bytes, own.keep_all.backward_bytes)
         try:
-            return self._planned(own, max(room, 1), self.fraction if more_follow else 1.0)
+            return self._planned(own, max(room, 1), self._fraction_of(graph) if more_follow else 1.0)
         except InfeasibleBudgetError as error:
             if not earlier and not known_later and not (self.give_way is not None and between > 0):
                 raise error.beside(reserve + between) from None
@@ -235,6 +236,11 @@ class SharedBudget:
             )  # fmt: skip
             self.exceeded = True
             return self._planned(own, error.minimum_bytes, 0.0)
+
+    def _fraction_of(self, graph: Planned) -> float:
+        """Of what a program of ``graph`` would save, the part that it may: as much as it saves in the fullest step."""
+        known = [self.member(one) for one in self.record.passes if one.graph is graph]
+        return min((saved_fraction([taken], [member]) for member, taken in known), default=self.fraction)
 
     def _before(self, replaced: Entry | None) -> tuple[list[ForwardPass], int]:
         """What ran before ``replaced``, or before now, and what code between held then."""
@@ -287,7 +293,7 @@ class SharedBudget:
         if is_percentage(self.settings.given):
             self._granted_bytes = budget
         over = peak_bytes(constraints, [taken for _, taken in known]) - budget
-        if over > 0 and not (self.exceeded or self._first_plans):  # of which that was to be expected
+        if known and over > 0 and not (self.exceeded or self._first_plans):  # of which that was to be expected
             _LOG.warning(
                 "the %d %s of the step exceed the budget of %d bytes by %d (code between them held up to %d): all are "
                 "replanned",
@@ -316,27 +322,11 @@ class SharedBudget:
             if self.give_way is not None and self.give_way(error.minimum_bytes - budget):
                 self.exceeded, self.record = True, StepRecord()
                 return
-            raise self._infeasible(error, budget, reserve) from None
-        self.fraction = saved_fraction(chosen, [*members.values()])
-        plans = dict(zip(entries, map(plan_alone, chosen, members.values()), strict=True))
-        for graph in dict.fromkeys(one.graph for one in passes):
-            for known in graph.entries.values():
-                known[:] = [with_plan(entry, plans.get(entry)) for entry in known]
-                for entry in known:
-                    entry.for_masks.clear()
-                    entry.for_masks[entry.program.mask] = entry
-
-    def _infeasible(self, error: InfeasibleBudgetError, budget: int, reserve: int) -> InfeasibleBudgetError:
-        between = self.record.most_between
-        held = f", {between} of them for code between them, or gradients" if between else ""
-        advice = "avoid the graph breaks" if self.what == "graphs" else "run the model under lowtide.online"
-        own = InfeasibleBudgetError(
-            f"the {len(self.record.passes)} {self.what} of the step need {error.minimum_bytes} bytes together{held}, more than "
-            f"the budget of {budget}; raise it, or {advice}.",
-            minimum_bytes=error.minimum_bytes,
-            budget_bytes=budget,
-        )
-        return own.beside(reserve)
+            if not passes and is_percentage(self.settings.given):  # of a step of which most has not been seen
+                return
+            raise self.record.infeasible(error, self.what, budget).beside(reserve) from None
+        self.fraction = saved_fraction([one.footprint for one in chosen], [*members.values()])
+        self.record.exchange(dict(zip(entries, map(plan_alone, chosen, members.values()), strict=True)))
 
     def _budget(self, members: Sequence[Member], constraints: Sequence[Constraint]) -> tuple[int, int]:
         """The bytes that the graphs share, and those beside them of the budget; a percentage is of the peak of the graphs

@@ -11,11 +11,13 @@ from torch import nn
 
 from lowtide.capture import Captured
 from lowtide.memory.allocators import allocated_bytes
-from lowtide.pipeline import Finish, fused
+from lowtide.memory.collector import collect_young
+from lowtide.pipeline import Finish, costs_from, fused
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
 from lowtide.runtime.entry import Entry, Sample, Signature
+from lowtide.runtime.kin import FamilyCall
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.shared import SharedBudget
 
@@ -29,6 +31,7 @@ class SharingForward(Planned):
     def __init__(self, module: nn.Module, shared: SharedBudget) -> None:
         super().__init__(module, dataclasses.replace(shared.settings, planning="wait"))
         self.shared = shared
+        self.adapts = shared.settings.planning == "background"
         self._replaced: Entry | None = None  # by what is being planned in the backward pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,11 +51,17 @@ class SharingForward(Planned):
         try:
             return super()._make(key, sample, old, mask)
         finally:
+            collect_young()  # which is neither kept nor memory of code between programs
             self.shared.set_aside((allocated_bytes(self.shared.device) or 0) - before)
 
     def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
         program = finish(fused(captured.program, self.settings))
-        return program, self.shared.plan(program, self._replaced, self.more_follow, bool(self.entries))
+        return program, self.shared.plan(self, program, self._replaced, self.more_follow)
+
+    def _adapted(self, member: FamilyCall, finish: Finish) -> tuple[Program, Plan]:
+        program = finish(member.captured.program)
+        costs = costs_from(program, member.branch.measured)
+        return program, self.shared.plan(self, program, self._replaced, self.more_follow, costs)
 
     def entry_for(self, mask: GradientMask, old: Entry) -> Entry:
         """In the backward pass, in the place of what ran in the forward pass."""

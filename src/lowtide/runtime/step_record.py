@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.planning import Plan
+from lowtide.runtime.entry import Entry, with_plan
 from lowtide.runtime.forward_pass import ForwardPass, left_gradient_bytes
 from lowtide.sharing import Constraint, sequential_constraints
 
@@ -47,6 +50,18 @@ class StepRecord:
             last = waiting[-1].key if waiting else None
             self.gaps[last] = max(held, self.gaps.get(last, 0))
 
+    def exchange(self, plans: Mapping[Entry, Plan]) -> None:
+        """Have programs run by these ``plans`` from now on: here as well, since a pass of a fuller step than the next ones may
+        not come again soon."""
+        exchanged = {entry: with_plan(entry, plan) for entry, plan in plans.items()}
+        for graph in dict.fromkeys(one.graph for one in self.passes):
+            for known in graph.entries.values():
+                known[:] = [exchanged.get(entry, entry) for entry in known]
+                for entry in known:
+                    entry.for_masks.clear()
+                    entry.for_masks[entry.program.mask] = entry
+        self.passes = [dataclasses.replace(one, entry=exchanged[one.entry]) for one in self.passes]
+
     @property
     def are_several(self) -> bool:
         """Whether the plan of one program does not tell all."""
@@ -66,3 +81,17 @@ class StepRecord:
         ]
         between = [one.between for one in self.passes]
         return sequential_constraints(order, between, left_gradient_bytes(self.passes)) + gaps
+
+    def infeasible(self, error: InfeasibleBudgetError, what: str, budget: int) -> InfeasibleBudgetError:
+        """``error`` of planning all passes together, in words. ``what`` they are."""
+        between, needed = self.most_between, f"{error.minimum_bytes} bytes"
+        held = f", {between} of them for code between them, or gradients" if between else ""
+        step = f"the {len(self.passes)} {what} of the step need {needed} together{held}"
+        if not self.passes:
+            step = f"none of the {what} of the step can be planned, and code between them holds {needed} or more"
+        advice = "avoid the graph breaks" if what == "graphs" else "run the model under lowtide.online"
+        return InfeasibleBudgetError(
+            f"{step}, more than the budget of {budget}; raise it, or {advice}.",
+            minimum_bytes=error.minimum_bytes,
+            budget_bytes=budget,
+        )

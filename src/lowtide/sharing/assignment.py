@@ -57,8 +57,8 @@ def as_alone(plan: Plan, member: Member) -> Plan:
     )
 
 
-def saved_fraction(chosen: Sequence[Assignment], members: Sequence[Member]) -> float:
+def saved_fraction(taken: Sequence[Footprint], members: Sequence[Member]) -> float:
     """Of what the members would save beyond their outputs without plans, the part that they save."""
-    taken = sum(one.footprint.saved_bytes - member.output_bytes for one, member in zip(chosen, members, strict=True))
+    saved = sum(one.saved_bytes - member.output_bytes for one, member in zip(taken, members, strict=True))
     most = sum(member.eager.saved_bytes - member.output_bytes for member in members)
-    return min(max(taken / most, 0.0), 1.0) if most > 0 else 1.0
+    return min(max(saved / most, 0.0), 1.0) if most > 0 else 1.0

@@ -111,6 +111,20 @@ class Member:
         return self.output_bytes + int(fraction * max(self.eager.saved_bytes - self.output_bytes, 0))
 
     @functools.cached_property
+    def freed_bytes(self) -> int:
+        """Most that plans can free of what it saves without one, beside its outputs."""
+        return max(self.keep_all.saved_bytes - self.output_bytes, 0)
+
+    @functools.cached_property
+    def held_bytes(self) -> int:
+        """Bytes of the call's own tensors that its backward pass does not read: where PyTorch lets them go, a program that may
+        run again holds them."""
+        graph, program = self.program.graph, self.program
+        given = {value for value in program.inputs[len(program.state_names) :] if value is not None}
+        read = {graph.values[value].storage for op in graph.ops[graph.forward_ops :] for value in op.inputs}
+        return self._bytes_of(value for value in given if graph.values[value].storage not in read)
+
+    @functools.cached_property
     def arriving_bytes(self) -> int:
         """Bytes of the gradients that come back for the outputs."""
         return self._bytes_of(op.outputs[0] for op in self.program.graph.ops if op.target == TANGENT_TARGET)
