@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import lowtide
 from lowtide.runtime.recomputed import recomputed
 
 
@@ -37,3 +38,50 @@ def test_nested_tensors() -> None:
         torch.nested.to_padded_tensor(result, 0.0).square().sum().backward()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     assert ran and all(torch.equal(own.grad, other.grad) for own, other in pairs)
+
+
+class _Masks(nn.Module):
+    """Reads a table that is large beside what it computes, and writes into another one at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("table", torch.randn(4096, 16))
+        self.register_buffer("sums", torch.zeros(2048, 16))
+
+    def forward(self, x: torch.Tensor, writes: bool) -> torch.Tensor:
+        hidden = self.layer(x) * self.table[: x.shape[0]] + self.sums[0]
+        if writes:
+            self.sums[:4].add_(hidden.detach())
+        return torch.tanh(hidden * self.sums[1])
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_large_buffers_are_copied_where_they_are_written_into(writes: bool) -> None:
+    torch.manual_seed(0)
+    model, x = _Masks(), torch.randn(4, 16)
+    model.sums += 1
+    plain = copy.deepcopy(model)
+    expected, found = plain(x, writes), None
+
+    def run() -> None:
+        nonlocal found
+        found = recomputed(model, model.forward, (x, writes), {}, lambda: None)
+
+    peak = lowtide.measure(run).peak_bytes
+    assert (peak > model.table.nbytes / 2) == writes and peak < model.table.nbytes
+    for result in (found, expected):
+        assert result is not None
+        result.square().sum().backward()
+    assert all(
+        torch.equal(own.grad, other.grad) for own, other in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    assert torch.equal(model.sums, plain.sums)
+
+
+def test_a_large_buffer_that_is_written_into_before_the_backward_pass() -> None:
+    model = _Masks()
+    result = recomputed(model, model.forward, (torch.randn(4, 16), False), {}, lambda: None)
+    model.table.zero_()
+    with pytest.raises(lowtide.ExecutionError, match="buffer table of a _Masks was modified"):
+        result.sum().backward()

@@ -35,6 +35,7 @@ _DECIDING = {  # operators that make something discrete of continuous values, or
     _ATEN.lt.Tensor, _ATEN.le.Tensor, _ATEN.gt.Tensor, _ATEN.ge.Tensor, _ATEN.eq.Tensor, _ATEN.ne.Tensor,
 }  # fmt: skip
 _NOTHING: tuple[Any, Any] = (None, None)
+_LARGE = 1 << 16  # bytes of a buffer; running statistics have fewer, which are written by operators that do not say so
 _DISCRETE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -56,11 +57,13 @@ def recomputed(
         return forward(*own_args, **own_kwargs)
 
     def contexts() -> tuple[Any, Any]:
-        return _Recording(decisions), _Again(lambda: _again(module, before, decisions, on_run))
+        return _Recording(decisions, before), _Again(lambda: _again(module, before, decisions, on_run))
 
     nested = any(isinstance(value, torch.Tensor) and value.is_nested for value in values)
     check = "none" if nested else "default"  # which reads shapes, and what a nested tensor is made of has none
-    return checkpoint(flat, *values, use_reentrant=False, context_fn=contexts, determinism_check=check)
+    result = checkpoint(flat, *values, use_reentrant=False, context_fn=contexts, determinism_check=check)
+    before.settle()
+    return result
 
 
 class _Again:
@@ -81,6 +84,7 @@ class _Again:
 @contextlib.contextmanager
 def _again(module: nn.Module, before: _State, decisions: list[Any], on_run: Callable[[], None]) -> Iterator[None]:
     on_run()
+    before.check(module)
     now = _State(module, before)
     before.put_back(module)
     try:
@@ -91,16 +95,47 @@ def _again(module: nn.Module, before: _State, decisions: list[Any], on_run: Call
 
 
 class _State:
-    """What a run of the module may depend on beside its arguments and parameters."""
+    """What a run of the module may depend on beside its arguments and parameters. ``buffers`` with copies of their values;
+    ``large`` ones, which are copied when the run is about to write into them, with their memory and versions."""
 
     def __init__(self, module: nn.Module, before: _State | None = None) -> None:
         self.attributes = snapshot(module)
         self.registered = [(each, dict(each._buffers)) for each in module.modules()]
-        self.buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        buffers: list[torch.Tensor] = (
+            [*module.buffers()] if before is None else [buffer for buffer, _ in before.buffers]
+        )
+        small = [buffer for buffer in buffers if before is not None or buffer.nbytes <= _LARGE]
+        self.buffers: list[tuple[torch.Tensor, torch.Tensor]] = [(buffer, buffer.detach().clone()) for buffer in small]
+        copied = {*map(id, small)}
+        self.large = [(buffer, buffer.detach(), buffer._version) for buffer in buffers if id(buffer) not in copied]
         self.generators = random.getstate(), np.random.get_state()
         self.outside: Reach = ExternalEffects(module, ()) if before is None else before.outside.as_now()
         held = [one for value in self.attributes.attributes.values() for one in parts_of(value)]
         self.own_generators = [(one, one.get_state()) for one in held if isinstance(one, torch.Generator)]
+
+    def copy_before_write(self, arguments: Any) -> None:
+        """An operator is about to write into some of these."""
+        given = {_storage(leaf) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}
+        self._copy([one for one in self.large if _storage(one[1]) in given], clone=True)
+
+    def settle(self) -> None:
+        """The run has ended: what was given other memory had this."""
+        self._copy([one for one in self.large if _storage(one[0]) != _storage(one[1])], clone=False)
+
+    def _copy(self, chosen: Sequence[tuple[torch.Tensor, torch.Tensor, int]], *, clone: bool) -> None:
+        self.buffers += [(buffer, value.clone() if clone else value) for buffer, value, _ in chosen]
+        done = {id(buffer) for buffer, _, _ in chosen}
+        self.large = [one for one in self.large if id(one[0]) not in done]
+
+    def check(self, module: nn.Module) -> None:
+        """Raises ``ExecutionError`` where the run cannot be repeated, since what it left as it was has been written into."""
+        for buffer, value, version in self.large:
+            if buffer._version != version or _storage(buffer) != _storage(value):
+                name = next((name for name, other in module.named_buffers() if other is buffer), "that is gone")
+                raise ExecutionError(
+                    f"buffer {name} of a {type(module).__name__} was modified between its forward pass and the backward pass, "
+                    "in which it runs again with the value that it had. Modify it after the backward pass."
+                )
 
     def put_back(self, module: nn.Module) -> None:
         put_back(module, self.attributes)
@@ -119,13 +154,17 @@ class _State:
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what operators decide: numbers that Python reads from tensors, and discrete results of continuous values."""
+    """Notes what operators decide: numbers that Python reads from tensors, and discrete results of continuous values; and what
+    they write into."""
 
-    def __init__(self, decisions: list[Any]) -> None:
+    def __init__(self, decisions: list[Any], before: _State) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.decisions = decisions
+        self.before = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.before.large and func._schema.is_mutable:
+            self.before.copy_before_write((args, kwargs))
         result = func(*args, **(kwargs or {}))
         if func in _DECIDING:
             self.decisions.append((func, pytree.tree_map(_discrete, result)))
@@ -161,6 +200,10 @@ def _discrete(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach() if value.dtype in _DISCRETE else None
     return value
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return 0 if tensor.layout is not torch.strided or tensor.is_nested else tensor.untyped_storage()._cdata
 
 
 def _copied(value: Any) -> Any:
