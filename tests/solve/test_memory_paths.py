@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowtide.ir import keep_all_schedule, schedule_from_sequence, simulate
-from lowtide.solve.model.compact import compact
+from lowtide.solve.model.compact import compact, released_model
 from lowtide.solve.search.memory_paths import cheapest_path
 from tests.solve.brute_force import brute_force
 from tests.solve.small_graphs import chain, small_graph
@@ -13,7 +13,7 @@ from tests.solve.small_graphs import chain, small_graph
 
 def agrees(seed: int, ops: int) -> None:
     graph, costs = small_graph(seed, ops)
-    model = compact(graph, costs)
+    model = released_model(graph, costs, compact(graph, costs))
     least_ns = int(model.time_ns.sum()) + model.constant_ns
     top = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
     least = brute_force(graph, costs, None)
@@ -26,7 +26,7 @@ def agrees(seed: int, ops: int) -> None:
         assert path.found == anyone.found == (optimum is not None)
         if optimum is None:
             continue
-        result = simulate(graph, costs, schedule_from_sequence(graph, model.sequence(path.nodes)))
+        result = simulate(graph, costs, schedule_from_sequence(graph, model.sequence(path.nodes), released=True))
         assert result.time_ns == least_ns + path.recompute_ns == optimum and result.peak_bytes <= budget
         below = cheapest_path(model, budget, path.recompute_ns)
         assert below is not None and not below.found

@@ -165,8 +165,8 @@ class Programs:
             entry.lowered = lowered(entry.program, entry.plan, entry.arena)
 
     def _search(self, entry: Entry) -> None:
-        plan = entry.plan
-        self.improving.add(entry, plan_request(entry.program, plan.costs, plan.budget_bytes, self.settings))
+        of = entry.program, entry.plan.costs, entry.plan.budget_bytes
+        self.improving.add(entry, plan_request(*of, self.settings))
 
     def _arena(self, program: Program) -> Arena | None:
         """The one of all programs on that device, where there is to be one."""
@@ -183,10 +183,9 @@ class Programs:
         kin, shapes = self._kins.of(key, inputs, len(names))
         if kin is None or shapes is None:
             return None, None, None
-        modules = list(self.model.modules())
 
         def holds(captured: Captured) -> bool:
-            return captured.contract.conditions.hold(modules, inputs, {})
+            return captured.contract.conditions.hold(list(self.model.modules()), inputs, {})
 
         member = kin.member(shapes, holds)
         if member is None and kin.is_new(shapes):

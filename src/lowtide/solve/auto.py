@@ -85,7 +85,8 @@ class Auto(Options):
         found = search_sequences(problem, released, self.effort)
         if found.status.solved or (found.minimum_bytes or 0) >= (solution.minimum_bytes or 0):
             return found if found.status.solved else solution
-        return dataclasses.replace(found, status=max(solution.status, found.status, key=Status.INFEASIBLE.__eq__))
+        proven = Status.INFEASIBLE in (solution.status, found.status)
+        return dataclasses.replace(found, status=Status.INFEASIBLE if proven else found.status)
 
 
 def _solve_exactly(problem: Problem, portfolio: Portfolio) -> Solution | None:
