@@ -288,7 +288,10 @@ def test_a_second_start_takes_plans_from_disk(tmp_path: Path, monkeypatch: pytes
     assert found == [[False], [True]]
 
 
-@pytest.mark.parametrize("rows", [ROWS, ROWS // 2], ids=["same shape", "two shapes"])
+@pytest.mark.parametrize(
+    "rows",
+    [pytest.param(ROWS, id="same shape"), pytest.param(ROWS // 2, id="two shapes", marks=pytest.mark.slow)],
+)
 def test_a_graph_that_runs_twice_before_the_backward_pass(rows: int, caplog: pytest.LogCaptureFixture) -> None:
     """The views of a siamese network: what the first call saved is there while the second one runs."""
 

@@ -46,7 +46,7 @@ def test_within_budget_and_equal(name: str, share: int) -> None:
     assert session.statistics.evictions > 0
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "share"), UNSTEADY)
 def test_whatever_operators_cost(name: str, share: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is evicted depends on the times that are measured; that it can be rebuilt does not."""
@@ -66,7 +66,7 @@ def test_nothing_is_evicted_where_everything_fits(name: str) -> None:
     assert outcome.final_bytes == expected.final_bytes
 
 
-@pytest.mark.parametrize("heuristic", HEURISTICS)
+@pytest.mark.parametrize("heuristic", [*HEURISTICS[:-2], pytest.param("msps", marks=pytest.mark.slow), HEURISTICS[-1]])
 def test_every_heuristic(heuristic: str) -> None:
     expected = eager("lstm")
     budget = expected.peak_bytes // 2

@@ -26,6 +26,7 @@ from lowtide.solve.beside import in_line
 from lowtide.solve.moving.placing import place_transfers
 from tests.solve.brute_force_beside import brute_force_beside
 from tests.solve.small_graphs import chain, sharded
+from tests.support.wide import seeds
 
 
 def drawn(seed: int) -> tuple[Graph, Costs]:
@@ -57,7 +58,7 @@ def _answers(seed: int) -> list[tuple[Solution, int | None]]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(20, 40))
 def test_never_below_the_optimum_and_bounds_never_above(seed: int) -> None:
     for found, optimum in _answers(seed):
         if optimum is None:

@@ -15,6 +15,7 @@ from tests.solve.brute_force import brute_force
 from tests.solve.brute_force_moves import brute_force_moves, memory_like
 from tests.solve.small_graphs import chain, small_graph
 from tests.support.overwriting import overwriting
+from tests.support.wide import is_wide
 
 
 def make(seed: int) -> tuple[Graph, Costs]:
@@ -67,7 +68,7 @@ def agrees(solution: Solution, optimum: int | None, case: tuple[int, int]) -> bo
 SEEDS = [seed for seed in range(44) if len(make(seed)[0].storages) <= 6 and seed != 21]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS[:: 1 if is_wide() else 2])
 def test_bounds_are_never_above_the_optimum(seed: int) -> None:
     graph, costs = make(seed)
     least = brute_force_moves(graph, costs, None)

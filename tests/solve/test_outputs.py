@@ -17,6 +17,7 @@ from lowtide.solve.moving.bound import moving_bound
 from tests.solve.brute_force import brute_force
 from tests.solve.brute_force_moves import brute_force_moves, memory_like
 from tests.solve.small_graphs import small_graph
+from tests.support.wide import seeds
 
 
 def handing(seed: int, ops: int) -> tuple[Graph, Costs]:
@@ -76,7 +77,7 @@ def test_every_claim_of_checkmate_holds_for_them(first: int) -> None:
         assert lowest.status is Status.OPTIMAL and lowest.peak_bytes == least
 
 
-MOVING = [seed for seed in range(60) if len(handing(seed, 4)[0].storages) <= 6]
+MOVING = [seed for seed in seeds(30, 60) if len(handing(seed, 4)[0].storages) <= 6]
 
 
 @pytest.mark.parametrize("seed", MOVING)

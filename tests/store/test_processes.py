@@ -137,7 +137,7 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
     assert sorted(other.name for other in tmp_path.iterdir()) == ["a.json", "entry.json"]
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_those_that_start_together_measure_and_plan_once(count: int, tmp_path: Path) -> None:
     environment = {"LOWTIDE_CACHE_DIR": str(tmp_path / "cache"), "LOWTIDE_PLAN_CACHE": "1"}
     processes = [_start(_PLANNER, tmp_path, number, **environment) for number in range(count)]
