@@ -114,6 +114,25 @@ def test_what_is_another_program_in_every_call_is_planned_in_smaller_parts(make:
     assert len(model.forward.parts.planned()) > 3 and not model.forward.entries
 
 
+class _Annealed(nn.Module):
+    """Computes with a number that its loop changes before every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH))
+        self.share = 0.5
+        self.register_forward_pre_hook(lambda module, _: setattr(module, "share", module.share * 0.9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.share * self.block(x)).square().mean()
+
+
+def test_an_annealed_number_costs_few_captures(caplog: pytest.LogCaptureFixture) -> None:
+    model = _equal_steps(_Annealed(), torch.randn(16, WIDTH), steps=8, budget="100%")
+    assert "was captured 4 times for the same shapes" in caplog.text
+    assert [part.name for part in model.forward.parts.planned()] == ["block"]
+
+
 class _Shrinking(nn.Module):
     """Is another program in every call, whose one part is as large as the whole."""
 

@@ -44,6 +44,7 @@ _LOG = logging.getLogger(__name__)
 _FIRST = (format_spec(get_planner(FIRST_PLANNER)), "adapted")  # plans that a search may improve
 _MANY_CAPTURES = 8  # for the same shapes: said in the log
 _MOST_CAPTURES = 16  # for the same shapes, in most calls, of what may run in parts instead
+_ANNEALED = 4  # where a number changes that is computed with
 _MOST_CONDITIONS = 16  # kept, of each
 
 
@@ -62,11 +63,10 @@ class Programs:
         self.rescue = Rescue(self)
         self.in_terms = False  # whether gradients leave as the terms of their sums, since others may add to them
         self._kins = Kins(settings.dynamic if settings.compiler == "eager" and not settings.chunked_loss else False)
-        self._calls = 0
+        self._calls, self._warned = 0, False
         self.adapts = settings.planning == "background"  # at new sizes at once, by what is known of others
         self._captures: Counter[Signature] = Counter()
         self._changing = Known()  # what was seen to change from call to call
-        self._warned = False
         self._arenas: dict[torch.device, Arena | None] = {}
 
     @property
@@ -146,8 +146,7 @@ class Programs:
 
     def _searches(self, entry: Entry) -> bool:
         """Whether a search may find a better plan for a new entry while training runs."""
-        background = self.settings.planning == "background"
-        return background and entry.plan.overhead > 0 and entry.plan.planner in _FIRST
+        return entry.plan.overhead > 0 and entry.plan.planner in _FIRST and self.settings.planning == "background"
 
     def improve(self, entry: Entry) -> None:
         """Search for a better plan than that of ``entry``, where one may be found while training runs."""
@@ -238,7 +237,8 @@ class Programs:
         conditions = self._latest(key).conditions[0]
         why = conditions.broken(self.model, inputs)
         self._changing = self._changing.with_changes(conditions, self.model)
-        if times >= _MOST_CAPTURES and times > sum(entry.calls for entry in self.entries[key]) and self._may_be_apart():
+        most = _ANNEALED if self._changing.numbers.keys() & self._changing.computed else _MOST_CAPTURES
+        if times >= most and times > sum(entry.calls for entry in self.entries[key]) and self._may_be_apart():
             raise CaptureError(
                 f"its program depends on what changes from call to call ({why}), and was captured {times} times for the same "
                 "shapes. Make it constant, keep it in a buffer, or pass it as a tensor that is only computed with."
