@@ -50,7 +50,7 @@ class LinearProgram:
 @dataclass(frozen=True, slots=True)
 class SolverOptions:
     """``method``: choose, simplex, ipm or pdlp (for linear programs). ``gap`` is relative, ``absolute_gap`` in units
-    of the objective. ``restart``: a program may be presolved again after its root; ``presolve``: at all."""
+    of the objective. ``presolve``: once at all; again after the root, HiGHS 1.15 called solutions optimal that were not."""
 
     time_limit: float = 60.0
     gap: float = 0.0
@@ -58,7 +58,6 @@ class SolverOptions:
     threads: int = 1
     seed: int = 0
     method: str = "choose"
-    restart: bool = True
     presolve: bool = True
 
 
@@ -136,7 +135,7 @@ def _settings(options: SolverOptions) -> dict[str, Any]:
         "solver": options.method,
         "run_crossover": "off",
         "presolve": "choose" if options.presolve else "off",
-        "mip_allow_restart": options.restart,
+        "mip_allow_restart": False,
         "mip_rel_gap": options.gap,
         "mip_abs_gap": options.absolute_gap,
         "mip_feasibility_tolerance": 1e-6,

@@ -1,7 +1,6 @@
 """``checkmate`` with a second memory: the program on the clock of transfers, solved, and its solution as a schedule.
 
-HiGHS solves it twice, presolved and not, and what it proves is the less of both: presolved again after its root (``restart``),
-it called solutions optimal that were not.
+HiGHS solves it twice, presolved and not, and what it proves is the less of both.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def solve_with_transfers(problem: Problem, options: SolverOptions, known_ns: int
     if formulation is None:
         return Proof(0)
     formulation.build()
-    options = dataclasses.replace(options, absolute_gap=formulation.absolute_gap, restart=False)
+    options = dataclasses.replace(options, absolute_gap=formulation.absolute_gap)
     options = dataclasses.replace(options, time_limit=options.time_limit / 2)
     results = [
         solve_program(formulation.program, dataclasses.replace(options, presolve=each)) for each in (True, False)
