@@ -166,7 +166,68 @@ def _annealed(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y if self.share < 0.19 else y * 2
 
 
-USED_OTHERWISE: dict[str, tuple[Compute, dict[str, Callable[[], Any]]]] = {
+def _read_outside(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return _as_state(self, y, x) * SHARED.step
+
+
+class _Scales(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, module: Any) -> torch.Tensor:
+        ctx.module = module
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient * (ctx.module.step + 1), None
+
+
+def _in_backward(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return _doubled_at_first(self, _Scales.apply(y, self), x)
+
+
+def _in_all_attributes(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y = y.clone()
+    y.register_hook(lambda gradient: gradient * (vars(self)["step"] + 1))
+    return _doubled_at_first(self, y, x)
+
+
+def _by_type(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return _doubled_at_first(self, y * 3 if type(self.step) is int else y, x)
+
+
+def _caught(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    try:
+        return y * 2 if self.step & 1 else y
+    except TypeError:
+        return y * 5
+
+
+def _where_there_is_one(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y * 2 if self.number is not None else y
+
+
+def _to_number_or_none(model: Any, step: int) -> None:
+    model.number = None if step % 4 == 3 else step
+
+
+def _root(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y = y * 2 if self.width > 3 else y
+    return y * 3 if self.step < 3 and self.width**0.5 < 2 else y
+
+
+def _to_narrower(model: Any, step: int) -> None:
+    model.step, model.width = step, 4 - step
+
+
+SHARED = Thing(step=0)
+USED_OTHERWISE: dict[str, tuple[Any, ...]] = {
+    "read in a variable, too": (_read_outside, {"state": lambda: SHARED}, _to_state),
+    "computed with in the backward pass": (_in_backward, {"step": int}),
+    "among all attributes in the backward pass": (_in_all_attributes, {"step": int}),
+    "told by its class": (_by_type, {"step": int}),
+    "by bits, caught": (_caught, {"step": int}),
+    "sometimes none": (_where_there_is_one, {"number": int}, _to_number_or_none),
+    "without a root": (_root, {"step": int, "width": int}, _to_narrower),
     "multiplied with a tensor": (_scaled, {"step": int}),
     "put into a tensor": (_filled, {"step": int}),
     "left in another attribute": (_left, {"step": int, "last": float}),
@@ -180,8 +241,8 @@ USED_OTHERWISE: dict[str, tuple[Compute, dict[str, Callable[[], Any]]]] = {
 
 @pytest.mark.parametrize("case", USED_OTHERWISE)
 def test_numbers_that_are_used_otherwise(case: str) -> None:
-    compute, attributes = USED_OTHERWISE[case]
-    plain, planned, _ = _trained(compute, attributes, _to_step)
+    compute, attributes, *set_to = USED_OTHERWISE[case]
+    plain, planned, _ = _trained(compute, attributes, *set_to or [_to_step])
     assert planned == plain
 
 

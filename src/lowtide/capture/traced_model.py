@@ -169,11 +169,10 @@ class TracedModel:
         hooks = [hooks_of(module) for module in model.modules()]
         self.latest_reads = Reads()
         args, kwargs = structure.unflatten(self.call.arguments, given)
-        observer = Observer(
-            self.call.model, model, copies, self.latest_reads, self._modules, [*parts_of((args, kwargs))]
-        )
         wanting = [tensor.requires_grad for tensor in tensors]
-        with standing_in(self.numbers, copies) as counted:
+        with standing_in(self.numbers, copies) as standing:
+            noting = self.latest_reads, self._modules, standing
+            observer = Observer(self.call.model, model, copies, *noting, [*parts_of((args, kwargs))])
             result, reached = self._forward(model, args, kwargs, state, observer)
         extra = new_buffers(model, names, state)
         if [tensor.requires_grad for tensor in tensors] != wanting:
@@ -183,7 +182,7 @@ class TracedModel:
             )
         changes = attribute_effects.changes(model, before)
         paths = {id(module): path for path, module in model.named_modules()}
-        written = sorted((paths[key], name) for key, name in observer.written - counted if key in paths)
+        written = sorted((paths[key], name) for key, name in observer.written - standing.counted if key in paths)
         settings, unknown = attribute_effects.settings(model, before, changes, written)
         if hooks != [hooks_of(module) for module in model.modules()]:
             settings = ()  # a flag says that there are hooks now, but in the model itself there are none

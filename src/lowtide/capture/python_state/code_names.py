@@ -204,6 +204,13 @@ def attributes_named(function: types.FunctionType) -> frozenset[str]:
     return frozenset() if is_installed(function.__code__.co_filename) else names_in(function.__code__).all
 
 
+def asks_for_types(function: types.FunctionType) -> bool:
+    """Whether the code of a function asks for the class of anything but ``self``."""
+    instructions = [item for part in codes(function.__code__) for item in dis.get_instructions(part)]
+    places = [i for i, item in enumerate(instructions) if item.opname in _GLOBAL and item.argval == "type"]
+    return any(instructions[i + 1].argval != "self" or "CALL" not in instructions[i + 2].opname for i in places)
+
+
 def functions_of(kind: type) -> Iterator[Any]:
     """What there is to run in a class, its bases excepted."""
     for member in [*vars(kind).values()]:

@@ -2,8 +2,9 @@
 
 While the pass is traced a ``StandIn`` stands for the number, and what it is compared with is noted, also after sums and
 products with other numbers. Another number makes the same program where all of these ``Comparisons`` have the same answers. A
-pass may count the number on, too, which planned calls then do. Where it does anything else with it, it is traced again, with
-the number itself.
+pass may count the number on, too, which planned calls then do. Where it does anything else with it, comes to it by another way
+or in the backward pass, or asks for classes with ``type``, which no stand-in can answer, it is traced again, with the number
+itself.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from lowtide.capture.python_state.code_names import asks_for_types
 from lowtide.capture.python_state.counters import assign
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.capture.python_state.reads import Read
@@ -52,7 +55,7 @@ class Comparisons:
             return False
         try:
             return all(_result(operations, value) == answer for operations, answer in self.answers)
-        except ArithmeticError:
+        except (ArithmeticError, TypeError):  # where eager comes to another answer first, or raises it
             return False
 
     def stand_in(self, value: Any, operations: tuple[_Operation, ...] = ()) -> StandIn:
@@ -135,7 +138,11 @@ for _function in (
     for _side in ("", "r"):
         _method = functools.partialmethod(StandIn._computed, _function, bool(_side))
         setattr(StandIn, f"__{_side}{_function.__name__}__", _method)
-for _name in ("float", "int", "index", "hash", "floor", "ceil", "trunc", "round", "format", "pos", "abs", "reduce_ex"):
+for _name in (
+    *("float", "int", "complex", "index", "hash", "floor", "ceil", "trunc", "round", "format", "reduce_ex"),
+    *("pos", "abs", "invert"),
+    *(f"{side}{name}" for name in ("and", "or", "xor", "lshift", "rshift", "divmod") for side in ("", "r")),
+):
     setattr(StandIn, f"__{_name}__", StandIn._refused)
 
 
@@ -161,32 +168,53 @@ class CountedNumber(NamedTuple):
         return "set", _result(self.operations, value)
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Stand-ins in their places. ``counted``: by the ids of their owners and their names, those that were counted on. ``bare``:
+    where a run comes to the numbers themselves, by the ids of owners and then the names."""
+
+    counted: set[tuple[int, str]] = field(default_factory=set)
+    bare: dict[int, dict[str, Comparisons]] = field(default_factory=dict)
+
+    def was_read(self, owner: Any, name: str | None) -> None:
+        """The run has read this attribute of ``owner``, or all of them."""
+        for own, comparisons in self.bare.get(id(owner), {}).items():
+            comparisons.used_otherwise = comparisons.used_otherwise or name in (own, None)
+
+    def met(self, function: types.FunctionType) -> None:
+        """The run may call it, which may tell stand-ins from numbers."""
+        if self.bare and asks_for_types(function):
+            for names in self.bare.values():
+                for comparisons in names.values():
+                    comparisons.used_otherwise = True
+
+
 @contextlib.contextmanager
-def standing_in(
-    numbers: Iterable[ComparedNumber], copies: Mapping[int, tuple[Any, Any]]
-) -> Iterator[set[tuple[int, str]]]:
-    """Inside, stand-ins are where the numbers were read, in the copies of their owners. ``copies``: the original and the copy,
-    by the id of the latter. Afterwards the numbers are there again, and which of them were counted on is in what is given: the
-    ids of their owners, and their names."""
+def standing_in(numbers: Iterable[ComparedNumber], copies: Mapping[int, tuple[Any, Any]]) -> Iterator[Standing]:
+    """Inside, stand-ins are where the numbers were read, in the copies of their owners; the numbers are in the originals, and
+    afterwards in the copies again. ``copies``: the original and the copy, by the id of the latter."""
     copy_of = {id(original): copied for original, copied in copies.values()}
-    counted: set[tuple[int, str]] = set()
+    standing = Standing()
     put = []
     for read, comparisons in numbers:
         owner = copy_of.get(id(read.owner))
         value = None if owner is None else current(read.kind, owner, read.name)
-        if owner is read.owner or type(value) is not comparisons.kind or value != current(*read[:3]):
+        known = comparisons.kind in NUMBERS and type(value) is comparisons.kind and value == current(*read[:3])
+        if owner is read.owner or not known:
             comparisons.used_otherwise = True  # nothing to be sure of
         else:
             assign(read.kind, owner, read.name, comparisons.stand_in(value))
             put.append((read.kind, owner, read.name, value, comparisons))
+            standing.bare.setdefault(id(read.owner), {})[read.name] = comparisons
     try:
-        yield counted
+        yield standing
     finally:
         for kind, owner, name, value, comparisons in put:
             left = current(kind, owner, name)
             if type(left) is StandIn:
-                counted |= {(id(owner), name)} if comparisons.count(left) else set()
+                standing.counted.update({(id(owner), name)} if comparisons.count(left) else ())
                 assign(kind, owner, name, value)
             del left
+            standing.bare.setdefault(id(owner), {})[name] = comparisons
         for *_, comparisons in put:
             comparisons.ended()

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from lowtide.capture.python_state import code_names, files
-from lowtide.capture.python_state.compared import StandIn
+from lowtide.capture.python_state.compared import StandIn, Standing
 from lowtide.capture.python_state.noting import NotingClasses
 from lowtide.capture.python_state.paths import FORWARD_HOOKS, OWN
 from lowtide.capture.python_state.reads import Content, Contents, Reads, decided_by, put_together
@@ -45,7 +45,8 @@ _OPAQUE = ("torch", "numpy", "logging", "threading", "re", "enum", "abc", "typin
 class Observer:
     """Notes what a run of ``clone`` reads, in terms of ``model``, of which it is a copy. ``copies``: what each object in it is
     a copy of, and the copy, by the id of that. ``modules``: the base of all modules, added for several runs, since each change
-    of it is one of every class of modules. ``written``: attributes that the run wrote, by the copy's id and the name."""
+    of it is one of every class of modules. ``numbers``: what stands for some in the copy. Attributes that the run ``noted`` and
+    those that it wrote (``written``) are told by the id of what it saw, and the name."""
 
     def __init__(
         self,
@@ -54,16 +55,16 @@ class Observer:
         copies: Mapping[int, tuple[Any, ...]],
         reads: Reads,
         modules: NotingClasses,
+        numbers: Standing,
         arguments: Sequence[Any] = (),
     ) -> None:
         self.reads = reads
-        self.written: set[tuple[int, str]] = set()
+        self.noted, self.written = set[tuple[int, str]](), set[tuple[int, str]]()
         self._thread = threading.get_ident()
         self._originals: dict[int, Any] = {}  # of what the run sees, by its id
         self._copied = copies
         self._alive: list[Any] = [clone]  # no id comes again
-        self._noted: set[tuple[int, str]] = set()
-        self._modules, self._classes = modules, NotingClasses()
+        self._modules, self._classes, self._numbers = modules, NotingClasses(), numbers
         self._waiting: deque[tuple[Any, Any, str]] = deque()
         self._attributes: set[str] = set()  # that code names, of anything
         self._namespaces: dict[int, tuple[Any, str]] = {}  # classes and modules that code can reach
@@ -72,9 +73,8 @@ class Observer:
         self._unregistered: set[int] = set()  # modules that are not of the model
         self._model = (model, clone)
         self._arguments = arguments
-        self._defining = {
-            type(module).__module__ for module in model.modules() if code_names.is_third_party(type(module))
-        }
+        theirs = filter(code_names.is_third_party, map(type, model.modules()))
+        self._defining = {kind.__module__ for kind in theirs}
 
     @contextlib.contextmanager
     def watching(self, *, backward: bool = False) -> Iterator[None]:
@@ -201,6 +201,7 @@ class Observer:
 
     def _look_at_function(self, function: types.FunctionType) -> None:
         self._attributes |= code_names.attributes_named(function)
+        self._numbers.met(function)
         theirs = function.__globals__.get("__name__") in self._defining
         for variable in (*code_names.variables_of(function), *(code_names.called_by(function) if theirs else ())):
             value = current(variable.kind, variable.owner, variable.name)
@@ -264,8 +265,8 @@ class Observer:
                 for name in sorted(own) if anything else named:
                     self.reads.note("item", own, name, own[name], f"{text}.{name}")
             for name in named:
-                if (id(owner), name) not in self._noted:
-                    self._noted.add((id(owner), name))
+                if (id(owner), name) not in self.noted:
+                    self.noted.add((id(owner), name))
                     self._reach(own[name], own[name], f"{text}.{name}")
 
     # What is read of objects
@@ -293,14 +294,16 @@ class Observer:
 
     def _note_read(self, seen: Any, name: str) -> None:
         key = (id(seen), name)
-        if self._busy or key in self._noted or key in self.written:
-            return
-        original = self._originals.get(id(seen), ABSENT)
-        if original is ABSENT or threading.get_ident() != self._thread:
+        known = key in self.noted or key in self.written
+        if self._busy or (known and key[0] not in self._numbers.bare):
             return
         if (name in _WHOLE or name in _SAVING) and sys._getframe(2).f_globals.get("__name__") in _ASKING:
             return
-        self._noted.add(key)
+        self._numbers.was_read(seen, None if name in _WHOLE else name)
+        original = self._originals.get(id(seen), ABSENT)
+        if known or original is ABSENT or threading.get_ident() != self._thread:
+            return
+        self.noted.add(key)
         self._busy = True
         try:
             if name in _WHOLE:
@@ -313,11 +316,9 @@ class Observer:
 
     def _matters(self, owner: Any, name: str) -> bool:
         """Of modules, parameters and buffers are arguments of the program, and submodules are guarded by themselves."""
-        if not isinstance(owner, nn.Module):
+        if not isinstance(owner, nn.Module) or (name == "training" and id(owner) in self._unregistered):
             return True
         own = vars(owner)
-        if name == "training" and id(owner) in self._unregistered:
-            return True
         registered = any(name in own[registry] for registry in ("_parameters", "_buffers", "_modules"))
         return (
             not registered and name not in _INTERNAL and name not in _WHOLE and (name in own or name not in _INHERITED)
@@ -325,6 +326,7 @@ class Observer:
 
     def _note_whole(self, seen: Any, original: Any) -> None:
         """All attributes of an object are read."""
+        self._numbers.was_read(seen, None)
         for name in fields(original):
             if self._matters(original, name):
                 self._note_one(seen, original, name)
