@@ -79,6 +79,15 @@ def test_large_buffers_are_copied_where_they_are_written_into(writes: bool) -> N
     assert torch.equal(model.sums, plain.sums)
 
 
+def test_many_running_statistics() -> None:
+    """Of which the operator that writes them does not say so."""
+    model = nn.BatchNorm1d(1 << 15)
+    plain, x = copy.deepcopy(model), torch.randn(3, 1 << 15)
+    recomputed(model, model.forward, (x,), {}, lambda: None).square().sum().backward()
+    plain(x).square().sum().backward()
+    assert all(torch.equal(own, other) for own, other in zip(model.buffers(), plain.buffers(), strict=True))
+
+
 def test_a_large_buffer_that_is_written_into_before_the_backward_pass() -> None:
     model = _Masks()
     result = recomputed(model, model.forward, (torch.randn(4, 16), False), {}, lambda: None)

@@ -8,6 +8,7 @@ NumPy as the first one found them, leaves them as they are now, and takes over e
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ _DECIDING = {  # operators that make something discrete of continuous values, or
     _ATEN.lt.Tensor, _ATEN.le.Tensor, _ATEN.gt.Tensor, _ATEN.ge.Tensor, _ATEN.eq.Tensor, _ATEN.ne.Tensor,
 }  # fmt: skip
 _NOTHING: tuple[Any, Any] = (None, None)
-_LARGE = 1 << 16  # bytes of a buffer; running statistics have fewer, which are written by operators that do not say so
+_LARGE = 1 << 16  # bytes of a buffer
 _DISCRETE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -163,7 +164,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.before = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.before.large and func._schema.is_mutable:
+        if self.before.large and _writes(func):
             self.before.copy_before_write((args, kwargs))
         result = func(*args, **(kwargs or {}))
         if func in _DECIDING:
@@ -200,6 +201,13 @@ def _discrete(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach() if value.dtype in _DISCRETE else None
     return value
+
+
+@functools.cache
+def _writes(operator: Any) -> bool:
+    """Whether it may write into what it is given; those that normalize do not say so of running statistics."""
+    schema = operator._schema
+    return schema.is_mutable or any(one.name.startswith("running_") for one in schema.arguments)
 
 
 def _storage(tensor: torch.Tensor) -> int:
