@@ -107,12 +107,21 @@ def _counted_below(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return _as_state(self, y, x)
 
 
+def _every_third_time(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    self.left -= 1
+    if self.left == 0:
+        self.left = 3
+        return y * 2
+    return y
+
+
 CASES: dict[str, tuple[Compute, dict[str, Callable[[], Any]], Callable[[Any, int], None], int]] = {
     "a number of the loop's": (_doubled_at_first, {"step": int}, _to_step, 3),
     "after other operations": (_cyclic, {"step": int}, _to_step, 6),
     "in an object": (_as_state, {"state": lambda: Thing(step=0)}, _to_state, 3),
     "a share": (_between, {"share": float}, _to_share, 5),
     "in a loop": (_as_often, {"step": int}, _to_step, 4),
+    "down, and from the start again": (_every_third_time, {"left": lambda: 2}, _nothing, 2),
     "a number of its own": (_counting, {"step": int}, _nothing, 2),
     "counted by several operations": (_counted_twice, {"step": int, "total": float}, _nothing, 2),
     "a tensor of the first call": (_kept_at_first, {"calls": int}, _nothing, 2),

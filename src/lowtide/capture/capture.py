@@ -175,7 +175,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
             return learned
         if effects is None and (traced.run.changes or outside):
             names = [read.text for read in outside]
-            effects = rehearse(call, held, names, [one.place for one in traced.counted()])
+            effects = rehearse(call, held, names, [one.place for one in traced.compared()])
             if effects.tensors or effects.carried:
                 return replace(known, effects=effects, follow=known.attributes | effects.carried)
     except Exception as error:
@@ -205,7 +205,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
 def _learned_of_numbers(known: Known, traced: TracedModel, *, failed: bool = False) -> Known | None:
     """Where the call does more than to compare numbers, or changes others than those that are known to change: what is known
     now. A trace that has ``failed`` for no reason that is known may have done so for all of them."""
-    places = {one.read.place for one in traced.numbers if one.comparisons.used_otherwise}
+    places = traced.used_otherwise()
     if failed and not places:
         places = {one.read.place for one in traced.numbers}
     if places:

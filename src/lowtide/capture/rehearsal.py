@@ -49,8 +49,8 @@ def rehearse(
     counted: Collection[AttributePath] = (),
 ) -> Effects:
     """What a call does to the attributes; calls of one copy of the model find out. ``outside``: names of what each call changes
-    outside of the model; ``counted``: attributes that planned calls count on as well. Raises ``CaptureError`` where calls do
-    not settle, see ``python_state.attribute_effects``."""
+    outside of the model; ``counted``: attributes that are only compared, and that planned calls count on, or set, too. Raises
+    ``CaptureError`` where calls do not settle, see ``python_state.attribute_effects``."""
     model, state, tensors = traced.model, traced.state, traced.tensors
     mode = AnsweringFakeMode()
     count = len(state.tensors) + len(followed)

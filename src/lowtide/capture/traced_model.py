@@ -143,12 +143,21 @@ class TracedModel:
         reads = [self.reads.values[place] for place in places if place in self.reads.values]
         return {read.place: read for read in reads if type(current(*read[:3])) in NUMBERS}
 
+    def compared(self) -> list[CountedNumber]:
+        """The ``numbers`` in attributes, and how they were counted on; others got no value, or a constant."""
+        model, counting = self.call.model, {one.read.place[1:]: one.comparisons.counting for one in self.numbers}
+        places = ((owned(model, place), place) for place, _ in attributes_of(model)) if counting else ()
+        return [CountedNumber(place, counting[key]) for key, place in places if key in counting]
+
+    def used_otherwise(self) -> set[Place]:
+        """Those of the ``numbers`` that were not only compared, or are counted on where planned calls do not come to them."""
+        found = {owned(self.call.model, one.place) for one in self.counted()}
+        lost = {one.read.place for one in self.numbers if one.comparisons.counting and one.read.place[1:] not in found}
+        return lost | {one.read.place for one in self.numbers if one.comparisons.used_otherwise}
+
     def counted(self) -> tuple[CountedNumber, ...]:
         """Those of the ``numbers`` that were counted on."""
-        counting = {one.read.place[1:]: one.comparisons.counting for one in self.numbers if one.comparisons.counting}
-        model = self.call.model
-        places = {owned(model, place): place for place, _ in attributes_of(model)} if counting else {}
-        return tuple(CountedNumber(places[key], operations) for key, operations in counting.items())
+        return tuple(number for number in self.compared() if number.operations)
 
     def _copy(self, others: Sequence[torch.Tensor]) -> tuple[nn.Module, dict[int, Any]]:
         return copy_without_data(self.call.model, (*self.call.state.registered, *self.held), others)
