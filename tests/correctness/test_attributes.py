@@ -520,3 +520,31 @@ def test_configurations_may_refuse_to_answer() -> None:
     lowtide.rematerialize(planned, (_input(0),), budget="70%", planner="greedy")
     for expected, found in zip(_trained(plain), _trained(planned), strict=True):
         assert all(map(torch.equal, expected, found))
+
+
+def _a_parameter(model: Any) -> torch.Tensor:
+    return model.choices[model.count % 4]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda m, block, x, h: h * _a_parameter(m),
+        lambda m, block, x, h: [h.detach().sin(), h.detach().cos()][m.count % 2],
+        lambda m, block, x, h: m.extra.__setitem__("extra", _a_parameter(m) * 2),
+    ],
+    ids=["parameter", "intermediate", "left"],
+)
+def test_counters_that_choose_among_tensors_of_one_shape_are_noticed(chosen: Any) -> None:
+    """The same operators run in each call, on others: planned calls would go on with those of the first."""
+
+    def note(m: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
+        made = chosen(m, block, x, h)
+        m.count += 1 if block is m.blocks[-1] else 0
+        return made
+
+    choices = nn.ParameterList(torch.full((WIDTH,), float(i)) for i in range(4))
+    with pytest.raises(
+        lowtide.CaptureError, match=r"depends on attributes that its own forward pass changes \(count\)"
+    ):
+        capture(_Noting(note, count=0, extra={}, choices=choices), (_input(0),))

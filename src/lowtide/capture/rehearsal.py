@@ -63,7 +63,7 @@ def rehearse(
     def call() -> RehearsedCall:
         with mode:  # inputs of their own in each call
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in wholes[count:]]
-        called, before = RehearsedCall(wholes[:count], inputs), attribute_effects.snapshot(clone)
+        called, before = RehearsedCall(wholes[:count], len(state.tensors), inputs), attribute_effects.snapshot(clone)
         args, kwargs = structure.unflatten(traced.arguments, inputs)
         outer = ExternalEffects(clone, (*args, *kwargs.values()))
         with as_traced(), untouched(), traced.caches.without_fakes(), outer, mode:
@@ -142,15 +142,18 @@ class _Left(NamedTuple):
 
 class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, one forward pass: what it reads or moves from attribute to attribute, what depends on its inputs, which operators
-    run, and what it leaves behind.
+    run on what, and what it leaves behind.
 
-    ``state``: parameters and buffers; ``inputs``: the tensors of the call. Tensors are told apart by identity.
+    ``state``: parameters, buffers and, after the first ``registered`` ones, tensors in attributes; ``inputs``: the tensors of
+    the call. Tensors are told apart by identity.
     """
 
-    def __init__(self, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, state: Sequence[torch.Tensor], registered: int, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.state = set(map(id, state))
         self.depending = {*self.state, *map(id, inputs)}
+        # The same number for the same one in every call; what attributes hold may be another one in each, and has none.
+        self._numbers = {id(tensor): (0, i) for i, tensor in enumerate([*state[:registered], *inputs])}
         self.operators: list[Any] = []
         self.read: set[int] = set()
         self.draws = 0
@@ -165,7 +168,10 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        self.operators.append((str(function), tuple(map(_text, leaves))))
+        self.operators.append((str(function), tuple(map(_text, leaves)), self._numbers_of(leaves)))
+        made = enumerate(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        self._numbers |= {id(leaf): (len(self.operators), i) for i, leaf in made}
+        self.kept += [leaves, result]  # no id comes again
         if self._backward:
             return result
         random = torch.Tag.nondeterministic_seeded in function.tags
@@ -173,8 +179,11 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.read |= tensors
         if random or tensors & self.depending:
             self.depending |= {id(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)}
-        self.kept += [leaves, result]  # no id comes again
         return result
+
+    def _numbers_of(self, leaves: Sequence[Any]) -> tuple[tuple[int, int] | None, ...]:
+        """Which tensors these are."""
+        return tuple(self._numbers.get(id(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def differentiate(self, result: Any, inputs: Sequence[torch.Tensor]) -> None:
         """Which operators run in the backward pass: numbers that a custom function keeps, or a hook reads, are seen there."""
@@ -186,7 +195,8 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def ended(self, model: nn.Module, before: attribute_effects.Snapshot, result: Any) -> None:
         """The call is over: note what it returned, and what it left in ``model``."""
-        self.operators.append(fingerprint(structure.flatten(result)[1]))
+        tensors, rest = structure.flatten(result)
+        self.operators.append((fingerprint(rest), self._numbers_of(tensors)))
         self.changes = attribute_effects.changes(model, before)
         for place in self.changes.tensors:
             value = value_at(model, place)
