@@ -107,10 +107,10 @@ class Part(SharingForward):
         return found
 
     def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
-        """Raises ``CaptureError`` where it would hold more than it can free."""
+        """Raises ``CaptureError`` where its first program would hold more than it can free."""
         program, plan = super().planned(captured, sample, finish, **known)
         member = Member(program, plan.costs)
-        if member.freed_bytes <= member.held_bytes:
+        if self._replaced is None and not self.entries and member.freed_bytes <= member.held_bytes:
             self.keeps_nothing = member.freed_bytes == 0
             raise CaptureError("a plan for it alone could free nothing")
         return program, plan
