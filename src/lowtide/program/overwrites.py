@@ -4,9 +4,10 @@ A functional program returns every sum of gradients and every mask of a gradient
 (``torch.Tag.pointwise``) reads a tensor for the last time, nothing else looks at that storage, and the result has the same
 layout and type, the operator can write its result there: the same kernel over the same elements, each read before it is
 written, so the results are equal to the bit. Softmax and its gradient can, too: they pass over a row of their first
-argument, and then write where they read. A matrix product that is added to a matrix begins with a copy of it otherwise. Which
-inputs these are is a property of the operator (``Op.overwrites``), known to planners, simulator and checker; a schedule
-decides where one is overwritten (``Compute.into``). Complex tensors are left out: their division rounds differently in place.
+argument, and then write where they read. A matrix product that is added to a matrix begins with a copy of it otherwise; where
+that matrix is a factor too, it has to. Which inputs these are is a property of the operator (``Op.overwrites``), known to
+planners, simulator and checker; a schedule decides where one is overwritten (``Compute.into``). Complex tensors are left out:
+their division rounds differently in place.
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ def written_form(program: Program, op_id: int, value: int) -> Written | None:
         return None
     forms = _forms(call.target)
     first = call.args[:1] == (Ref(value),)
-    return next((form for form in forms if first or (form.keyword and not _into_first(call.target))), None)
+    if _into_first(call.target):
+        return next(iter(forms), None) if first and call.args.count(Ref(value)) == 1 else None
+    return next((form for form in forms if first or form.keyword), None)
 
 
 def _into_first(target: Callable[..., Any]) -> bool:
