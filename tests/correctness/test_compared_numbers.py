@@ -12,7 +12,7 @@ import torch
 
 import lowtide
 from lowtide.capture import Known, capture
-from tests.fuzz.changed import Computes, Thing, having, rows
+from tests.fuzz.changed import Computes, Thing, Turned, having, rows
 
 STEPS = 10
 Compute = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -179,19 +179,13 @@ def _read_outside(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return _as_state(self, y, x) * SHARED.step
 
 
-class _Scales(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, module: Any) -> torch.Tensor:
-        ctx.module = module
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return gradient * (ctx.module.step + 1), None
-
-
 def _in_backward(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return _doubled_at_first(self, _Scales.apply(y, self), x)
+    y = Turned.apply(y, self)
+    return y * 2 if self.number < 6 else y
+
+
+def _to_number(model: Any, step: int) -> None:
+    model.number = step
 
 
 def _in_all_attributes(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -231,7 +225,7 @@ def _to_narrower(model: Any, step: int) -> None:
 SHARED = Thing(step=0)
 USED_OTHERWISE: dict[str, tuple[Any, ...]] = {
     "read in a variable, too": (_read_outside, {"state": lambda: SHARED}, _to_state),
-    "computed with in the backward pass": (_in_backward, {"step": int}),
+    "computed with in the backward pass": (_in_backward, {"number": int}, _to_number),
     "among all attributes in the backward pass": (_in_all_attributes, {"step": int}),
     "told by its class": (_by_type, {"step": int}),
     "by bits, caught": (_caught, {"step": int}),

@@ -51,6 +51,19 @@ class Computes(nn.Module):
         return self.compute(self, torch.tanh(self.linear(x)), x, *others).sum()
 
 
+class Turned(torch.autograd.Function):
+    """Whose backward pass reads the ``number`` of an ``owner``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, owner: Any) -> torch.Tensor:
+        ctx.owner = owner
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return -gradient * ctx.owner.number, None
+
+
 def part_of(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """For ``Computes``: what its submodule ``part`` makes."""
     made: torch.Tensor = self.part(y)

@@ -30,7 +30,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fuzz.changed import Computes, Reader, Thing, follows, rows
+from tests.fuzz.changed import Computes, Reader, Thing, Turned, follows, rows
 
 
 class Base:
@@ -116,17 +116,6 @@ class Given:
     @property
     def number(self) -> float:
         return _NUMBER
-
-
-class Turned(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, owner: Any) -> torch.Tensor:
-        ctx.owner = owner
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return -gradient * ctx.owner.number, None
 
 
 class Calls(nn.Module):

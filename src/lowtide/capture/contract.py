@@ -90,9 +90,8 @@ class Contract:
 
     ``result_structure`` is of a pair: what the model returned, and what it left in the attributes ``effects.tensors``;
     ``settings`` are the plain values that it left (``python_state.attribute_effects``), ``counted`` the numbers that it counted
-    on, ``buffers`` those that it registers or
-    replaces, by name; ``specs`` say of each result how it is distributed. ``conditions``: under which all of this, and
-    the program, hold for a call.
+    on, ``buffers`` those that it registers or replaces, by name; ``specs`` say of each result how it is distributed.
+    ``conditions``: under which all of this, and the program, hold for a call.
     """
 
     result_structure: Any

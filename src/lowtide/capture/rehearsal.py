@@ -46,10 +46,10 @@ def rehearse(
     traced: TracedCall,
     followed: Sequence[torch.Tensor],
     outside: Sequence[str] = (),
-    counted: Collection[AttributePath] = (),
+    compared: Collection[AttributePath] = (),
 ) -> Effects:
     """What a call does to the attributes; calls of one copy of the model find out. ``outside``: names of what each call changes
-    outside of the model; ``counted``: attributes that are only compared, and that planned calls count on, or set, too. Raises
+    outside of the model; ``compared``: attributes that are only compared, and that planned calls count on, or set, too. Raises
     ``CaptureError`` where calls do not settle, see ``python_state.attribute_effects``."""
     model, state, tensors = traced.model, traced.state, traced.tensors
     mode = AnsweringFakeMode()
@@ -77,7 +77,7 @@ def rehearse(
 
     for _ in range(2):
         calls.append(call())
-    if outside or _common(calls, counted):
+    if outside or _common(calls, compared):
         calls.append(call())  # a third tells what goes on from what settles later
     if outside and calls[1].operators != calls[2].operators:
         raise CaptureError(
@@ -85,7 +85,7 @@ def rehearse(
             "another one from call to call. Change that outside of the forward pass and pass it as a tensor, keep it in a "
             "buffer (self.register_buffer(...), self.steps.add_(1)), or run the model under lowtide.online."
         )
-    return _effects(calls, counted)
+    return _effects(calls, compared)
 
 
 def _effects(calls: Sequence[RehearsedCall], known: Collection[AttributePath]) -> Effects:

@@ -45,8 +45,8 @@ _OPAQUE = ("torch", "numpy", "logging", "threading", "re", "enum", "abc", "typin
 class Observer:
     """Notes what a run of ``clone`` reads, in terms of ``model``, of which it is a copy. ``copies``: what each object in it is
     a copy of, and the copy, by the id of that. ``modules``: the base of all modules, added for several runs, since each change
-    of it is one of every class of modules. ``numbers``: what stands for some in the copy. Attributes that the run ``noted`` and
-    those that it wrote (``written``) are told by the id of what it saw, and the name."""
+    of it is one of every class of modules. ``numbers``: what stands for some in the copy. ``written``: attributes that the run
+    wrote, by the copy's id and the name."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Observer:
         arguments: Sequence[Any] = (),
     ) -> None:
         self.reads = reads
-        self.noted, self.written = set[tuple[int, str]](), set[tuple[int, str]]()
+        self._noted, self.written = set[tuple[int, str]](), set[tuple[int, str]]()
         self._thread = threading.get_ident()
         self._originals: dict[int, Any] = {}  # of what the run sees, by its id
         self._copied = copies
@@ -265,8 +265,8 @@ class Observer:
                 for name in sorted(own) if anything else named:
                     self.reads.note("item", own, name, own[name], f"{text}.{name}")
             for name in named:
-                if (id(owner), name) not in self.noted:
-                    self.noted.add((id(owner), name))
+                if (id(owner), name) not in self._noted:
+                    self._noted.add((id(owner), name))
                     self._reach(own[name], own[name], f"{text}.{name}")
 
     # What is read of objects
@@ -294,7 +294,7 @@ class Observer:
 
     def _note_read(self, seen: Any, name: str) -> None:
         key = (id(seen), name)
-        known = key in self.noted or key in self.written
+        known = key in self._noted or key in self.written
         if self._busy or (known and key[0] not in self._numbers.bare):
             return
         if (name in _WHOLE or name in _SAVING) and sys._getframe(2).f_globals.get("__name__") in _ASKING:
@@ -303,7 +303,7 @@ class Observer:
         original = self._originals.get(id(seen), ABSENT)
         if known or original is ABSENT or threading.get_ident() != self._thread:
             return
-        self.noted.add(key)
+        self._noted.add(key)
         self._busy = True
         try:
             if name in _WHOLE:
