@@ -182,7 +182,7 @@ def test_a_matrix_that_is_a_factor_too_is_no_place_for_the_sum(factor: str) -> N
     planned.load_state_dict(eager.state_dict())
     graph = capture(planned, sample).program.graph
     assert not any(op.overwrites for op in graph.ops if op.target == "aten.addmm.default")
-    lowtide.rematerialize(planned, sample, budget="60%", planner="greedy")
+    lowtide.rematerialize(planned, sample, budget="70%", planning="wait")
     losses = [model(*sample) for model in (eager, planned)]
     assert torch.equal(*losses)
     for loss in losses:
