@@ -102,7 +102,8 @@ def _prepared(
     if optimizer is not None and settings.total_budget is not None:
         settings = dataclasses.replace(settings, optimizer_bytes=optimizer_state_bytes(optimizer, model)[1])
     runtime = Rematerialized(model, settings)
-    runtime.optimizer = None if optimizer is None else of_model(optimizer, model)
+    if optimizer is not None:
+        runtime.optimizer = of_model(optimizer, model, settings.offload if settings.total_budget is not None else None)
     if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
         try:
             runtime.prepare(args, kwargs)

@@ -18,7 +18,7 @@ from lowtide.capture.convert.gradients import split_sums
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.collectives import measure_collectives
 from lowtide.cost.scaled import Measured, scaled_costs
-from lowtide.cost.workspaces import with_generator_states, with_room_between
+from lowtide.cost.workspaces import with_generator_states, with_room_between, with_state_transfers
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, Schedule, keep_all_schedule
 from lowtide.offload import with_offload
@@ -227,6 +227,7 @@ def _within_budget(
     """What ``search`` finds for the bytes that are left of the budget for a pass."""
     costs = with_room_between(program, costs, settings.between_bytes)
     costs = with_offload(costs, settings.offload, settings.offload_budget, program_device(program))
+    costs = with_state_transfers(program, costs)
     budget, outside = _budget(program, settings, costs, outside, granted_bytes)
     try:
         with stage("search"):
@@ -241,7 +242,10 @@ def _within_budget(
 
 def _outside(program: Program, settings: Settings, model: nn.Module | None) -> Outside:
     """What a total budget counts beside a pass, but for the reserve."""
-    return Outside() if settings.budget is not None else outside_of(program, model, settings.optimizer_bytes)
+    if settings.budget is not None:
+        return Outside()
+    states = settings.optimizer_bytes
+    return outside_of(program, model, None if states is None else max(states - settings.moved_bytes, 0))
 
 
 def _as_lowered(
@@ -306,7 +310,8 @@ def _budget(
     unconstrained = unconstrained_bytes(program, costs, settings.in_flight)
     reserve = parse_budget(settings.reserve, unconstrained, what="reserve") if settings.reserve != 0 else 0
     outside = outside._replace(reserved=reserve)
-    total = parse_budget(settings.given, unconstrained + (0 if settings.total_budget is None else outside.bytes))
+    there = 0 if settings.total_budget is None else outside.bytes + settings.moved_bytes
+    total = parse_budget(settings.given, unconstrained + there)
     check_device(program, total)
     least = granted_bytes if is_percentage(settings.given) else 1
     return max(total - outside.bytes, least, 1), outside

@@ -29,7 +29,7 @@ from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.cost.timing import peak_of, time_call
 from lowtide.device import interface_of
 from lowtide.ir import Costs, Op
-from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.ir.graph import STATE_TARGETS, TANGENT_TARGET
 from lowtide.memory.allocators import round_up
 from lowtide.memory.collector import collector_held
 from lowtide.program import generators
@@ -62,6 +62,7 @@ _VALID: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {
     "aten.cholesky.default": (0, lambda matrices: matrices.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)),
     "aten.multilabel_margin_loss_backward.default": (4, lambda is_target: is_target.zero_()),
 }
+_NOT_RUN = (TANGENT_TARGET, *STATE_TARGETS)  # what states take to come and go is that of a second memory
 _ARGUMENT = -1  # output group of what lives in an argument's storage
 
 
@@ -75,7 +76,7 @@ def measure_costs(
     """
     together = collective_costs(program)
     apart = {op for op, call in enumerate(program.calls) if isinstance(call.target, Waited)}.union(together)
-    ops = [op.id for op in program.graph.ops if op.target != TANGENT_TARGET and op.id not in apart]
+    ops = [op.id for op in program.graph.ops if op.target not in _NOT_RUN and op.id not in apart]
     records, failed = measure_operators(program, ops, cache=cache, on_progress=on_progress)
     for reason in dict.fromkeys(failed.values()):
         _LOG.warning("%s; its cost is estimated", reason)
@@ -159,7 +160,7 @@ def _measure(
 def measure_bytes(program: Program, like: Costs) -> Costs:
     """Workspaces and storages of every op of ``program``, each distinct operator run once: that takes a fraction of a step.
     Times are those of ``like``, of the same operators at other sizes."""
-    ops = [op for op in program.graph.ops if op.target != TANGENT_TARGET]
+    ops = [op for op in program.graph.ops if op.target not in _NOT_RUN]
     workspace, real, device = [0] * len(program.graph.ops), storage_bytes(program), program_device(program)
     found = dict[str, OperatorCost | None]()
     with _undisturbed(device):

@@ -1,4 +1,4 @@
-"""What a pass needs beside its operators, as workspaces of theirs."""
+"""What a pass needs beside its operators: workspaces of theirs, and transfers of an optimizer's states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from lowtide.ir import Costs
-from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.ir.graph import FETCH_STATE_TARGET, STATE_TARGETS, TANGENT_TARGET
 from lowtide.program import Program
 
 _RNG_STATE_BYTES = 5056  # what torch allocates for a moment to read a CPU generator's state
@@ -31,3 +31,17 @@ def with_room_between(program: Program, costs: Costs, nbytes: int) -> Costs:
     workspace = np.array(costs.workspace_bytes)
     workspace[arrival] += nbytes
     return dataclasses.replace(costs, workspace_bytes=workspace)
+
+
+def with_state_transfers(program: Program, costs: Costs) -> Costs:
+    """How long the states of an optimizer take from the second memory that ``costs`` have, and back there."""
+    graph, memory = program.graph, costs.second_memory
+    moving = [op for op in graph.ops if op.target in STATE_TARGETS]
+    if memory is None or not moving:
+        return costs
+    times = np.array(costs.time_ns)
+    for op in moving:
+        fetched = op.target == FETCH_STATE_TARGET
+        size = int(costs.storage_bytes[graph.values[(op.outputs if fetched else op.inputs)[0]].storage])
+        times[op.id] = memory.fetch_ns(size) if fetched else memory.offload_ns(size)
+    return dataclasses.replace(costs, time_ns=times, collectives_beside=True)

@@ -11,9 +11,10 @@ Bytes are charged to storages, never to values, so a view costs nothing. Graph i
 tensors) live in *external* storages: they were allocated before the pass began, cost nothing and are never freed.
 The gradients that arrive for the forward outputs are produced by ordinary operators with target ``lowtide.tangent`` and
 the ``effect`` flag, first in the backward pass; a mutated buffer is written back by a ``lowtide.update`` op. A
-``lowtide.optimizer`` op reads a parameter and its gradient and updates the parameter: nothing reads that afterwards. Of a
-sharded model, a ``lowtide.all_gather`` op makes the parameters of a unit, and a ``lowtide.reduce_scatter`` op takes their
-gradients.
+``lowtide.optimizer`` op reads a parameter and its gradient and updates the parameter: nothing reads that afterwards. Where
+the state that an optimizer keeps for the parameter lies in a second memory, the op reads and writes that too: a
+``lowtide.fetch_state`` op brings it, and a ``lowtide.store_state`` op takes it back. Of a sharded model, a
+``lowtide.all_gather`` op makes the parameters of a unit, and a ``lowtide.reduce_scatter`` op takes their gradients.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from typing import Any
 TANGENT_TARGET = "lowtide.tangent"
 UPDATE_TARGET = "lowtide.update"
 OPTIMIZER_TARGET = "lowtide.optimizer"
+FETCH_STATE_TARGET = "lowtide.fetch_state"
+STORE_STATE_TARGET = "lowtide.store_state"
+STATE_TARGETS = (FETCH_STATE_TARGET, STORE_STATE_TARGET)
 GATHER_TARGET = "lowtide.all_gather"
 REDUCE_TARGET = "lowtide.reduce_scatter"
 LOGITS_PIECE = "logits_piece_"
@@ -46,10 +50,10 @@ class Op:
 
     ``inputs`` and ``outputs`` are value ids; an operator with several results is one op with several values. ``random``
     ops are replayed from the generator state of their first execution; ``effect`` ops run exactly once, in order;
-    ``once`` ops are never recomputed, since what they read may have changed. ``collective`` ops communicate with other ranks,
-    all of which must run them in one order; they may run again like any other. ``overwrites``: inputs whose storage the
-    op's one storage may take over, where nothing reads it afterwards (the two are of the same size). ``module`` is the
-    module path, ``source`` the user's ``file:line``.
+    ``once`` ops are never recomputed, since what they read may have changed. ``collective`` ops communicate, with other ranks,
+    all of which must run them in one order, or with a second memory; they may run again like any other. ``overwrites``: inputs
+    whose storage the op's one storage may take over, where nothing reads it afterwards (the two are of the same size).
+    ``module`` is the module path, ``source`` the user's ``file:line``.
     """
 
     id: int

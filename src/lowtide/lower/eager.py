@@ -19,15 +19,14 @@ from __future__ import annotations
 import functools
 import itertools
 import linecache
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lowtide.ir import Compute, Fetch, Free, Offload, Op, RestoreRng, SaveRng, Schedule
-from lowtide.ir.graph import OPTIMIZER_TARGET, TANGENT_TARGET, UPDATE_TARGET
+from lowtide.ir.graph import FETCH_STATE_TARGET, OPTIMIZER_TARGET, TANGENT_TARGET, UPDATE_TARGET
 from lowtide.ir.transfers import needs
 from lowtide.lower.addresses import Addresses
 from lowtide.lower.gradient_groups import GradientGroup, group_gradients
@@ -40,6 +39,7 @@ from lowtide.program.program import Program, Ref
 
 Step = Generator[list[torch.Tensor], None, None]
 _FILES = itertools.count()
+_AS_IT_IS = (OPTIMIZER_TARGET, FETCH_STATE_TARGET)  # what takes a parameter as it has become meanwhile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,12 +72,8 @@ class Lowered:
 
 
 def _terms(program: Program) -> tuple[tuple[int, int], ...]:
-    counts: Counter[int] = Counter()
-    found = []
-    for position, _ in program.gradients:
-        found.append((position, counts[position]))
-        counts[position] += 1
-    return tuple(found)
+    positions = [position for position, _ in program.gradients]
+    return tuple((position, positions[:index].count(position)) for index, position in enumerate(positions))
 
 
 def lower(
@@ -283,11 +279,11 @@ class _Generator:
             self._drop(self.graph.storages[storage].values)
         self.lines.append("yield out")
 
-    def _reads_after(self, but: str = "") -> set[int]:
-        """What the backward program reads, without operators of the target ``but``."""
+    def _reads_after(self, but: Collection[str] = ()) -> set[int]:
+        """What the backward program reads, without operators of the targets ``but``."""
         steps = self.schedule.steps[self.schedule.boundary :]
         ops = (self.graph.ops[step.op] for step in steps if isinstance(step, Compute))
-        return {value for op in ops if op.target != but for value in op.inputs}
+        return {value for op in ops if op.target not in but for value in op.inputs}
 
     def _argument(self, argument: Any) -> str:
         if isinstance(argument, Ref):
@@ -313,7 +309,7 @@ class _Generator:
         filename = f"<lowtide step {next(_FILES)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         exec(compile(source, filename, "exec"), self.namespace)
-        after = self._storages(self._reads_after(but=OPTIMIZER_TARGET))  # an optimizer takes a parameter as it is
+        after = self._storages(self._reads_after(but=_AS_IT_IS))
         # What the program updates itself is read again by operators that do not use its value (see capture.convert).
         updated = self._storages(op.inputs[0] for op in self.graph.ops if op.target == UPDATE_TARGET)
         storages = [(i, self.graph.values[v].storage) for i, v in enumerate(self.program.inputs) if v is not None]

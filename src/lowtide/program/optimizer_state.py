@@ -58,15 +58,24 @@ def optimizer_state_bytes(optimizer: Optimizer, model: nn.Module) -> tuple[str, 
     if not any(parameter.requires_grad for parameter in given):
         return name, 0
     with contextlib.suppress(Exception):  # whatever an optimizer raises where there are no values
-        return name, _stepped(make, given, "meta")
+        return name, held_bytes(_stepped(make, given, "meta"))
     try:
-        return name, sum(_stepped(make, [parameter], "cpu") for parameter in given)
+        return name, sum(held_bytes(_stepped(make, [parameter], "cpu")) for parameter in given)
     except Exception as error:
         raise PlanError(f"the state of {name} could not be found out: {type(error).__name__}: {error}.") from error
 
 
-def _stepped(make: Make, parameters: list[Tensor], device: str) -> int:
-    """Bytes of the state after a step of copies of these parameters."""
+def state_sizes(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[int]:
+    """The bytes of each tensor that ``optimizer`` keeps for ``parameter`` once it has taken a step; empty where that cannot be
+    found out."""
+    for device in ("meta", "cpu"):
+        with contextlib.suppress(Exception):  # whatever an optimizer raises where there are no values
+            return [tensor.nbytes for tensor in _stepped(functools.partial(_like, optimizer), [parameter], device)]
+    return []
+
+
+def _stepped(make: Make, parameters: list[Tensor], device: str) -> list[Tensor]:
+    """The state after a step of copies of these parameters."""
     copies: Copies = {}
     for parameter in parameters:
         shape = local_of(parameter).shape  # an optimizer keeps its state for the part that this rank has
@@ -74,7 +83,7 @@ def _stepped(make: Make, parameters: list[Tensor], device: str) -> int:
         copies[parameter].grad = torch.zeros_like(copies[parameter]) if parameter.requires_grad else None
     optimizer = make(copies)
     optimizer.step()
-    return held_bytes(_tensors(optimizer.state.values()))
+    return [*_tensors(optimizer.state.values())]
 
 
 def _like(optimizer: torch.optim.Optimizer, copies: Copies) -> torch.optim.Optimizer:

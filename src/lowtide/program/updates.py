@@ -6,26 +6,42 @@ after the last that may need the parameter as it was: one that reads it, or what
 Backward operators are computed again from parameters, too (the gradient of a matrix product reads the other matrix); those
 whose results outlive the update of one that they go back to run ``once``. So no order-preserving schedule can read a parameter
 too late, whatever it recomputes: planners need no rule for it, and the checker has its own.
+
+The state that an optimizer keeps for a parameter may lie in a second memory. Then a ``lowtide.fetch_state`` operator, which
+needs nothing of the program and may begin early, brings it as one storage, the update reads and writes that as well, and a
+``lowtide.store_state`` operator takes it back. Both are ``collective``: they run beside computing, one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from lowtide.ir import Graph, Op, Phase, is_view
-from lowtide.ir.graph import OPTIMIZER_TARGET
+import torch
+
+from lowtide.ir import Graph, Op, Phase, Storage, Value, is_view
+from lowtide.ir.graph import FETCH_STATE_TARGET, OPTIMIZER_TARGET, STORE_STATE_TARGET
 from lowtide.program.insertions import Insertion, inserted
-from lowtide.program.program import Call, Program, Ref
+from lowtide.program.program import Call, Program, Ref, TensorMeta
 
 Step = Callable[..., Any]
-"""Called with a parameter and its gradient."""
+"""Called with a parameter and its gradient, and its state where that is fetched; returns the state."""
 
 
-def with_updates(program: Program, steps: Mapping[int, Step]) -> Program:
+class StateMoves(NamedTuple):
+    """``fetch(parameter)`` returns the state of a parameter, of so many ``bytes``, from the second memory, and ``store(state)``
+    takes it back there."""
+
+    fetch: Callable[[torch.Tensor], Any]
+    store: Callable[[Any], None]
+    bytes: int
+
+
+def with_updates(program: Program, steps: Mapping[int, Step], moves: Mapping[int, StateMoves] | None = None) -> Program:
     """``program`` in which ``steps[position]`` updates the parameter that is the flat input ``position``, for those of them
-    that have a gradient. A gradient that leaves in terms, or of what the program does not read, stays as it is."""
+    that have a gradient. A gradient that leaves in terms, or of what the program does not read, stays as it is. The states of
+    parameters in ``moves`` are fetched for it and stored."""
     positions = [position for position, _ in program.gradients]
     chosen = {
         position: value
@@ -38,7 +54,7 @@ def with_updates(program: Program, steps: Mapping[int, Step]) -> Program:
     bits = {graph.values[program.inputs[position]].storage: 1 << position for position in chosen}  # type: ignore[index]
     places = _places(graph, bits, chosen)
     once = _once(graph, bits, places, chosen)
-    return _inserted(program, steps, chosen, places, once)
+    return _inserted(program, steps, moves or {}, chosen, places, once)
 
 
 def _places(graph: Graph, bits: Mapping[int, int], chosen: Mapping[int, int]) -> dict[int, int]:
@@ -118,21 +134,51 @@ def _positions(mask: int) -> list[int]:
 def _inserted(
     program: Program,
     steps: Mapping[int, Step],
+    moves: Mapping[int, StateMoves],
     chosen: Mapping[int, int],
     places: Mapping[int, int],
     once: frozenset[int],
 ) -> Program:
     """The program with an operator for each update."""
-    found = []
+    found: list[Insertion] = []
     for position in sorted(chosen):
         parameter, gradient = program.inputs[position], chosen[position]
         assert parameter is not None
         name = program.state_names[position][0]
         read, module = (parameter, gradient), name.rpartition(".")[0]
         op = Op(-1, f"update of {name}", OPTIMIZER_TARGET, read, (), Phase.BACKWARD, effect=True, module=module)
-        found.append(Insertion(places[position], op, Call(steps[position], (Ref(parameter), Ref(gradient)), {}, ())))
+        update = Insertion(places[position], op, Call(steps[position], (Ref(parameter), Ref(gradient)), {}, ()))
+        if position in moves:
+            program, around = _moved(program, update, moves[position])
+            found += around
+        else:
+            found.append(update)
     changed = inserted(program, found, once)
     gone = set(chosen.values())
     graph = replace(changed.graph, outputs=tuple(value for value in changed.graph.outputs if value not in gone))
     gradients = tuple(pair for pair in program.gradients if pair[0] not in chosen)
     return replace(changed, graph=graph, gradients=gradients, updated=tuple(sorted(chosen)))
+
+
+def _moved(program: Program, update: Insertion, moves: StateMoves) -> tuple[Program, tuple[Insertion, ...]]:
+    """The update of a parameter whose state is fetched and stored, as values of one storage: before it and after it."""
+    graph, op, call = program.graph, update.op, update.call
+    parameter, storage, before = op.inputs[0], len(graph.storages), len(graph.values)
+    after, name = before + 1, op.name.replace("update of", "state of")
+    values = (Value(each, name, storage, None, "uint8", (moves.bytes,)) for each in (before, after))
+    changed = replace(
+        graph,
+        values=(*graph.values, *values),
+        storages=(*graph.storages, Storage(storage, None, (before, after))),
+    )
+    meta = TensorMeta((moves.bytes,), (1,), torch.uint8, program.metas[parameter].device, 0, moves.bytes)
+    beside: dict[str, Any] = {"phase": Phase.BACKWARD, "collective": True, "module": op.module}
+    fetch = Op(-1, f"fetch of the {name}", FETCH_STATE_TARGET, (parameter,), (before,), once=True, **beside)
+    store = Op(-1, f"store of the {name}", STORE_STATE_TARGET, (after,), (), effect=True, **beside)
+    inside = replace(op, inputs=(*op.inputs, before), outputs=(after,))
+    around = (
+        Insertion(update.after, fetch, Call(moves.fetch, (Ref(parameter),), {}), (storage,)),
+        Insertion(update.after, inside, replace(call, args=(*call.args, Ref(before)), positions=None)),
+        Insertion(update.after, store, Call(moves.store, (Ref(after),), {}, ())),
+    )
+    return replace(program, graph=changed, metas=(*program.metas, meta, meta)), around

@@ -288,3 +288,16 @@ def below_autograd() -> Iterator[None]:
     """
     with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
         yield
+
+
+@contextlib.contextmanager
+def noting_failure(call: ModelCall) -> Iterator[None]:
+    """What fails inside, in the backward pass of ``call``, ends it; the error says what had been updated before."""
+    try:
+        yield
+    except BaseException as error:
+        if call.received:
+            call.generator = None  # it has ended
+        if call.optimizer is not None:
+            call.optimizer.failed(error)
+        raise

@@ -10,11 +10,11 @@ can only be seen when it is too late (a step that never came, another learning r
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +25,9 @@ from lowtide.errors import ExecutionError, PlanError
 from lowtide.program.program import Program
 from lowtide.program.updates import with_updates
 from lowtide.runtime.leaves import accelerate_accumulates, accumulates, accumulating_nodes, has_hooks, pointer
-from lowtide.runtime.optimizer_step import ParameterStep, options_of, plain_step, step_for
-from lowtide.runtime.spent import SpentGradient
+from lowtide.runtime.moving_states import MovingStates, saved_whole
+from lowtide.runtime.optimizer_step import ParameterStep, plain_step, step_for, values_of
+from lowtide.runtime.spent import SpentGradient, SpentGradients, fill_zeroed
 
 _LOG = logging.getLogger(__name__)
 _MOST_REFUSALS = 2  # in a row, after which gradients are kept from the forward pass on
@@ -44,15 +45,15 @@ class Call(Protocol):
 class UpdatingOptimizer:
     """``optimizer`` for the parameters of a planned model. ``accumulating``: how many contexts say that gradients stay."""
 
-    def __init__(self, optimizer: Optimizer, name: str) -> None:
-        self.optimizer, self.name = optimizer, name
+    def __init__(self, optimizer: Optimizer, name: str, states: MovingStates | None = None) -> None:
+        self.optimizer, self.name, self._states = optimizer, name, states
         self.accumulating = 0
         self._refusals = 0
         self._said: set[str] = set()
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self._updated: dict[int, torch.Tensor] = {}  # since the last step of the optimizer
         self._skipped: set[int] = set()  # of these, those that a pass which failed has updated
-        self._spent: dict[int, SpentGradient] = {}
+        self._spent = SpentGradients()
         self._used: dict[int, dict[str, Any]] = {}  # by group: the values that updates were made with
         self._groups: dict[int, tuple[int, dict[str, Any]]] = {}  # by parameter: its group
         self._under_way: Any = None
@@ -61,6 +62,7 @@ class UpdatingOptimizer:
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_post_hook(saved_whole),
         ]
 
     def end(self) -> None:
@@ -68,12 +70,33 @@ class UpdatingOptimizer:
         for hook in self._hooks:
             hook.remove()
         self._show(None)
+        if self._states is not None:
+            self._states.end()
+
+    @property
+    def moving_share(self) -> float:
+        """How many of the states, by their bytes, lie in the second memory between updates."""
+        return 0.0 if self._states is None else self._states.share
+
+    def movable_bytes(self, share: float) -> int:
+        """Of the states that would lie in the second memory where ``share`` of them were to."""
+        return 0 if self._states is None else self._states.movable_bytes(share)
+
+    def move(self, share: float) -> None:
+        """Have ``share`` of the states in the second memory from now on."""
+        assert self._states is not None
+        self._states.begin(share)
+        _LOG.info(
+            "%d bytes of states of %s lie in the second memory between updates", self.movable_bytes(share), self.name
+        )
 
     def updated(self, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """Which of the flat inputs of a call may be updated in its backward pass; none where gradients are kept."""
+        if self._states is not None:
+            self._states.send_away()
         inside_backward = torch._C._current_graph_task_id() != -1  # of a checkpoint, say
         if self.accumulating or inside_backward or accelerate_accumulates() or self._reason_to_keep() is not None:
-            self._fill_zeroed()
+            fill_zeroed(self.optimizer)
             return ()
         groups = self._find_groups()
         pointers = Counter(pointer(tensor) for tensor in inputs)
@@ -114,9 +137,10 @@ class UpdatingOptimizer:
         updated: Collection[int],
         tensors: Sequence[torch.Tensor],
         held: Iterable[torch.Tensor],
+        share: float,
     ) -> Program:
         """``program`` with the updates of the flat inputs ``updated`` in it, of which ``tensors`` are the first; not of those
-        that what is ``held`` elsewhere shares memory with."""
+        that what is ``held`` elsewhere shares memory with. ``share``: of the states, that come from the second memory."""
         groups = self._find_groups()
         own = set(map(id, tensors))
         others = (tensor for tensor in (*held, *program.constants.values()) if id(tensor) not in own)
@@ -128,7 +152,8 @@ class UpdatingOptimizer:
                 continue
             number, group = groups[id(tensors[position])]
             steps[position] = made[number] = made.get(number) or ParameterStep(self, group)
-        return with_updates(program, steps)
+        moves = self._states.moves({position: tensors[position] for position in steps}, share) if self._states else {}
+        return with_updates(program, steps, moves)
 
     def _find_groups(self) -> dict[int, tuple[int, dict[str, Any]]]:
         self._groups = {
@@ -161,7 +186,7 @@ class UpdatingOptimizer:
         reason = self._refused(call, node, parameters)
         if reason is not None:
             self._refusals += not self.accumulating
-            self._fill_zeroed()
+            fill_zeroed(self.optimizer)
             self._keeping_task = torch._C._current_graph_task_id()
             self.say(f"{reason}; this pass runs forward again without updates")
             return False
@@ -201,12 +226,6 @@ class UpdatingOptimizer:
             return "the backward pass is one for some of the gradients (torch.autograd.grad, inputs=)"
         return None
 
-    def _fill_zeroed(self) -> None:
-        """Where spent gradients were set to zero, others may be added to them now."""
-        for parameter in (parameter for group in self.optimizer.param_groups for parameter in group["params"]):
-            if isinstance(parameter.grad, SpentGradient) and parameter.grad.is_zeroed:
-                parameter.grad = torch.zeros_like(parameter)
-
     def _hooks_last(self) -> None:
         """What reads gradients in a hook before the step must find them spent, not missing."""
         before: Any = self.optimizer._optimizer_step_pre_hooks  # both are ordered dictionaries
@@ -223,8 +242,9 @@ class UpdatingOptimizer:
         """Whether the backward pass through ``call``, which is under way, has made any."""
         return self._under_way is not None and self._under_way() is call and bool(self._updated)
 
-    def update(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """One step of the optimizer for the parameter alone; its gradient is spent afterwards."""
+    def update(self, parameter: torch.Tensor, gradient: torch.Tensor, fetched: Any = None) -> Any:
+        """One step of the optimizer for the parameter alone; its gradient is spent afterwards. ``fetched``: the
+        ``FetchedState`` of it that is to be stored, which is returned."""
         key = id(parameter)
         number, group = self._groups[key]
         with torch.no_grad():
@@ -238,21 +258,15 @@ class UpdatingOptimizer:
             try:
                 if key not in self._skipped:
                     if number not in self._used:
-                        self._used[number] = _values(group)
-                    step_for(self.optimizer, group, parameter, self.optimizer.state)
+                        self._used[number] = values_of(group)
+                    step = functools.partial(step_for, self.optimizer, group, parameter, self.optimizer.state)
+                    if self._states is None:
+                        step()
+                    else:
+                        self._states.update(parameter, fetched, step)
             finally:
-                parameter.grad = self._spent_of(key, parameter)
-
-    def _spent_of(self, key: int, parameter: torch.Tensor) -> SpentGradient:
-        spent = self._spent.get(key)
-        if spent is None or (spent.shape, spent.dtype, spent.device) != (
-            parameter.shape,
-            parameter.dtype,
-            parameter.device,
-        ):
-            spent = self._spent[key] = SpentGradient.of(parameter)
-        spent.is_zeroed = False
-        return spent
+                parameter.grad = self._spent.made(parameter)
+        return fetched
 
     def failed(self, error: BaseException) -> None:
         """The backward pass has raised ``error``: say how far it came."""
@@ -278,7 +292,7 @@ class UpdatingOptimizer:
     def _hide(self) -> None:
         """Take spent gradients from what the step sees. Raises ``ExecutionError`` where it would have been another step."""
         for number, used in self._used.items():
-            now = _values(self.optimizer.param_groups[number]) if number < len(self.optimizer.param_groups) else {}
+            now = values_of(self.optimizer.param_groups[number]) if number < len(self.optimizer.param_groups) else {}
             changed = next((key for key in used if used[key] != now.get(key)), None)
             if changed is not None:
                 self._used.clear()
@@ -288,20 +302,25 @@ class UpdatingOptimizer:
                 )
         self._used.clear()
         self._show(None)
+        if self._states is not None:  # the step reads and writes those of the parameters whose gradients were kept
+            groups = self.optimizer.param_groups
+            self._states.bring_home(one for group in groups for one in group["params"] if one.grad is not None)
 
-    def _show(self, spent: dict[int, SpentGradient] | None) -> None:
+    def _show(self, spent: SpentGradients | None) -> None:
         """Gradients that are spent, in ``.grad``, or none there."""
         for key, parameter in self._updated.items():
             if spent is None and (key in self._skipped or isinstance(parameter.grad, SpentGradient)):
                 parameter.grad = None
             elif spent is not None and parameter.grad is None:
-                parameter.grad = spent[key]
+                parameter.grad = spent.latest(parameter)
 
     def _after_step(self, *_: Any) -> None:
         self._show(self._spent)
         self._order_state()
         self._updated.clear()
         self._skipped.clear()
+        if self._states is not None:
+            self._states.send_away()
 
     def _order_state(self) -> None:
         """Put what is new into the order of the parameters, in which a step for all of them creates it."""
@@ -315,8 +334,9 @@ class UpdatingOptimizer:
         self._known = {id(parameter) for parameter in state}
 
 
-def of_model(optimizer: Any, model: nn.Module) -> UpdatingOptimizer:
-    """Raises ``PlanError`` for what is no optimizer, or not that of the model."""
+def of_model(optimizer: Any, model: nn.Module, memory: str | None = None) -> UpdatingOptimizer:
+    """``memory``: the name of a second memory that states may lie in. Raises ``PlanError`` for what is no optimizer, or not
+    that of the model."""
     if not isinstance(optimizer, Optimizer):
         raise PlanError(
             f"optimizer= takes a torch.optim.Optimizer, not {type(optimizer).__name__}; of a wrapper pass what is inside."
@@ -326,22 +346,5 @@ def of_model(optimizer: Any, model: nn.Module) -> UpdatingOptimizer:
         raise PlanError(
             "the optimizer has none of the model's parameters; make it from model.parameters() of this model, on its device."
         )
-    return UpdatingOptimizer(optimizer, type(model).__name__)
-
-
-@contextlib.contextmanager
-def noting_failure(call: Call) -> Iterator[None]:
-    """What fails inside, in the backward pass of ``call``, ends it; the error says what had been updated before."""
-    try:
-        yield
-    except BaseException as error:
-        if call.received:
-            call.generator = None  # it has ended
-        if call.optimizer is not None:
-            call.optimizer.failed(error)
-        raise
-
-
-def _values(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group tells its optimizer; of tensors which they are, and the count of writes into them."""
-    return {key: (id(v), v._version) if isinstance(v, torch.Tensor) else v for key, v in options_of(group).items()}
+    states = None if memory is None else MovingStates(optimizer, memory, [*model.parameters()])
+    return UpdatingOptimizer(optimizer, type(model).__name__, states)

@@ -22,7 +22,7 @@ class Owner(Protocol):
 
     optimizer: Optimizer
 
-    def update(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None: ...
+    def update(self, parameter: torch.Tensor, gradient: torch.Tensor) -> Any: ...
 
 
 class ParameterStep:
@@ -37,15 +37,15 @@ class ParameterStep:
         self.__name__ = "optimizer"
         self.__module__, self.__qualname__ = kind.__module__, f"{kind.__qualname__}{{{values}}}"
 
-    def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        self.owner.update(parameter, gradient)
+    def __call__(self, *read: Any) -> Any:
+        return self.owner.update(*read)
 
-    def rehearsal(self) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def rehearsal(self) -> Callable[..., Any]:
         """The same for other tensors, on a state of its own, as it is after many steps."""
         optimizer, state = self.owner.optimizer, defaultdict[Any, dict[str, Any]](dict)
         first = optimizer.state.get(self._first, {}) if isinstance(optimizer, optim.Adagrad) else {}
 
-        def step(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        def step(parameter: torch.Tensor, gradient: torch.Tensor, fetched: Any = None) -> Any:
             if parameter not in state:
                 made = (
                     (key, torch.zeros_like(parameter) if value.dim() else value.clone()) for key, value in first.items()
@@ -61,6 +61,7 @@ class ParameterStep:
                 count.fill_(_LATE_STEP)
             elif count is not None:
                 state[parameter]["step"] = int(_LATE_STEP)
+            return fetched
 
         return step
 
@@ -68,6 +69,11 @@ class ParameterStep:
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """What a group tells its optimizer beside its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def values_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group tells its optimizer; of tensors which they are, and the count of writes into them."""
+    return {key: (id(v), v._version) if isinstance(v, torch.Tensor) else v for key, v in options_of(group).items()}
 
 
 def step_for(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, state: Any) -> None:

@@ -3,7 +3,6 @@ and exchanged for better ones."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import warnings
 import weakref
@@ -20,7 +19,7 @@ from lowtide.capture.copies import model_state
 from lowtide.capture.python_state import attribute_effects, buffer_effects
 from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.capture.trace.sizes import Shapes
-from lowtide.errors import CaptureError, ExecutionError, InfeasibleBudgetError, PlanError
+from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.memory.arena import Arena, new_arena
 from lowtide.pipeline import FIRST_PLANNER, Finish, adapted_plan, captured_program, plan_request, planned_program
 from lowtide.planning import Plan
@@ -30,6 +29,7 @@ from lowtide.program.results import GradientMask
 from lowtide.program.sizes import program_device
 from lowtide.progress import shown
 from lowtide.runtime.entry import Entry, Names, Sample, Signature, describe
+from lowtide.runtime.fitting import fitted, with_updates
 from lowtide.runtime.improving import Improving, ImprovingTogether
 from lowtide.runtime.kin import FamilyCall, Kin, Kins
 from lowtide.runtime.optimizer import UpdatingOptimizer
@@ -128,7 +128,7 @@ class Programs:
             key, captured, plan, runs, conditions, kept, for_masks, arena=arena, most_bytes=self.settings.most_bytes
         )
         self._added(entry, taken)
-        if kin and shapes and program.updated == self._finished(key, captured.program).updated:
+        if kin and shapes and program.updated == with_updates(self, captured.program, key[-1]).updated:
             kin.met(entry, shapes, member, measured=not adapted)
             if kin.at_once and not kin.branches and not kin.hopeless:
                 kin.extend(self.model, sample, shapes, lambda: captured, self.in_terms)
@@ -269,27 +269,12 @@ class Programs:
     def _fitting(
         self, key: Signature, captured: Captured, sample: Sample, member: FamilyCall | None = None
     ) -> tuple[Program, Plan]:
-        """What is to run for calls with this signature, and its plan: without updates, where these do not let it meet the
-        budget. ``member``: what a family tells of it."""
-        finish = functools.partial(self._finished, key)
-        try:
-            return self.planned(captured, sample, finish) if member is None else self._adapted(member, finish)
-        except InfeasibleBudgetError as error:
-            if self.optimizer is None or finish(captured.program) is captured.program:
-                raise
-            try:
-                found = self.planned(captured, sample, lambda program: program)
-            except InfeasibleBudgetError as other:
-                raise min(error, other, key=lambda one: one.minimum_bytes) from None
-            name = type(self.model).__name__
-            self.optimizer.say(f"with updates between its operators {name} does not fit the budget")
-            return found
+        """What is to run for calls with this signature, and its plan. ``member``: what a family tells of it."""
 
-    def _finished(self, key: Signature, program: Program) -> Program:
-        """The program with the updates of an optimizer that calls with this signature make."""
-        if self.optimizer is None:
-            return program
-        return self.optimizer.finish(program, key[-1], model_state(self.model).tensors, held_tensors(self.model))
+        def planned(finish: Finish) -> tuple[Program, Plan]:
+            return self.planned(captured, sample, finish) if member is None else self._adapted(member, finish)
+
+        return fitted(self, captured.program, key[-1], planned)
 
     def in_mode(self, entry: Entry, updated: tuple[int, ...]) -> Entry:
         """The entry for the same program in which the flat inputs ``updated`` are updated by their optimizer."""

@@ -24,7 +24,7 @@ from torch import nn
 
 from lowtide.device import interface_of
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
-from lowtide.ir.graph import OPTIMIZER_TARGET
+from lowtide.ir.graph import OPTIMIZER_TARGET, STATE_TARGETS
 from lowtide.lower import Lowered
 from lowtide.memory.allocators import allocated_bytes, device_memory, free_memory
 from lowtide.memory.holders import holders
@@ -205,7 +205,7 @@ def _never(owner: Owner, program: Program) -> str | None:
     if several_processes():
         return "other processes run by the same plan"
     if any(
-        op.effect and program.calls[op.id].target not in _OURS and op.target != OPTIMIZER_TARGET
+        op.effect and program.calls[op.id].target not in _OURS and op.target not in (OPTIMIZER_TARGET, *STATE_TARGETS)
         for op in program.graph.ops
     ):
         return "an operator in it has an effect that cannot be undone"

@@ -69,6 +69,32 @@ class SpentGradient(torch.Tensor):
         return f"SpentGradient(shape={list(self.shape)}, dtype={self.dtype}: used by the update of its parameter)"
 
 
+class SpentGradients:
+    """One for each parameter, made again where that became another."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, SpentGradient] = {}
+
+    def made(self, parameter: torch.Tensor) -> SpentGradient:
+        """In the place of a gradient that was used now."""
+        spent, kind = self._latest.get(id(parameter)), (parameter.shape, parameter.dtype, parameter.device)
+        if spent is None or (spent.shape, spent.dtype, spent.device) != kind:
+            spent = self._latest[id(parameter)] = SpentGradient.of(parameter)
+        spent.is_zeroed = False
+        return spent
+
+    def latest(self, parameter: torch.Tensor) -> SpentGradient:
+        """The one that was made last."""
+        return self._latest[id(parameter)]
+
+
+def fill_zeroed(optimizer: torch.optim.Optimizer) -> None:
+    """Where spent gradients were set to zero, others may be added to them now."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if isinstance(parameter.grad, SpentGradient) and parameter.grad.is_zeroed:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def _shape(args: Any) -> torch.Size:
     """Of the spent gradient among these."""
     for one in args:

@@ -22,8 +22,8 @@ from lowtide.program.local import whole_gradient, whole_of
 from lowtide.program.results import with_views
 from lowtide.program.sizes import device_of_inputs
 from lowtide.runtime.arriving import check_arriving
-from lowtide.runtime.call import ForMask, ModelCall, Node
-from lowtide.runtime.optimizer import UpdatingOptimizer, noting_failure
+from lowtide.runtime.call import ForMask, ModelCall, Node, noting_failure
+from lowtide.runtime.optimizer import UpdatingOptimizer
 from lowtide.runtime.rescue import Rescue
 from lowtide.runtime.result_hooks import refuse_hooks
 

@@ -14,7 +14,7 @@ that may run early, which are not bound to a place.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -60,12 +60,13 @@ def solve_beside(problem: Problem, planner: Planner) -> Solution:
     first: Solution | None = None
     best: Solution | None = None
     lowest = list[int]()
-    for solution in _answers(problem, planner):
+    tries = _tries(problem, planner)
+    for solution in _answers(problem, planner, tries):
         first = first or solution
         found = list[Schedule]()
         for schedule in (solution.schedule, solution.lowest_schedule):
             if schedule is not None:
-                found += _hidden(problem, schedule)
+                found += _hidden(problem, schedule, one_by_one=len(tries) > 1)
         if found:
             known = () if best is None else (best.schedule, best.lowest_schedule)
             best = answer(first.planner, problem, [*(one for one in known if one is not None), *found])
@@ -88,10 +89,18 @@ def solve_beside(problem: Problem, planner: Planner) -> Solution:
     return dataclasses.replace(solution, status=status, lower_bound_ns=bound)
 
 
-def _answers(problem: Problem, planner: Planner) -> Iterator[Solution]:
+def _tries(problem: Problem, planner: Planner) -> Sequence[tuple[float, int]]:
+    """Where all collectives run once, their price changes nothing; then one try is enough for a first plan."""
+    if any(op.collective and op.recomputable for op in problem.graph.ops):
+        return _TRIES
+    once = [(price, results) for price, results in _TRIES if price == 1.0]
+    return once if getattr(planner, "effort", 1) else once[:1]
+
+
+def _answers(problem: Problem, planner: Planner, tries: Sequence[tuple[float, int]]) -> Iterator[Solution]:
     graph, costs, budget = problem.graph, problem.costs, problem.budget_bytes
     largest = largest_result(graph, costs)
-    for price, results in _TRIES:
+    for price, results in tries:
         room = results * largest
         inner = dataclasses.replace(problem, costs=in_line(graph, costs, price), on_better=None)
         solution = planner.solve(dataclasses.replace(inner, budget_bytes=max(budget - room, 0)))
@@ -110,10 +119,12 @@ def _answers(problem: Problem, planner: Planner) -> Iterator[Solution]:
         yield solution
 
 
-def _hidden(problem: Problem, schedule: Schedule) -> list[Schedule]:
+def _hidden(problem: Problem, schedule: Schedule, *, one_by_one: bool) -> list[Schedule]:
     """The schedule, and what is made of it."""
     graph, costs, budget = problem.graph, problem.costs, problem.budget_bytes
     placed = place_transfers(graph, costs, schedule, budget)
+    if not one_by_one:
+        return [schedule, placed]
     better = improved(graph, costs, placed, budget)
     made = (schedule, placed, better, place_transfers(graph, costs, better, budget))
     return list({id(one): one for one in made}.values())
