@@ -67,6 +67,20 @@ def test_groups_with_options_of_their_own() -> None:
     assert optimizer_state_bytes(optimizer, model)[1] == first.untyped_storage().nbytes()
 
 
+def test_the_state_of_an_optimizer_whose_step_is_wrapped() -> None:
+    """By a scheduler: it steps the optimizer itself. Hooks see no steps but its own."""
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    model(torch.ones(2, 8)).sum().backward()
+    before, seen = model.weight.detach().clone(), list[object]()
+    optimizer.register_step_post_hook(lambda *_: seen.append(_))
+    assert optimizer_state_bytes(optimizer, model)[1] == 4 * (8 * 4 + 4)
+    assert torch.equal(model.weight, before)
+    assert not seen
+    assert not optimizer.state
+
+
 def test_the_parts_are_those_of_a_real_step() -> None:
     model, x = _model(), torch.randn(256, 64)
     fit = lowtide.fits(model, (x,), device="1GiB", optimizer="adamw")

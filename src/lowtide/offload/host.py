@@ -85,9 +85,10 @@ class HostCopy(Copy):
         self.lease, self.offset = lease, offset
         self.slot = lease.block[offset : offset + self.bytes]
         memory.out.wait_event(memory.after(memory.computing))
-        for first, last, come in lease.read:  # what was in the slot before
-            if first < offset + self.bytes and offset < last:
-                memory.out.wait_event(come)
+        before = [one for one in lease.read if one[0] < offset + self.bytes and offset < one[1]]  # what was in the slot
+        for _, _, come in before:
+            memory.out.wait_event(come)
+        lease.read[:] = [one for one in lease.read if one not in before]  # whoever comes next waits for this one
         with memory.out:
             self.slot.copy_(bytes_of(values[0].untyped_storage()), non_blocking=True)
         self._out = memory.after(memory.out)

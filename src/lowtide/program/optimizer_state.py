@@ -90,7 +90,8 @@ def _like(optimizer: torch.optim.Optimizer, copies: Copies) -> torch.optim.Optim
     """One of the same class and options for copies of its parameters; with the state only of those that do not train, which
     some optimizers make beforehand."""
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
-    other.__dict__.update(optimizer.__dict__)
+    other.__dict__.update(optimizer.__dict__, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
+    other.__dict__.pop("step", None)  # a scheduler wraps that of the optimizer itself
     other.state = defaultdict(
         dict, {copies[one]: dict(optimizer.state[one]) for one in copies if _is_idle(optimizer, one)}
     )

@@ -66,9 +66,9 @@ def fitted(owner: Owner, program: Program, updated: Sequence[int], planned: Plan
 def _with_states(
     owner: Owner, optimizer: UpdatingOptimizer, updated: Sequence[int], planned: Planned
 ) -> tuple[Program, Plan]:
-    """What is found with as many states in the second memory as are there already, for all programs; where none are and some
-    could be, as many as a quick search finds best."""
-    shares = [optimizer.moving_share]
+    """What is found with as many states in the second memory as are there already, for all programs, or with all; where none
+    are and some could be, with as many as a quick search finds best."""
+    shares = sorted({optimizer.moving_share, 1.0 if optimizer.moving_share else 0.0})
     if _may_move(owner, optimizer):
         shares = _ranked(owner, optimizer, updated, planned) or [0.0, 1.0]
     errors = list[InfeasibleBudgetError]()

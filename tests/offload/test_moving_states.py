@@ -1,0 +1,268 @@
+"""States of an optimizer in a file between the updates of their parameters: equal to the bit, within the total budget, and none
+lost, whatever goes wrong."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import lowtide
+from lowtide.ir import Compute, check, simulate
+from lowtide.ir.graph import FETCH_STATE_TARGET, OPTIMIZER_TARGET, STORE_STATE_TARGET
+from lowtide.runtime.moving_states import AwayState
+from tests.support.wide import is_wide
+
+WIDTH, LAYERS, ROWS = 64, 8, 16
+_WEIGHT = 4 * WIDTH * WIDTH  # bytes
+Make = Callable[[nn.Module], optim.Optimizer]
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
+    return [{"params": matrices}, {"params": vectors, "lr": 0.1}]
+
+
+_MAKES: dict[str, Make] = {
+    "Adam with amsgrad": lambda m: optim.Adam(m.parameters(), lr=1e-2, amsgrad=True),
+    "AdamW of two groups": lambda m: optim.AdamW(_groups(m)),
+    "SGD with momentum": lambda m: optim.SGD(m.parameters(), lr=1e-2, momentum=0.9, nesterov=True),
+    "fused Adam": lambda m: optim.Adam(m.parameters(), lr=1e-2, fused=True),
+    "RMSprop": lambda m: optim.RMSprop(m.parameters(), lr=1e-3, momentum=0.5, centered=True),
+    "Adagrad": lambda m: optim.Adagrad(m.parameters(), lr=1e-2, initial_accumulator_value=0.1),
+    "NAdam": lambda m: optim.NAdam(m.parameters(), lr=1e-3, foreach=True),
+}
+
+
+class Net(nn.Module):
+    """Layers whose parameters take far more than what is computed from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return x.square().mean()
+
+
+class Pair:
+    """A model in eager, and the same planned so that its optimizer's states have no room beside its passes."""
+
+    def __init__(self, make: Make, folder: Path, *, weights: int = 12, steps: int = 0) -> None:
+        torch.manual_seed(0)
+        self.plain = Net()
+        self.planned = copy.deepcopy(self.plain)
+        self.eager, self.ours = make(self.plain), make(self.planned)
+        self.number = 0
+        for _ in range(steps):
+            self.step()
+        held = sum(p.nbytes for p in self.planned.parameters()) + _batch(0).nbytes
+        options: dict[str, Any] = {"planner": "auto{effort=0}", "offload": f"disk:{folder}", "optimizer": self.ours}
+        self.total_bytes = held + weights * _WEIGHT
+        lowtide.rematerialize(self.planned, (_batch(0),), total_budget=self.total_bytes, **options)
+
+    def losses(self) -> list[torch.Tensor]:
+        self.number += 1
+        return [model(_batch(self.number)) for model in (self.plain, self.planned)]
+
+    def step(self) -> None:
+        one, two = self.losses()
+        assert torch.equal(one, two)
+        for loss in (one, two):
+            loss.backward()
+        self.end()
+
+    def end(self) -> None:
+        for optimizer in (self.eager, self.ours):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check(self) -> None:
+        """Parameters and all of the states are those of eager, and whoever saves them gets them whole."""
+        for mine, theirs in zip(self.planned.parameters(), self.plain.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+        first, second = self.ours.state_dict(), self.eager.state_dict()
+        assert list(first["state"]) == list(second["state"])
+        for number, state in second["state"].items():
+            assert list(state) == list(first["state"][number])
+            for key, value in state.items():
+                mine = first["state"][number][key]
+                assert type(mine) is type(value)
+                assert torch.equal(torch.as_tensor(mine), torch.as_tensor(value))
+
+    @property
+    def away(self) -> list[AwayState]:
+        return [one for state in self.ours.state.values() for one in state.values() if isinstance(one, AwayState)]
+
+    @property
+    def there_bytes(self) -> int:
+        """Of states that are in memory."""
+        tensors = [one for state in self.ours.state.values() for one in state.values() if isinstance(one, torch.Tensor)]
+        return sum(one.nbytes for one in tensors if not isinstance(one, AwayState))
+
+
+def _batch(seed: int, rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def _chosen() -> dict[str, Make]:
+    return _MAKES if is_wide() else dict([*_MAKES.items()][:2])
+
+
+@pytest.mark.parametrize("make", _chosen().values(), ids=_chosen())
+def test_equal_to_the_bit_and_within_the_total_budget(make: Make, tmp_path: Path) -> None:
+    weights = 5 if make is _MAKES["SGD with momentum"] else 12
+    pair = Pair(make, tmp_path, weights=weights)
+    (plan,) = lowtide.plans(pair.planned)
+    assert "moving states" in str(plan)
+    held = pair.total_bytes - weights * _WEIGHT
+    for _ in range(4):
+        pair.step()
+        assert pair.away
+    pair.check()
+    batch = _batch(9)
+    measured = lowtide.measure(lambda: pair.planned(batch).backward())
+    assert measured.peak_bytes == plan.peak_bytes
+    assert held + pair.there_bytes + measured.peak_bytes <= pair.total_bytes
+
+
+def test_the_schedule_fetches_before_each_update_and_stores_after_it(tmp_path: Path) -> None:
+    pair = Pair(_MAKES["SGD with momentum"], tmp_path, weights=5)
+    (plan,) = lowtide.plans(pair.planned)
+    graph = plan.graph
+    check(graph, plan.schedule)
+    order = [graph.ops[step.op].target for step in plan.schedule.steps if isinstance(step, Compute)]
+    assert order.count(FETCH_STATE_TARGET) == order.count(STORE_STATE_TARGET) == LAYERS  # biases are too small
+    assert order.count(OPTIMIZER_TARGET) == 2 * LAYERS
+    states = [op for op in graph.ops if op.target == FETCH_STATE_TARGET]
+    assert [int(plan.costs.storage_bytes[graph.values[op.outputs[0]].storage]) for op in states] == [_WEIGHT] * LAYERS
+    run = simulate(graph, plan.costs, plan.schedule)
+    assert run.peak_bytes <= plan.budget_bytes
+    assert len(run.timing.collectives) == 2 * LAYERS  # beside computing
+
+
+def test_states_that_are_there_already_leave_before_the_first_pass(tmp_path: Path) -> None:
+    pair = Pair(_MAKES["Adam with amsgrad"], tmp_path, weights=14, steps=2)
+    assert len(pair.away) == 3 * LAYERS
+    pair.step()
+    pair.check()
+
+
+def test_where_there_is_room_nothing_moves(tmp_path: Path) -> None:
+    pair = Pair(_MAKES["AdamW of two groups"], tmp_path, weights=60)
+    pair.step()
+    assert not pair.away
+    pair.check()
+
+
+def test_gradients_that_are_added_up_or_kept(tmp_path: Path) -> None:
+    pair = Pair(_MAKES["AdamW of two groups"], tmp_path)  # gradients take 8 weights, and 16 the states
+    pair.step()
+    with lowtide.accumulating(pair.planned):
+        for loss in pair.losses():
+            loss.backward()
+    pair.step()
+    pair.check()
+    handles = [model.layers[3].weight.register_hook(lambda g: g * 0.5) for model in (pair.plain, pair.planned)]
+    pair.step()
+    pair.check()
+    for handle in handles:
+        handle.remove()
+    pair.step()
+    pair.check()
+    assert len(pair.away) == 2 * LAYERS
+
+
+def test_other_sizes_and_other_masks(tmp_path: Path) -> None:
+    pair = Pair(_MAKES["AdamW of two groups"], tmp_path)
+    for rows in (ROWS, 8, 4, ROWS):
+        for model in (pair.plain, pair.planned):
+            model(_batch(rows, rows)).backward()
+        pair.end()
+    parameter = next(pair.planned.parameters())
+    (gradient,) = torch.autograd.grad(pair.planned(_batch(1)), [parameter])
+    (expected,) = torch.autograd.grad(pair.plain(_batch(1)), [next(pair.plain.parameters())])
+    assert torch.equal(gradient, expected)
+    pair.step()
+    pair.check()
+
+
+def test_checkpoints_of_one_loop_go_into_the_other(tmp_path: Path) -> None:
+    make = _MAKES["Adam with amsgrad"]
+    pair = Pair(make, tmp_path, weights=14)
+    pair.step()
+    file = io.BytesIO()
+    torch.save(pair.ours.state_dict(), file)
+    saved, whole = torch.load(io.BytesIO(file.getvalue())), copy.deepcopy(pair.ours)
+    assert not any(isinstance(v, AwayState) for state in whole.state.values() for v in state.values())
+    pair.step()
+    pair.plain.load_state_dict(pair.planned.state_dict())
+    for optimizer in (pair.eager, pair.ours):
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    pair.step()
+    pair.check()
+    assert pair.away
+
+
+def test_states_are_read_by_whoever_asks_and_written_by_nobody_else(tmp_path: Path) -> None:
+    pair = Pair(_MAKES["SGD with momentum"], tmp_path, weights=5)
+    pair.step()
+    weight, same = pair.planned.layers[0].weight, pair.plain.layers[0].weight
+    away, there = pair.ours.state[weight]["momentum_buffer"], pair.eager.state[same]["momentum_buffer"]
+    assert isinstance(away, AwayState)
+    assert float(away.norm()) == float(there.norm())
+    assert torch.equal(away + 1, there + 1)
+    assert "AwayState" in repr(away)
+    with pytest.raises(lowtide.ExecutionError, match="load_state_dict"):
+        away.zero_()
+    lowtide.restore(pair.planned)
+    assert not pair.away
+    away = pair.ours.state[weight]["momentum_buffer"]
+    away.zero_()
+    there.zero_()
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("call", ["pwrite", "preadv"])
+def test_a_disk_that_fails_loses_no_state(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(_MAKES["SGD with momentum"], tmp_path, weights=5)
+    pair.step()
+    real, left = getattr(os, call), [3]
+
+    def failing(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(5, "Input/output error")
+        return real(*args)
+
+    one, two = pair.losses()
+    one.backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        with pytest.raises(lowtide.ExecutionError, match="Input/output error") as error:
+            two.backward()
+    assert any("had been updated before this error" in note for note in error.value.__notes__)
+    before = [state["momentum_buffer"].clone() for state in pair.eager.state.values()]
+    pair.end()
+    updated = 0
+    for mine, first, second in zip(pair.ours.state.values(), before, pair.eager.state.values(), strict=True):
+        same = torch.equal(mine["momentum_buffer"], second["momentum_buffer"])
+        updated += same
+        assert same or torch.equal(mine["momentum_buffer"], first)
+    assert 0 < updated < 2 * LAYERS
+
+
+def test_a_budget_that_nothing_meets_says_so_and_moves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(lowtide.InfeasibleBudgetError) as error:
+        Pair(_MAKES["Adam with amsgrad"], tmp_path, weights=1, steps=1)
+    assert error.value.minimum_bytes < sum(p.nbytes for p in Net().parameters()) * 4
