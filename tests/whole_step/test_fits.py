@@ -81,6 +81,34 @@ def test_the_state_of_an_optimizer_whose_step_is_wrapped() -> None:
     assert not optimizer.state
 
 
+def test_updates_inside_of_the_pass_and_states_on_the_host_where_it_does_not_fit_otherwise() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12))), torch.empty(64, 1024)
+    whole = sum(parameter.nbytes for parameter in model.parameters())  # 48 MiB
+    options: dict[str, Any] = {"optimizer": "AdamW", "reserve": 0, "planner": "auto{effort=0}"}
+
+    def asked(times: float, **more: Any) -> lowtide.Fit:
+        name = "H100-1GB"
+        return lowtide.fits(model, (x,), device=name, **options | {"reserve": 10**9 - int(times * whole)} | more)
+
+    after, inside = asked(4.5), asked(3.6)
+    assert after and not after.inside
+    assert inside and inside.inside and not inside.moved_bytes
+    assert "inside of the backward pass" in str(inside)
+    assert "optimizer=optimizer)" in inside.advice[0]
+    assert not asked(2.5)
+    away = asked(2.5, offload="cpu")
+    assert away and away.inside and away.plan is not None
+    assert away.moved_bytes == 12 * 2 * (1024 + 1) * 1024 * 4
+    assert away.resident_bytes + away.plan.peak_bytes <= 2.5 * whole
+    assert away.without_bytes == after.without_bytes
+    assert "in the host's memory between updates" in str(away)
+    assert 'offload="cpu")' in away.advice[0]
+    least = asked(1.05, offload="cpu")
+    assert not least and least.missing_bytes > 0
+    assert not asked(3.6, optimizer=torch.optim.LBFGS).inside
+
+
 def test_the_parts_are_those_of_a_real_step() -> None:
     model, x = _model(), torch.randn(256, 64)
     fit = lowtide.fits(model, (x,), device="1GiB", optimizer="adamw")

@@ -22,7 +22,7 @@ from lowtide.cost.links import Link, get_link
 from lowtide.cost.on_links import collective_workspace, collectives_in
 from lowtide.cost.signature import target_name
 from lowtide.ir import Costs, is_view
-from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.ir.graph import OPTIMIZER_TARGET, TANGENT_TARGET
 from lowtide.program.layouts import distinct_elements
 from lowtide.program.program import Program, TensorMeta
 from lowtide.program.references import map_references
@@ -77,6 +77,8 @@ def _workspace_bytes(program: Program, op: int) -> int:
         return 0
     if (inside := collective_workspace(program, op)) is not None:
         return inside
+    if node.target == OPTIMIZER_TARGET:  # as large as its parameter
+        return program.metas[node.inputs[0]].storage_bytes
     name = target_name(program.calls[op].target)
     return operand_bytes(program, op) if any(word in name for word in _COPYING) else _WRAPPED_NUMBER_BYTES
 

@@ -39,22 +39,10 @@ def optimizer_state_bytes(optimizer: Optimizer, model: nn.Module) -> tuple[str, 
     parameters, such as a class; or the name of a class of ``torch.optim``. It steps on the meta device; one that asks for
     values there, a parameter at a time on the CPU, with zeros. Raises ``PlanError`` where neither goes.
     """
-    if isinstance(optimizer, str):
-        optimizer = named(optimizer)
-    make: Make
+    name, make = _maker(optimizer)
+    given: list[Tensor] = [*model.parameters()]
     if isinstance(optimizer, torch.optim.Optimizer):
-        name, make = type(optimizer).__name__, functools.partial(_like, optimizer)
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    elif callable(optimizer):
-        function: Callable[..., torch.optim.Optimizer] = optimizer
-        name, given = getattr(function, "__name__", type(function).__name__), [*model.parameters()]
-
-        def make(copies: Copies) -> torch.optim.Optimizer:
-            return function([*copies.values()])
-    else:
-        raise PlanError(
-            f"optimizer is a {type(optimizer).__name__}; give an optimizer, a class such as torch.optim.AdamW, or its name."
-        )
     if not any(parameter.requires_grad for parameter in given):
         return name, 0
     with contextlib.suppress(Exception):  # whatever an optimizer raises where there are no values
@@ -65,13 +53,33 @@ def optimizer_state_bytes(optimizer: Optimizer, model: nn.Module) -> tuple[str, 
         raise PlanError(f"the state of {name} could not be found out: {type(error).__name__}: {error}.") from error
 
 
-def state_sizes(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[int]:
+def state_sizes(optimizer: Optimizer, parameter: Tensor) -> list[int]:
     """The bytes of each tensor that ``optimizer`` keeps for ``parameter`` once it has taken a step; empty where that cannot be
     found out."""
+    _, make = _maker(optimizer)
     for device in ("meta", "cpu"):
         with contextlib.suppress(Exception):  # whatever an optimizer raises where there are no values
-            return [tensor.nbytes for tensor in _stepped(functools.partial(_like, optimizer), [parameter], device)]
+            return [tensor.nbytes for tensor in _stepped(make, [parameter], device)]
     return []
+
+
+def optimizer_like(optimizer: Optimizer, parameter: Tensor) -> torch.optim.Optimizer:
+    """An optimizer as ``optimizer``, or as it makes them, of something like ``parameter`` on the meta device."""
+    return _maker(optimizer)[1]({parameter: nn.Parameter(torch.empty_like(local_of(parameter), device="meta"))})
+
+
+def _maker(optimizer: Optimizer) -> tuple[str, Make]:
+    """Its name, and what makes one like it of copies of its parameters. Raises ``PlanError`` for what is none."""
+    if isinstance(optimizer, str):
+        optimizer = named(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return type(optimizer).__name__, functools.partial(_like, optimizer)
+    if not callable(optimizer):
+        raise PlanError(
+            f"optimizer is a {type(optimizer).__name__}; give an optimizer, a class such as torch.optim.AdamW, or its name."
+        )
+    function: Callable[..., torch.optim.Optimizer] = optimizer
+    return getattr(function, "__name__", type(function).__name__), lambda copies: function([*copies.values()])
 
 
 def _stepped(make: Make, parameters: list[Tensor], device: str) -> list[Tensor]:

@@ -128,9 +128,7 @@ class MovingStates:
         """By parameter that trains, the bytes of what may move of its state."""
         known = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         return {
-            id(one): sum(
-                round_up(size, one.device) for size in state_sizes(self.optimizer, one) if size >= _LEAST_BYTES
-            )
+            id(one): movable_bytes(state_sizes(self.optimizer, one), one.device)
             for one in self._parameters
             if one.requires_grad and id(one) in known
         }
@@ -253,6 +251,11 @@ class Store(_Transfer):
 
     def begin(self, fetched: FetchedState) -> Callable[[], None]:
         return self.states.store(fetched)
+
+
+def movable_bytes(sizes: Iterable[int], device: torch.device) -> int:
+    """What may move of the state of a parameter, whose tensors are of these sizes."""
+    return sum(round_up(size, device) for size in sizes if size >= _LEAST_BYTES)
 
 
 def saved_whole(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,10 @@ allocated."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,173 +19,27 @@ from lowtide.capture.capture import flat_arguments
 from lowtide.cost import analytical_costs
 from lowtide.cost.analytical import LinkOf
 from lowtide.cost.devices import DEVICES, get_device
+from lowtide.cost.workspaces import with_state_transfers
 from lowtide.errors import CostError, InfeasibleBudgetError, PlanError
-from lowtide.ir import Costs, Graph, SecondMemory, keep_all_schedule, plain_time_ns, simulate
+from lowtide.ir import Costs, Graph, SecondMemory, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.ir.second_memory import check_second_memory
-from lowtide.notebook import Shown
 from lowtide.pipeline import require_module
-from lowtide.planning import Plan, make_plan
+from lowtide.planning import make_plan
+from lowtide.program import Program
 from lowtide.program.optimizer_state import Optimizer, optimizer_state_bytes
 from lowtide.program.sizes import held_bytes
 from lowtide.progress import Progress, told
-from lowtide.report.tables import fact_lines
-from lowtide.report.text import moved_text
-from lowtide.units import format_bytes, format_percent
+from lowtide.units import format_bytes
+from lowtide.whole_step.answer import Fit
 from lowtide.whole_step.attention import FusedAttention
+from lowtide.whole_step.inside import updated_inside
 from lowtide.whole_step.mesh import blocks_of, current_mesh, link_of, parse_links, parse_mesh, pretended, spread
 from lowtide.whole_step.ranked import RankedPass, checkpointed
 
 _NAMED = re.compile(r"(?P<name>.+?)[-_ ]?(?P<gigabytes>\d+(\.\d+)?)\s*gb", re.IGNORECASE)
 _LARGEST = 3  # tensors that are named
 _RESERVE = 10**9  # of a named device: what its driver, its libraries and its display take
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fit(Shown):
-    """Whether a training step fits ``capacity_bytes``, of which ``reserve_bytes`` are left alone, and what it takes; all bytes.
-
-    ``pass_bytes``: the peak of a forward and backward pass that recomputes nothing, its ``gradient_bytes`` among them.
-    ``plan``: a plan for the room that the rest leaves; ``None`` where none was found, and then ``least_bytes`` is the smallest
-    peak of a pass that is known. ``largest``: the largest tensors at the peak without a plan. ``samples``: the first size of
-    the first input. ``mesh``: what the model is spread over; then all bytes are one rank's, and ``passes`` are its passes by
-    how they run. Times are modelled, not measured.
-    """
-
-    model: str
-    device: str
-    capacity_bytes: int
-    reserve_bytes: int
-    parameter_bytes: int
-    buffer_bytes: int
-    input_bytes: int
-    optimizer: str
-    optimizer_bytes: int
-    gradient_bytes: int
-    pass_bytes: int
-    least_bytes: int
-    plan: Plan | None
-    largest: tuple[tuple[str, int], ...]
-    samples: int
-    mesh: str = ""
-    passes: tuple[tuple[str, RankedPass], ...] = ()
-
-    def __bool__(self) -> bool:
-        """Whether it fits, with a plan or without."""
-        return self.plan is not None
-
-    @property
-    def resident_bytes(self) -> int:
-        """What is there outside of the pass."""
-        return self.parameter_bytes + self.buffer_bytes + self.input_bytes + self.optimizer_bytes
-
-    @property
-    def room_bytes(self) -> int:
-        """What is left for the pass."""
-        return self.capacity_bytes - self.reserve_bytes - self.resident_bytes
-
-    @property
-    def without_bytes(self) -> int:
-        """Of the whole step without lowtide, beside what is reserved."""
-        return self.resident_bytes + self.pass_bytes
-
-    @property
-    def fits_without(self) -> bool:
-        return self.pass_bytes <= self.room_bytes
-
-    @property
-    def overhead(self) -> float | None:
-        """Extra time of a step under the plan, as a fraction; ``None`` where there is none."""
-        return None if self.plan is None else self.plan.overhead
-
-    @property
-    def missing_bytes(self) -> int:
-        """How much more memory the smallest step that is known takes; 0 where it fits."""
-        return 0 if self.plan is not None else max(self.least_bytes - self.room_bytes, 1)
-
-    @property
-    def advice(self) -> tuple[str, ...]:
-        """What to do, or what would make it fit."""
-        if self.fits_without:
-            left = self.room_bytes - self.pass_bytes
-            return (f"fits as it is; {format_bytes(left)} are left, say for a larger batch (lowtide.max_batch)",)
-        if self.plan is not None:
-            return (
-                f"lowtide.rematerialize(model, ..., budget={self.plan.budget_bytes}) makes it fit, for about "
-                f"{_more_time(self.plan.overhead)}",
-            )
-        return (*self._advice_where_nothing_fits(), f"a device with {format_bytes(self.missing_bytes)} more")
-
-    def _advice_where_nothing_fits(self) -> Iterable[str]:
-        activations = self.least_bytes - self.gradient_bytes
-        room = self.room_bytes - self.gradient_bytes
-        batch = self.samples * room // max(activations, 1)
-        if 0 < batch < self.samples:
-            yield f"about {batch} samples instead of {self.samples} (lowtide.max_batch finds how many exactly)"
-        if self.gradient_bytes >= self.missing_bytes:
-            gradients = format_bytes(self.gradient_bytes)
-            yield f"perhaps the optimizer in the plan (optimizer=), which lets go of up to {gradients} of gradients on the way"
-        if self.optimizer_bytes >= self.missing_bytes:
-            yield (
-                f"an optimizer that keeps less: the state of {self.optimizer} is {format_bytes(self.optimizer_bytes)}, that of "
-                "SGD without momentum nothing"
-            )
-        if self.parameter_bytes + self.gradient_bytes >= 2 * self.missing_bytes:
-            yield "parameters and gradients in half the precision"
-        if self.reserve_bytes >= self.missing_bytes:
-            yield f"a smaller reserve than {format_bytes(self.reserve_bytes)}, where the device has nothing else to hold"
-
-    def to_json(self) -> dict[str, Any]:
-        """Its numbers and words as plain data."""
-        apart = ("plan", "largest", "passes")
-        numbers = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
-        return {
-            **numbers,
-            "fits": bool(self),
-            "fits_without": self.fits_without,
-            "room_bytes": self.room_bytes,
-            "missing_bytes": self.missing_bytes,
-            "peak_bytes": None if self.plan is None else self.plan.peak_bytes,
-            "overhead": self.overhead,
-            "passes": {name: each.to_json() for name, each in self.passes},
-            "largest": [{"tensor": name, "bytes": size} for name, size in self.largest],
-            "advice": list(self.advice),
-        }
-
-    def __str__(self) -> str:
-        return "\n".join([self._heading(), *fact_lines(self._facts())])
-
-    def _heading(self) -> str:
-        verdict = "fits" if self.fits_without else "fits with a plan" if self.plan else "does not fit"
-        room = format_bytes(self.capacity_bytes - self.reserve_bytes)
-        spread = f", spread over {self.mesh}," if self.mesh else ""
-        return f"{self.model}{spread} {verdict} on {self.device}: {format_bytes(self.without_bytes)} without a plan, of {room}"
-
-    def _facts(self) -> Mapping[str, str]:
-        least = f", at least {format_bytes(self.least_bytes)} with one" if self.plan is None else ""
-        facts = {
-            "parameters": format_bytes(self.parameter_bytes),
-            "buffers": format_bytes(self.buffer_bytes),
-            "inputs": format_bytes(self.input_bytes),
-            "optimizer": f"{format_bytes(self.optimizer_bytes)} ({self.optimizer})",
-            "gradients": format_bytes(self.gradient_bytes),
-            "pass": f"{format_bytes(self.pass_bytes)} without a plan, gradients among them{least}",
-            "left for it": format_bytes(max(self.room_bytes, 0)),
-        }
-        if self.plan is not None:
-            peak, overhead = format_bytes(self.plan.peak_bytes), _more_time(self.plan.overhead)
-            plain_ns = max(plain_time_ns(self.plan.graph, self.plan.costs), 1)
-            bound = _more_time((self.plan.lower_bound_ns or 0) / plain_ns - 1)
-            proven = "" if self.plan.lower_bound_ns is None else f", at best {bound}"
-            facts["with a plan"] = f"{peak} for the pass, {overhead}{proven}"
-            if self.plan.schedule.moves:
-                timing = simulate(self.plan.graph, self.plan.costs, self.plan.schedule).timing
-                facts["transfers"] = moved_text(timing)
-        facts |= {f"pass {name}": str(each) for name, each in self.passes}
-        tensors = {
-            f"largest tensor {n}": f"{format_bytes(size)} {name}" for n, (name, size) in enumerate(self.largest, 1)
-        }
-        return facts | tensors | {f"advice {n}": text for n, text in enumerate(self.advice, 1)}
 
 
 def fits(
@@ -232,15 +87,17 @@ def fits(
             made = stack.enter_context(pretended(sizes)) if current_mesh() is None else current_mesh()
             spread(model, made)
             between = link_of(made, links)
-        fit, graph, costs = _without_plan(model, args, kwargs, device, name, optimizer, between)
+        fit, program, costs = _without_plan(model, args, kwargs, device, name, optimizer, between)
+        graph = program.graph
         fit = replace(fit, capacity_bytes=capacity, mesh=mesh or "")
         if reserve is not None:
             fit = replace(fit, reserve_bytes=0 if reserve == 0 else parse_budget(reserve, 1, what="reserve"))
         if offload is not None:
             costs = replace(costs, second_memory=_host(offload, offload_budget, name, costs))
-        fit = _planned(fit, graph, costs, planner, seed, tell)
+        planned = functools.partial(_planned, planner=planner, seed=seed, tell=tell)
+        fit = planned(fit, graph, costs)
         if sizes is None:
-            return fit
+            return fit if fit else _inside(fit, program, model, optimizer, costs, name, planned)
         names = {id(module): path for path, module in model.named_modules()}
         every = checkpointed(graph, costs, [names[id(block)] for block in blocks_of(model)])
         schedules = {"without a plan": keep_all_schedule(graph), "with every block checkpointed": every}
@@ -258,7 +115,7 @@ def _without_plan(
     name: str,
     optimizer: Optimizer,
     between: LinkOf | None,
-) -> tuple[Fit, Graph, Costs]:
+) -> tuple[Fit, Program, Costs]:
     """What a step takes on a device of unlimited memory, and the pass that it makes."""
     optimizer_name, optimizer_bytes = optimizer_state_bytes(optimizer, model)
     with torch.enable_grad(), contextlib.nullcontext() if name == "auto" else FusedAttention():
@@ -284,12 +141,31 @@ def _without_plan(
         largest=_largest(graph, costs, whole.live_at_peak),
         samples=next((len(tensor) for tensor in inputs if tensor.dim()), 1),
     )
-    return fit, graph, costs
+    return fit, program, costs
 
 
-def _more_time(overhead: float) -> str:
-    """Less, where collectives are hidden that a pass without a plan waits for."""
-    return f"{format_percent(abs(overhead))} {'less' if overhead < 0 else 'more'} time"
+def _inside(
+    fit: Fit,
+    program: Program,
+    model: nn.Module,
+    optimizer: Optimizer,
+    costs: Costs,
+    name: str,
+    planned: Callable[[Fit, Graph, Costs], Fit],
+) -> Fit:
+    """The step with updates inside of its backward pass, and with states in the host's memory, if there is that: the first way
+    that fits, or the one that lacks least."""
+    tried = [fit]
+    for moving in (False, True) if costs.second_memory is not None else (False,):
+        changed, moved = updated_inside(program, model, optimizer, moving=moving)
+        if not changed.updated or (moving and not moved):
+            break
+        own = replace(analytical_costs(changed, name), second_memory=costs.second_memory)
+        other = replace(fit, inside=True, moved_bytes=moved)
+        tried.append(planned(other, changed.graph, with_state_transfers(changed, own)))
+        if tried[-1]:
+            return tried[-1]
+    return min(tried, key=lambda one: one.missing_bytes)
 
 
 def _planned(fit: Fit, graph: Graph, costs: Costs, planner: str, seed: int, tell: Progress) -> Fit:

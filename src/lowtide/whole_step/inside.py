@@ -1,0 +1,39 @@
+"""Programs on paper in which an optimizer updates parameters inside of the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowtide.program import Program
+from lowtide.program.optimizer_state import Optimizer, optimizer_like, state_sizes
+from lowtide.program.updates import StateMoves, with_updates
+from lowtide.runtime.moving_states import movable_bytes
+from lowtide.runtime.optimizer_step import plain_step
+
+
+class _OnPaper:
+    """An operator that nothing runs."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = "lowtide"
+
+    def __call__(self, *_: Any) -> Any:
+        raise NotImplementedError("a program on paper does not run")
+
+
+def updated_inside(program: Program, model: nn.Module, optimizer: Optimizer, *, moving: bool) -> tuple[Program, int]:
+    """``program`` with an update of each parameter of ``model``, as ``rematerialize(optimizer=)`` makes them, and the bytes of
+    states that lie elsewhere between these: none, unless they are ``moving``. The program as it is for optimizers whose updates
+    need all gradients."""
+    state: list[Tensor] = [*model.parameters()]
+    trained = {position: one for position, one in enumerate(state) if one.requires_grad}
+    if not trained or plain_step(optimizer_like(optimizer, next(iter(trained.values())))) is None:
+        return program, 0
+    sizes = {position: movable_bytes(state_sizes(optimizer, one), one.device) for position, one in trained.items()}
+    fetch, store = _OnPaper("fetch_state"), _OnPaper("store_state")
+    moves = {position: StateMoves(fetch, store, size) for position, size in sizes.items() if size} if moving else {}
+    changed = with_updates(program, dict.fromkeys(trained, _OnPaper("optimizer")), moves)
+    return changed, sum(moves[position].bytes for position in changed.updated if position in moves)
