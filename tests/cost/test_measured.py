@@ -6,6 +6,7 @@ import gc
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,21 @@ def test_the_peak_is_that_of_one_repetition() -> None:
         return torch.empty(1000, dtype=torch.uint8)
 
     assert timing.time_call(call, torch.device("cpu"), 1).peak_bytes == 1300
+
+
+@pytest.mark.parametrize(("spikes", "expected"), [((3,), 1000), ((0,), 1000), ((1, 3), 6000)])
+def test_what_another_thread_allocates_once_is_not_in_the_peak(spikes: tuple[int, ...], expected: int) -> None:
+    calls = iter(range(100))
+
+    def call() -> torch.Tensor:
+        made = torch.empty(1000, dtype=torch.uint8)
+        if next(calls) in spikes:
+            thread = threading.Thread(target=torch.empty, args=(5000,), kwargs={"dtype": torch.uint8})
+            thread.start()
+            thread.join()
+        return made
+
+    assert timing.time_call(call, torch.device("cpu"), 1).peak_bytes == expected
 
 
 def test_garbage_is_not_collected_while_operators_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
