@@ -45,6 +45,7 @@ def rematerialize(
     rescue: bool = True,
     chunked_loss: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
+    keep_gradients: bool = False,
     in_flight: int = 1,
 ) -> Model:
     """Make ``model``, any module, train inside a memory budget, in place; returns the same object.
@@ -73,6 +74,7 @@ def rematerialize(
         rescue: A pass that runs out of memory all the same runs again within a lower budget, said in the log.
         chunked_loss: Logits and their cross-entropy in pieces: never there as a whole, and sums not equal to the bit.
         optimizer: Updates parameters inside of the backward pass, so that gradients go at once; the loop stays as it is.
+        keep_gradients: Not so: they stay until the optimizer's step, for whatever reads all of them (clipping by their norm).
         in_flight: So many calls wait for their backward pass at once (micro-batches of a pipeline): the budget is for all.
             With more than one, a plan stays as it is made: ``planning`` waits, and there are no parts and no ``rescue``.
     """
@@ -83,7 +85,9 @@ def rematerialize(
     given = (budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
     more = (_planning(planning, planner, compiler), dynamic, max_programs, arena, offload, offload_budget, rescue)
     settings = Settings(*given, *more, chunked_loss, in_flight=in_flight)
-    model.forward = _prepared(model, settings, optimizer, args, kwargs or {})
+    if keep_gradients and optimizer is None:
+        raise PlanError("keep_gradients=True is said of an optimizer's; give optimizer=, too.")
+    model.forward = _prepared(model, settings, optimizer, keep_gradients, args, kwargs or {})
     return model
 
 
@@ -91,6 +95,7 @@ def _prepared(
     model: nn.Module,
     settings: Settings,
     optimizer: torch.optim.Optimizer | None,
+    keep_gradients: bool,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Rematerialized:
@@ -103,7 +108,8 @@ def _prepared(
         settings = dataclasses.replace(settings, optimizer_bytes=optimizer_state_bytes(optimizer, model)[1])
     runtime = Rematerialized(model, settings)
     if optimizer is not None:
-        runtime.optimizer = of_model(optimizer, model, settings.offload if settings.total_budget is not None else None)
+        memory = settings.offload if settings.total_budget is not None else None
+        runtime.optimizer = of_model(optimizer, model, memory, keeps=keep_gradients)
     if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
         try:
             runtime.prepare(args, kwargs)

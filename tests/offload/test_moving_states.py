@@ -57,7 +57,7 @@ class Net(nn.Module):
 class Pair:
     """A model in eager, and the same planned so that its optimizer's states have no room beside its passes."""
 
-    def __init__(self, make: Make, folder: Path, *, weights: int = 12, steps: int = 0) -> None:
+    def __init__(self, make: Make, folder: Path, *, weights: int = 12, steps: int = 0, **more: Any) -> None:
         torch.manual_seed(0)
         self.plain = Net()
         self.planned = copy.deepcopy(self.plain)
@@ -68,7 +68,7 @@ class Pair:
         held = sum(p.nbytes for p in self.planned.parameters()) + _batch(0).nbytes
         options: dict[str, Any] = {"planner": "auto{effort=0}", "offload": f"disk:{folder}", "optimizer": self.ours}
         self.total_bytes = held + weights * _WEIGHT
-        lowtide.rematerialize(self.planned, (_batch(0),), total_budget=self.total_bytes, **options)
+        lowtide.rematerialize(self.planned, (_batch(0),), total_budget=self.total_bytes, **options, **more)
 
     def losses(self) -> list[torch.Tensor]:
         self.number += 1
@@ -180,6 +180,32 @@ def test_gradients_that_are_added_up_or_kept(tmp_path: Path) -> None:
     pair.step()
     pair.check()
     assert len(pair.away) == 2 * LAYERS
+
+
+def test_clipping_by_the_norm_of_all_gradients(tmp_path: Path) -> None:
+    """They are kept, and states come one after the other in the step; there is no room for all of them."""
+    pair = Pair(_MAKES["AdamW of two groups"], tmp_path, weights=13, keep_gradients=True)
+    (plan,) = lowtide.plans(pair.planned)
+    assert "moving states" not in str(plan)
+    for _ in range(3):
+        for loss in pair.losses():
+            loss.backward()
+        norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in (pair.plain, pair.planned)]
+        assert torch.equal(*norms)
+        kept = [parameter.grad for parameter in pair.planned.parameters()]
+        measured = lowtide.measure(pair.ours.step)
+        pair.eager.step()
+        assert measured.peak_bytes < 8 * _WEIGHT  # not the 16 of all states
+        assert all(one is two.grad for one, two in zip(kept, pair.planned.parameters(), strict=True))
+        assert len(pair.away) == 2 * LAYERS
+        pair.eager.zero_grad()
+        pair.ours.zero_grad()
+    pair.check()
+
+
+def test_gradients_are_kept_for_no_optimizer() -> None:
+    with pytest.raises(lowtide.PlanError, match="give optimizer="):
+        lowtide.rematerialize(Net(), (_batch(0),), budget="100%", keep_gradients=True)
 
 
 def test_other_sizes_and_other_masks(tmp_path: Path) -> None:

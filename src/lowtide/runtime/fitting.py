@@ -17,6 +17,7 @@ from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.runtime.optimizer import UpdatingOptimizer
 from lowtide.settings import Settings, searches
+from lowtide.sharing.agreement import several_processes
 
 _CHEAP = 0.02  # overhead of a plan, up to which no state moves for less
 _SHARES = (0.0, 1.0, 0.5)  # of the bytes of states, that move
@@ -93,15 +94,21 @@ def _ranked(owner: Owner, optimizer: UpdatingOptimizer, updated: Sequence[int], 
         if searches(settings.planner):
             settings = dataclasses.replace(settings, planner=FIRST_PLANNER, planning="wait")
         try:
-            plan = _planned(owner, settings, updated, planned, share)[1]
+            program, plan = _planned(owner, settings, updated, planned, share)
         except InfeasibleBudgetError:
             if share:
                 break  # with fewer of them it does not fit either
             continue
-        times[share] = plan.time_ns
+        times[share] = plan.time_ns + (0 if program.updated else _transfers_ns(plan, settings.moved_bytes))
         if not share and plan.overhead <= _CHEAP:
             break
     return sorted(times, key=lambda share: times[share])
+
+
+def _transfers_ns(plan: Plan, nbytes: int) -> int:
+    """How long states come and go for a step after the pass, where little is computed beside them."""
+    memory = plan.costs.second_memory
+    return 0 if memory is None or not nbytes else memory.fetch_ns(nbytes) + memory.offload_ns(nbytes)
 
 
 def _planned(
@@ -118,7 +125,8 @@ def _planned(
 def _may_move(owner: Owner, optimizer: UpdatingOptimizer) -> bool:
     """Whether states are all there, and some could be elsewhere."""
     settings = owner.settings
-    return not optimizer.moving_share and settings.total_budget is not None and optimizer.movable_bytes(1.0) > 0
+    free = not (optimizer.moving_share or settings.total_budget is None or several_processes())
+    return free and optimizer.movable_bytes(1.0) > 0
 
 
 def _settings(owner: Owner, optimizer: UpdatingOptimizer, share: float) -> Settings:

@@ -8,6 +8,7 @@ state lies until the next update.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from lowtide.offload import Copy, Lease, SecondMemoryOf, open_memory
 from lowtide.offload.interface import ALIGNMENT
 from lowtide.program.optimizer_state import state_sizes
 from lowtide.program.updates import StateMoves
+from lowtide.runtime.optimizer_step import step_for
 
 _LEAST_BYTES = ALIGNMENT  # of a tensor that moves
 _LEAST_SHARE = 1e-3  # of all that may move, that the state of a parameter is
@@ -93,6 +95,9 @@ class MovingStates:
     def __init__(self, optimizer: Optimizer, memory: str, parameters: Sequence[torch.Tensor]) -> None:
         self.optimizer, self.share = optimizer, 0.0
         self._memory, self._parameters = memory, parameters
+        self._kept: list[
+            tuple[torch.Tensor, torch.Tensor | None]
+        ] = []  # parameters that were stepped, and their gradients
         self._leases: dict[int, tuple[Lease, int]] = {}
 
     def movable_bytes(self, share: float) -> int:
@@ -203,6 +208,36 @@ class MovingStates:
             there = {key: one for key, one in self._of(parameter).items() if _moves(one)}
             if there:
                 self.store(FetchedState(parameter, there))()
+
+    def step_kept(self) -> None:
+        """The optimizer's step for parameters whose states move and whose gradients were kept, one after the other, while the
+        next state comes and the former goes. The step that follows finds no gradients there, until ``show_kept``."""
+        self.show_kept()
+        chosen = [parameter for parameter in self._moving(self.share) if parameter.grad is not None]
+        groups = {id(one): group for group in self.optimizer.param_groups for one in group["params"]}
+        coming = [self.fetch(parameter) for parameter in chosen[:1]]
+        going: list[Callable[[], None]] = []
+        with torch.no_grad():
+            for parameter, following in itertools.zip_longest(chosen, chosen[1:]):
+                fetched = coming.pop()()
+                if going:
+                    going.pop()()
+                if following is not None:
+                    coming.append(self.fetch(following))
+                group, state = groups[id(parameter)], self.optimizer.state
+                self.update(parameter, fetched, functools.partial(step_for, self.optimizer, group, parameter, state))
+                self._kept.append((parameter, parameter.grad))
+                parameter.grad = None
+                going.append(self.store(fetched))
+        for end in going:
+            end()
+
+    def show_kept(self) -> None:
+        """Gradients that were kept are where they were."""
+        for parameter, gradient in self._kept:
+            parameter.grad = gradient
+        self._kept.clear()
+        self.send_away()
 
     def bring_home(self, parameters: Iterable[torch.Tensor]) -> None:
         """Fetch the states of ``parameters`` for whoever reads and writes them outside of a planned pass."""

@@ -43,12 +43,14 @@ class Call(Protocol):
 
 
 class UpdatingOptimizer:
-    """``optimizer`` for the parameters of a planned model. ``accumulating``: how many contexts say that gradients stay."""
+    """``optimizer`` for the parameters of a planned model. ``accumulating``: how many contexts say that gradients stay, which
+    they always do where it ``keeps`` them."""
 
-    def __init__(self, optimizer: Optimizer, name: str, states: MovingStates | None = None) -> None:
-        self.optimizer, self.name, self._states = optimizer, name, states
-        self.accumulating = 0
-        self._refusals = 0
+    def __init__(
+        self, optimizer: Optimizer, name: str, states: MovingStates | None = None, keeps: bool = False
+    ) -> None:
+        self.optimizer, self.name, self._states, self.accumulating = optimizer, name, states, 0
+        self._refusals = _MOST_REFUSALS if keeps else 0
         self._said: set[str] = set()
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self._updated: dict[int, torch.Tensor] = {}  # since the last step of the optimizer
@@ -86,9 +88,7 @@ class UpdatingOptimizer:
         """Have ``share`` of the states in the second memory from now on."""
         assert self._states is not None
         self._states.begin(share)
-        _LOG.info(
-            "%d bytes of states of %s lie in the second memory between updates", self.movable_bytes(share), self.name
-        )
+        _LOG.info("%d bytes of states of %s lie in the second memory", self.movable_bytes(share), self.name)
 
     def updated(self, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """Which of the flat inputs of a call may be updated in its backward pass; none where gradients are kept."""
@@ -302,9 +302,8 @@ class UpdatingOptimizer:
                 )
         self._used.clear()
         self._show(None)
-        if self._states is not None:  # the step reads and writes those of the parameters whose gradients were kept
-            groups = self.optimizer.param_groups
-            self._states.bring_home(one for group in groups for one in group["params"] if one.grad is not None)
+        if self._states is not None:
+            self._states.step_kept()
 
     def _show(self, spent: SpentGradients | None) -> None:
         """Gradients that are spent, in ``.grad``, or none there."""
@@ -320,7 +319,7 @@ class UpdatingOptimizer:
         self._updated.clear()
         self._skipped.clear()
         if self._states is not None:
-            self._states.send_away()
+            self._states.show_kept()
 
     def _order_state(self) -> None:
         """Put what is new into the order of the parameters, in which a step for all of them creates it."""
@@ -334,9 +333,9 @@ class UpdatingOptimizer:
         self._known = {id(parameter) for parameter in state}
 
 
-def of_model(optimizer: Any, model: nn.Module, memory: str | None = None) -> UpdatingOptimizer:
-    """``memory``: the name of a second memory that states may lie in. Raises ``PlanError`` for what is no optimizer, or not
-    that of the model."""
+def of_model(optimizer: Any, model: nn.Module, memory: str | None = None, *, keeps: bool = False) -> UpdatingOptimizer:
+    """``memory``: the name of a second memory that states may lie in. ``keeps``: gradients stay until its step. Raises
+    ``PlanError`` for what is no optimizer, or not that of the model."""
     if not isinstance(optimizer, Optimizer):
         raise PlanError(
             f"optimizer= takes a torch.optim.Optimizer, not {type(optimizer).__name__}; of a wrapper pass what is inside."
@@ -346,5 +345,6 @@ def of_model(optimizer: Any, model: nn.Module, memory: str | None = None) -> Upd
         raise PlanError(
             "the optimizer has none of the model's parameters; make it from model.parameters() of this model, on its device."
         )
-    states = None if memory is None else MovingStates(optimizer, memory, [*model.parameters()])
-    return UpdatingOptimizer(optimizer, type(model).__name__, states)
+    movable = memory is not None and plain_step(optimizer) is not None
+    states = MovingStates(optimizer, str(memory), [*model.parameters()]) if movable else None
+    return UpdatingOptimizer(optimizer, type(model).__name__, states, keeps)
