@@ -61,7 +61,7 @@ class SpentGradient(torch.Tensor):
         raise ExecutionError(
             f"{func} needs the gradient of a parameter of shape {list(_shape(args))}, but its optimizer has updated the "
             "parameter with it in the backward pass already, and it is gone. For what needs gradients between backward() and "
-            "step() (clipping by their norm, GradScaler, logging), leave out optimizer= in lowtide.rematerialize, or run the "
+            "step() (clipping by their norm, GradScaler, logging), give lowtide.rematerialize keep_gradients=True, or run the "
             "forward and backward pass inside lowtide.accumulating(model)."
         )
 
