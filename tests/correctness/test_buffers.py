@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.ao import quantization
 
 import lowtide
 from tests.support.networks import WithLoss, generator, residual_blocks, rows
-from tests.support.training import MINIMUM, compare_training, prepared
+from tests.support.training import MINIMUM, compare_training, make, prepared
 
 
 def _images(iteration: int) -> Any:
@@ -144,6 +145,66 @@ def test_what_no_plan_can_register(does: Callable[[Any], None], said: str) -> No
     with pytest.raises(lowtide.CaptureError, match=said):
         lowtide.rematerialize(model, (torch.randn(8, 16),), budget="100%", on_capture_error="error")
     assert model.scale is None and model.shift is not None and type(model.linear.bias) is nn.Parameter
+
+
+class _Leaky(nn.Module):
+    """A neuron whose buffer is its state, with its history, from call to call; its class knows all neurons."""
+
+    instances: ClassVar[list[nn.Module]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(0), persistent=False)
+        self.decay = nn.Parameter(torch.tensor(0.9))
+        self.instances.append(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.state.shape != x.shape:
+            self.state = torch.zeros_like(x)
+        self.state = self.decay * self.state + x.sigmoid()
+        return self.state
+
+    @classmethod
+    def forget(cls) -> None:
+        for neuron in cls.instances:
+            neuron.state = torch.zeros_like(neuron.state)  # type: ignore[assignment, arg-type]
+
+
+def _spiking() -> nn.Module:
+    _Leaky.instances.clear()
+    return nn.Sequential(nn.Linear(16, 24), _Leaky(), nn.Linear(24, 8), nn.Tanh(), _Leaky())
+
+
+def _unrolled(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    _Leaky.forget()
+    return torch.stack([model(x * step) for step in range(4)]).square().mean()
+
+
+class _Unrolled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _spiking()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _unrolled(self.inner, x)
+
+
+@pytest.mark.parametrize("inside", [False, True])  # of the model, which is no single program then
+def test_states_with_their_history(inside: bool) -> None:
+    batches = [torch.randn(32, 16, generator=generator(number)) for number in range(4)]
+    found = []
+    for planned in (False, True):
+        model = make(_Unrolled if inside else _spiking)
+        if planned:
+            lowtide.rematerialize(model, (batches[0],), budget="100%")
+        for x in batches:
+            loss = model(x) if inside else _unrolled(model, x)
+            loss.backward()
+            states = [(one.clone(), torch.tensor(one.requires_grad)) for one in model.buffers()]
+            gradients = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+            found.append([loss.detach(), *itertools.chain(*states), *gradients])
+    for eager, ours in zip(found[:4], found[4:], strict=True):
+        assert all(map(torch.equal, eager, ours)) and len(eager) == len(ours)
 
 
 class _Counters(nn.Module):

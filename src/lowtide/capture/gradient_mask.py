@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ def fits(mask: GradientMask, results: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested) -> GradientMask:
+def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested, states: Collection[int] = ()) -> GradientMask:
     """Which results a gradient will come back for: the scalars where there are some, with the results that depend on parameters
     of which the scalars know nothing (a scalar may be a part of a loss outside), else all that can have one. What the model
-    only left in attributes counts where it returned nothing of the kind.
+    only left in attributes counts where it returned nothing of the kind; ``states``, which it left in buffers with their
+    history, where it returned no scalar: the next call goes on from them.
 
     Only a guess. A backward pass that disagrees makes a program for what it really got.
     """
@@ -36,7 +37,7 @@ def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested) -> Gra
         others = [index for index in inner if index not in carried]
         chosen += [index for index in others if any(map(_is_leaf, below([results[index]], known)))]
     else:
-        chosen = [index for index in inner if index not in carried] or inner or able
+        chosen = [*([index for index in inner if index not in carried] or inner or able), *states]
     return tuple(index in chosen for index in range(len(results)))
 
 

@@ -23,7 +23,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowtide.capture.copies import State, copy_without_data
 from lowtide.capture.gradient_mask import fits, guess_mask
 from lowtide.capture.python_state import attribute_effects, backward_effects, random_numbers
-from lowtide.capture.python_state.buffer_effects import MadeBuffer, declared_buffers, new_buffers, registered
+from lowtide.capture.python_state.buffer_effects import (
+    MadeBuffer,
+    declared_buffers,
+    new_buffers,
+    registered,
+    with_states,
+)
 from lowtide.capture.python_state.caches import Caches
 from lowtide.capture.python_state.compared import NUMBERS, ComparedNumber, CountedNumber, standing_in
 from lowtide.capture.python_state.external_effects import ExternalEffects, hooks_of
@@ -198,14 +204,16 @@ class TracedModel:
         flat, result = structure.flatten_distinct((result, attribute_effects.written(model, before, self.assigned)))
         result = structure.with_argument_slots(result, structure.objects(self.call.arguments))
         result = _with_originals(result, copies)
+        left = with_states(flat, extra)
         flat, specs = local_results(flat, {id(whole): local for whole, local in zip(wholes, tensors, strict=True)})
         hidden = bases(flat, tensors)
-        guess = guess_mask(flat, result) + (False,) * len(hidden)
+        guess = guess_mask(flat, result, left.values()) + (False,) * len(hidden)
         flat += hidden
         mask = self.call.mask if self.call.mask and fits(self.call.mask, flat) else guess
         known = frozenset(name for everywhere in names for name in everywhere)
-        buffers = registered(model, extra, known, declared, len(flat))
-        without = [tensor.detach() for tensor in extra.values()]
+        without = [tensor.detach() for name, tensor in extra.items() if name not in left]
+        left |= {name: len(flat) + number for number, name in enumerate(name for name in extra if name not in left)}
+        buffers = registered(model, left, known, declared)
         outputs, viewed = outputs_of([*flat, *without], mask + (False,) * len(without), tensors)
         requires_grad = (*(tensor.requires_grad for tensor in flat), *(False for _ in without))
         self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, buffers, specs)

@@ -22,7 +22,9 @@ from lowtide.runtime.arriving import expected, place, prepared, wanted
 from lowtide.runtime.optimizer import UpdatingOptimizer
 from lowtide.runtime.rescue import Rescue
 
-ForMask = Callable[[GradientMask, bool], Lowered]  # whether gradients are kept
+ForMask = Callable[
+    [GradientMask, bool, Sequence[torch.Tensor]], Lowered
+]  # whether gradients are kept, and the flat inputs
 Node = tuple[tuple[int, int], ...]
 
 
@@ -235,7 +237,7 @@ class ModelCall:
         self.generator = None
         program = self.lowered.program
         mask = tuple(wanted(result, gradients) for result in program.results[: len(program.mask)])
-        lowered = self.lowered if mask == program.mask and not keeps else self.for_mask(mask, keeps)
+        lowered = self.lowered if mask == program.mask and not keeps else self.for_mask(mask, keeps, self.inputs)
         if list(map(place, lowered.program.results)) != list(map(place, program.results)):
             raise ExecutionError(
                 "the program for the gradients that arrived returns other tensors than the one that was run, so these cannot "

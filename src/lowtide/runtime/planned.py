@@ -113,8 +113,8 @@ class Planned(Programs):
         """The forward outputs of the planned program."""
         self.latest, self.ran = entry, self.ran + 1
 
-        def for_mask(mask: GradientMask, keeps: bool) -> Lowered:
-            other = entry if mask == entry.program.mask else self.entry_for(mask, entry)
+        def for_mask(mask: GradientMask, keeps: bool, given: Sequence[torch.Tensor]) -> Lowered:
+            other = entry if mask == entry.program.mask else self.entry_for(mask, entry, given)
             return (self.in_mode(other, ()) if keeps else other).lowered
 
         return run(entry.lowered, inputs, for_mask, self.in_terms, self.optimizer, self.rescue)

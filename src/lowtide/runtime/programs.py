@@ -299,15 +299,16 @@ class Programs:
         """The most that a program of this model was given."""
         return max((e.plan.budget_bytes for entries in self.entries.values() for e in entries), default=0)
 
-    def entry_for(self, mask: GradientMask, old: Entry) -> Entry:
-        """An entry for gradients that arrive otherwise; it takes the place of ``old``, which is kept in case they alternate."""
+    def entry_for(self, mask: GradientMask, old: Entry, inputs: Sequence[torch.Tensor]) -> Entry:
+        """An entry for gradients that arrive otherwise than for ``old``, which ran on these flat ``inputs``: it takes the place
+        of ``old``, which is kept in case they alternate."""
         if old in self.entries.get(old.key, ()):
             old.for_masks[old.program.mask] = old
         entry = old.for_masks.get(mask)
         if entry is None:
             with (
                 attribute_effects.undone(self.model, old.before),
-                buffer_effects.not_made(self.model, old.captured.contract.buffers),
+                buffer_effects.as_given(self.model, old.captured.contract.buffers, old.program.state_names, inputs),
                 torch.enable_grad(),
                 old.sample.autocast,
             ):

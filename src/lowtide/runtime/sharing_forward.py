@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -63,11 +63,11 @@ class SharingForward(Planned):
         costs = costs_from(program, member.branch.measured)
         return program, self.shared.plan(self, program, self._replaced, self.more_follow, costs)
 
-    def entry_for(self, mask: GradientMask, old: Entry) -> Entry:
+    def entry_for(self, mask: GradientMask, old: Entry, inputs: Sequence[torch.Tensor]) -> Entry:
         """In the backward pass, in the place of what ran in the forward pass."""
         self._replaced = old
         try:
-            new = super().entry_for(mask, old)
+            new = super().entry_for(mask, old, inputs)
         finally:
             self._replaced = None
         for one in self.shared.ran:

@@ -11,6 +11,7 @@ from torch import nn
 
 from lowtide.capture.python_state.paths import named
 from lowtide.errors import CaptureError
+from lowtide.program.local import spec_of
 
 
 class MadeBuffer(NamedTuple):
@@ -59,22 +60,33 @@ def declared_buffers(model: nn.Module) -> frozenset[str]:
     )
 
 
+def with_states(results: list[torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The numbers of those ``buffers`` among the ``results`` that have a history, such as a state that the next call goes on
+    from: they are added where they are none."""
+    states = {name: buffer for name, buffer in buffers.items() if buffer.requires_grad}
+    known = set(map(id, results))
+    results += {id(state): state for state in states.values() if id(state) not in known}.values()
+    numbers = {id(result): number for number, result in enumerate(results)}
+    return {name: numbers[id(state)] for name, state in states.items()}
+
+
 def registered(
-    model: nn.Module, buffers: Mapping[str, torch.Tensor], known: frozenset[str], declared: frozenset[str], first: int
+    model: nn.Module, results: Mapping[str, int], known: frozenset[str], declared: frozenset[str]
 ) -> dict[str, MadeBuffer]:
-    """How to put ``buffers`` in place, whose results begin at ``first``. ``known``: names that there were before."""
+    """How to put buffers in place, whose ``results`` have these numbers. ``known``: names that there were before."""
     made = {}
-    for number, name in enumerate(buffers):
+    for name, result in results.items():
         module, leaf = _owner(model, name)
         persistent = leaf not in module._non_persistent_buffers_set
-        made[name] = MadeBuffer(first + number, name not in known, name in declared, persistent)
+        made[name] = MadeBuffer(result, name not in known, name in declared, persistent)
     return made
 
 
 def put(model: nn.Module, places: Mapping[str, MadeBuffer], tensors: Sequence[torch.Tensor]) -> None:
     for name, place in places.items():
         module, leaf = _owner(model, name)
-        module._buffers[leaf] = tensors[place.result].detach()
+        tensor = tensors[place.result]
+        module._buffers[leaf] = tensor if tensor.requires_grad else tensor.detach()
         if place.made and place.persistent:
             module._non_persistent_buffers_set.discard(leaf)
         elif place.made:
@@ -82,20 +94,26 @@ def put(model: nn.Module, places: Mapping[str, MadeBuffer], tensors: Sequence[to
 
 
 @contextlib.contextmanager
-def not_made(model: nn.Module, places: Mapping[str, MadeBuffer]) -> Iterator[None]:
-    """Inside, the buffers that a call makes are not there."""
-    held = []
-    for name, place in places.items():
-        module, leaf = _owner(model, name)
-        if place.made and leaf in module._buffers:
-            held.append((module, dict(module._buffers)))
-            module._buffers[leaf] = None
-            if not place.declared:
-                del module._buffers[leaf]
+def as_given(
+    model: nn.Module, places: Mapping[str, MadeBuffer], names: Sequence[Sequence[str]], tensors: Sequence[torch.Tensor]
+) -> Iterator[None]:
+    """Inside, buffers are the ``tensors`` that a call was given, which had these ``names``: neither those that it left by its
+    ``places``, nor those of later calls."""
+    given = {name: tensor for every, tensor in zip(names, tensors, strict=False) for name in every}
+    held = [(path, module, dict(module._buffers)) for path, module in model.named_modules(remove_duplicate=False)]
     try:
+        for path, module, buffers in held:
+            for leaf, buffer in buffers.items():
+                name = f"{path}.{leaf}".lstrip(".")
+                if name in given and buffer is not None and spec_of(buffer) is None:
+                    module._buffers[leaf] = given[name]
+                elif name in places and places[name].made:
+                    module._buffers[leaf] = None
+                    if not places[name].declared:
+                        del module._buffers[leaf]
         yield
     finally:
-        for module, buffers in reversed(held):
+        for _, module, buffers in reversed(held):
             module._buffers.clear()
             module._buffers.update(buffers)
 

@@ -70,7 +70,7 @@ class Observer:
         self._namespaces: dict[int, tuple[Any, str]] = {}  # classes and modules that code can reach
         self._named = (0, 0)  # how many of both were looked at
         self._busy = False
-        self._unregistered: set[int] = set()  # modules that are not of the model
+        self._unregistered: set[int] = set()  # modules that are not of the model, as the run sees them
         self._model = (model, clone)
         self._arguments = arguments
         theirs = filter(code_names.is_third_party, map(type, model.modules()))
@@ -234,11 +234,11 @@ class Observer:
             self.reads.note("answer", token, "", token(), "what is registered as a subclass")
 
     def _look_at_module(self, seen: nn.Module, original: nn.Module, text: str) -> None:
-        """One that is not registered in the model."""
-        self.reads.hidden.setdefault(id(original), (original, put_together(original)))
+        """One that is not registered in the model: what it is made of counts where it is read itself."""
+        self.reads.note("type", original, "", type(original), f"the class of {text}")
         self._reach(type(seen), type(seen), "")
         for (name, inner), own in zip(seen.named_modules(), original.modules(), strict=False):
-            self._unregistered.add(id(own))
+            self._unregistered.add(id(inner))
             if id(inner) not in self._originals:
                 self._originals[id(inner)] = own
                 self._alive.append(inner)
@@ -300,35 +300,35 @@ class Observer:
         if (name in _WHOLE or name in _SAVING) and sys._getframe(2).f_globals.get("__name__") in _ASKING:
             return
         self._numbers.was_read(seen, None if name in _WHOLE else name)
-        original = self._originals.get(id(seen), ABSENT)
-        if known or original is ABSENT or threading.get_ident() != self._thread:
+        original = ABSENT if known else self._originals.get(id(seen), ABSENT)
+        if original is ABSENT or threading.get_ident() != self._thread:
             return
         self._noted.add(key)
         self._busy = True
+        if id(seen) in self._unregistered:
+            self.reads.hidden.setdefault(id(original), (original, put_together(original)))
         try:
             if name in _WHOLE:
                 self._note_whole(seen, original)
-            elif self._matters(original, name):
+            elif self._matters(seen, original, name):
                 self._note_one(seen, original, name)
         finally:
             self._busy = False
         self._drain()
 
-    def _matters(self, owner: Any, name: str) -> bool:
+    def _matters(self, seen: Any, owner: Any, name: str) -> bool:
         """Of modules, parameters and buffers are arguments of the program, and submodules are guarded by themselves."""
-        if not isinstance(owner, nn.Module) or (name == "training" and id(owner) in self._unregistered):
+        if not isinstance(owner, nn.Module) or (name == "training" and id(seen) in self._unregistered):
             return True
         own = vars(owner)
-        registered = any(name in own[registry] for registry in ("_parameters", "_buffers", "_modules"))
-        return (
-            not registered and name not in _INTERNAL and name not in _WHOLE and (name in own or name not in _INHERITED)
-        )
+        known = any(name in own[each] for each in ("_parameters", "_buffers", "_modules"))
+        return not (known or name in _INTERNAL or name in _WHOLE) and (name in own or name not in _INHERITED)
 
     def _note_whole(self, seen: Any, original: Any) -> None:
         """All attributes of an object are read."""
         self._numbers.was_read(seen, None)
         for name in fields(original):
-            if self._matters(original, name):
+            if self._matters(seen, original, name):
                 self._note_one(seen, original, name)
         own = own_attributes(original)
         if own is not None and not isinstance(original, nn.Module):
