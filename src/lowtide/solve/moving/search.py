@@ -42,7 +42,7 @@ _WARM = {0: 0, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2}  # the effort of their searches
 _PATIENT = {0: 0, 1: 0, 2: 1, 3: 2, 4: 3, 5: 4}  # how many pairs are searched with the whole effort
 _CELLS = 12  # of the dynamic programs over blocks
 _FAILURES = 2  # searches in vain, from the most that may move on, until the others are not tried
-_CLOSE = 2000  # a schedule within one part in so many of the program's time is good enough
+_CLOSE = 400  # a schedule within one part in so many of the program's time is good enough
 _ALWAYS = 2  # but for the first rounds, up to the programs over blocks
 
 
