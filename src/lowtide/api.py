@@ -16,8 +16,10 @@ from lowtide.errors import PlanError
 from lowtide.planning import Plan
 from lowtide.program.optimizer_state import optimizer_state_bytes
 from lowtide.progress import Progress, told
+from lowtide.runtime.caller import let_go
 from lowtide.runtime.model import Rematerialized
 from lowtide.runtime.optimizer import of_model
+from lowtide.runtime.planned import Planned
 from lowtide.settings import Settings, searches
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -106,6 +108,10 @@ def _prepared(
         )
     if optimizer is not None and settings.total_budget is not None:
         settings = dataclasses.replace(settings, optimizer_bytes=optimizer_state_bytes(optimizer, model)[1])
+    for module in model.modules():
+        copied = module.__dict__.get("forward")
+        if isinstance(copied, Planned) and copied.is_copied_in(module):
+            let_go(module, copied)
     runtime = Rematerialized(model, settings)
     if optimizer is not None:
         memory = settings.offload if settings.total_budget is not None else None
@@ -246,4 +252,4 @@ def _planned(model: nn.Module) -> Rematerialized:
 def runtime_of(model: nn.Module) -> Rematerialized | None:
     """The planned forward of ``model``, if it has one."""
     planned: Rematerialized | None = planned_forward(model)
-    return planned
+    return None if planned is None or planned.is_copied_in(model) else planned

@@ -82,11 +82,11 @@ class SharingGraph(SharingForward):
         self.more_follow = bool(getattr(getattr(module, "compile_subgraph_reason", None), "graph_break", False))
         self.untrained = False  # whether it is a teacher's, say: Dynamo cuts graphs where it must
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         if self.untrained:
             return self.original_forward(*args, **kwargs)
         try:
-            return super().__call__(*args, **kwargs)
+            return super().call(*args, **kwargs)
         except NoGradientError:
             self.untrained = True
             return self.original_forward(*args, **kwargs)

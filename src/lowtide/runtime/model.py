@@ -56,15 +56,15 @@ class Rematerialized(Planned):
         self._begin(self.model, self.settings, self.original_forward, self.had_instance_forward)
         self.optimizer = optimizer
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         if self._online is not None:
             return self.original_forward(*args, **kwargs)
         if self._root is None and is_sharded(self.model):
             self._begin_anew()
         if self._root is None:
-            return super().__call__(*args, **kwargs)
+            return super().call(*args, **kwargs)
         args, kwargs = self._root.received(args, kwargs)
-        return self._root.handed(super().__call__(*args, **kwargs))
+        return self._root.handed(super().call(*args, **kwargs))
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self._root is not None:
@@ -82,7 +82,7 @@ class Rematerialized(Planned):
         except Exception as error:
             if isinstance(error, InfeasibleBudgetError) and not began and self._was_whole:
                 self._go_whole(error)
-                return self(*args, **kwargs)
+                return self.call(*args, **kwargs)
             if not self._runs_in_parts:  # the call itself is wrong: that is no reason to run others in parts
                 self.parts = None
                 self._apart.clear()

@@ -63,15 +63,15 @@ class Part(SharingForward):
         self.changes = False  # it is none because its program is another one in every call
         self._new = 0  # programs, since one came again
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
             return self.original_forward(*args, **kwargs)
         if not self.parts.running or _saves_otherwise():
             return self.original_forward(*args, **kwargs)
         if self.outside is None:
             with self.parts.lifted(self.model):
                 try:
-                    return super().__call__(*args, **kwargs)
+                    return super().call(*args, **kwargs)
                 except NoGradientError:
                     self.outside = ""
                 except CaptureError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from lowtide.errors import CaptureError, ExecutionError
 from lowtide.lower import Lowered
 from lowtide.program import structure
 from lowtide.program.results import GradientMask
+from lowtide.runtime.caller import copied_module, has_copied, let_go
 from lowtide.runtime.checked import is_due, require_same
 from lowtide.runtime.entry import Entry, Names, Sample, Signature, signature
 from lowtide.runtime.programs import Programs
@@ -47,13 +49,35 @@ class Planned(Programs):
         self.had_instance_forward = had_instance_forward
         functools.update_wrapper(self, original_forward, updated=())
         self.ran = 0  # calls that ran by a plan
-        self._said_transformed = False
+        self._said_transformed = self._said_copied = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.original_forward(*args, **kwargs)
+        copied = copied_module(self, self._model(), sys._getframe(1))
+        return self.call(*args, **kwargs) if copied is None else self._run_copied(copied, args, kwargs)
+
+    def _run_copied(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not self._said_copied:
+            self._said_copied = True
+            _LOG.warning(
+                "a %s that has the attributes of a planned model runs without a plan, outside the budget: rematerialize it by "
+                "itself",
+                type(module).__name__,
+            )
+        let_go(module, self)
+        return module.forward(*args, **kwargs)
+
+    def is_copied_in(self, module: nn.Module) -> bool:
+        """Whether another module than the model has it as an attribute."""
+        return has_copied(module, self, self._model())
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """A call for the model itself."""
         model = self.model
         if args and args[0] is model:  # made a method of the model, as accelerate does when it takes its wrappers off
             model.forward, args = self, args[1:]
-        if not self._is_trained() or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not self._is_trained() or not torch.is_grad_enabled():
             return self.original_forward(*args, **kwargs)
         if is_transformed():
             if not self._said_transformed:

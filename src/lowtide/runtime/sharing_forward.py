@@ -34,9 +34,9 @@ class SharingForward(Planned):
         self.adapts = shared.settings.planning == "background"
         self._replaced: Entry | None = None  # by what is being planned in the backward pass
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         self.shared.enter(device_of((*args, *self.model.parameters())))
-        return super().__call__(*args, **kwargs)
+        return super().call(*args, **kwargs)
 
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         outputs = super().run(entry, inputs)

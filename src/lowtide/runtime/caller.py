@@ -1,0 +1,51 @@
+"""For which module a planned ``forward`` is called.
+
+It lies among the attributes of the module that was planned. A copy of these attributes (``copy.copy``, the replicas of
+``nn.DataParallel``, libraries that make functional copies of modules) has it as well, though its parameters may be others.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+from torch import nn
+
+from lowtide.errors import ExecutionError
+
+
+def copied_module(planned: Any, model: nn.Module | None, frame: types.FrameType) -> nn.Module | None:
+    """The other module for which the code in ``frame`` calls ``planned``, the ``forward`` of ``model``; ``None`` where that is
+    ``model`` itself.
+
+    The code of ``nn.Module``, and methods of modules, say so by their ``self``. Raises ``ExecutionError`` where other code has
+    such a copy in a variable: it may be for either.
+    """
+    variables = frame.f_locals
+    caller = variables.get("self")
+    named = [caller] if isinstance(caller, nn.Module) else [*variables.values()]
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(variables) is dict:
+        variables.clear()  # a snapshot, which would keep what it holds as long as the function runs
+    copied = next((one for one in named if has_copied(one, planned, model)), None)
+    if copied is None or copied is caller:
+        return copied
+    raise ExecutionError(
+        f"forward of a {type(copied).__name__} is called by itself where there is both a planned model and a copy of its "
+        "attributes, so that nobody can tell for which: call the module, module(x) instead of module.forward(x)."
+    )
+
+
+def has_copied(module: Any, planned: Any, model: nn.Module | None) -> bool:
+    """Whether it is another module than ``model``, among whose attributes ``planned`` is."""
+    if module is model or not issubclass(type(module), nn.Module) or vars(module).get("forward") is not planned:
+        return False
+    return model is None or type(module) is not type(model) or vars(module) is not vars(model)
+
+
+def let_go(module: nn.Module, planned: Any) -> None:
+    """Let a copy have the ``forward`` that it would have if the model had not been planned."""
+    if planned.had_instance_forward:
+        vars(module)["forward"] = planned.original_forward
+    else:
+        del vars(module)["forward"]
