@@ -372,9 +372,9 @@ def test_effects_of_hooks_are_refused() -> None:
 class _Watch(threading.Thread):
     """Counts and notes what passes there were, where it is told of one; ``times`` of them."""
 
-    def __init__(self, times: int) -> None:
+    def __init__(self, times: int, seen: Any) -> None:
         super().__init__(daemon=True)
-        self.times, self.latest, self.seen = times, 0.0, list[int]()
+        self.times, self.latest, self.seen = times, 0.0, seen
         self.told, self.noted = threading.Semaphore(0), threading.Semaphore(0)
         self.start()
 
@@ -382,7 +382,7 @@ class _Watch(threading.Thread):
         for number in range(self.times):
             self.told.acquire()
             self.latest = number + 0.5
-            _STATE["seen"].append(number)
+            self.seen.append(number)
             self.noted.release()
 
     def tell(self) -> None:
@@ -394,8 +394,8 @@ class _Watch(threading.Thread):
 @pytest.mark.parametrize("own", [True, False], ids=["in its own state", "once, elsewhere"])
 def test_what_another_thread_does_meanwhile_is_no_effect(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own state, as a progress bar's monitor, at any time; elsewhere it does so in one trace, and in no other one."""
-    monkeypatch.setitem(_STATE, "seen", _Unfollowed() if own else [])
-    watch = _Watch(100 if own else 1)
+    monkeypatch.setitem(_STATE, "seen", [])
+    watch = _Watch(100, _Unfollowed()) if own else _Watch(1, _STATE["seen"])
     monkeypatch.setitem(_STATE, "watch", watch)
     lowtide.plan(_Blocks(_Telling), (_SAMPLE,), budget="60%")
     assert watch.latest >= 0.5

@@ -23,6 +23,8 @@ from tests.fuzz.changed import Computes, rows
 _number = 0
 _iterator = itertools.count(1)
 _totals = {"calls": 0, "other": 3}
+_unread = 0
+_unread_totals = {"calls": 0}
 _queue = collections.deque([0])
 _bytes = bytearray(1)
 _local = threading.local()
@@ -168,14 +170,104 @@ class _Returned(nn.Module):
 def test_counters_that_nothing_depends_on() -> None:
     """They are left alone by the capture; a cache that the first call fills stays."""
     cache: dict[str, float] = {}
+    lengths: list[int] = []
 
     def compute(module: nn.Module, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        _of_totals()
+        global _unread
+        _unread += 1
+        _unread_totals["calls"] += 1
+        lengths.append(len(x))
         return y * cache.setdefault("scale", 2.0)
 
-    before = dict(_totals)
     lowtide.rematerialize(Computes(compute), (rows(),), budget="100%", planner="keep-all")
-    assert _totals == before and cache == {"scale": 2.0}
+    assert (_unread, _unread_totals, lengths) == (0, {"calls": 0}, []) and cache == {"scale": 2.0}
+
+
+def _at_sixth(self: Any, y: torch.Tensor, count: Any) -> torch.Tensor:
+    return y * 2 if count > 5 else y
+
+
+def _global_late(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    _of_variable()
+    return _at_sixth(self, y, _number)
+
+
+def _dictionary_late(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return _at_sixth(self, y, _of_totals())
+
+
+def _object_late(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    _object.counted()
+    return _at_sixth(self, y, getattr(_object, "num" + "ber"))
+
+
+def _asked_for_its_class(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    self.held += 1
+    return _at_sixth(self, y, self.held) if type(self.held) is int else y
+
+
+def _as_text(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    self.held += 1
+    return _at_sixth(self, y, len(f"{self.held:x<{self.held}}"))
+
+
+def _in_hook(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    self.held += 1
+    y = y.clone()
+    y.register_hook(lambda gradient: _at_sixth(self, gradient, self.held))
+    return y
+
+
+def _as_length(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    self.held.append(1)
+    return _at_sixth(self, y, len(self.held))
+
+
+def _joined(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    self.held = (*self.held, 1)
+    return _at_sixth(self, y, len(self.held))
+
+
+def _next(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return _at_sixth(self, y, next(self.held))
+
+
+LATE: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], Any]]] = {
+    "global variable": (_global_late, int),
+    "dictionary": (_dictionary_late, int),
+    "object": (_object_late, int),
+    "asked for its class": (_asked_for_its_class, int),
+    "as text": (_as_text, int),
+    "in a hook": (_in_hook, int),
+    "length of a list": (_as_length, list),
+    "length of a tuple": (_joined, tuple),
+    "iterator": (_next, itertools.count),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_counters_that_matter_in_a_later_call(case: str) -> None:
+    """No three calls in a row show that the sixth is another program: what reads the counter is not planned."""
+    compute, make = LATE[case]
+    found = []
+    for planned in (False, True):
+        _totals["calls"] = _object.number = 0
+        globals().update(_number=0)
+        torch.manual_seed(0)
+        model = nn.Sequential(Computes(compute, lambda module: setattr(module, "held", make())))
+        model.append(nn.Identity())
+        if planned:
+            with pytest.raises(lowtide.CaptureError, match="forward pass changes"):
+                lowtide.rematerialize(model, (rows(),), budget="100%", on_capture_error="error")
+            lowtide.rematerialize(model, budget="100%", planner="keep-all")
+        steps = []
+        for step in range(8):
+            model.zero_grad()
+            loss = model(rows() + step)
+            loss.backward()
+            steps.append((loss.item(), model[0].linear.weight.grad.tolist()))
+        found.append(steps)
+    assert found[0] == found[1]
 
 
 def test_a_hook_that_counts() -> None:

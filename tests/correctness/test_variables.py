@@ -68,7 +68,7 @@ class _Model(nn.Module):
         self.head.register_forward_hook(lambda module, args, result: result * _settings.inner.power)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        _seen.append(len(_seen))
+        _seen.append(0)
         self._count()
         y = _function(self.linear(x)) * _number + _offset
         y = self.head(_helper(self.scaled(y)))

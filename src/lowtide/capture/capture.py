@@ -174,8 +174,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
         if learned is not None:
             return learned
         if effects is None and (traced.run.changes or outside):
-            names = [read.text for read in outside]
-            effects = rehearse(call, held, names, [one.place for one in traced.compared()])
+            effects = rehearse(call, held, traced.reads, outside, [one.place for one in traced.compared()])
             if effects.tensors or effects.carried:
                 return replace(known, effects=effects, follow=known.attributes | effects.carried)
     except Exception as error:

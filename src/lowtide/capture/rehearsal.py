@@ -15,10 +15,12 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.capture.copies import copy_without_data
-from lowtide.capture.python_state import attribute_effects
+from lowtide.capture.python_state import attribute_effects, counters
+from lowtide.capture.python_state.counters import Readers
 from lowtide.capture.python_state.external_effects import ExternalEffects
 from lowtide.capture.python_state.paths import AttributePath, named, tensors_in, texts, value_at
 from lowtide.capture.python_state.random_numbers import untouched
+from lowtide.capture.python_state.reads import Place, Read, Reads
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of, known_value
 from lowtide.capture.trace.joint import as_traced
 from lowtide.capture.traced_model import TracedCall
@@ -45,12 +47,13 @@ class Effects:
 def rehearse(
     traced: TracedCall,
     followed: Sequence[torch.Tensor],
-    outside: Sequence[str] = (),
+    reads: Reads,
+    outside: Sequence[Read] = (),
     compared: Collection[AttributePath] = (),
 ) -> Effects:
-    """What a call does to the attributes; calls of one copy of the model find out. ``outside``: names of what each call changes
-    outside of the model; ``compared``: attributes that are only compared, and that planned calls count on, or set, too. Raises
-    ``CaptureError`` where calls do not settle, see ``python_state.attribute_effects``."""
+    """What a call does to the attributes; calls of one copy of the model find out. ``reads``: what its code reads, and of that
+    ``outside`` what each call changes outside of the model; ``compared``: attributes that are only compared, and that planned
+    calls count on, or set, too. Raises ``CaptureError`` where calls do not settle, see ``python_state.attribute_effects``."""
     model, state, tensors = traced.model, traced.state, traced.tensors
     mode = AnsweringFakeMode()
     count = len(state.tensors) + len(followed)
@@ -65,7 +68,7 @@ def rehearse(
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in wholes[count:]]
         called, before = RehearsedCall(wholes[:count], len(state.tensors), inputs), attribute_effects.snapshot(clone)
         args, kwargs = structure.unflatten(traced.arguments, inputs)
-        outer = ExternalEffects(clone, (*args, *kwargs.values()))
+        outer, variables = ExternalEffects(clone, (*args, *kwargs.values())), counters.as_now(outside)
         with as_traced(), untouched(), traced.caches.without_fakes(), outer, mode:
             with called:
                 result = clone.forward(*args, **kwargs)
@@ -73,22 +76,27 @@ def rehearse(
             if outside or (calls or [called])[0].changes.plain:
                 with called:
                     called.differentiate(result, [*wholes[:count], *inputs])
+        called.outside = {read.place for read in counters.changed(variables)}
         return called
 
     for _ in range(2):
         calls.append(call())
     if outside or _common(calls, compared):
         calls.append(call())  # a third tells what goes on from what settles later
-    if outside and calls[1].operators != calls[2].operators:
+    readers = Readers(model, reads)
+    always = [one for one in outside if all(one.place in called.outside for called in calls)]  # not by another thread
+    lost = outside if outside and calls[1].operators != calls[2].operators else readers.of(always)
+    if lost:
+        names = named([one.text for one in lost])
         raise CaptureError(
-            f"the program depends on what its own forward pass changes outside of the model ({named(outside)}), so it is "
-            "another one from call to call. Change that outside of the forward pass and pass it as a tensor, keep it in a "
-            "buffer (self.register_buffer(...), self.steps.add_(1)), or run the model under lowtide.online."
+            f"the program depends on what its own forward pass changes outside of the model ({names}), or may do so in a later "
+            "call. Change that outside of the forward pass and pass it as a tensor, keep it in a buffer "
+            "(self.register_buffer(...), self.steps.add_(1)), or run the model under lowtide.online."
         )
-    return _effects(calls, compared)
+    return _effects(calls, compared, readers)
 
 
-def _effects(calls: Sequence[RehearsedCall], known: Collection[AttributePath]) -> Effects:
+def _effects(calls: Sequence[RehearsedCall], known: Collection[AttributePath], readers: Readers) -> Effects:
     """What calls in a row do to the attributes beside those that are ``known``. Raises ``CaptureError``, see
     ``python_state.attribute_effects``."""
     first, second = calls[:2]
@@ -106,16 +114,17 @@ def _effects(calls: Sequence[RehearsedCall], known: Collection[AttributePath]) -
     counted = _common(calls, known)
     constant = not any(first.left[place].tensors & first.depending for place in once)
     same = first.draws == second.draws and (bool(once) or first.operators == second.operators)
-    if counted and (late or not constant or not same):
+    depending = counted if late or not constant or not same else readers.of_attributes(counted)
+    if depending:
         raise CaptureError(
-            f"the program depends on attributes that its own forward pass changes ({texts(counted)}), so it is another one "
-            "from call to call. Where that is so in the first calls only, call the model before it is rematerialized; "
-            "otherwise use lowtide.online."
+            f"the program depends on attributes that its own forward pass changes ({texts(depending)}), or may do so in a "
+            "later call. Where they change in the first calls only, call the model before it is rematerialized; keep a number "
+            "that is counted on in a buffer (self.register_buffer(...), self.steps.add_(1)), or use lowtide.online."
         )
     if counted:
         _LOG.warning(
-            "the forward pass changes plain attributes (%s) in every call, which planned calls leave as they are; no operator "
-            "depends on them now",
+            "the forward pass changes plain attributes (%s) in every call, which planned calls leave as they are; nothing "
+            "reads them",
             texts(counted),
         )
     refilled = {place for place, left in second.left.items() if left.refilled}
@@ -142,7 +151,7 @@ class _Left(NamedTuple):
 
 class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, one forward pass: what it reads or moves from attribute to attribute, what depends on its inputs, which operators
-    run on what, and what it leaves behind.
+    run on what, and what it leaves behind, or changes ``outside`` of the model.
 
     ``state``: parameters, buffers and, after the first ``registered`` ones, tensors in attributes; ``inputs``: the tensors of
     the call. Tensors are told apart by identity.
@@ -157,6 +166,7 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators: list[Any] = []
         self.read: set[int] = set()
         self.draws = 0
+        self.outside: set[Place] = set()
         self.changes = attribute_effects.Changes()
         self.left: dict[AttributePath, _Left] = {}
         self.kept: list[Any] = [state, inputs]

@@ -14,7 +14,7 @@ that gets tensors in every call (an auxiliary loss)    a result of the program, 
 ... from which the next call computes (hidden state)   an input of the program too, as a buffer is
 that gets tensors in the first call (a cached mask)    a result; the next call finds it there, and is another program
 that is a number which is counted on                   counted on by planned calls too, see ``python_state.compared``
-that gets other values in every call (a list of them)  left as it is, said in the log, where nothing depends on it
+that gets other values in every call (a list of them)  left as it is, said in the log, where nothing reads it
 =====================================================  ==========================================================
 """
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dis
 import functools
 import os
+import re
 import site
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +27,16 @@ _TRUSTED = (__name__.partition(".")[0] + ".", "torch.")  # whose code knows what
 _LIBRARIES = tuple({*site.getsitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<frozen"})
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+_LOADING = (*_GLOBAL, *_ATTRIBUTE, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 _BY_STRING = {"getattr", "hasattr", "attrgetter", "methodcaller"}  # take names of attributes in strings
 BY_COMPUTED_NAME = {"getattr", "vars", "__dict__"}  # reach any attribute of a module
 _OWN_NAMESPACE = {"globals", "eval", "exec"}  # reach any variable
+_ADDING = {"append", "appendleft", "extend", "add", "update"}  # methods of containers that return nothing
+# Of the operators behind what is loaded: those that store it after arithmetic, or an item of it.
+_COUNTING = re.compile(
+    r"LOAD_(CONST|FAST|SMALL_INT) BINARY_OP ((SWAP |LOAD_FAST )?STORE_(?P<place>GLOBAL|NAME|DEREF|ATTR)) "
+    r"|LOAD_(CONST|FAST|SMALL_INT) COPY COPY BINARY_(SUBSCR|OP) LOAD_(CONST|FAST|SMALL_INT) BINARY_OP SWAP SWAP STORE_SUBSCR "
+)
 _OURS = str(Path(__file__).parents[2])
 # What a process is asked for under these names, where no variable shows the answer.
 _ENVIRONMENT = {"environ", "environb", "getenv", "expandvars", "expanduser"}
@@ -209,6 +217,49 @@ def asks_for_types(function: types.FunctionType) -> bool:
     instructions = [item for part in codes(function.__code__) for item in dis.get_instructions(part)]
     places = [i for i, item in enumerate(instructions) if item.opname in _GLOBAL and item.argval == "type"]
     return any(instructions[i + 1].argval != "self" or "CALL" not in instructions[i + 2].opname for i in places)
+
+
+def is_read(name: str, functions: Iterable[types.FunctionType], by_string: bool) -> bool:
+    """Whether functions do more with variables or attributes of this name than to count on or in them, or to add to them; also
+    where none names it, and where code may read it ``by_string``, or all of what there is."""
+    hidden = {*BY_COMPUTED_NAME, *_OWN_NAMESPACE} - (set() if by_string else {"getattr"})
+    uses: set[bool] = set()
+    for function in functions:
+        names = names_in(function.__code__)
+        uses |= _uses(function.__code__, name) | ({True} if names.all & hidden or _spells(function, name) else set())
+    return uses != {False}
+
+
+def _spells(function: types.FunctionType, name: str) -> bool:
+    return any(name == constant for part in codes(function.__code__) for constant in part.co_consts)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _uses(code: types.CodeType, name: str) -> frozenset[bool]:
+    """For each time that code loads what has this name, whether it is for more than to write to it."""
+    parts = [[item for item in dis.get_instructions(part) if item.opname != "CACHE"] for part in codes(code)]
+    return frozenset(
+        not _is_only_written(part[place + 1 :], name)
+        for part in parts
+        for place, item in enumerate(part)
+        if item.argval == name and item.opname in _LOADING
+    )
+
+
+def _is_only_written(after: Sequence[dis.Instruction], name: str) -> bool:
+    """Whether what has been loaded from this name goes back to it, or is there to be added to."""
+    counting = _COUNTING.match("".join(f"{item.opname} " for item in after[:10]))
+    if counting is not None:
+        count = counting.group().count(" ")
+        return counting["place"] is None or after[count - 1].argval == name
+    if after[0].opname in _ATTRIBUTE and after[0].argval in _ADDING:
+        return True
+    depth = 0
+    for item in after:
+        depth += dis.stack_effect(item.opcode, item.arg, jump=False)
+        if item.opcode in dis.hasjrel or item.opcode in dis.hasjabs or depth <= 0:
+            return depth == -2 and item.opname == "STORE_SUBSCR"  # under the key alone
+    return False
 
 
 def functions_of(kind: type) -> Iterator[Any]:

@@ -1,7 +1,8 @@
 """What every forward pass changes outside of the model and reads there: a counter in a global variable or a closure, say.
 
-A planned call does not run the code that counts, so no operator may depend on it (``rehearsal``); and a capture is no call, so
-it leaves what is counted as it was. What only a first call changes is a cache, and stays filled.
+A planned call does not run the code that counts, so no operator may depend on it (``rehearsal``), nor come to do so in a later
+call: no code may read it (``Readers``). And a capture is no call, so it leaves what is counted as it was. What only a first
+call changes is a cache, and stays filled.
 """
 
 from __future__ import annotations
@@ -16,15 +17,50 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
+from torch import nn
 
+from lowtide.capture.python_state.code_names import functions_of, is_read, is_trusted
+from lowtide.capture.python_state.paths import AttributePath, leaf
 from lowtide.capture.python_state.reads import Content, Contents, Read, Reads, identical
 from lowtide.program.objects import ABSENT, MUTABLE, content, current, own_attributes, reachable, refill
+
+_OF_OBJECTS = ("attribute", "slot", "class")
 
 
 def changed(reads: Reads) -> list[Read]:
     """Of what one run read, what it left otherwise."""
     before = Contents(reads.contents)
     return [read for read in reads.values.values() if not before.same(read.value, current(*read[:3]))]
+
+
+def as_now(some: Iterable[Read]) -> Reads:
+    """The same, with what is there now."""
+    reads = Reads({one.place: one._replace(value=current(*one[:3])) for one in some})
+    Contents(reads.contents).keep(one.value for one in reads.values.values())
+    return reads
+
+
+class Readers:
+    """The functions of a model, and those that its code names: all that may read what a call of it leaves."""
+
+    def __init__(self, model: nn.Module, reads: Reads) -> None:
+        self._model = model
+        named = [read.owner for read in reads.values.values() if (read.kind, read.name) == ("made of", "__code__")]
+        kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not is_trusted(kind)}
+        methods = [one for kind in kinds for one in functions_of(kind) if isinstance(one, types.FunctionType)]
+        self._functions = [*dict.fromkeys([*named, *methods])]
+
+    def of(self, variables: Iterable[Read]) -> list[Read]:
+        """Those that they may do more with than to write to them."""
+        return [one for one in variables if self._read(one.name, one.kind in _OF_OBJECTS)]
+
+    def of_attributes(self, places: Iterable[AttributePath]) -> list[AttributePath]:
+        """The same of attributes of the model; PyTorch's own modules know what they do with theirs."""
+        modules = ((place, type(self._model.get_submodule(place[0]))) for place in places)
+        return [place for place, kind in modules if not is_trusted(kind) and self._read(leaf(place), by_string=True)]
+
+    def _read(self, name: str, by_string: bool) -> bool:
+        return is_read(name, self._functions, by_string)
 
 
 def put_back(counters: Iterable[Read], reads: Reads) -> None:

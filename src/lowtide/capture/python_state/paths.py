@@ -136,6 +136,11 @@ def root(place: AttributePath) -> AttributePath:
     return place[0], place[1].split(_WITHIN)[0]
 
 
+def leaf(place: AttributePath) -> str:
+    """The attribute's own name."""
+    return place[1].split(_WITHIN)[-1]
+
+
 def named(names: Sequence[str]) -> str:
     """The first few of them."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
