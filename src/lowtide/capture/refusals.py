@@ -10,11 +10,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from lowtide.capture.python_state.held_inputs import holding
+from lowtide.capture.python_state.held_inputs import holding, memory_of
 from lowtide.capture.python_state.paths import AttributePath, of_modules, tensors_in
 from lowtide.capture.trace.writes import WriteError
 from lowtide.capture.traced_model import NO_SAVED_TENSORS_HOOKS
 from lowtide.errors import CaptureError
+from lowtide.program import Program, targets
 from lowtide.program.sharded import GatheredForm, is_sharded
 from lowtide.program.source import is_user_file
 
@@ -123,6 +124,24 @@ def refuse_merged(metadata: Any, fakes: Sequence[torch.Tensor]) -> None:
             "the forward pass writes into memory that several buffers or arguments share (a view of a buffer that is a "
             "buffer itself, say), which a plan cannot follow. Form the view in the forward pass, pass a copy, or run it "
             "under lowtide.online."
+        )
+
+
+def refuse_aliases(program: Program, inputs: Sequence[torch.Tensor]) -> None:
+    """Raises ``CaptureError`` where a constant shares the memory of one of the ``inputs`` into which the program writes."""
+    writes = {
+        op.inputs[0] for op, call in zip(program.graph.ops, program.calls, strict=True) if call.target is targets.update
+    }
+    written = {
+        memory_of(tensor)
+        for value, tensor in zip(program.inputs, inputs, strict=True)
+        if value is not None and value in writes
+    }
+    if any(memory_of(constant) in written for constant in program.constants.values()):
+        raise CaptureError(
+            "the forward pass writes into a buffer or an argument, and reads the same memory by a variable (a global one that "
+            "holds the model, say), where a plan would find what was there before. Read it through the model, or run it under "
+            "lowtide.online."
         )
 
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.copies import State, copy_without_data
 from lowtide.capture.gradient_mask import fits, guess_mask
-from lowtide.capture.python_state import attribute_effects, backward_effects, random_numbers
+from lowtide.capture.python_state import attribute_effects, backward_effects, random_numbers, twice
 from lowtide.capture.python_state.buffer_effects import (
     MadeBuffer,
     declared_buffers,
@@ -48,7 +48,7 @@ from lowtide.capture.trace.writes import RefuseWrites
 from lowtide.errors import CaptureError
 from lowtide.program import structure
 from lowtide.program.local import distributed, local_results
-from lowtide.program.objects import current, is_open, parts_of, reachable
+from lowtide.program.objects import CONTAINERS, current, is_open, parts_of, reachable
 from lowtide.program.results import GradientMask, Viewed, bases, outputs_of
 from lowtide.program.source import user_source
 
@@ -189,6 +189,10 @@ class TracedModel:
             noting = self.latest_reads, self._modules, standing
             observer = Observer(self.call.model, model, copies, *noting, [*parts_of((args, kwargs))])
             result, reached = self._forward(model, args, kwargs, state, observer)
+        sources = dict(zip(map(id, (*state, *held)), (*self.call.state.registered, *self.held), strict=True))
+        given_objects = reachable([args, kwargs], lambda one: is_open(one) or isinstance(one, CONTAINERS))
+        seen = observer.originals | {id(one): one for one in given_objects}
+        twice.refuse_writes(seen, copies, sources, observer.written, self.latest_reads.contents)
         extra = new_buffers(model, names, state)
         if [tensor.requires_grad for tensor in tensors] != wanting:
             raise CaptureError(

@@ -61,11 +61,11 @@ def inputs_at(
     views of ``state``, are followed at all places."""
     known = set(map(id, state))
     found = [(place, index, t) for place, value in of_modules(model) for index, t in enumerate(tensors_in(value))]
-    roots, shared = set(map(root, places)), set(map(_storage, state))
+    roots, shared = set(map(root, places)), set(map(memory_of, state))
     wanted = {
         id(t): t
         for place, _, t in found
-        if (place in roots or t.requires_grad or _storage(t) in shared) and id(t) not in known
+        if (place in roots or t.requires_grad or memory_of(t) in shared) and id(t) not in known
     }
     everywhere = (tuple((place, index) for place, index, t in found if id(t) == key) for key in wanted)
     return list(wanted.values()), HeldInputs(tuple(everywhere))
@@ -87,11 +87,12 @@ def held_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 def holding(model: nn.Module, tensor: torch.Tensor) -> frozenset[AttributePath]:
     """The attributes with this tensor in them, or one that shares its memory."""
-    storage = _storage(tensor)
-    return frozenset(p for p, value in of_modules(model) if any(_storage(t) == storage for t in tensors_in(value)))
+    storage = memory_of(tensor)
+    return frozenset(p for p, value in of_modules(model) if any(memory_of(t) == storage for t in tensors_in(value)))
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def memory_of(tensor: torch.Tensor) -> int:
+    """By which tensors that share their memory are known."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse, or made of other tensors

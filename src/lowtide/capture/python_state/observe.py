@@ -61,7 +61,7 @@ class Observer:
         self.reads = reads
         self._noted, self.written = set[tuple[int, str]](), set[tuple[int, str]]()
         self._thread = threading.get_ident()
-        self._originals: dict[int, Any] = {}  # of what the run sees, by its id
+        self.originals: dict[int, Any] = {}  # of what the run sees, by its id
         self._copied = copies
         self._alive: list[Any] = [clone]  # no id comes again
         self._modules, self._classes, self._numbers = modules, NotingClasses(), numbers
@@ -101,12 +101,12 @@ class Observer:
             self._reach(part, part, "an argument")
         names = dict(model.named_modules())
         for (name, original), seen in zip(names.items(), clone.modules(), strict=True):
-            self._originals[id(seen)] = original
-            text = name or type(model).__name__
+            self.originals[id(seen)] = original
+            text, copied = name or type(model).__name__, own_attributes(seen) or {}
             self._reach(type(seen), type(original), "")
             for key, value in own_attributes(original).items():  # type: ignore[union-attr]
                 if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-                    self._reach(value, value, f"{text}.{key}")
+                    self._reach(copied.get(key, value), value, f"{text}.{key}")
             if original is not model:
                 self._reach_hooks(seen, original, text)
         self._begin_forward((own_attributes(clone) or {}).get("forward"))
@@ -127,8 +127,8 @@ class Observer:
             self.reads.note("layout", original, "", current("layout", original, ""), f"the layout of {text}")
             self._texts.setdefault(id(original), text)
             self._note_whole(seen, original)
-        elif seen is not ABSENT and type(seen) not in _ATOMS and id(seen) not in self._originals:
-            self._originals[id(seen)] = original
+        elif seen is not ABSENT and type(seen) not in _ATOMS and id(seen) not in self.originals:
+            self.originals[id(seen)] = original
             self._alive.append(seen)
             self._waiting.append((seen, original, text))
 
@@ -156,7 +156,7 @@ class Observer:
             self.reads.contents.setdefault(id(original), Content(original, referents))
             for referent in referents:
                 inner = referent if seen is original else seen
-                self._originals.pop(id(inner), None)
+                self.originals.pop(id(inner), None)
                 self._reach(inner, referent, text)
         elif isinstance(seen, types.FunctionType):
             self._look_at_function(seen)
@@ -239,8 +239,8 @@ class Observer:
         self._reach(type(seen), type(seen), "")
         for (name, inner), own in zip(seen.named_modules(), original.modules(), strict=False):
             self._unregistered.add(id(inner))
-            if id(inner) not in self._originals:
-                self._originals[id(inner)] = own
+            if id(inner) not in self.originals:
+                self.originals[id(inner)] = own
                 self._alive.append(inner)
                 self._reach(type(inner), type(inner), f"{text}.{name}")
             self._reach_hooks(inner, own, f"{text}.{name}")
@@ -276,8 +276,8 @@ class Observer:
         kind = type(seen)
         if str(kind.__module__).partition(".")[0] in _OPAQUE or not kind.__flags__ & _HEAP_TYPE:
             return
-        if id(kind) not in self._originals:
-            self._originals[id(kind)] = kind
+        if id(kind) not in self.originals:
+            self.originals[id(kind)] = kind
             self._look_at_class(kind)  # while it is as its author left it
         self._texts[id(original)] = text
         self.reads.note("type", original, "", type(original), f"the class of {text}")
@@ -293,15 +293,14 @@ class Observer:
         self.written.add((id(seen), name))
 
     def _note_read(self, seen: Any, name: str) -> None:
-        key = (id(seen), name)
-        known = key in self._noted or key in self.written
+        key, original = (id(seen), name), self.originals.get(id(seen), ABSENT)
+        known = key in self._noted or not {key, (id(original), name)}.isdisjoint(self.written)
         if self._busy or (known and key[0] not in self._numbers.bare):
             return
         if (name in _WHOLE or name in _SAVING) and sys._getframe(2).f_globals.get("__name__") in _ASKING:
             return
         self._numbers.was_read(seen, None if name in _WHOLE else name)
-        original = ABSENT if known else self._originals.get(id(seen), ABSENT)
-        if original is ABSENT or threading.get_ident() != self._thread:
+        if known or original is ABSENT or threading.get_ident() != self._thread:
             return
         self._noted.add(key)
         self._busy = True
