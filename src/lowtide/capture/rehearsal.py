@@ -81,7 +81,7 @@ def rehearse(
 
     for _ in range(2):
         calls.append(call())
-    if outside or _common(calls, compared):
+    if outside or _common(calls, compared) or _other_beside_tensors(calls):
         calls.append(call())  # a third tells what goes on from what settles later
     readers = Readers(model, reads)
     always = [one for one in outside if all(one.place in called.outside for called in calls)]  # not by another thread
@@ -111,10 +111,11 @@ def _effects(calls: Sequence[RehearsedCall], known: Collection[AttributePath], r
             "with them, so no program holds for all calls. Where their shapes settle after some calls, call the model before "
             "it is rematerialized; otherwise run it under lowtide.online."
         )
-    counted = _common(calls, known)
+    counted = _common(calls, known) + _other_beside_tensors(calls)
     constant = not any(first.left[place].tensors & first.depending for place in once)
     same = first.draws == second.draws and (bool(once) or first.operators == second.operators)
-    depending = counted if late or not constant or not same else readers.of_attributes(counted)
+    beside = bool(counted) and not set(every).isdisjoint(counted)
+    depending = counted if late or not constant or not same or beside else readers.of_attributes(counted)
     if depending:
         raise CaptureError(
             f"the program depends on attributes that its own forward pass changes ({texts(depending)}), or may do so in a "
@@ -141,12 +142,20 @@ def _common(calls: Sequence[RehearsedCall], known: Collection[AttributePath]) ->
     return [place for place in every if place not in known]
 
 
+def _other_beside_tensors(calls: Sequence[RehearsedCall]) -> list[AttributePath]:
+    """The attributes in which the last call put tensors together with other plain values than the call before."""
+    last, latter = calls[-1].left, calls[-2].left
+    return [place for place in last if place in latter and last[place].plain != latter[place].plain]
+
+
 class _Left(NamedTuple):
-    """What a call left in an attribute: tensors by identity, their layout, and whether a container has nothing else in it."""
+    """What a call left in an attribute: tensors by identity, their layout, whether a container has nothing else in it, and what
+    else the call put there."""
 
     tensors: set[int]
     layout: Any
     refilled: bool
+    plain: Any = None
 
 
 class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -214,7 +223,10 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
             refilled = items is not None and _emptied(value, items)
             self.left[place] = _Left(set(map(id, tensors_in(value))), layout(value), refilled)
         places = [attribute_effects.TensorEffect(place, left.refilled) for place, left in self.left.items()]
-        self.read |= set(map(id, tensors_in(attribute_effects.written(model, before, places))))
+        put = attribute_effects.written(model, before, places)
+        self.read |= set(map(id, tensors_in(put)))
+        for effect, (_, value) in zip(places, put, strict=True):
+            self.left[effect.place] = self.left[effect.place]._replace(plain=fingerprint(structure.flatten(value)[1]))
 
 
 def _emptied(container: Any, before: Any) -> bool:
