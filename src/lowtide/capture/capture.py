@@ -28,7 +28,7 @@ from lowtide.capture.python_state.held_inputs import HeldInputs, inputs_at
 from lowtide.capture.python_state.paths import AttributePath, sharing
 from lowtide.capture.python_state.random_numbers import RandomNumbers, RandomRecorder
 from lowtide.capture.python_state.reads import Place, Read
-from lowtide.capture.refusals import capture_error, check, refuse_aliases, refuse_merged, written_attributes
+from lowtide.capture.refusals import capture_error, check, refuse_merged, written_attributes, written_inputs
 from lowtide.capture.rehearsal import Effects, rehearse
 from lowtide.capture.trace.autocast import is_kept, share_casts
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
@@ -232,13 +232,13 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.Graph
     attribute_effects.say_unknown(call.model, [place for place in run.unknown if place not in effects.counted])
     guards = _guards(call.model, trace, settings)
     program = _assemble(convert(trace.module), trace.metadata, run, call.state, type(call.model).__name__)
-    refuse_aliases(program, inputs)
+    written = written_inputs(program, inputs)
     program = with_gathers(program, call.state.units, call.state.tensors)
     program = replace(program, placed=tuple(sorted(trace.traced.placed.items())))
     read = _read_inputs(program, trace.questions)
     count = len(inputs) - len(held)
     followed = HeldInputs(trace.held_inputs.places, frozenset(i for i in range(len(held)) if count + i not in read))
-    conditions = Conditions(trace.questions, guards, trace.draws, followed)
+    conditions = Conditions(trace.questions, guards, trace.draws, followed, written)
     left = settings, trace.traced.counted(), run.buffers
     return Captured(program, Contract(run.result, conditions, effects, *left, run.specs))
 

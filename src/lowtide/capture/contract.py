@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from lowtide.capture.python_state.attribute_effects import ValueEffect
 from lowtide.capture.python_state.buffer_effects import MadeBuffer
 from lowtide.capture.python_state.compared import CountedNumber
 from lowtide.capture.python_state.guards import Guards
-from lowtide.capture.python_state.held_inputs import HeldInputs
+from lowtide.capture.python_state.held_inputs import HeldInputs, memory_of
 from lowtide.capture.python_state.paths import AttributePath, value_at
 from lowtide.capture.python_state.random_numbers import RandomNumbers, RandomRecorder
 from lowtide.capture.python_state.reads import Place, Read
@@ -29,12 +30,14 @@ from lowtide.program.local import formed
 @dataclass(frozen=True, slots=True, eq=False)
 class Conditions:
     """What a program depends on beside the layouts of its inputs: the answers to ``questions`` about their values, what the
-    model is like, in one of several ways (``guards``), and what Python and NumPy draw."""
+    model is like, in one of several ways (``guards``), and what Python and NumPy draw. ``written``: flat inputs that it writes
+    into, whose memory no other input may share."""
 
     questions: tuple[Any, ...] = ()
     guards: tuple[Guards, ...] = (Guards(),)
     draws: RandomNumbers | None = None
     held_inputs: HeldInputs = field(default_factory=HeldInputs)
+    written: frozenset[int] = frozenset()
 
     def hold(self, modules: Sequence[nn.Module], inputs: list[torch.Tensor], memo: dict[int, Any]) -> bool:
         """Whether a call now has this program. ``modules``: all of the model's, itself first; ``inputs``: flat, without those
@@ -45,7 +48,15 @@ class Conditions:
             and self.fit(modules)
             and all(question.holds(given, memo) for question in self.questions)
             and (self.draws is None or self.draws.hold())
+            and self.are_apart(given)
         )
+
+    def are_apart(self, given: Sequence[torch.Tensor]) -> bool:
+        """Whether what the program writes into is no other input's memory."""
+        if not self.written:
+            return True
+        memory = Counter(map(memory_of, given))
+        return all(memory[memory_of(given[place])] == 1 for place in self.written)
 
     def fit(self, modules: Sequence[nn.Module]) -> bool:
         """Whether the model is as it has to be."""
@@ -76,6 +87,8 @@ class Conditions:
         given = self.held_inputs.behind(inputs, model)
         if given is None:
             return self.changed(model) or "tensors in its attributes are not where they were"
+        if not self.are_apart(given):
+            return "tensors that it writes into share their memory with others"
         memo: dict[int, Any] = {}
         now = ((question, question.asked(given, memo)) for question in self.questions)
         answers = (

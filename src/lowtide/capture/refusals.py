@@ -127,22 +127,19 @@ def refuse_merged(metadata: Any, fakes: Sequence[torch.Tensor]) -> None:
         )
 
 
-def refuse_aliases(program: Program, inputs: Sequence[torch.Tensor]) -> None:
-    """Raises ``CaptureError`` where a constant shares the memory of one of the ``inputs`` into which the program writes."""
-    writes = {
-        op.inputs[0] for op, call in zip(program.graph.ops, program.calls, strict=True) if call.target is targets.update
-    }
-    written = {
-        memory_of(tensor)
-        for value, tensor in zip(program.inputs, inputs, strict=True)
-        if value is not None and value in writes
-    }
-    if any(memory_of(constant) in written for constant in program.constants.values()):
+def written_inputs(program: Program, inputs: Sequence[torch.Tensor]) -> frozenset[int]:
+    """Those of the flat inputs that the program writes into. Raises ``CaptureError`` where a constant shares their memory."""
+    calls = zip(program.graph.ops, program.calls, strict=True)
+    values = {op.inputs[0] for op, call in calls if call.target is targets.update}
+    written = frozenset(place for place, value in enumerate(program.inputs) if value in values)
+    memory = {memory_of(inputs[place]) for place in written}
+    if any(memory_of(constant) in memory for constant in program.constants.values()):
         raise CaptureError(
             "the forward pass writes into a buffer or an argument, and reads the same memory by a variable (a global one that "
             "holds the model, say), where a plan would find what was there before. Read it through the model, or run it under "
             "lowtide.online."
         )
+    return written
 
 
 def written_attributes(model: nn.Module, error: Exception) -> frozenset[AttributePath]:

@@ -35,7 +35,7 @@ def layout(tree: Any) -> Any:
 
 def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout  # compressed ones have none
-    return (tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad)
+    return (tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_conj(), tensor.is_neg())
 
 
 class _Visit:
