@@ -58,6 +58,12 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     return sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
 
 
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the same layout, an expanded one included."""
+    stretch = span_elements(tensor.shape, tensor.stride())
+    return tensor.detach().as_strided((stretch,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
+
+
 def empty(meta: Any) -> torch.Tensor:
     """A new tensor in the layout of ``meta``: a ``TensorMeta``, or whatever else has its shape, stride, dtype and device."""
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)

@@ -14,7 +14,7 @@ import torch
 from lowtide.errors import ExecutionError
 from lowtide.lower import GradientGroup, Lowered, Step
 from lowtide.memory.arena import AddressTable
-from lowtide.program import generators
+from lowtide.program import generators, layouts
 from lowtide.program.local import has_forms, spec_for, version_of
 from lowtide.program.results import GradientMask
 from lowtide.program.sizes import device_of_inputs
@@ -26,6 +26,7 @@ ForMask = Callable[
     [GradientMask, bool, Sequence[torch.Tensor]], Lowered
 ]  # whether gradients are kept, and the flat inputs
 Node = tuple[tuple[int, int], ...]
+Copied = tuple[Sequence[int], Callable[[Sequence[int]], None] | None]
 
 
 @dataclass(eq=False, repr=False)
@@ -39,7 +40,7 @@ class ModelCall:
     comes to it and when it leaves it.
     ``rescue`` lowers the plan where memory runs out. A backward program that began again has other groups of gradients than the
     nodes: ``ends[i]`` of them must have run for the i-th node, and ``ran`` have. ``arrived``: the gradients of the outputs, for
-    that. ``next_node`` is the one that a backward pass comes to next.
+    that. ``next_node`` is the one that a backward pass comes to next. ``copied``: see ``runtime.changing``.
     """
 
     lowered: Lowered
@@ -56,6 +57,8 @@ class ModelCall:
     generator: Step | None = None
     received: bool = False
     optimizer: UpdatingOptimizer | None = None
+    copied: Copied = ((), None)
+    copies: dict[int, torch.Tensor] = field(default_factory=dict)
     rescue: Rescue | None = None
     rescues: int = 0
     first_versions: list[int | None] = field(default_factory=list)  # of what the forward pass writes into
@@ -82,7 +85,8 @@ class ModelCall:
         if lowered.random:
             self.rng_state = generators.saved(generators.default_generator(device_of_inputs(self.inputs)))
         self.first_versions = [version_of(self.inputs[i]) for i in lowered.writes]
-        self.generator = lowered.step(list(self.inputs), self.tangents, True)
+        self.copies = {i: layouts.copied(self.inputs[i]) for i in self.copied[0]}
+        self.generator = lowered.step(self._given(), self.tangents, True)
         handed = resumed(self.generator)
         outputs = list(handed)
         handed.clear()  # the generator must not keep what autograd is about to mark: the cycle would never be freed
@@ -92,6 +96,11 @@ class ModelCall:
         self.output_versions = [(outputs[i].detach(), outputs[i]._version) for i in lowered.reads_outputs]
         return outputs[:own]
 
+    def _given(self) -> list[torch.Tensor]:
+        """The inputs with the values that they had when the forward pass began."""
+        known = {**self.copies, **self.kept}
+        return [known.get(i, tensor) for i, tensor in enumerate(self.inputs)]
+
     def receive(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         """The gradients of the forward outputs have arrived at ``node``: start the backward program, in its first state.
 
@@ -99,6 +108,9 @@ class ModelCall:
         """
         if self.on_backward is not None:
             self.on_backward()
+        copied, note = self.copied
+        if note is not None:
+            note([i for i in copied if version_of(self.inputs[i]) != self.versions[i]])
         lowered, updated = self.lowered, self.lowered.program.updated
         updates = self.optimizer is not None and self.optimizer.begin(self, node, updated)
         keeps = bool(updated) and not updates
@@ -141,6 +153,7 @@ class ModelCall:
             if not torch._C._autograd._get_current_graph_task_keep_graph():  # as by retain_graph=True
                 self.inputs.clear()  # the graph lives as long as the loss; an earlier part's output need not
                 self.kept.clear()
+                self.copies.clear()
             if self.on_end is not None:
                 self.on_end()
         return result
@@ -192,8 +205,7 @@ class ModelCall:
     def _begun(self, lowered: Lowered, arrived: Callable[[], list[torch.Tensor]]) -> Step:
         """A backward program, after a forward pass that draws as the first one did and writes nothing back."""
         tangents: list[torch.Tensor] = []
-        inputs = [self.kept.get(i, tensor) for i, tensor in enumerate(self.inputs)]
-        generator = lowered.step(inputs, tangents, False)
+        generator = lowered.step(self._given(), tangents, False)
         with generators.replayed(self.rng_state):
             resumed(generator)
         tangents.extend(arrived())
@@ -260,7 +272,7 @@ class ModelCall:
 
     def _modified(self, read: Sequence[int]) -> str:
         """The names of those of the flat inputs that were written into since the forward pass ended."""
-        changed = [i for i in read if version_of(self.inputs[i]) != self.versions[i]]
+        changed = [i for i in read if version_of(self.inputs[i]) != self.versions[i] and i not in self.copies]
         names = self.lowered.program.state_names
         return ", ".join(names[i][0] if i < len(names) else f"argument {i - len(names)}" for i in changed)
 

@@ -109,7 +109,7 @@ class Entry:
     of the model as the latest call found them. ``plan`` and ``lowered`` are exchanged where a better plan was found.
     ``version``: the schedules of its ``siblings`` that it knows; ``used``: when, by the count of all calls; ``calls``
     of its own, and when it was ``made``. ``arena``: where its tensors have their places, if there is one. ``most_bytes`` of
-    the settings that it was planned by."""
+    the settings that it was planned by. ``read_again``: see ``runtime.changing``, once that was asked for."""
 
     key: Signature
     captured: Captured
@@ -126,6 +126,7 @@ class Entry:
     made: float = field(default_factory=time.monotonic)
     arena: Arena | None = None
     most_bytes: int | None = None
+    read_again: tuple[int, ...] | None = None
 
     @property
     def program(self) -> Program:

@@ -141,7 +141,9 @@ class Planned(Programs):
             other = entry if mask == entry.program.mask else self.entry_for(mask, entry, given)
             return (self.in_mode(other, ()) if keeps else other).lowered
 
-        return run(entry.lowered, inputs, for_mask, self.in_terms, self.optimizer, self.rescue)
+        copied = self.changing.copied(entry, inputs)
+        noted = functools.partial(self.changing.note, entry) if copied else None
+        return run(entry.lowered, inputs, for_mask, self.in_terms, self.optimizer, self.rescue, (copied, noted))
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Entry | None:
         """The planned program for this call, made now if it is new; ``None`` where there is to be none."""

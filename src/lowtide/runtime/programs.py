@@ -28,6 +28,7 @@ from lowtide.program.local import spec_of
 from lowtide.program.results import GradientMask
 from lowtide.program.sizes import program_device
 from lowtide.progress import shown
+from lowtide.runtime.changing import ChangingInputs
 from lowtide.runtime.entry import Entry, Names, Sample, Signature, describe
 from lowtide.runtime.fitting import fitted, with_updates
 from lowtide.runtime.improving import Improving, ImprovingTogether
@@ -61,6 +62,7 @@ class Programs:
         self.optimizer: UpdatingOptimizer | None = None  # whose updates happen inside of backward passes
         self.improving = (ImprovingTogether if several_processes() else Improving)(type(model).__name__)
         self.rescue = Rescue(self)
+        self.changing = ChangingInputs()
         self.in_terms = False  # whether gradients leave as the terms of their sums, since others may add to them
         self._kins = Kins(settings.dynamic if settings.compiler == "eager" and not settings.chunked_loss else False)
         self._calls, self._warned = 0, False

@@ -22,7 +22,7 @@ from lowtide.program.local import whole_gradient, whole_of
 from lowtide.program.results import with_views
 from lowtide.program.sizes import device_of_inputs
 from lowtide.runtime.arriving import check_arriving
-from lowtide.runtime.call import ForMask, ModelCall, Node, noting_failure
+from lowtide.runtime.call import Copied, ForMask, ModelCall, Node, noting_failure
 from lowtide.runtime.optimizer import UpdatingOptimizer
 from lowtide.runtime.rescue import Rescue
 from lowtide.runtime.result_hooks import refuse_hooks
@@ -88,13 +88,15 @@ def run(
     in_terms: bool = False,
     optimizer: UpdatingOptimizer | None = None,
     rescue: Rescue | None = None,
+    copied: Copied = ((), None),
 ) -> list[torch.Tensor]:
     """Forward outputs of the program on the flat ``inputs``, linked to them in the autograd graph. ``in_terms``: whether
-    gradients leave as the terms of their sums. ``rescue`` lowers the plan where memory runs out."""
+    gradients leave as the terms of their sums. ``rescue`` lowers the plan where memory runs out. ``copied``: which inputs are
+    copied, and whom to tell which of them have been written into before the backward pass."""
     rescues = 0
     while True:
         nodes, device_type = _nodes(lowered, inputs, in_terms), device_of_inputs(inputs).type
-        call = ModelCall(lowered, for_mask, list(inputs), nodes, device_type, optimizer=optimizer)
+        call = ModelCall(lowered, for_mask, list(inputs), nodes, device_type, optimizer=optimizer, copied=copied)
         call.rescue, call.rescues = rescue, rescues
         try:
             return _linked(call, inputs)

@@ -1,0 +1,76 @@
+"""Buffers and arguments that are written into between the forward and the backward pass, where eager saves what it needs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import lowtide
+from tests.support.networks import generator
+
+WIDTH = 32
+
+
+class _Block(nn.Module):
+    """What eager does not save of its argument, or of its memory, a plan reads again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.register_buffer("memory", torch.zeros(WIDTH).expand(16, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = (2 * x + self.memory).sigmoid()
+        return self.down(functional.gelu(self.up(h)).sin())
+
+
+class _Writing(nn.Module):
+    def __init__(self, decides: bool) -> None:
+        super().__init__()
+        self.decides, self.blocks = decides, nn.ModuleList(_Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        if self.decides and x.sum() > 1e9:  # then its blocks are parts
+            return x
+        for block in self.blocks:
+            y = block(x)
+            if self.decides:
+                x += y
+            else:
+                x = x + y
+        return x.square().mean()
+
+    def update(self) -> None:
+        with torch.no_grad():
+            for block in self.blocks:
+                block.memory = block.memory.clone()  # type: ignore[assignment, operator]
+                block.memory[:1].add_(block.down.bias)  # type: ignore[index, union-attr, arg-type]
+
+
+@pytest.mark.parametrize("decides", [False, True])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_changes_before_the_backward_pass(decides: bool, replaced: bool) -> None:
+    torch.manual_seed(0)
+    plain = _Writing(decides)
+    if not replaced:
+        for block in plain.blocks:
+            block.memory = torch.zeros(16, WIDTH)  # type: ignore[assignment]
+    batches = [torch.randn(16, WIDTH, generator=generator(number)) for number in range(4)]
+    model = lowtide.rematerialize(copy.deepcopy(plain), (batches[0],), budget="100%", planning="wait")
+    for x in batches:
+        for one in (plain, model):
+            loss = one(x)
+            if replaced:
+                one.update()
+            else:
+                for block in one.blocks:
+                    block.memory.add_(1)
+            loss.backward()
+        for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, its.grad)  # type: ignore[arg-type]
+        assert all(map(torch.equal, model.buffers(), plain.buffers()))
