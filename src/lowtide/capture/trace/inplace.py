@@ -1,8 +1,9 @@
-"""In-place operators on tensors that are laid out in another order (channels last, a transposed copy).
+"""In-place operators on tensors that are laid out in another order (channels last, a transposed copy), or in rows apart.
 
 A captured program is functional, and the functional form of some operators returns a tensor in the common layout, where eager's
 in-place one keeps that of the tensor it writes to: what runs next would have another layout, and random numbers be drawn in
-another order. While tracing, such a call is replaced by one that keeps it.
+another order. While tracing, such a call is replaced by one that keeps it. Of rows that are apart in memory (a gate of a
+GRU) the functional form makes rows that are not, and a function that takes some elements at a time would round otherwise.
 """
 
 from __future__ import annotations
@@ -37,6 +38,20 @@ _COPIED_BACK = {
     _ATEN.tril_,
     _ATEN.triu_,
 }
+_EXACT = {  # however many elements a kernel takes at a time
+    *(
+        _ATEN.add_,
+        _ATEN.sub_,
+        _ATEN.mul_,
+        _ATEN.div_,
+        _ATEN.neg_,
+        _ATEN.abs_,
+        _ATEN.relu_,
+        _ATEN.clamp_,
+        _ATEN.masked_fill_,
+    ),
+    *(_ATEN.clamp_min_, _ATEN.clamp_max_, _ATEN.zero_, _ATEN.fill_, _ATEN.copy_, _ATEN.sqrt_, _ATEN.bernoulli_),
+}
 _CONCERNED = _COPIED_BACK | {_ATEN.masked_fill_, _ATEN.bernoulli_}
 
 
@@ -45,6 +60,8 @@ def keeping_layouts(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(mode: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         packet, kwargs = getattr(func, "overloadpacket", None), kwargs or {}
+        if packet is not None and _is_apart(func, args):
+            return _in_rows(func, args, kwargs, mode)
         if packet not in _CONCERNED or not _is_reordered(args[0]):
             return dispatch(mode, func, types, args, kwargs)
         if packet is _ATEN.bernoulli_:
@@ -58,10 +75,39 @@ def keeping_layouts(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         with mode:
             if packet is _ATEN.masked_fill_:
                 return _in_memory_order(func, args, kwargs)
-            functional = getattr(_ATEN, func._schema.name.removeprefix("aten::").removesuffix("_"))
-            return args[0].copy_(getattr(functional, func._overloadname)(*args, **kwargs))
+            return args[0].copy_(_functional(func)(*args, **kwargs))
 
     return run
+
+
+def _is_apart(func: Any, args: Sequence[Any]) -> bool:
+    """Whether eager's kernel is given rows that do not follow each other in memory, where those of the functional value do. So
+    it is with parts of ``unsafe_split`` that have been written into: they are no views to autograd."""
+    if torch.Tag.pointwise not in func.tags or not func._schema.is_mutable or func.overloadpacket in _EXACT:
+        return False
+    tensor = args[0] if args else None
+    if not isinstance(tensor, FunctionalTensor) or layouts.is_dense(tensor.shape, tensor.stride()):
+        return False
+    return bool(torch._from_functional_tensor(tensor.elem).is_contiguous())
+
+
+def _in_rows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mode: Any) -> Any:
+    """``func`` on rows with a gap behind each: an operator that takes several elements at a time takes the same ones."""
+    written = args[0]
+    strides = zip(written.stride(), layouts.contiguous_strides(written.shape), strict=True)
+    dim = max((dim for dim, (own, dense) in enumerate(strides) if own != dense), default=0) + 1
+    dim = min(dim, written.dim() - 1)
+    with mode:
+        behind = [0, 0] * (written.dim() - 1 - dim) + [0, 1]
+        rows = torch.constant_pad_nd(written, behind).narrow(dim, 0, written.shape[dim])
+        result = _functional(func)(rows, *args[1:], **kwargs)
+    torch._functionalize_replace(written.elem, torch._from_functional_tensor(result.elem))
+    torch._functionalize_commit_update(written.elem)
+    return written
+
+
+def _functional(func: Any) -> Any:
+    return getattr(getattr(_ATEN, func._schema.name.removeprefix("aten::").removesuffix("_")), func._overloadname)
 
 
 def _is_reordered(tensor: Any) -> bool:
