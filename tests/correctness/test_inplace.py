@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+import lowtide
+from lowtide.ir import Compute
 from tests.support.networks import BATCH, WithLoss, perceptron, rows
 from tests.support.training import MINIMUM, compare_training
 
@@ -49,6 +51,31 @@ class _InPlace(nn.Module):
 
 def test_inplace_arithmetic_and_slices() -> None:
     compare_training(lambda: WithLoss(_InPlace()), rows(), budgets=("70%", MINIMUM))
+
+
+class _Sliced(nn.Module):
+    """Writes into slices and rows of what it does not read before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            h = self.up(x) * 2
+            h[:, :32].add_(x)
+            h[0] = x[0].mean()
+            h[:, 32:].sigmoid_()
+            x = torch.tanh(self.down(h))
+        return x
+
+
+def test_slices_are_written_in_place() -> None:
+    (outcome,) = compare_training(lambda: WithLoss(_Sliced()), rows(), budgets=("90%",), planner="auto")
+    (plan,) = lowtide.plans(outcome.model)
+    writing = {step.op for step in plan.schedule.steps if isinstance(step, Compute) and step.into is not None}
+    targets = {plan.graph.ops[op].target for op in writing}
+    assert {"aten.slice_scatter.default", "aten.select_scatter.default"} <= targets
 
 
 class _Views(nn.Module):

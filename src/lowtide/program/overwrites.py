@@ -5,9 +5,10 @@ A functional program returns every sum of gradients and every mask of a gradient
 layout and type, the operator can write its result there: the same kernel over the same elements, each read before it is
 written, so the results are equal to the bit. Softmax and its gradient can, too: they pass over a row of their first
 argument, and then write where they read. A matrix product that is added to a matrix begins with a copy of it otherwise; where
-that matrix is a factor too, it has to. Which inputs these are is a property of the operator (``Op.overwrites``), known to
-planners, simulator and checker; a schedule decides where one is overwritten (``Compute.into``). Complex tensors are left out:
-their division rounds differently in place.
+that matrix is a factor too, it has to. An operator that returns a tensor with another one in a slice of it, which is what an
+in-place operator on a slice becomes in a functional program, then copies the slice alone. Which inputs these are is a property
+of the operator (``Op.overwrites``), known to planners, simulator and checker; a schedule decides where one is overwritten
+(``Compute.into``). Complex tensors are left out: their division rounds differently in place.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from lowtide.program.program import Program, Ref, TensorMeta
 _WIDE = {"binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"}
 # Not pointwise: they may overwrite their first argument alone.
 _INTO_FIRST = {"addmm", "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data"}
+_SLICES: dict[Any, Any] = {
+    torch.ops.aten.slice_scatter.default: torch.ops.aten.slice.Tensor,
+    torch.ops.aten.select_scatter.default: torch.ops.aten.select.int,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +41,14 @@ class Written:
 
     target: Callable[..., Any]
     keyword: str
+
+
+def _with_slice(
+    view: Callable[..., torch.Tensor], into: torch.Tensor, source: torch.Tensor, *slices: Any
+) -> torch.Tensor:
+    """``into``, where a slice now is ``source``."""
+    view(into, *slices).copy_(source)
+    return into
 
 
 def with_overwrites(program: Program) -> Program:
@@ -106,6 +119,8 @@ def written_form(program: Program, op_id: int, value: int) -> Written | None:
         return Written(call.target, "") if call.args[position] == Ref(value) else None
     if program.metas[value] != program.metas[program.graph.ops[op_id].outputs[0]]:
         return None
+    if call.target in _SLICES:
+        return _slice_form(call.target) if call.args[0] == Ref(value) and not call.kwargs else None
     forms = _forms(call.target)
     first = call.args[:1] == (Ref(value),)
     if _into_first(call.target):
@@ -115,6 +130,11 @@ def written_form(program: Program, op_id: int, value: int) -> Written | None:
 
 def _into_first(target: Callable[..., Any]) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target.overloadpacket.__name__ in _INTO_FIRST
+
+
+@functools.cache
+def _slice_form(target: Callable[..., Any]) -> Written:
+    return Written(functools.partial(_with_slice, _SLICES[target]), "")
 
 
 @functools.cache
