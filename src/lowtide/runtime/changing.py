@@ -2,15 +2,20 @@
 
 Eager reads in the backward pass what it saved; a plan may also read a buffer, an attribute or an argument again to compute
 what eager had saved. Where that is written into meanwhile (a memory of embeddings, a moving average that is updated after the
-call), it would find another value. So the first calls of a program read copies of such inputs, and all later ones copies of
-those that changed.
+call), it would find another value. So the first calls of a program read copies of such inputs, as far as the budget leaves room
+for them beside the plan, and all later ones copies of those that changed. Buffers that their module writes itself, outside of
+``forward``, are copied in any case, as is what is small of a part.
 """
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from lowtide.ir.graph import UPDATE_TARGET
 from lowtide.program import Program
@@ -18,7 +23,8 @@ from lowtide.program.local import spec_of
 from lowtide.runtime.entry import Entry
 
 _FIRST_CALLS = 2
-_LARGE_ARGUMENT = 1 << 20  # bytes: an activation, which is copied only where it is known to change
+_SMALL_OF_PART = 1 << 20  # bytes; what is larger is copied only where it is known to change
+_FORWARD = ("forward", "__init__")
 
 
 class ChangingInputs:
@@ -27,26 +33,44 @@ class ChangingInputs:
     def __init__(self) -> None:
         self.changed: set[str | int] = set()
 
-    def copied(self, entry: Entry, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The flat inputs that a call by this program is to copy."""
+    def copied(self, entry: Entry, inputs: Sequence[torch.Tensor], model: nn.Module, is_part: bool) -> tuple[int, ...]:
+        """The flat inputs that a call of ``model`` by this program is to copy."""
         early = entry.calls < _FIRST_CALLS
         if not early and not self.changed:
             return ()
         if entry.read_again is None:
             entry.read_again = _only_read_again(entry.program)
-        states = len(entry.program.state_names)
-
-        def is_copied(i: int) -> bool:
+        room = entry.plan.budget_bytes - entry.plan.peak_bytes
+        found = []
+        for i in sorted(entry.read_again, key=lambda one: inputs[one].nbytes):
             if inputs[i].layout is not torch.strided or spec_of(inputs[i]) is not None:
-                return False
-            tried = early and (i < states or inputs[i].nbytes <= _LARGE_ARGUMENT)
-            return tried or _key(entry.program, i) in self.changed
-
-        return tuple(filter(is_copied, entry.read_again))
+                continue
+            key, size = _key(entry.program, i), inputs[i].nbytes
+            small = size <= (_SMALL_OF_PART if is_part else room)
+            if key in self.changed or (early and (small or _may_change(model, key))):
+                room -= size
+                found.append(i)
+        return tuple(sorted(found))
 
     def note(self, entry: Entry, changed: Sequence[int]) -> None:
         """These were written into since the forward pass."""
         self.changed.update(_key(entry.program, i) for i in changed)
+
+
+def _may_change(model: nn.Module, key: str | int) -> bool:
+    """Whether an input is a buffer that its module names where others call it, perhaps to write."""
+    if isinstance(key, int):
+        return False
+    owner, _, name = key.rpartition(".")
+    return name in _named_beside_forward(type(model.get_submodule(owner)))
+
+
+@functools.cache
+def _named_beside_forward(kind: Any) -> frozenset[str]:
+    """What the methods of a module's class name that are neither ``forward`` nor make it."""
+    members = (vars(each).get(name) for each in kind.__mro__ if each not in nn.Module.__mro__ for name in vars(each))
+    functions = (one for one in members if isinstance(one, types.FunctionType) and one.__name__ not in _FORWARD)
+    return frozenset(name for function in functions for name in function.__code__.co_names)
 
 
 def _key(program: Program, i: int) -> str | int:

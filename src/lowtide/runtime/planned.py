@@ -141,7 +141,7 @@ class Planned(Programs):
             other = entry if mask == entry.program.mask else self.entry_for(mask, entry, given)
             return (self.in_mode(other, ()) if keeps else other).lowered
 
-        copied = self.changing.copied(entry, inputs)
+        copied = self.changing.copied(entry, inputs, self.model, self.shares_budget)
         noted = functools.partial(self.changing.note, entry) if copied else None
         return run(entry.lowered, inputs, for_mask, self.in_terms, self.optimizer, self.rescue, (copied, noted))
 
