@@ -62,7 +62,8 @@ def _may_change(model: nn.Module, key: str | int) -> bool:
     if isinstance(key, int):
         return False
     owner, _, name = key.rpartition(".")
-    return name in _named_beside_forward(type(model.get_submodule(owner)))
+    kind: Any = type(model.get_submodule(owner))
+    return name in _named_beside_forward(kind)
 
 
 @functools.cache
