@@ -207,6 +207,42 @@ def test_states_with_their_history(inside: bool) -> None:
         assert all(map(torch.equal, eager, ours)) and len(eager) == len(ours)
 
 
+class _Truncated(nn.Module):
+    """Goes on from the state that the call before left with its history, and leaves that behind."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.cell, self.head = how, nn.Linear(16, 16), nn.Linear(16, 4)
+        self.state: torch.Tensor
+        if how == "attribute":
+            self.state = torch.zeros(8, 16)
+        else:
+            self.register_buffer("state", torch.zeros(8, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(self.state) if self.how == "begun again" else self.state.detach()
+        losses = []
+        for _ in range(3):
+            state = torch.tanh(self.cell(x + state))
+            losses.append(self.head(state).square().mean())
+        self.state = state
+        return torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize("how", ["attribute", "buffer", "begun again"])
+def test_states_without_their_history(how: str) -> None:
+    plain = make(lambda: _Truncated(how))
+    batches = [torch.randn(8, 16, generator=generator(number)) for number in range(4)]
+    model = lowtide.rematerialize(copy.deepcopy(plain), (batches[0],), budget="100%")
+    for x in batches:
+        for one in (plain, model):
+            one.zero_grad()
+            one(x).backward()
+        for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, its.grad)  # type: ignore[arg-type]
+        assert torch.equal(model.state, plain.state) and model.state.requires_grad  # type: ignore[arg-type, union-attr]
+
+
 class _Counters(nn.Module):
     """Buffers written in every way: in place, by assignment, by an exponential average read again later."""
 

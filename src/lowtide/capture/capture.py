@@ -316,6 +316,7 @@ def _assemble(converted: Converted, metadata: Any, run: TracedRun, state: State,
         state_names=state.names,
         parameters=state.parameters,
         kept=tuple(converted.kept),
+        unlinked=run.unlinked,
     )
     return with_overwrites(program)
 

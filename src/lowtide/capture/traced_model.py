@@ -49,7 +49,7 @@ from lowtide.errors import CaptureError
 from lowtide.program import structure
 from lowtide.program.local import distributed, local_results
 from lowtide.program.objects import CONTAINERS, current, is_open, parts_of, reachable
-from lowtide.program.results import GradientMask, Viewed, bases, outputs_of
+from lowtide.program.results import GradientMask, Viewed, bases, outputs_of, unreached
 from lowtide.program.source import user_source
 
 NO_SAVED_TENSORS_HOOKS = (
@@ -80,7 +80,7 @@ class TracedRun:
     ``result`` is the structure of a pair: what the model returned, and the attributes that are results too. Of each result:
     whether it ``requires_grad``, its entry in the ``mask``, and of what it is ``viewed``. ``changes``: of attributes;
     ``settings``: the plain values among them, and ``unknown`` those that got other ones. ``buffers``: registered or replaced.
-    ``specs``: how results are distributed.
+    ``specs``: how results are distributed. ``unlinked``: see ``Program``.
     """
 
     result: Any
@@ -92,6 +92,7 @@ class TracedRun:
     unknown: tuple[AttributePath, ...]
     buffers: dict[str, MadeBuffer]
     specs: tuple[Any, ...]
+    unlinked: tuple[int, ...]
 
 
 class TracedModel:
@@ -220,7 +221,8 @@ class TracedModel:
         buffers = registered(model, left, known, declared)
         outputs, viewed = outputs_of([*flat, *without], mask + (False,) * len(without), tensors)
         requires_grad = (*(tensor.requires_grad for tensor in flat), *(False for _ in without))
-        self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, buffers, specs)
+        unlinked = unreached(tensors, flat, self.call.state.parameters)
+        self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, buffers, specs, unlinked)
         self._backward.enter_context(backward_effects.none_of(model, reached))
         self._backward.enter_context(observer.watching(backward=True))
         return outputs

@@ -62,7 +62,8 @@ class Program:
     overwritten by the forward pass, are its last forward outputs. ``updated`` are the flat inputs that their optimizer updates
     inside of the backward pass (``program.updates``), ``reduced`` those whose gradients are summed over the ranks in it
     (``program.gathers``): their gradients are not among ``gradients``. ``placed`` tells how the gradients of distributed inputs
-    lie (``program.local``).
+    lie (``program.local``). ``unlinked`` are flat inputs beside parameters that no result depends on differentiably, whatever
+    history they have themselves (a state that is detached first).
     """
 
     graph: Graph
@@ -80,6 +81,7 @@ class Program:
     updated: tuple[int, ...] = ()
     reduced: tuple[int, ...] = ()
     placed: tuple[tuple[int, Any], ...] = ()
+    unlinked: tuple[int, ...] = ()
 
     def same_as(self, other: Program, held: Collection[int]) -> bool:
         """Whether both are the same operators on the same operands, with the same results, in the same order. ``held``: the ids
@@ -94,7 +96,7 @@ class Program:
         )
 
 
-_COMPARED = ("metas", "inputs", "tangents", "gradients", "results", "mask", "state_names", "kept", "placed")
+_COMPARED = ("metas", "inputs", "tangents", "gradients", "results", "mask", "state_names", "kept", "placed", "unlinked")
 
 
 def _same_call(one: Call, other: Call) -> bool:

@@ -198,3 +198,10 @@ def below(results: Sequence[torch.Tensor], known: Collection[Any] = frozenset())
             found.add(node)
             waiting += [child for child, _ in node.next_functions]
     return found
+
+
+def unreached(inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor], first: int) -> tuple[int, ...]:
+    """The numbers, from the ``first`` on, of inputs that require a gradient and that no result depends on differentiably."""
+    asked = {i: one for i, one in enumerate(inputs) if i >= first and one.requires_grad}
+    known = below([result for result in results if result.requires_grad]) if asked else set()
+    return tuple(i for i, one in asked.items() if torch.autograd.graph.get_gradient_edge(one).node not in known)

@@ -306,4 +306,5 @@ def _is_tried(module: nn.Module) -> bool:
 
 def is_one_operator(module: nn.Module) -> bool:
     """Whether it is a layer of PyTorch's own, of which there is nothing to run again."""
-    return type(module).__module__.startswith("torch.nn.modules.") and next(module.children(), None) is None
+    plain = type(module).__module__.startswith("torch.nn.modules.") and next(module.children(), None) is None
+    return plain and not isinstance(module, nn.RNNBase)  # which computes step by step
