@@ -333,6 +333,34 @@ def test_what_adds_to_its_arguments_does_not_run_again(caplog: pytest.LogCapture
     assert "run again in the backward pass" not in caplog.text
 
 
+class _Bank(nn.Module):
+    """Compares with all that it has seen: every step holds more between its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers(x)
+        if y.sum() > 1e9:
+            return y.sum()
+        self.seen.append(y.detach())
+        return torch.stack([(y @ one.T).exp() for one in self.seen]).tanh().square().mean()
+
+
+def test_a_budget_that_later_steps_cannot_meet(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    plain, x = _Bank(), torch.randn(64, 64)
+    model = lowtide.rematerialize(copy.deepcopy(plain), (x,), budget="1 MB")
+    for _ in range(12):
+        for each in (model, plain):
+            each.zero_grad()
+            each(x).backward()
+        assert _same(model, plain)
+    assert "training goes on over its budget" in caplog.text
+
+
 class _Noisy(nn.Module):
     """Draws from a generator of its own, decides by data, and holds most of the memory."""
 

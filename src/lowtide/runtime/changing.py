@@ -4,7 +4,8 @@ Eager reads in the backward pass what it saved; a plan may also read a buffer, a
 what eager had saved. Where that is written into meanwhile (a memory of embeddings, a moving average that is updated after the
 call), it would find another value. So the first calls of a program read copies of such inputs, as far as the budget leaves room
 for them beside the plan, and all later ones copies of those that changed. Buffers that their module writes itself, outside of
-``forward``, are copied in any case, as is what is small of a part.
+``forward``, are copied in any case, as are what is small of a part and, in its first call, in which operators are measured, its
+arguments.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class ChangingInputs:
             if inputs[i].layout is not torch.strided or spec_of(inputs[i]) is not None:
                 continue
             key, size = _key(entry.program, i), inputs[i].nbytes
-            small = size <= (_SMALL_OF_PART if is_part else room)
+            small = size <= (_SMALL_OF_PART if is_part else room) or (
+                is_part and isinstance(key, int) and not entry.calls
+            )
             if key in self.changed or (early and (small or _may_change(model, key))):
                 room -= size
                 found.append(i)

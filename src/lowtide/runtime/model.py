@@ -110,7 +110,7 @@ class Rematerialized(Planned):
             else:
                 self._keep_gradients("the model runs in parts")
                 self.parts = self.parts or Parts(self.model, self.settings, error)
-                self._was_whole = key in self.entries
+                self._was_whole = self.parts.shared.must_fit = key in self.entries
                 self._apart.add(key)
                 self._forget(key)
                 self._leave_arena()

@@ -44,6 +44,7 @@ from lowtide.sharing import Constraint, Footprint, Member, choose, peak_bytes, s
 from lowtide.sharing.assignment import as_alone, plan_alone, saved_fraction
 
 _LOG = logging.getLogger(__name__)
+_LITTLE_MORE = 1.125  # times a budget in bytes, such as an error named: what the next run may turn out to need
 
 
 class SharedBudget:
@@ -65,7 +66,9 @@ class SharedBudget:
         self.expected: Callable[[list[ForwardPass]], list[ForwardPass]] | None = None
         self.exceeded = False
         self.postponed = False  # planning all together waits for a step: what runs may be none of the graphs then
-        self._granted_bytes = 0  # of a budget in percent, for the step that took most
+        self._granted_bytes = 0  # of a budget in percent, or beyond one that cannot be met, for the step that took most
+        self._met = False  # whether all were planned together within the budget
+        self.must_fit = False  # since something else can be done where they do not
         self.fraction = 0.0  # of what graphs would save, the part that they save by the plans in force
         self._first_plans = False  # whether the current step runs by one
         self.device = torch.device("cpu")
@@ -318,13 +321,20 @@ class SharedBudget:
             planning, quick = quick, None
         try:
             chosen = choose([*members.values()], constraints, budget, planning, quick)
+            self._met = True
         except InfeasibleBudgetError as error:
             if self.give_way is not None and self.give_way(error.minimum_bytes - budget):
                 self.exceeded, self.record = True, StepRecord()
                 return
             if not passes and is_percentage(self.settings.given):  # of a step of which most has not been seen
                 return
-            raise self.record.infeasible(error, self.what, budget).beside(reserve) from None
+            unmet = self.record.infeasible(error, self.what, budget).beside(reserve)
+            little = error.minimum_bytes <= _LITTLE_MORE * budget and not is_percentage(self.settings.given)
+            if not passes or self.must_fit or not (self._met or little):
+                raise unmet from None
+            _LOG.warning("training goes on over its budget, as low as it can: %s", unmet)
+            self._granted_bytes = error.minimum_bytes
+            chosen = choose([*members.values()], constraints, error.minimum_bytes, planning, quick)
         self.fraction = saved_fraction([one.footprint for one in chosen], [*members.values()])
         self.record.exchange(dict(zip(entries, map(plan_alone, chosen, members.values()), strict=True)))
 
