@@ -149,7 +149,7 @@ def _fill(model: Any) -> None:
 
 _CHANGES = [
     (_write_array, "_Model.array is another ndarray"),
-    (_slot, "_Model.slotted.number is 3.0"),
+    (_slot, "_Model.method.number is 3.0"),
     (_sum, "_Model.type is 'sum'"),
     (_nested, "_Model.config.inner.power is 4"),
     (_floats, "_Model.times[0] is 1.0"),

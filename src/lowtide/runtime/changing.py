@@ -44,13 +44,11 @@ class ChangingInputs:
         room = entry.plan.budget_bytes - entry.plan.peak_bytes
         found = []
         for i in sorted(entry.read_again, key=lambda one: inputs[one].nbytes):
-            if inputs[i].layout is not torch.strided or spec_of(inputs[i]) is not None:
-                continue
             key, size = _key(entry.program, i), inputs[i].nbytes
-            small = size <= (_SMALL_OF_PART if is_part else room) or (
-                is_part and isinstance(key, int) and not entry.calls
-            )
-            if key in self.changed or (early and (small or _may_change(model, key))):
+            whole = is_part and isinstance(key, int) and not entry.calls
+            small = whole or size <= (_SMALL_OF_PART if is_part else room)
+            wanted = key in self.changed or (early and (small or _may_change(model, key)))
+            if wanted and _can_be_copied(inputs[i]):
                 room -= size
                 found.append(i)
         return tuple(sorted(found))
@@ -58,6 +56,12 @@ class ChangingInputs:
     def note(self, entry: Entry, changed: Sequence[int]) -> None:
         """These were written into since the forward pass."""
         self.changed.update(_key(entry.program, i) for i in changed)
+
+
+def _can_be_copied(tensor: torch.Tensor) -> bool:
+    """Whether a copy takes its place for every operator."""
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.layout is torch.strided and spec_of(tensor) is None and not lazy
 
 
 def _may_change(model: nn.Module, key: str | int) -> bool:
