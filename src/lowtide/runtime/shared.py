@@ -44,7 +44,6 @@ from lowtide.sharing import Constraint, Footprint, Member, choose, peak_bytes, s
 from lowtide.sharing.assignment import as_alone, plan_alone, saved_fraction
 
 _LOG = logging.getLogger(__name__)
-_LITTLE_MORE = 1.125  # times a budget in bytes, such as an error named: what the next run may turn out to need
 
 
 class SharedBudget:
@@ -329,8 +328,7 @@ class SharedBudget:
             if not passes and is_percentage(self.settings.given):  # of a step of which most has not been seen
                 return
             unmet = self.record.infeasible(error, self.what, budget).beside(reserve)
-            little = error.minimum_bytes <= _LITTLE_MORE * budget and not is_percentage(self.settings.given)
-            if not passes or self.must_fit or not (self._met or little):
+            if not passes or self.must_fit or not self._met:
                 raise unmet from None
             _LOG.warning("training goes on over its budget, as low as it can: %s", unmet)
             self._granted_bytes = error.minimum_bytes
