@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.dynamic import foresight, habits
+from lowtide.dynamic.run import OnlineRun
 from tests.support.wide import pairs, seeds
 
 WIDTH, DEPTH = 64, 10
@@ -343,7 +346,15 @@ def test_what_goes_wrong_in_planning_is_no_concern_of_the_program(
     assert "could not be planned" in caplog.text
 
 
-def test_other_threads_read_what_is_evicted_while_searches_begin() -> None:
+def test_other_threads_read_what_is_evicted_while_searches_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    rebuilt = OnlineRun.materialize
+
+    def materialize(*args: Any) -> Any:
+        found = rebuilt(*args)
+        time.sleep(0.03)  # in which the program evicts, if it can
+        return found
+
+    monkeypatch.setattr(OnlineRun, "materialize", materialize)
     program = _Program()
     budget = int(0.5 * _peak(program))
     wrong, stop = list[Exception](), threading.Event()

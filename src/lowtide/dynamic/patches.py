@@ -69,10 +69,16 @@ class Patches:
 
     ``materialize(tensor, access)`` is called before each method of a tensor; what it returns is called when the array that
     shares the memory is gone. Threads run inside ``inside()``, called in the thread that starts them; ``None``: as they are.
+    Nothing is evicted by another thread inside ``alone()``.
     """
 
-    def __init__(self, materialize: Materialize, inside: Callable[[], AbstractContextManager[Any] | None]) -> None:
-        self._active = True
+    def __init__(
+        self,
+        materialize: Materialize,
+        inside: Callable[[], AbstractContextManager[Any] | None],
+        alone: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._active, self._alone = True, alone
         self._own = _Own()
         self._undo = ExitStack()
         for name, access in _ACCESS.items():
@@ -103,8 +109,9 @@ class Patches:
         @functools.wraps(original)
         @uncompiled
         def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            ended = materialize(tensor, access) if self._active else None
-            result = original(tensor, *args, **kwargs)
+            with self._alone() if self._active and access is Access.READ else contextlib.nullcontext():
+                ended = materialize(tensor, access) if self._active else None
+                result = original(tensor, *args, **kwargs)
             if ended is not None and isinstance(result, np.ndarray):  # its views hold it
                 weakref.finalize(result, ended).atexit = False
             return result

@@ -121,7 +121,7 @@ class OnlineRun:
         self.thread = _Thread()
         self.open = True
         self.warn_at_ns: float = _WARN_FROM_NS
-        self.patches = Patches(self.materialize, self.mode_inside)
+        self.patches = Patches(self.materialize, self.mode_inside, lambda: self.memory.lock)
         if settings.habits is not None:
             foresight = Foresight(
                 settings.habits,
