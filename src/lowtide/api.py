@@ -76,7 +76,7 @@ def rematerialize(
         rescue: A pass that runs out of memory all the same runs again within a lower budget, said in the log.
         chunked_loss: Logits and their cross-entropy in pieces: never there as a whole, and sums not equal to the bit.
         optimizer: Updates parameters inside of the backward pass, so that gradients go at once; the loop stays as it is.
-        keep_gradients: Not so: they stay until the optimizer's step, for whatever reads all of them (clipping by their norm).
+        keep_gradients: With ``optimizer``: they stay until its step after all, for what reads all of them (clipping by norm).
         in_flight: So many calls wait for their backward pass at once (micro-batches of a pipeline): the budget is for all.
             With more than one, a plan stays as it is made: ``planning`` waits, and there are no parts and no ``rescue``.
     """

@@ -19,7 +19,8 @@ from __future__ import annotations
 import functools
 import itertools
 import linecache
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +73,8 @@ class Lowered:
 
 
 def _terms(program: Program) -> tuple[tuple[int, int], ...]:
-    positions = [position for position, _ in program.gradients]
-    return tuple((position, positions[:index].count(position)) for index, position in enumerate(positions))
+    numbers = defaultdict[int, Iterator[int]](itertools.count)
+    return tuple((position, next(numbers[position])) for position, _ in program.gradients)
 
 
 def lower(

@@ -22,9 +22,8 @@ from lowtide.runtime.arriving import expected, place, prepared, wanted
 from lowtide.runtime.optimizer import UpdatingOptimizer
 from lowtide.runtime.rescue import Rescue
 
-ForMask = Callable[
-    [GradientMask, bool, Sequence[torch.Tensor]], Lowered
-]  # whether gradients are kept, and the flat inputs
+# Given besides: whether gradients are kept, and the flat inputs.
+ForMask = Callable[[GradientMask, bool, Sequence[torch.Tensor]], Lowered]
 Node = tuple[tuple[int, int], ...]
 Copied = tuple[Sequence[int], Callable[[Sequence[int]], None] | None]
 

@@ -39,19 +39,9 @@ _COPIED_BACK = {
     _ATEN.triu_,
 }
 _EXACT = {  # however many elements a kernel takes at a time
-    *(
-        _ATEN.add_,
-        _ATEN.sub_,
-        _ATEN.mul_,
-        _ATEN.div_,
-        _ATEN.neg_,
-        _ATEN.abs_,
-        _ATEN.relu_,
-        _ATEN.clamp_,
-        _ATEN.masked_fill_,
-    ),
-    *(_ATEN.clamp_min_, _ATEN.clamp_max_, _ATEN.zero_, _ATEN.fill_, _ATEN.copy_, _ATEN.sqrt_, _ATEN.bernoulli_),
-}
+    _ATEN.abs_, _ATEN.add_, _ATEN.bernoulli_, _ATEN.clamp_, _ATEN.clamp_max_, _ATEN.clamp_min_, _ATEN.copy_, _ATEN.div_,
+    _ATEN.fill_, _ATEN.masked_fill_, _ATEN.mul_, _ATEN.neg_, _ATEN.relu_, _ATEN.sqrt_, _ATEN.sub_, _ATEN.zero_,
+}  # fmt: skip
 _CONCERNED = _COPIED_BACK | {_ATEN.masked_fill_, _ATEN.bernoulli_}
 
 
