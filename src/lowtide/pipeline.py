@@ -294,11 +294,12 @@ def _first_plan(request: PlanRequest) -> Plan | None:
     budget, so that the search must, or where the search takes no longer than a process takes to start."""
     if len(request.graph.ops) <= _FEW_OPS:
         return None
-    known = PlanCache().get(request) if enabled() else None
+    quick = dataclasses.replace(request, planner=FIRST_PLANNER)
+    known, begun = (PlanCache().get(one) if enabled() else None for one in (request, quick))
     if known is not None:
         return known
     try:
-        return dataclasses.replace(request, planner=FIRST_PLANNER).make().begun()
+        return (begun or quick.make()).begun()
     except InfeasibleBudgetError:
         return None
 
