@@ -17,7 +17,8 @@ from torch import nn, optim
 import lowtide
 from lowtide.ir import Compute, check, simulate
 from lowtide.ir.graph import FETCH_STATE_TARGET, OPTIMIZER_TARGET, STORE_STATE_TARGET
-from lowtide.runtime.moving_states import AwayState
+from lowtide.offload.disk import DiskMemory
+from lowtide.runtime.moving_states import AwayState, FetchedState, MovingStates
 from tests.support.wide import is_wide
 
 WIDTH, LAYERS, ROWS = 64, 8, 16
@@ -292,3 +293,27 @@ def test_a_budget_that_nothing_meets_says_so_and_moves_nothing(tmp_path: Path) -
     with pytest.raises(lowtide.InfeasibleBudgetError) as error:
         Pair(_MAKES["Adam with amsgrad"], tmp_path, weights=1, steps=1)
     assert error.value.minimum_bytes < sum(p.nbytes for p in Net().parameters()) * 4
+
+
+def test_a_disk_that_fills_up_later_changes_nothing_for_what_lies_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(_MAKES["AdamW of two groups"], tmp_path)
+    pair.step()
+    monkeypatch.setattr(DiskMemory, "free_bytes", lambda memory: 0)
+    for model in (pair.plain, pair.planned):  # another program, within the same budget
+        model(_batch(1, 8)).backward()
+    pair.end()
+    assert ["moving states" in str(plan) for plan in lowtide.plans(pair.planned)] == [True, True]
+    pair.step()
+    pair.check()
+    assert len(pair.away) == 2 * LAYERS
+
+
+def test_a_parameter_without_a_state_moves_nothing(tmp_path: Path) -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    states = MovingStates(optim.SGD(layer.parameters(), lr=0.1), f"disk:{tmp_path}", [*layer.parameters()])
+    states.begin(1.0)
+    states.store(FetchedState(layer.weight))()
+    assert not states.has_room()
+    assert states.movable_bytes(1.0) == 0

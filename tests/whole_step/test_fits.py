@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.capture import capture
 from lowtide.cli.main import main
 from lowtide.program.optimizer_state import optimizer_state_bytes
+from lowtide.whole_step.inside import updated_inside
 
 Make = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -79,6 +81,15 @@ def test_the_state_of_an_optimizer_whose_step_is_wrapped() -> None:
     assert torch.equal(model.weight, before)
     assert not seen
     assert not optimizer.state
+
+
+def test_parameters_that_the_optimizer_does_not_have_keep_their_gradients() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    some = torch.optim.AdamW([*model.parameters()][:2])
+    program, moved = updated_inside(capture(model, (torch.ones(2, 64),)).program, model, some, moving=True)
+    assert program.updated == (0, 1)
+    assert moved == 2 * 64 * 64 * 4  # the bias is too small
+    assert [position for position, _ in program.gradients] == [2, 3, 4, 5]
 
 
 class _OfAllGradients(torch.optim.SGD):

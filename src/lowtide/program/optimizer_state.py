@@ -40,9 +40,7 @@ def optimizer_state_bytes(optimizer: Optimizer, model: nn.Module) -> tuple[str, 
     values there, a parameter at a time on the CPU, with zeros. Raises ``PlanError`` where neither goes.
     """
     name, make = _maker(optimizer)
-    given: list[Tensor] = [*model.parameters()]
-    if isinstance(optimizer, torch.optim.Optimizer):
-        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    given = parameters_of(optimizer, model)
     if not any(parameter.requires_grad for parameter in given):
         return name, 0
     with contextlib.suppress(Exception):  # whatever an optimizer raises where there are no values
@@ -51,6 +49,13 @@ def optimizer_state_bytes(optimizer: Optimizer, model: nn.Module) -> tuple[str, 
         return name, sum(held_bytes(_stepped(make, [parameter], "cpu")) for parameter in given)
     except Exception as error:
         raise PlanError(f"the state of {name} could not be found out: {type(error).__name__}: {error}.") from error
+
+
+def parameters_of(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
+    """Those that the optimizer has; of one that is yet to be made, all of ``model``."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [*model.parameters()]
 
 
 def state_sizes(optimizer: Optimizer, parameter: Tensor) -> list[int]:

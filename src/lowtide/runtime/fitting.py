@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -25,9 +25,10 @@ Planned = Callable[[Finish], tuple[Program, Plan]]
 
 
 class Owner(Protocol):
-    """The programs of a model. Plans are made as ``settings`` say at that time."""
+    """The programs of a model, by their calls. Plans are made as ``settings`` say at that time."""
 
     settings: Settings
+    entries: dict[Any, Any]
     optimizer: UpdatingOptimizer | None
 
     @property
@@ -39,7 +40,7 @@ def with_updates(owner: Owner, program: Program, updated: Sequence[int], share: 
     optimizer = owner.optimizer
     if optimizer is None:
         return program
-    share = optimizer.moving_share if share is None else share
+    share = _share(optimizer) if share is None else share
     state = model_state(owner.model).tensors
     return optimizer.finish(program, updated, state, held_tensors(owner.model), share)
 
@@ -67,11 +68,13 @@ def fitted(owner: Owner, program: Program, updated: Sequence[int], planned: Plan
 def _with_states(
     owner: Owner, optimizer: UpdatingOptimizer, updated: Sequence[int], planned: Planned
 ) -> tuple[Program, Plan]:
-    """What is found with as many states in the second memory as are there already, for all programs, or with all; where none
-    are and some could be, with as many as a quick search finds best."""
-    shares = sorted({optimizer.moving_share, 1.0 if optimizer.moving_share else 0.0})
-    if _may_move(owner, optimizer):
-        shares = _ranked(owner, optimizer, updated, planned) or [0.0, 1.0]
+    """What is found with as many states in the second memory as are there already, for all programs, or with all; of the first
+    program, where some could be there, with as many as a quick search finds best."""
+    now = _share(optimizer)
+    shares = sorted({now, 1.0 if now else 0.0})
+    if not now and _may_move(optimizer):
+        ranked = [] if owner.entries else _ranked(owner, optimizer, updated, planned)
+        shares = ranked or [0.0, 1.0]
     errors = list[InfeasibleBudgetError]()
     for share in shares:
         try:
@@ -79,9 +82,9 @@ def _with_states(
         except InfeasibleBudgetError as error:
             errors.append(error)
             continue
-        if share != optimizer.moving_share:
+        if optimizer.states is not None and share != now:
             owner.settings = _settings(owner, optimizer, share)
-            optimizer.move(share)
+            optimizer.states.begin(share)
         return found
     raise min(errors, key=lambda one: one.minimum_bytes)
 
@@ -122,12 +125,16 @@ def _planned(
         owner.settings = given
 
 
-def _may_move(owner: Owner, optimizer: UpdatingOptimizer) -> bool:
-    """Whether states are all there, and some could be elsewhere."""
-    settings = owner.settings
-    free = not (optimizer.moving_share or settings.total_budget is None or several_processes())
-    return free and optimizer.movable_bytes(1.0) > 0
+def _share(optimizer: UpdatingOptimizer) -> float:
+    """How many of the states lie in the second memory."""
+    return 0.0 if optimizer.states is None else optimizer.states.share
+
+
+def _may_move(optimizer: UpdatingOptimizer) -> bool:
+    """Whether states could lie there: not of ranks, which would have to agree."""
+    return optimizer.states is not None and not several_processes() and optimizer.states.has_room()
 
 
 def _settings(owner: Owner, optimizer: UpdatingOptimizer, share: float) -> Settings:
-    return dataclasses.replace(owner.settings, moved_bytes=optimizer.movable_bytes(share) if share else 0)
+    moved = 0 if optimizer.states is None else optimizer.states.movable_bytes(share)
+    return dataclasses.replace(owner.settings, moved_bytes=moved)

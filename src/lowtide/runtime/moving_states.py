@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from lowtide.program.optimizer_state import state_sizes
 from lowtide.program.updates import StateMoves
 from lowtide.runtime.optimizer_step import step_for
 
+_LOG = logging.getLogger(__name__)
 _LEAST_BYTES = ALIGNMENT  # of a tensor that moves
 _LEAST_SHARE = 1e-3  # of all that may move, that the state of a parameter is
 
@@ -95,29 +97,31 @@ class MovingStates:
     def __init__(self, optimizer: Optimizer, memory: str, parameters: Sequence[torch.Tensor]) -> None:
         self.optimizer, self.share = optimizer, 0.0
         self._memory, self._parameters = memory, parameters
-        self._kept: list[
-            tuple[torch.Tensor, torch.Tensor | None]
-        ] = []  # parameters that were stepped, and their gradients
+        # Parameters that were stepped, and their gradients.
+        self._kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._moving: list[torch.Tensor] = []  # parameters whose states move
         self._leases: dict[int, tuple[Lease, int]] = {}
 
     def movable_bytes(self, share: float) -> int:
-        """Of the states that move where ``share`` of them are to; none where the second memory has no room for all."""
-        moving = self._moving(share)
-        if not moving or self._opened(moving[0]).free_bytes() < sum(self._sizes.values()):
-            return 0
-        return sum(self._sizes[id(parameter)] for parameter in moving)
+        """Of the states that move where ``share`` of them are to."""
+        return sum(self._sizes[id(parameter)] for parameter in self._chosen(share))
+
+    def has_room(self) -> bool:
+        """Whether there is something to move, and the second memory has room for all of it."""
+        chosen = self._chosen(1.0)
+        return bool(chosen) and self._opened(chosen[0]).free_bytes() >= sum(self._sizes.values())
 
     def moves(self, parameters: Mapping[int, torch.Tensor], share: float) -> dict[int, StateMoves]:
         """Of ``parameters`` by position those whose state moves where ``share`` of all bytes are to, and how."""
-        moving = set(map(id, self._moving(share)))
+        chosen = set(map(id, self._chosen(share)))
         return {
-            position: StateMoves(Fetch(self), Store(self), self._sizes[id(parameter)])
+            position: StateMoves(FetchState(self), StoreState(self), self._sizes[id(parameter)])
             for position, parameter in parameters.items()
-            if id(parameter) in moving
+            if id(parameter) in chosen
         }
 
-    def _moving(self, share: float) -> list[torch.Tensor]:
-        """The parameters whose states move."""
+    def _chosen(self, share: float) -> list[torch.Tensor]:
+        """The parameters whose states move where ``share`` of all bytes are to."""
         sizes, taken, found = self._sizes, 0, list[torch.Tensor]()
         whole = sum(sizes.values())
         for parameter in sorted(self._parameters, key=lambda one: -sizes.get(id(one), 0)) if share else ():
@@ -143,13 +147,14 @@ class MovingStates:
 
     def begin(self, share: float) -> None:
         """Have ``share`` of the states away from now on."""
-        self.share = share
+        self.share, self._moving = share, self._chosen(share)
+        _LOG.info("%d bytes of states of an optimizer lie in the second memory", self.movable_bytes(share))
         self.send_away()
 
     def end(self) -> None:
         """All states are where they were."""
-        self.share = 0.0
-        self.bring_home(self._parameters)
+        self.bring_home(self._moving)
+        self.share, self._moving = 0.0, []
         self._leases.clear()
 
     def fetch(self, parameter: torch.Tensor) -> Callable[[], FetchedState]:
@@ -170,8 +175,7 @@ class MovingStates:
         afterwards."""
         state = self._of(parameter)
         state.update({} if fetched is None else fetched.tensors)
-        if self.share:
-            self.bring_home((parameter,))
+        self.bring_home((parameter,))
         step()
         if fetched is not None:
             fetched.parameter = parameter
@@ -180,15 +184,11 @@ class MovingStates:
     def store(self, fetched: FetchedState) -> Callable[[], None]:
         """Begin to take the state back. Called, what is returned waits for that, and raises ``ExecutionError`` where it cannot
         be written: then it stays."""
-        state, tensors = self._of(fetched.parameter), dict(fetched.tensors)
-        lease = self._lease(fetched.parameter, sum(map(_slot, tensors.values())))
-        offset, copies = 0, dict[str, Copy]()
-        for key, tensor in tensors.items():
-            copies[key] = lease.offload(offset, (tensor,))
-            state[key] = AwayState(tensor, copies[key])
-            offset += _slot(tensor)
-        fetched.tensors.clear()
-        del tensor
+        state, tensors = self._of(fetched.parameter), fetched.tensors
+        sizes = list(map(_slot, tensors.values()))
+        lease, offsets = self._lease(fetched.parameter, sum(sizes)), itertools.accumulate(sizes, initial=0)
+        copies = {key: lease.offload(offset, (tensors[key],)) for key, offset in zip(tensors, offsets, strict=False)}
+        state.update({key: AwayState(tensors[key], copy) for key, copy in copies.items()})
 
         def end() -> None:
             try:
@@ -204,7 +204,7 @@ class MovingStates:
 
     def send_away(self) -> None:
         """Take states that are there, but should not be, to the second memory."""
-        for parameter in self._moving(self.share):
+        for parameter in self._moving:
             there = {key: one for key, one in self._of(parameter).items() if _moves(one)}
             if there:
                 self.store(FetchedState(parameter, there))()
@@ -213,7 +213,7 @@ class MovingStates:
         """The optimizer's step for parameters whose states move and whose gradients were kept, one after the other, while the
         next state comes and the former goes. The step that follows finds no gradients there, until ``show_kept``."""
         self.show_kept()
-        chosen = [parameter for parameter in self._moving(self.share) if parameter.grad is not None]
+        chosen = [parameter for parameter in self._moving if parameter.grad is not None]
         groups = {id(one): group for group in self.optimizer.param_groups for one in group["params"]}
         coming = [self.fetch(parameter) for parameter in chosen[:1]]
         going: list[Callable[[], None]] = []
@@ -264,11 +264,11 @@ class _Transfer:
 
     def __init__(self, states: MovingStates) -> None:
         self.states = states
-        self.__name__ = self.__qualname__ = type(self).__name__.lower() + "_state"
+        self.__name__ = self.__qualname__ = type(self).__name__
         self.__module__ = "lowtide"
 
 
-class Fetch(_Transfer):
+class FetchState(_Transfer):
     """Returns the state of a parameter from the second memory."""
 
     def __call__(self, parameter: torch.Tensor) -> FetchedState:
@@ -278,7 +278,7 @@ class Fetch(_Transfer):
         return self.states.fetch(parameter)
 
 
-class Store(_Transfer):
+class StoreState(_Transfer):
     """Takes the state back there."""
 
     def __call__(self, fetched: FetchedState) -> None:

@@ -44,12 +44,12 @@ class Call(Protocol):
 
 class UpdatingOptimizer:
     """``optimizer`` for the parameters of a planned model. ``accumulating``: how many contexts say that gradients stay, which
-    they always do where it ``keeps`` them."""
+    they always do where it ``keeps`` them. ``states`` that may lie elsewhere."""
 
     def __init__(
         self, optimizer: Optimizer, name: str, states: MovingStates | None = None, keeps: bool = False
     ) -> None:
-        self.optimizer, self.name, self._states, self.accumulating = optimizer, name, states, 0
+        self.optimizer, self.name, self.states, self.accumulating = optimizer, name, states, 0
         self._refusals = _MOST_REFUSALS if keeps else 0
         self._said: set[str] = set()
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -72,28 +72,13 @@ class UpdatingOptimizer:
         for hook in self._hooks:
             hook.remove()
         self._show(None)
-        if self._states is not None:
-            self._states.end()
-
-    @property
-    def moving_share(self) -> float:
-        """How many of the states, by their bytes, lie in the second memory between updates."""
-        return 0.0 if self._states is None else self._states.share
-
-    def movable_bytes(self, share: float) -> int:
-        """Of the states that would lie in the second memory where ``share`` of them were to."""
-        return 0 if self._states is None else self._states.movable_bytes(share)
-
-    def move(self, share: float) -> None:
-        """Have ``share`` of the states in the second memory from now on."""
-        assert self._states is not None
-        self._states.begin(share)
-        _LOG.info("%d bytes of states of %s lie in the second memory", self.movable_bytes(share), self.name)
+        if self.states is not None:
+            self.states.end()
 
     def updated(self, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """Which of the flat inputs of a call may be updated in its backward pass; none where gradients are kept."""
-        if self._states is not None:
-            self._states.send_away()
+        if self.states is not None:
+            self.states.send_away()
         inside_backward = torch._C._current_graph_task_id() != -1  # of a checkpoint, say
         if self.accumulating or inside_backward or accelerate_accumulates() or self._reason_to_keep() is not None:
             fill_zeroed(self.optimizer)
@@ -152,7 +137,7 @@ class UpdatingOptimizer:
                 continue
             number, group = groups[id(tensors[position])]
             steps[position] = made[number] = made.get(number) or ParameterStep(self, group)
-        moves = self._states.moves({position: tensors[position] for position in steps}, share) if self._states else {}
+        moves = self.states.moves({position: tensors[position] for position in steps}, share) if self.states else {}
         return with_updates(program, steps, moves)
 
     def _find_groups(self) -> dict[int, tuple[int, dict[str, Any]]]:
@@ -260,10 +245,10 @@ class UpdatingOptimizer:
                     if number not in self._used:
                         self._used[number] = values_of(group)
                     step = functools.partial(step_for, self.optimizer, group, parameter, self.optimizer.state)
-                    if self._states is None:
+                    if self.states is None:
                         step()
                     else:
-                        self._states.update(parameter, fetched, step)
+                        self.states.update(parameter, fetched, step)
             finally:
                 parameter.grad = self._spent.made(parameter)
         return fetched
@@ -302,8 +287,8 @@ class UpdatingOptimizer:
                 )
         self._used.clear()
         self._show(None)
-        if self._states is not None:
-            self._states.step_kept()
+        if self.states is not None:
+            self.states.step_kept()
 
     def _show(self, spent: SpentGradients | None) -> None:
         """Gradients that are spent, in ``.grad``, or none there."""
@@ -318,8 +303,8 @@ class UpdatingOptimizer:
         self._order_state()
         self._updated.clear()
         self._skipped.clear()
-        if self._states is not None:
-            self._states.show_kept()
+        if self.states is not None:
+            self.states.show_kept()
 
     def _order_state(self) -> None:
         """Put what is new into the order of the parameters, in which a step for all of them creates it."""

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowtide.program import Program
-from lowtide.program.optimizer_state import Optimizer, optimizer_like, state_sizes
+from lowtide.program.optimizer_state import Optimizer, optimizer_like, parameters_of, state_sizes
 from lowtide.program.updates import StateMoves, with_updates
 from lowtide.runtime.moving_states import movable_bytes
 from lowtide.runtime.optimizer_step import plain_step
@@ -28,8 +28,9 @@ def updated_inside(program: Program, model: nn.Module, optimizer: Optimizer, *, 
     """``program`` with an update of each parameter of ``model``, as ``rematerialize(optimizer=)`` makes them, and the bytes of
     states that lie elsewhere between these: none, unless they are ``moving``. The program as it is for optimizers whose updates
     need all gradients."""
-    state: list[Tensor] = [*model.parameters()]
-    trained = {position: one for position, one in enumerate(state) if one.requires_grad}
+    known = set(map(id, parameters_of(optimizer, model)))
+    state = enumerate(model.parameters())
+    trained: dict[int, Tensor] = {at: one for at, one in state if one.requires_grad and id(one) in known}
     if not trained or plain_step(optimizer_like(optimizer, next(iter(trained.values())))) is None:
         return program, 0
     sizes = {position: movable_bytes(state_sizes(optimizer, one), one.device) for position, one in trained.items()}
