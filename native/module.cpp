@@ -10,12 +10,16 @@
 
 #include "allocator.hpp"
 #include "arena.hpp"
+#include "chain.hpp"
 #include "dual.hpp"
+#include "early.hpp"
 #include "fit.hpp"
 #include "greedy.hpp"
 #include "liveness.hpp"
 #include "pack.hpp"
+#include "placing.hpp"
 #include "python.hpp"
+#include "resident.hpp"
 #include "table.hpp"
 
 namespace lowtide {
@@ -108,6 +112,12 @@ void bind_blocks(nb::module_& module) {
         return nb::make_tuple(array_of(std::move(table.best_ns), {side, side, slots}),
                               array_of(std::move(table.choice), {side, side, slots}));
     });
+    module.def("chain_way", [](const ChainCosts& costs) {
+        const Way way = unlocked([&] { return chain_way(costs); });
+        std::vector<Index> rows;
+        for (const Segment& one : way.segments) rows.insert(rows.end(), {one.low, one.high, one.slots, one.moved, one.first});
+        return nb::make_tuple(way.time_ns, array_of(std::move(rows), {way.segments.size(), 5}));
+    });
 }
 
 void bind_bounds(nb::module_& module) {
@@ -126,6 +136,37 @@ void bind_bounds(nb::module_& module) {
                           iterations);
         });
         return nb::make_tuple(found.bound, array_of(std::move(found.x)), array_of(std::move(found.y)), found.weight);
+    });
+}
+
+auto as_tuple(const Run& run) {
+    return nb::make_tuple(run.time_ns, run.wait_ns, run.peak_bytes, run.second_peak_bytes);
+}
+
+void bind_steps(nb::module_& module) {
+    module.def("run_steps", [](const Program& program, const Steps& steps) {
+        return as_tuple(unlocked([&] { return run(program, steps); }));
+    });
+    module.def("starts_of", [](const Program& program, const Steps& steps) {
+        return array_of(unlocked([&] { return starts_of(program, steps, false); }));
+    });
+    module.def("resident_bytes", [](const Program& program, const Steps& steps) {
+        return array_of(unlocked([&] { return resident_bytes(program, steps); }));
+    });
+    module.def("place_steps", [](const Program& program, const Steps& steps, Number budget_bytes) {
+        Placed found = unlocked([&] { return place(program, steps, budget_bytes); });
+        std::vector<Index> rows;
+        for (const Step& step : found.steps.steps) rows.insert(rows.end(), {static_cast<Index>(step.kind), step.of, step.into});
+        const std::size_t count = found.steps.steps.size();
+        return nb::make_tuple(array_of(std::move(rows), {count, 3}), found.steps.boundary, as_tuple(found.run));
+    });
+    module.def("movable_steps", [](const Program& program, const Steps& steps) {
+        std::vector<Index> rows;
+        for (const Item& item : unlocked([&] { return movable(program, steps); })) {
+            rows.insert(rows.end(), {item.position, static_cast<Index>(item.lane), item.low});
+        }
+        const std::size_t count = rows.size() / 3;
+        return array_of(std::move(rows), {count, 3});
     });
 }
 
@@ -249,6 +290,7 @@ NB_MODULE(_native, module) {
     lowtide::bind_search(module);
     lowtide::bind_blocks(module);
     lowtide::bind_bounds(module);
+    lowtide::bind_steps(module);
     lowtide::bind_placement(module);
     lowtide::bind_counter(module);
     lowtide::bind_arena(module);

@@ -16,8 +16,10 @@
 
 #include "anneal.hpp"
 #include "blocks.hpp"
+#include "chain.hpp"
 #include "counter.hpp"
 #include "graph.hpp"
+#include "steps.hpp"
 
 namespace lowtide {
 
@@ -87,6 +89,60 @@ inline void read(nb::handle table, Graph& graph) {
         .uses = ragged(table, "uses_start", "uses"),
         .held = column<bool>(table, "held"),
         .overwritten = column<bool>(table, "overwritten"),
+    };
+}
+
+inline void read(nb::handle table, Program& program) {
+    program = {
+        .fixed_bytes = number<Number>(table, "fixed_bytes"),
+        .rng_state_bytes = number<Number>(table, "rng_state_bytes"),
+        .shared = number<bool>(table, "shared"),
+        .time_ns = column<Number>(table, "time_ns"),
+        .workspace_bytes = column<Number>(table, "workspace_bytes"),
+        .storage_bytes = column<Number>(table, "storage_bytes"),
+        .offload_ns = column<Number>(table, "offload_ns"),
+        .fetch_ns = column<Number>(table, "fetch_ns"),
+        .beside = column<bool>(table, "beside"),
+        .changes = column<bool>(table, "changes"),
+        .holds = column<bool>(table, "holds"),
+        .early = column<bool>(table, "early"),
+        .again = column<bool>(table, "again"),
+        .handed = column<Index>(table, "handed"),
+        .owned = ragged(table, "owned_start", "owned"),
+        .read = ragged(table, "read_start", "read"),
+        .changed = ragged(table, "changed_start", "changed"),
+        .touched = ragged(table, "touched_start", "touched"),
+        .written = ragged(table, "written_start", "written"),
+        .inputs = ragged(table, "inputs_start", "inputs"),
+        .outputs = ragged(table, "outputs_start", "outputs"),
+        .values = ragged(table, "values_start", "values"),
+    };
+}
+
+inline void read(nb::handle table, Steps& steps) {
+    const Indices numbers = column<Index>(table, "rows");
+    const auto* first = reinterpret_cast<const Step*>(numbers.data());
+    steps = {{first, first + numbers.size() / 3}, number<Index>(table, "boundary")};
+}
+
+inline void read(nb::handle table, ChainCosts& costs) {
+    costs = {
+        .slots = number<Index>(table, "slots"),
+        .room = number<double>(table, "room"),
+        .unit_bytes = number<double>(table, "unit_bytes"),
+        .leave_rate = number<double>(table, "leave_rate"),
+        .come_rate = number<double>(table, "come_rate"),
+        .cells = number<Index>(table, "cells"),
+        .best_ns = column<Number>(table, "best_ns"),
+        .crossing = column<Number>(table, "crossing"),
+        .forward_peak = column<Number>(table, "forward_peak"),
+        .start = column<Number>(table, "start"),
+        .saved = column<Number>(table, "saved"),
+        .option_forward_peak = column<Number>(table, "option_forward_peak"),
+        .option_backward_peak = column<Number>(table, "option_backward_peak"),
+        .extra_ns = column<Number>(table, "extra_ns"),
+        .forward_ns = column<double>(table, "forward_ns"),
+        .backward_ns = column<double>(table, "backward_ns"),
     };
 }
 

@@ -11,6 +11,8 @@ import numpy.typing as npt
 from lowtide.solve.blocks.chain import BlockSpan
 from lowtide.solve.model.classes import Classes
 from lowtide.solve.model.compact import CompactGraph
+from lowtide.solve.moving.chain_table import ChainCosts
+from lowtide.solve.moving.steps import Program, Steps
 from lowtide.solve.search.anneal import AnnealSettings
 
 _Indices = npt.NDArray[np.int32]
@@ -84,6 +86,24 @@ def fill_table(
     extra_ns: _Numbers,
     size: int,
 ) -> tuple[_Numbers, _Indices]: ...
+def chain_way(costs: ChainCosts) -> tuple[float, _Indices]:
+    """Its time in ns, and the fields of its segments by row; no rows where there is none."""
+
+def run_steps(program: Program, steps: Steps) -> tuple[int, int, int, int]:
+    """The fields of a ``Run``."""
+
+def starts_of(program: Program, steps: Steps) -> _Numbers:
+    """When each step is asked for and, as one more number, when all has ended."""
+
+def resident_bytes(program: Program, steps: Steps) -> _Numbers:
+    """During each step and, as one more number, after the last."""
+
+def place_steps(program: Program, steps: Steps, budget_bytes: int) -> tuple[_Indices, int, tuple[int, int, int, int]]:
+    """Rows, boundary and the fields of the ``Run``, with transfers and collectives where they are waited for least."""
+
+def movable_steps(program: Program, steps: Steps) -> _Indices:
+    """Of what can come earlier, and of collectives, by row: the step, its lane, the first step that it can come before."""
+
 def close_slots(model: CompactGraph, room: int, until: _Numbers, rounds: int) -> tuple[_Bytes, _Bytes, _Numbers]: ...
 
 class Matrix:

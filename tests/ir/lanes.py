@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lowtide.ir import Compute, Costs, Fetch, Free, Graph, Offload, Schedule
+from lowtide.ir import Compute, Costs, Fetch, Free, Graph, Offload, Schedule, is_view
 
 
 @dataclass
@@ -56,7 +56,10 @@ def tasks_of(graph: Graph, costs: Costs, schedule: Schedule) -> list[Task]:
             beside = op.collective and costs.collectives_beside
             task = Task("collective" if beside else "", int(costs.time_ns[op.id]), read - over, over)
             mine = {one for one in made if one[0] in own}
-            task.alone |= (made - mine) | (read if op.effect else set())
+            if is_view(graph, op):
+                task.looks |= made
+            else:
+                task.alone |= (made - mine) | (read if op.effect else set())
             if beside:
                 task.alone |= mine
             else:

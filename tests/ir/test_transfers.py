@@ -86,6 +86,20 @@ def test_a_transfer_that_nobody_waits_for_ends_the_step() -> None:
     assert run.time_ns == 25 + 11 + 19 + 5
 
 
+def test_a_view_waits_for_no_copy_of_what_it_looks_at() -> None:
+    """Another operator that puts its result there writes into it."""
+    graph, costs = _problem()
+    ops = [replace(op, inputs=(0,) if op.id == 1 else op.inputs) for op in graph.ops]
+    values = [replace(value, storage=0) if value.id == 1 else value for value in graph.values]
+    storages = (replace(graph.storages[0], values=(0, 1)), replace(graph.storages[1], base=None, values=()))
+    steps = (Compute(0), Offload(0), Compute(1), Compute(2))
+    for once, begins in ((False, 5), (True, 16)):
+        ops[1] = replace(ops[1], once=once)
+        looking = replace(graph, ops=tuple(ops), values=tuple(values), storages=(*storages, *graph.storages[2:]))
+        assert looking.views[1] is not once
+        assert simulate(looking, costs, Schedule(steps, 4)).timing.start_ns[2] == begins
+
+
 @pytest.mark.parametrize(
     ("steps", "message"),
     [

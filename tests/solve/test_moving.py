@@ -29,7 +29,7 @@ from lowtide.solve.model.compact import compact
 from lowtide.solve.model.split import Split, movable_storages, split
 from lowtide.solve.moving.bound import moving_bound
 from lowtide.solve.moving.placing import place_transfers
-from lowtide.solve.moving.search import moving_schedules
+from lowtide.solve.moving.search import moving_schedule
 from tests.solve.brute_force_moves import memory_like
 from tests.solve.small_graphs import chain
 from tests.support.interpreter import Machine
@@ -145,8 +145,8 @@ def test_transfers_that_take_for_ever() -> None:
     solution = solve(Problem(graph, slow, budget), "auto{effort=2}")
     assert solution.schedule is not None
     assert not solution.schedule.moves
-    moves = moving_schedules(Problem(graph, slow, budget), 0, lambda: None, moves_only=True)[0]
-    assert moves.moves
+    moves = moving_schedule(Problem(graph, slow, budget), 0, None)
+    assert moves is not None and moves.moves
 
 
 def test_an_operator_that_runs_again_for_what_cannot_move_pays_once() -> None:

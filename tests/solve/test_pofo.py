@@ -12,8 +12,7 @@ from lowtide.solve import Problem, get_planner, solve
 from lowtide.solve.block_programs import Rotor
 from lowtide.solve.blocks.chain import make_chain
 from lowtide.solve.model.compact import compact
-from lowtide.solve.moving.chain_table import ChainTable
-from lowtide.solve.moving.chains import chain_program
+from lowtide.solve.moving.chain_table import chain_costs, quickest_way
 from tests.solve.block_chains import BlockChain, draw_chain
 from tests.solve.brute_force_moves import memory_like
 
@@ -28,9 +27,11 @@ def _chain(seed: int, blocks: int) -> tuple[BlockChain, Graph, Costs]:
     return chain, graph, replace(costs, storage_bytes=costs.storage_bytes * 1000, time_ns=costs.time_ns * 1000)
 
 
-def _program(chain: BlockChain, graph: Graph, costs: Costs, memory: SecondMemory, budget: int) -> ChainTable:
+def _time_ns(chain: BlockChain, graph: Graph, costs: Costs, memory: SecondMemory, budget: int) -> float | None:
     table = Rotor(slots=0).table(make_chain(compact(graph, costs), chain.cuts()), 2 * budget)
-    return chain_program(table, memory, budget, 12)
+    rates = memory.offload_bytes_per_second / 1e9, memory.fetch_bytes_per_second / 1e9
+    way = quickest_way(chain_costs(table, budget, rates, 12))
+    return None if way is None else way[0]
 
 
 def _peak(graph: Graph, costs: Costs) -> int:
@@ -44,11 +45,8 @@ def test_a_link_that_carries_nothing_leaves_rotor(seed: int) -> None:
     table = Rotor(slots=0).table(make_chain(compact(graph, costs), chain.cuts()), 2 * peak)
     backward_ns = 7 * 1000
     for budget in range(peak // 3, peak, 1000):
-        program = _program(chain, graph, costs, _NEVER, budget)
         rotor = table.time_ns(budget)
-        assert (program.solve() is None) == (rotor is None)
-        if rotor is not None:
-            assert min(program.ends)[0] == rotor + backward_ns
+        assert _time_ns(chain, graph, costs, _NEVER, budget) == (None if rotor is None else rotor + backward_ns)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -59,9 +57,9 @@ def test_a_link_that_takes_no_time_leaves_nothing_to_run_again(seed: int) -> Non
         chain.x[i] + chain.a[i] + chain.x[i + 1] + max(0, chain.g[i] + chain.g[i + 1]) for i in range(chain.blocks)
     )
     budget = min(1000 * (least + max(chain.a) + max(chain.x)), _peak(graph, costs) - 1)
-    program = _program(chain, graph, costs, _FAST, budget)
-    assert program.solve() is not None
-    assert min(program.ends)[0] <= 1.0001 * int(costs.time_ns.sum())
+    time_ns = _time_ns(chain, graph, costs, _FAST, budget)
+    assert time_ns is not None
+    assert time_ns <= 1.0001 * int(costs.time_ns.sum())
 
 
 def test_more_of_the_link_is_never_slower() -> None:
@@ -70,9 +68,9 @@ def test_more_of_the_link_is_never_slower() -> None:
     budget = _peak(graph, costs) // 2
     times = []
     for percent in (800, 400, 200, 100, 50, 25):
-        program = _program(chain, graph, costs, memory_like(costs, percent), budget)
-        assert program.solve() is not None
-        times.append(min(program.ends)[0])
+        time_ns = _time_ns(chain, graph, costs, memory_like(costs, percent), budget)
+        assert time_ns is not None
+        times.append(time_ns)
     assert times == sorted(times, reverse=True)
     assert times[-1] < times[0]
 

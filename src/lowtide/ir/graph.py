@@ -11,6 +11,7 @@ Bytes are charged to storages, never to values, so a view costs nothing. Graph i
 tensors) live in *external* storages: they were allocated before the pass began, cost nothing and are never freed.
 The gradients that arrive for the forward outputs are produced by ordinary operators with target ``lowtide.tangent`` and
 the ``effect`` flag, first in the backward pass; a mutated buffer is written back by a ``lowtide.update`` op. A
+``lowtide.expect`` op looks at a truth value, and ends the forward pass where it is another than the program stands for. A
 ``lowtide.optimizer`` op reads a parameter and its gradient and updates the parameter: nothing reads that afterwards. Where
 the state that an optimizer keeps for the parameter lies in a second memory, the op reads and writes that too: a
 ``lowtide.fetch_state`` op brings it, and a ``lowtide.store_state`` op takes it back. Of a sharded model, a
@@ -27,6 +28,7 @@ from typing import Any
 
 TANGENT_TARGET = "lowtide.tangent"
 UPDATE_TARGET = "lowtide.update"
+EXPECT_TARGET = "lowtide.expect"
 OPTIMIZER_TARGET = "lowtide.optimizer"
 FETCH_STATE_TARGET = "lowtide.fetch_state"
 STORE_STATE_TARGET = "lowtide.store_state"
@@ -169,9 +171,22 @@ class Graph:
         return tuple(self.storages_of((*op.inputs, *op.outputs)) for op in self.ops)
 
     @functools.cached_property
+    def views(self) -> tuple[bool, ...]:
+        """Per op, whether it allocates nothing and only forms views of storages that exist."""
+        plain = (op.outputs and op.recomputable and not (op.random or op.collective) for op in self.ops)
+        return tuple(
+            bool(may) and all(self.storages[one].base != op.id for one in made)
+            for op, made, may in zip(self.ops, self.made, plain, strict=True)
+        )
+
+    @functools.cached_property
     def changed(self) -> tuple[tuple[int, ...], ...]:
-        """Per op, the storages that it may leave with other contents: those of its outputs, for an ``effect`` op all."""
-        return tuple((self.touched if op.effect else self.made)[op.id] for op in self.ops)
+        """Per op, the storages that it may leave with other contents: those of its outputs, for an ``effect`` op all, for a
+        view none."""
+        return tuple(
+            self.touched[op.id] if op.effect else () if view else made
+            for op, view, made in zip(self.ops, self.views, self.made, strict=True)
+        )
 
     @functools.cached_property
     def written(self) -> tuple[tuple[int, ...], ...]:

@@ -48,9 +48,7 @@ def schedule_from_sequence(graph: Graph, sequence: Sequence[int], *, released: b
 
 def is_view(graph: Graph, op: Op) -> bool:
     """Whether ``op`` allocates nothing and only forms views of storages that exist."""
-    if not op.outputs or not op.recomputable or op.random or op.collective:
-        return False
-    return all(graph.storages[graph.values[value].storage].base != op.id for value in op.outputs)
+    return graph.views[op.id]
 
 
 def needed_ops(graph: Graph) -> set[int]:

@@ -8,8 +8,8 @@ needs is there. Computing goes on at once, and waits only where a step needs wha
 - whoever reads a storage, the caller who is handed it and the end, for whatever makes it (a ``Fetch``, a collective);
 - whoever frees a storage, or writes into it, for whatever makes it and whatever reads it (an ``Offload``, a collective).
 
-An ``effect`` op may write into all that it reads. The copy of a storage takes room in the second memory from its ``Offload`` to
-its last ``Fetch``.
+An ``effect`` op may write into all that it reads; a view writes into nothing. The copy of a storage takes room in the second
+memory from its ``Offload`` to its last ``Fetch``.
 """
 
 from __future__ import annotations

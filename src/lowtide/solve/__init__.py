@@ -11,7 +11,7 @@ from lowtide.progress import Progress
 from lowtide.solve.beside import runs_beside, solve_beside
 from lowtide.solve.minimum import greedy_within, minimum_peak, peak_lower_bound, times_above, working_set_bound
 from lowtide.solve.outcome import among_moving
-from lowtide.solve.problem import Planner, Problem, Solution, Status, check_seed
+from lowtide.solve.problem import Planner, Problem, Solution, Status, check_seed, each_quicker
 from lowtide.solve.registry import format_spec, get_planner, planner_names, planner_summary
 
 __all__ = [
@@ -40,6 +40,8 @@ def solve(problem: Problem, planner: str | Planner = "auto") -> Solution:
     defect of the planner), ``PlanError`` for an unknown planner."""
     chosen = get_planner(planner) if isinstance(planner, str) else planner
     began = time.perf_counter()
+    if problem.on_better is not None:
+        problem = replace(problem, on_better=each_quicker(problem.on_better))
     beside = runs_beside(problem)
     solution = solve_beside(problem, chosen) if beside else chosen.solve(problem)
     solution = replace(solution, solve_seconds=time.perf_counter() - began)

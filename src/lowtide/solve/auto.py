@@ -29,7 +29,7 @@ from typing import ClassVar
 
 from lowtide.solve.minimum import outputs_in_the_way, smallest_exactly
 from lowtide.solve.moving.bound import bounded
-from lowtide.solve.moving.search import moving_schedules
+from lowtide.solve.moving.search import moving_schedule
 from lowtide.solve.options import Options, between
 from lowtide.solve.outcome import answer, keeping_all, least_time_ns
 from lowtide.solve.portfolio_search import EFFORTS, search_sequences
@@ -52,37 +52,39 @@ class Auto(Options):
             return kept
         if problem.costs.second_memory is not None:
             return self._with_moves(problem)
-        return self._recomputing(problem)
+        return self._recomputing(problem, make_portfolio(problem.graph, problem.costs, problem.seed))
 
     def _with_moves(self, problem: Problem) -> Solution:
-        """The better of what moves storages and of what does not, which the former is also searched from."""
-        recomputing: list[Solution] = []
-
-        def still() -> Solution:
-            if not recomputing:
-                recomputing.append(self._recomputing(problem))
-            return recomputing[0]
-
-        moving = moving_schedules(problem, self.effort, lambda: still().schedule)
-        least = least_time_ns(problem)
-        if moving and (found := answer("auto", problem, moving)).status.solved and found.time_ns == least:
-            return dataclasses.replace(found, status=Status.OPTIMAL, lower_bound_ns=least)
-        candidates = [one for one in (still().schedule, still().lowest_schedule) if one is not None]
-        return bounded(problem, answer("auto", problem, [*moving, *candidates]), self.effort)
-
-    def _recomputing(self, problem: Problem) -> Solution:
+        """The better of what moves storages and of what does not."""
         portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
-        solution = _solve_exactly(problem, portfolio) if self.exact else None
-        return solution or self._searched(problem, portfolio)
+        alone: list[Solution] = []
 
-    def _searched(self, problem: Problem, portfolio: Portfolio) -> Solution:
+        def still(beaten_ns: int | None = None) -> Solution:
+            if not alone:
+                alone.append(self._recomputing(problem, portfolio, beaten_ns))
+            return alone[0]
+
+        moving = moving_schedule(problem, self.effort, portfolio, lambda beaten_ns: still(beaten_ns).schedule)
+        moved = None if moving is None else answer("auto", problem, [moving])
+        solved, least = moved if moved is not None and moved.status.solved else None, least_time_ns(problem)
+        if solved is not None and solved.time_ns == least:
+            return dataclasses.replace(solved, status=Status.OPTIMAL, lower_bound_ns=least)
+        other = still(None if solved is None else solved.time_ns)
+        candidates = [one for one in (moving, other.schedule, other.lowest_schedule) if one is not None]
+        return bounded(problem, answer("auto", problem, candidates), self.effort)
+
+    def _recomputing(self, problem: Problem, portfolio: Portfolio, beaten_ns: int | None = None) -> Solution:
+        solution = _solve_exactly(problem, portfolio) if self.exact else None
+        return solution or self._searched(problem, portfolio, beaten_ns)
+
+    def _searched(self, problem: Problem, portfolio: Portfolio, beaten_ns: int | None) -> Solution:
         """What the search finds; where nothing, what it finds among schedules that compute outputs again."""
-        solution = search_sequences(problem, portfolio, self.effort)
+        solution = search_sequences(problem, portfolio, self.effort, beaten_ns=beaten_ns)
         lowest = solution.lowest_schedule
         if solution.status.solved or lowest is None or not outputs_in_the_way(problem.graph, problem.costs, lowest):
             return solution
         released = make_portfolio(problem.graph, problem.costs, problem.seed, released=True)
-        found = search_sequences(problem, released, self.effort)
+        found = search_sequences(problem, released, self.effort, beaten_ns=beaten_ns)
         if found.status.solved or (found.minimum_bytes or 0) >= (solution.minimum_bytes or 0):
             return found if found.status.solved else solution
         proven = Status.INFEASIBLE in (solution.status, found.status)

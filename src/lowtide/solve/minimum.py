@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lowtide.solve.search.portfolio import Portfolio
 
 _STREAMS = (60, 61, 62)  # of the runs from each starting point
-_BRIEF = 0.2  # of the iterations of a search at default effort
+BRIEF = 0.2  # of the iterations of a search at default effort
 _ABOVE = (1.0, 1.02)  # times the least budget: what is said of budgets at and just above it
 _ABOVE_STREAM, _ABOVE_HEATS, _ABOVE_SHARE = 50, (2.0, 0.3), 0.04
 _BLOCKS_SHARE = 0.25  # of the peak without recomputation: the budget that block programs are asked for
@@ -81,7 +81,7 @@ def sequence_within(graph: Graph, costs: Costs, budget_bytes: int, seed: int = 0
     from lowtide.solve.search.portfolio import make_portfolio
 
     portfolio = make_portfolio(graph, costs, seed)
-    found = _greedy(portfolio, budget_bytes) or lowest_candidate(portfolio, budget_bytes, _BRIEF)
+    found = _greedy(portfolio, budget_bytes) or lowest_candidate(portfolio, budget_bytes, BRIEF)
     schedule = portfolio.schedule(found)
     computes = tuple(step.op for step in schedule.steps if isinstance(step, Compute))
     return simulate(graph, costs, schedule).peak_bytes, computes

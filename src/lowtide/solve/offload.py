@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lowtide.ir import keep_all_schedule
-from lowtide.solve.moving.search import moving_schedules
+from lowtide.solve.moving.search import moving_schedule
 from lowtide.solve.options import Options, between
 from lowtide.solve.outcome import answer, keeping_all
 from lowtide.solve.portfolio_search import EFFORTS
@@ -29,5 +29,6 @@ class Offload(Options):
         kept = keeping_all("offload", problem)
         if kept.status is Status.OPTIMAL:
             return kept
-        moving = moving_schedules(problem, self.effort, lambda: None, moves_only=True)
-        return answer("offload", problem, [keep_all_schedule(problem.graph), *moving])
+        moving = moving_schedule(problem, self.effort, None)
+        candidates = [keep_all_schedule(problem.graph), *([] if moving is None else [moving])]
+        return answer("offload", problem, candidates)

@@ -17,9 +17,9 @@ memory is short. Deviations:
 - segments that run again are taken from rotor's table for the least memory that they have, and what crosses a cut may be
   several storages.
 
-A real link is not fluid: each of several cuttings and nominal budgets gives a schedule, whose transfers are placed by the
-exact clock (``lowtide.solve.moving.placing``), and the quickest of these and of rotor's that fits is the answer. No guarantee,
-as other graphs than chains come with storages that cross many blocks. Without a second memory it is ``rotor``.
+A real link is not fluid: each of several cuttings, nominal budgets and slower links gives a schedule, whose transfers are
+placed by the exact clock (``lowtide.solve.moving.placing``), and the quickest of these and of rotor's that fits is the answer.
+No guarantee, as other graphs than chains come with storages that cross many blocks. Without a second memory it is ``rotor``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from lowtide.ir import keep_all_schedule
 from lowtide.solve.block_programs import Rotor
 from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.model.compact import compact
-from lowtide.solve.moving.chains import chain_schedules, pofo_builders
+from lowtide.solve.moving.chains import ChainPrograms, pofo_builders
+from lowtide.solve.moving.steps import decoded, program_of
 from lowtide.solve.options import Options, between
 from lowtide.solve.outcome import answer, keeping_all
 from lowtide.solve.problem import Problem, Solution, Status
@@ -52,8 +53,10 @@ class Pofo(Options):
         if kept.status is Status.OPTIMAL:
             return kept
         rotor = Rotor().solve(problem)
-        still = [schedule for schedule in (rotor.schedule, rotor.lowest_schedule) if schedule is not None]
+        found = [schedule for schedule in (rotor.schedule, rotor.lowest_schedule) if schedule is not None]
         chains = BlockChains(compact(problem.graph, problem.costs))
         below_ns = rotor.time_ns if rotor.status.solved else None
-        moving = chain_schedules(problem, pofo_builders(chains, self.blocks, self.slots), self.cells, below_ns)
-        return answer("pofo", problem, [keep_all_schedule(problem.graph), *still, *moving])
+        programs = ChainPrograms(problem, chains.model, program_of(problem.graph, problem.costs))
+        for builder in pofo_builders(chains, self.blocks, self.slots):
+            found += [decoded(steps) for steps, _ in programs.schedules(builder, self.cells, below_ns)]
+        return answer("pofo", problem, [keep_all_schedule(problem.graph), *found])

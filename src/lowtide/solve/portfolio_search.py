@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from lowtide.solve.bounds import prove_time, proven_infeasible
-from lowtide.solve.minimum import lowest_candidate, starting_points, working_set_bound
+from lowtide.solve.minimum import BRIEF, lowest_candidate, starting_points, working_set_bound
 from lowtide.solve.model.compact import encode
-from lowtide.solve.model.sweep import Candidate, quickest
+from lowtide.solve.model.sweep import Candidate, lowest, quickest
 from lowtide.solve.outcome import answer
 from lowtide.solve.problem import Problem, Solution, Status
 from lowtide.solve.search.anneal import make_state
@@ -18,6 +18,7 @@ from lowtide.solve.search.recombine import children, survivors
 
 EFFORTS = {0: 0.0, 1: 0.04, 2: 0.25, 3: 1.0, 4: 3.0, 5: 10.0}  # factors of the iterations of a run
 _LOWER_EFFORT = {0: 0.2, 1: 0.2, 2: 0.5, 3: 1.0, 4: 1.0, 5: 1.0}  # of the iterations of a search for the lowest peak
+_NEAR = 1.02  # times the bytes that no schedule can do without: what an error may name as the least
 _BOUND_EFFORT, _BOUND_NODES = 3, 1400  # the most for the lower bound, in its own scale; 1 above so many nodes
 # First temperatures of runs, in mean node times. Hot runs pay only where many iterations fall to a node.
 _HOT_NODES = 1200
@@ -36,36 +37,31 @@ _WIDE_BOUND, _WIDE_PLAN = 0.05, 0.1
 _PATIENCE = 20  # generations without anything better
 
 
-def search_sequences(
-    problem: Problem, portfolio: Portfolio, effort: int, *, prove: bool = True, known: Iterable[Sequence[int]] = ()
-) -> Solution:
-    """The quickest schedule that runs of an ``effort`` of 0 (starting points alone) to 5 find. ``prove``: with a bound, which
-    ends the search where it is met. ``known``: op ids in the order in which they are computed, the starting points where one
-    of them fits."""
-    budget, nodes = problem.budget_bytes, portfolio.model.nodes
-    problem.progress("starting points", 0.0)
-    given = portfolio.measure(encode(portfolio.model, ops) for ops in known)
-    fitting = [point for point in given if point.peak_bytes <= budget]
-    fitting = fitting or _starting(problem, portfolio, first=effort == 0)
-    if not fitting:
-        problem.progress("lowering the peak", 0.05)
-        fitting = [lowest_candidate(portfolio, budget, _LOWER_EFFORT[effort])]
-        if fitting[0].peak_bytes > budget:
-            solution = answer("auto", problem, [portfolio.schedule(fitting[0])])
-            over = working_set_bound(problem.graph, problem.costs) > budget
-            proven = not solution.status.solved and (over or proven_infeasible(portfolio.floor, budget))
-            return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
+def search_sequences(problem: Problem, portfolio: Portfolio, effort: int, *, beaten_ns: int | None = None) -> Solution:
+    """The quickest schedule that runs of an ``effort`` of 0 (starting points alone) to 5 find, and a bound, which ends the
+    search where it is met. ``beaten_ns``: what else there is takes so long; where the bound is no less, the quickest starting
+    point is the answer."""
+    nodes = portfolio.model.nodes
+    fitting = _fitting(problem, portfolio, effort)
+    if fitting[0].peak_bytes > problem.budget_bytes:
+        solution = answer("auto", problem, [portfolio.schedule(fitting[0])])
+        over = working_set_bound(problem.graph, problem.costs) > problem.budget_bytes
+        proven = not solution.status.solved and (over or proven_infeasible(portfolio.floor, problem.budget_bytes))
+        return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
     best = quickest(fitting, 1)[0]
     if effort == 0:
         return answer("auto", problem, [portfolio.schedule(best)])
-    if not prove:
-        found = _anneal(problem, portfolio, fitting, int(EFFORTS[effort] * portfolio.iterations), 0)
-        return answer("auto", problem, [portfolio.schedule(point) for point in quickest(found, 1)])
+    iterations, begun = int(EFFORTS[effort] * portfolio.iterations), None
+    if problem.on_better is not None and beaten_ns is None:  # better answers need not wait for the bound
+        begun = _first_runs(problem, portfolio, fitting, iterations // _RUN_PART, 0)
+        _offer_best(problem, portfolio, begun)
     problem.progress("proving a bound", 0.05)
     known_ns = portfolio.time_ns(best)
     bound_effort = min(effort, _BOUND_EFFORT if nodes <= _BOUND_NODES else 1)
-    bound = prove_time(portfolio.floor, budget, effort=bound_effort, known_ns=known_ns)
-    found = _anneal(problem, portfolio, fitting, int(EFFORTS[effort] * portfolio.iterations), bound.ns)
+    bound = prove_time(portfolio.floor, problem.budget_bytes, effort=bound_effort, known_ns=known_ns)
+    if beaten_ns is not None and bound.ns >= beaten_ns:
+        return answer("auto", problem, [portfolio.schedule(best)])
+    found = _anneal(problem, portfolio, fitting, iterations, bound.ns, begun=begun)
     reached = quickest(found, 1)[0]
     if _far(portfolio, reached, bound.ns, _WIDE_BOUND):
         problem.progress("proving a bound", 1.0)
@@ -75,6 +71,48 @@ def search_sequences(
     solution = answer("auto", problem, [portfolio.schedule(point) for point in quickest(found, 6)])
     status = Status.OPTIMAL if solution.time_ns <= bound_ns else solution.status
     return dataclasses.replace(solution, status=status, lower_bound_ns=min(bound_ns, solution.time_ns))
+
+
+def search_candidate(
+    problem: Problem,
+    portfolio: Portfolio,
+    effort: int,
+    known: Iterable[Sequence[int]] = (),
+    patience: int = _PATIENCE,
+) -> Candidate:
+    """The quickest sequence that runs find, without a bound; where none is within the budget, the lowest. ``known``: op ids in
+    the order in which they are computed, the starting points where one of them fits. ``patience``: how many generations
+    without anything better end it."""
+    fitting = _fitting(problem, portfolio, effort, known)
+    best = quickest(fitting, 1)[0]
+    if effort == 0 or best.peak_bytes > problem.budget_bytes:
+        return best
+    found = _anneal(problem, portfolio, fitting, int(EFFORTS[effort] * portfolio.iterations), 0, patience)
+    return quickest(found, 1)[0]
+
+
+def _fitting(
+    problem: Problem, portfolio: Portfolio, effort: int, known: Iterable[Sequence[int]] = ()
+) -> list[Candidate]:
+    """Starting points within the budget, those that are ``known`` where one of them is; without any, the lowest alone."""
+    problem.progress("starting points", 0.0)
+    given = portfolio.measure(encode(portfolio.model, ops) for ops in known)
+    fitting = [point for point in given if point.peak_bytes <= problem.budget_bytes]
+    fitting = fitting or _starting(problem, portfolio, first=effort == 0)
+    if not fitting:
+        problem.progress("lowering the peak", 0.05)
+        fitting = [_lowest(problem, portfolio, _LOWER_EFFORT[effort])]
+    return fitting
+
+
+def _lowest(problem: Problem, portfolio: Portfolio, share: float) -> Candidate:
+    """The lowest that a search meets until it fits: a brief one, and a longer one unless nothing can fit, and little is left to
+    be gained."""
+    budget, least = problem.budget_bytes, working_set_bound(problem.graph, problem.costs)
+    found = lowest_candidate(portfolio, budget, BRIEF)
+    if share <= BRIEF or found.peak_bytes <= max(budget, _NEAR * least if least > budget else 0):
+        return found
+    return lowest([found, lowest_candidate(portfolio, budget, share)])
 
 
 def _starting(problem: Problem, portfolio: Portfolio, *, first: bool) -> list[Candidate]:
@@ -87,16 +125,28 @@ def _starting(problem: Problem, portfolio: Portfolio, *, first: bool) -> list[Ca
     found = fit([*starting_points(portfolio), *portfolio.greedy(budget)])
     if first and found:
         return found
-    if found and problem.on_better is not None:  # whoever waits for better answers has a good one soon
-        quick = int(EFFORTS[1] * portfolio.iterations)
-        annealed = _anneal(dataclasses.replace(problem, on_better=None), portfolio, found, quick, 0)
-        _offer(problem, portfolio, quickest(annealed, 1)[0])
-    found += fit(portfolio.blocks(budget))
-    if found and not first:
-        _offer(problem, portfolio, quickest(found, 1)[0])
+    heard = _offer_annealed(problem, portfolio, found)
+    found += fit(portfolio.blocks(budget, lambda some: _offer_best(problem, portfolio, fit(some))))
     if portfolio.model.nodes > _HOT_NODES and portfolio.chains.has_blocks and not first:
         found += fit(portfolio.tables_of_rockmate())  # what few moves per node cannot make up for
+    if found and not first and quickest([*found, *heard], 1)[0] is quickest(found, 1)[0]:
+        _offer_annealed(problem, portfolio, found)
     return found
+
+
+def _offer_annealed(problem: Problem, portfolio: Portfolio, points: list[Candidate]) -> list[Candidate]:
+    """What a short search makes of ``points``, for whoever waits for better answers: it is no part of the answer."""
+    if problem.on_better is None or not points:
+        return []
+    quick = int(EFFORTS[1] * portfolio.iterations)
+    annealed = _anneal(dataclasses.replace(problem, on_better=None), portfolio, points, quick, 0)
+    _offer_best(problem, portfolio, annealed)
+    return quickest(annealed, _POINTS)
+
+
+def _offer_best(problem: Problem, portfolio: Portfolio, points: list[Candidate]) -> None:
+    if problem.on_better is not None and points:
+        _offer(problem, portfolio, quickest(points, 1)[0])
 
 
 def _offer(problem: Problem, portfolio: Portfolio, found: Candidate) -> None:
@@ -109,30 +159,43 @@ def _far(portfolio: Portfolio, best: Candidate, bound_ns: int, wide: float) -> b
 
 
 def _anneal(
-    problem: Problem, portfolio: Portfolio, points: list[Candidate], iterations: int, bound_ns: int
+    problem: Problem,
+    portfolio: Portfolio,
+    points: list[Candidate],
+    iterations: int,
+    bound_ns: int,
+    patience: int = _PATIENCE,
+    begun: list[Candidate] | None = None,
 ) -> list[Candidate]:
-    """The best that runs and recombination make of ``points``, quickest first."""
-    budget, part = problem.budget_bytes, iterations // _RUN_PART
-    problem.progress("annealing", 0.1)
-    met: list[Candidate] = []
-    if portfolio.model.nodes <= _HOT_NODES:
-        runs = [AnnealRun(portfolio.keep_all(), stream, heat) for stream, heat in enumerate(_HOT)]
-        met = portfolio.round(runs, budget, part, bound_ns)
-    warm = _WARM if met else _WARM * 4  # where nothing hot comes down to the budget, or where it would take too long
-    runs = [AnnealRun(quickest(points, 1)[0], stream, heat) for stream, heat in enumerate(warm, len(_HOT))]
-    met += portfolio.round(runs, budget, part, bound_ns)
+    """The best that runs and recombination make of ``points``, quickest first. ``begun``: what the first runs found."""
+    part = iterations // _RUN_PART
+    met = _first_runs(problem, portfolio, points, part, bound_ns) if begun is None else begun
     known = survivors([*met, *quickest(points, _POINTS)], _POINTS)
     if _far(portfolio, known[0], bound_ns, _WIDE_PLAN):
         pairs = itertools.product(known, _STRICT)
         runs = [AnnealRun(start, stream, heat, True) for stream, (start, heat) in enumerate(pairs, _FIRST_STRICT)]
-        met += portfolio.round(runs, budget, part, bound_ns)
+        met += portfolio.round(runs, problem.budget_bytes, part, bound_ns)
     population = survivors([*met, *quickest(points, _POINTS)], _POPULATION)
     _offer(problem, portfolio, population[0])
-    return _recombine(problem, portfolio, population, iterations // _CHILD_PART, bound_ns)
+    return _recombine(problem, portfolio, population, iterations // _CHILD_PART, bound_ns, patience)
+
+
+def _first_runs(
+    problem: Problem, portfolio: Portfolio, points: list[Candidate], iterations: int, bound_ns: int
+) -> list[Candidate]:
+    """What hot runs find from the program as it is, and warm ones from the best of ``points``."""
+    problem.progress("annealing", 0.1)
+    met: list[Candidate] = []
+    if portfolio.model.nodes <= _HOT_NODES:
+        runs = [AnnealRun(portfolio.keep_all(), stream, heat) for stream, heat in enumerate(_HOT)]
+        met = portfolio.round(runs, problem.budget_bytes, iterations, bound_ns)
+    warm = _WARM if met else _WARM * 4  # where nothing hot comes down to the budget, or where it would take too long
+    runs = [AnnealRun(quickest(points, 1)[0], stream, heat) for stream, heat in enumerate(warm, len(_HOT))]
+    return met + portfolio.round(runs, problem.budget_bytes, iterations, bound_ns)
 
 
 def _recombine(
-    problem: Problem, portfolio: Portfolio, population: list[Candidate], iterations: int, bound_ns: int
+    problem: Problem, portfolio: Portfolio, population: list[Candidate], iterations: int, bound_ns: int, patience: int
 ) -> list[Candidate]:
     """Generations of children, each annealed for a while, until nothing better came up for some generations."""
     generations = _GENERATIONS if portfolio.model.nodes <= _LARGE_NODES else _LARGE_GENERATIONS
@@ -140,7 +203,7 @@ def _recombine(
     last = 0  # generation in which the best was found
     for generation in range(generations):
         best = population[0]
-        if portfolio.time_ns(best) <= bound_ns or generation - last > _PATIENCE:
+        if portfolio.time_ns(best) <= bound_ns or generation - last > patience:
             break
         problem.progress("recombining", 0.3 + 0.7 * generation / generations)
         starts = portfolio.measure(children(population, len(_CHILDREN), rng))

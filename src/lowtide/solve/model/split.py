@@ -34,7 +34,7 @@ from lowtide.ir import (
     shared_storages,
 )
 
-_MOST_NS = 2**46  # a price, 19 hours: sums of them stay within 64 bits
+MOST_NS = 2**46  # a price, 19 hours: sums of them stay within 64 bits
 
 
 def movable_storages(graph: Graph, costs: Costs) -> list[int]:
@@ -59,15 +59,20 @@ def all_movable(graph: Graph, costs: Costs) -> list[int]:
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
     """``graph`` with its ``costs``. ``computed``: op of it -> the op that it computes, ``None`` for a fetch; ``fetched``: op of
-    it -> the storage that it fetches; ``first_ns``: the price of all fetches, each of which runs once for no time. Storages
-    keep their numbers; handles come behind them."""
+    it -> the storage that it fetches. Storages keep their numbers; handles come behind them."""
 
     graph: Graph
     costs: Costs
     computed: tuple[int | None, ...]
     fetched: Mapping[int, int]
-    first_ns: int
     owned: Sequence[Collection[int]]  # op of the original graph -> storages
+
+    def priced(self, prices: Mapping[int, int]) -> Split:
+        """The same graph, its storages at these prices."""
+        times = self.costs.time_ns.copy()
+        for op, storage in self.fetched.items():
+            times[op] = min(prices[storage], MOST_NS)
+        return replace(self, costs=replace(self.costs, time_ns=times))
 
     @property
     def computes(self) -> dict[int, int]:
@@ -166,7 +171,7 @@ class _Splitter:
         self, graph: Graph, costs: Costs, prices: Mapping[int, int], moves_only: bool, floor: bool, apart: bool
     ) -> None:
         self.graph, self.costs, self.moves_only, self.floor, self.apart = graph, costs, moves_only, floor, apart
-        self.prices = {storage: min(price, _MOST_NS) for storage, price in prices.items()}
+        self.prices = {storage: min(price, MOST_NS) for storage, price in prices.items()}
         self.ops: list[Op] = []
         self.times: list[int] = []
         self.workspaces: list[int] = []
@@ -203,8 +208,7 @@ class _Splitter:
             storage_bytes=sizes,
             second_memory=None,
         )
-        first = sum(self.prices[storage] for storage in self.fetched.values())
-        return Split(whole, priced, tuple(self.computed), self.fetched, first, owned)
+        return Split(whole, priced, tuple(self.computed), self.fetched, owned)
 
     def _compute(self, op: Op, owned: Collection[int], moving: Collection[int]) -> list[int]:
         """The op as it computes; the handles of what may move."""

@@ -31,6 +31,7 @@ from lowtide.solve.problem import Problem, Solution, Status
 _FIRST = ((0.003, 0.0), (0.03, 0.0), (0.1, 0.0), (0.3, 0.0), (0.01, 0.1), (0.03, 0.1))  # w, u
 _STEPS = ((2.0, 0.1), (1.4, 0.03))  # how much both are changed: a factor of w, a difference of u
 _MOST = {1: 16, 2: 24, 3: 40}  # pairs that are tried, by effort
+_MOST_OPS = 1400  # of programs that are worth more than the least effort
 _MOST_NS = 2**46  # a price, 19 hours: sums of them stay within 64 bits
 _FINE = 10**7  # a program's time: fine enough for weighted times to be rounded
 _ROUNDING = 1e-6  # ns: above what floating point can be wrong by
@@ -45,7 +46,8 @@ def bounded(problem: Problem, solution: Solution, effort: int) -> Solution:
         return replace(solution, status=Status.INFEASIBLE) if proven else solution
     bound = least
     if effort and solution.time_ns > least:
-        bound = max(bound, moving_bound(problem, min(max(effort - 1, 1), 3), solution.time_ns))
+        effort = min(max(effort - 1, 1), 3) if len(problem.graph.ops) <= _MOST_OPS else 1
+        bound = max(bound, moving_bound(problem, effort, solution.time_ns))
     status = Status.OPTIMAL if solution.time_ns <= bound else Status.FEASIBLE
     return replace(solution, status=status, lower_bound_ns=min(bound, solution.time_ns))
 

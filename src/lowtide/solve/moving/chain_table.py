@@ -27,17 +27,16 @@ steps, of which far fewer are reached.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from lowtide.native import core
 from lowtide.solve.blocks.table import Table
+from lowtide.solve.model.compact import Numbers
 
 Floats = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.int64]
-_NEVER = 2.0**61
 
 
 class Segment(NamedTuple):
@@ -51,187 +50,53 @@ class Segment(NamedTuple):
     first: int
 
 
-class _States(NamedTuple):
-    """Columns, one row a state. ``parent`` is a row of ``_Rows``; ``first``: the block from which on ``x`` was made."""
+class ChainCosts(NamedTuple):
+    """What the recurrence reads: rotor's ``table``, ``room`` in bytes beside what is always there, rates in bytes per ns."""
 
-    kept: Floats
-    leaving: Floats
-    coming: Floats
-    made: Floats
-    first: Indices
-    time: Floats
-    parent: Indices
-    slots: Indices
-    moved: npt.NDArray[np.bool_]
-
-    def take(self, rows: npt.NDArray[np.bool_] | Indices) -> _States:
-        return _States._make(column[rows] for column in self)
-
-
-def _joined(parts: list[_States]) -> _States:
-    return _States._make(np.concatenate(columns) for columns in zip(*parts, strict=True))
-
-
-@dataclass(slots=True)
-class ChainTable:
-    """Runs the recurrence on rotor's ``table`` for ``budget_bytes``, ``fixed_bytes`` apart."""
-
-    table: Table
-    budget_bytes: int
-    leave_rate: float  # bytes per ns
+    slots: int
+    room: float
+    unit_bytes: float
+    leave_rate: float
     come_rate: float
     cells: int
-    backward_ns: Floats
+    best_ns: Numbers
+    crossing: Numbers
+    forward_peak: Numbers
+    start: Numbers
+    saved: Numbers
+    option_forward_peak: Numbers
+    option_backward_peak: Numbers
+    extra_ns: Numbers
     forward_ns: Floats
-    rows: list[tuple[int, _States]] = field(default_factory=list)  # the block before which they stand, and states
-    ends: list[tuple[float, int, int]] = field(default_factory=list)  # time, row of the last state, slots of the rest
+    backward_ns: Floats
 
-    @property
-    def room(self) -> float:
-        return float(self.budget_bytes - self.table.chain.constant_bytes)
 
-    def solve(self) -> list[Segment] | None:
-        """The segments of the quickest way, in order; ``None`` where there is none."""
-        blocks = self.table.chain.blocks
-        nothing, zero = np.zeros(1), np.zeros(1, np.int64)
-        start = _States(nothing, nothing, nothing, nothing, zero, nothing, zero - 1, zero, zero > 0)
-        waiting: list[list[_States]] = [
-            [] for _ in range(2 * (blocks + 1))
-        ]  # by block, and whether the one before is saved
-        waiting[0].append(start)
-        count = 0
-        for block in range(blocks + 1):
-            for saved in (False, True):
-                parts = [states for states in waiting[2 * block + saved] if len(states.time)]
-                if not parts:
-                    continue
-                states = self._best(_joined(parts))
-                self.rows.append((block, states))
-                numbers = np.arange(count, count + len(states.time))
-                count += len(states.time)
-                self._end(block, states, numbers)
-                if block < blocks:
-                    waiting[2 * block + 3] += self._saving(block, states, numbers)
-                    for high in range(block + 1, blocks):
-                        waiting[2 * high] += self._again(block, high, states, numbers)
-        return self._way() if self.ends else None
+def chain_costs(table: Table, budget_bytes: int, rates: tuple[float, float], cells: int) -> ChainCosts:
+    """For ``budget_bytes``, ``fixed_bytes`` apart; ``rates``: bytes per ns to the second memory and back."""
+    chain, costs, time_ns = table.chain, table.costs, table.chain.model.time_ns
+    regions = [chain.region(block, block + 1) for block in range(chain.blocks)]
+    return ChainCosts(
+        slots=table.best_ns.shape[2],
+        room=float(budget_bytes - chain.constant_bytes),
+        unit_bytes=float(table.unit_bytes),
+        leave_rate=rates[0],
+        come_rate=rates[1],
+        cells=cells,
+        best_ns=table.best_ns,
+        crossing=costs.crossing,
+        forward_peak=costs.forward_peak,
+        start=costs.start,
+        saved=costs.saved,
+        option_forward_peak=costs.option_forward_peak,
+        option_backward_peak=costs.option_backward_peak,
+        extra_ns=costs.extra_ns,
+        forward_ns=np.array([float(time_ns[a:b].sum()) for a, b in zip(chain.cuts[:-1], chain.cuts[1:], strict=True)]),
+        backward_ns=np.array([float(time_ns[first:last].sum()) for first, last in regions]),
+    )
 
-    def _best(self, states: _States) -> _States:
-        """One state per cell, none that another undercuts."""
-        unit = max(self.room, 1.0) / self.cells
-        columns = (states.kept, states.leaving, states.coming)
-        place = tuple(np.minimum((column / unit).astype(np.int64), self.cells) for column in columns)
-        grid = np.full((self.cells + 1,) * 3, np.inf)
-        np.minimum.at(grid, place, states.time)
-        for axis in range(3):
-            np.minimum.accumulate(grid, axis=axis, out=grid)
-        good = np.flatnonzero(states.time <= grid[place])
-        flat = np.ravel_multi_index(tuple(column[good] for column in place), grid.shape)
-        return states.take(good[np.unique(flat, return_index=True)[1]])
 
-    def _saving(self, block: int, states: _States, numbers: Indices) -> list[_States]:
-        costs, unit = self.table.costs, self.table.unit_bytes
-        free = self.room - states.kept - states.made
-        found = []
-        for option in range(int(costs.start[block]), int(costs.start[block + 1])):
-            forward, backward = (
-                int(peak[option]) * unit for peak in (costs.option_forward_peak, costs.option_backward_peak)
-            )
-            early = np.maximum(forward + states.leaving - free, 0.0)
-            late = np.maximum(backward + states.coming - free, 0.0)
-            times = self.forward_ns[block], self.backward_ns[block] + float(costs.extra_ns[option])
-            after = states._replace(
-                leaving=np.maximum(states.leaving - times[0] * self.leave_rate - early, 0.0),
-                coming=np.maximum(states.coming - times[1] * self.come_rate - late, 0.0),
-                time=states.time + sum(times) + early / self.leave_rate + late / self.come_rate,
-                parent=numbers,
-                slots=np.full(len(numbers), int(costs.start[block]) - option - 1),
-            )
-            fits = np.flatnonzero(free >= max(forward, backward))
-            found += self._chosen(after.take(fits), float(costs.saved[option]) * unit, block)
-        return found
-
-    def _again(self, low: int, high: int, states: _States, numbers: Indices) -> list[_States]:
-        costs, unit = self.table.costs, self.table.unit_bytes
-        free = self.room - states.kept - states.made
-        blocks = np.arange(low, high)
-        peaks = (costs.crossing[low, blocks] + costs.forward_peak[blocks, blocks + 1]) * unit
-        elapsed = np.concatenate([[0.0], np.cumsum(self.forward_ns[low:high])])
-        fits = np.flatnonzero(free >= peaks.max())
-        states, numbers, free = states.take(fits), numbers[fits], free[fits]
-        drained = float((peaks - self.leave_rate * elapsed[:-1]).max())
-        early = np.maximum(drained + states.leaving - free, 0.0)
-        gone = elapsed[-1] * self.leave_rate + early
-        found = []
-        for aside in (states.coming, np.zeros_like(states.coming)):
-            slots = ((free - aside) // unit).astype(np.int64)
-            taken = self._rotor(low, high, slots) + self.backward_ns[low:high].sum()
-            after = states._replace(
-                leaving=np.maximum(states.leaving - gone, 0.0),
-                coming=np.maximum(aside - taken * self.come_rate, 0.0),
-                time=states.time
-                + elapsed[-1]
-                + taken
-                + early / self.leave_rate
-                + (states.coming - aside) / self.come_rate,
-                parent=numbers,
-                slots=slots,
-            )
-            found += self._chosen(after.take(taken < _NEVER), float(costs.crossing[low, high]) * unit, low)
-        return found
-
-    def _chosen(self, after: _States, made: float, first: int) -> list[_States]:
-        """With what was made before them kept, and moved."""
-        following = {"made": np.full(len(after.time), made), "first": np.full(len(after.time), first)}
-        kept = after._replace(kept=after.kept + after.made, moved=np.zeros(len(after.time), np.bool_), **following)
-        moved = after._replace(
-            leaving=after.leaving + after.made,
-            coming=after.coming + after.made,
-            moved=np.ones(len(after.time), np.bool_),
-            **following,
-        )
-        return [kept, moved.take(after.made > 0)]
-
-    def _rotor(self, low: int, high: int, slots: Indices) -> Floats:
-        most = self.table.best_ns.shape[2] - 1
-        times: Floats = self.table.best_ns[low, high, np.clip(slots, 0, most)].astype(np.float64)
-        return np.where(slots >= 0, times, _NEVER)
-
-    def _end(self, block: int, states: _States, numbers: Indices) -> None:
-        """The quickest ways to end from these states."""
-        blocks, unit = self.table.chain.blocks, self.table.unit_bytes
-        links = states.leaving / self.leave_rate + states.coming / self.come_rate
-        most = np.maximum(states.leaving, states.coming)
-        for aside in (most, np.zeros_like(most)):
-            free = ((self.room - states.kept - states.made - aside) // unit).astype(np.int64)
-            taken = np.zeros_like(links)
-            if block < blocks:
-                taken = self._rotor(block, blocks, free) + self.backward_ns[block:].sum()
-            else:
-                taken = np.where(free >= 0, taken, _NEVER)
-            waits = np.where(aside > 0, np.maximum(links - taken, 0.0), links)
-            times = states.time + taken + waits
-            best = int(np.argmin(times))
-            if times[best] < _NEVER:
-                self.ends.append((float(times[best]), int(numbers[best]), int(free[best])))
-
-    def _way(self) -> list[Segment]:
-        _, row, slots = min(self.ends)
-        block, first, parent, _, _ = self._row(row)
-        segments = [Segment(block, self.table.chain.blocks, slots, False, first)]
-        while parent >= 0:
-            high, _, _, slots, moved = self._row(row)
-            low, first, above, _, _ = self._row(parent)
-            segments.append(Segment(low, high, slots, moved, first))
-            row, parent = parent, above
-        return [segment for segment in segments[::-1] if segment.low < segment.high]
-
-    def _row(self, row: int) -> tuple[int, int, int, int, bool]:
-        """The block before which a state stands, then four of its columns."""
-        for block, states in self.rows:
-            if row < len(states.time):
-                columns = states.first, states.parent, states.slots, states.moved
-                first, parent, slots, moved = (column[row] for column in columns)
-                return block, int(first), int(parent), int(slots), bool(moved)
-            row -= len(states.time)
-        raise AssertionError("no such state")
+def quickest_way(costs: ChainCosts) -> tuple[float, list[Segment]] | None:
+    """Its time in ns and its segments, in order; ``None`` where there is none."""
+    time_ns, rows = core.chain_way(costs)
+    segments = [Segment(low, high, slots, bool(moved), first) for low, high, slots, moved, first in rows.tolist()]
+    return (time_ns, segments) if segments else None

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 
-from lowtide.ir import Compute, Schedule, SecondMemory, schedule_from_sequence, simulate
+from lowtide.ir import Schedule, SecondMemory, schedule_from_sequence
 from lowtide.solve.block_programs import Rotor
 from lowtide.solve.blocks.chain import Chain, make_chain
 from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.blocks.partition import articulation_cuts, refined_cuts, several_cuts, top_cuts
 from lowtide.solve.blocks.sequences import Builder
 from lowtide.solve.blocks.table import Table, build_table
-from lowtide.solve.model.compact import decode
+from lowtide.solve.model.compact import CompactGraph, Indices, decode
+from lowtide.solve.model.ragged import rows
 from lowtide.solve.model.split import movable_storages, split
-from lowtide.solve.moving.chain_table import ChainTable, Segment
-from lowtide.solve.moving.placing import place_transfers
+from lowtide.solve.model.sweep import sweep
+from lowtide.solve.moving.chain_table import ChainCosts, Segment, chain_costs, quickest_way
+from lowtide.solve.moving.steps import Program, Run, Steps, encoded, place_steps, run_steps
 from lowtide.solve.problem import Problem
+from lowtide.solve.threads import in_threads
 
 _NOMINAL = (0.85, 1.0, 1.05, 1.1, 1.2, 1.3)  # budgets that the program is asked for, as it counts bytes another way
+_LINKS = (
+    1.0,
+    0.3,
+    0.1,
+    1e-9,
+)  # parts of the link that the program is told of: what is good on a slow one is on a quick one
 _BLOCKS, _BUNDLES, _PART_NODES, _BLOCK_NODES = 32, 24, 12, 60
 _OPTIONS, _SLOTS = 12, 300
 
@@ -43,74 +54,81 @@ def menu_builders(chains: BlockChains) -> list[Builder]:
     return [partial(build_table, chain, menus, slots=_SLOTS) for chain, menus in ways]
 
 
-def chain_schedules(
-    problem: Problem, builders: Sequence[Builder], cells: int, below_ns: int | None = None
-) -> list[Schedule]:
-    """One schedule per table and nominal budget, transfers placed, those over the budget left out; where all are, the lowest.
-    Empty without a second memory. ``below_ns``: those that compute as long as that are left out."""
-    if problem.costs.second_memory is None or problem.budget_bytes <= problem.graph.fixed_bytes:
-        return []
-    found: dict[Schedule, None] = {}
-    room = problem.budget_bytes - problem.graph.fixed_bytes
-    for builder in builders:
+@dataclass(eq=False)
+class ChainPrograms:
+    """Schedules of one problem's chains; ``model`` is the graph's, which they are cut from."""
+
+    problem: Problem
+    model: CompactGraph
+    program: Program
+
+    def schedules(self, builder: Builder, cells: int, below_ns: int | None = None) -> list[tuple[Steps, Run]]:
+        """One schedule per nominal budget and link for the table, transfers placed, those over the budget left out; where all
+        are, the lowest. Empty without a second memory. ``below_ns``: those that compute as long as that are left out."""
+        problem, memory = self.problem, self.problem.costs.second_memory
+        room = problem.budget_bytes - problem.graph.fixed_bytes
+        if memory is None or room <= 0:
+            return []
         table = builder(int(max(_NOMINAL) * room))
-        for budget in (int(share * room) for share in _NOMINAL):
-            segments = chain_program(table, problem.costs.second_memory, budget, cells).solve()
-            if segments is not None:
-                found[_schedule(problem, table, segments)] = None
-    peaks = {one: simulate(problem.graph, problem.costs, one).peak_bytes for one in found}
-    fitting = [one for one, peak in peaks.items() if peak <= problem.budget_bytes]
-    chosen = fitting or sorted(peaks, key=lambda one: peaks[one])[:1]
-    times = problem.costs.time_ns.tolist()
-    if below_ns is not None:
-        computing = {one: sum(times[step.op] for step in one.steps if isinstance(step, Compute)) for one in chosen}
-        chosen = [one for one in chosen if computing[one] < below_ns]
-    return [*dict.fromkeys(place_transfers(problem.graph, problem.costs, one, problem.budget_bytes) for one in chosen)]
+        ways = in_threads(quickest_way, _asked(table, room, memory, cells))
+        found = list[tuple[int, Steps]]()
+        for segments in dict.fromkeys(tuple(way[1]) for way in ways if way is not None):
+            codes = np.array(_codes(table, segments), np.int32)
+            if below_ns is None or self.model.least_ns + sweep(self.model, codes).recompute_ns < below_ns:
+                steps = encoded(self._schedule(table.chain, segments, codes))
+                found.append((run_steps(self.program, steps).peak_bytes, steps))
+        fitting = [steps for peak, steps in found if peak <= problem.budget_bytes]
+        chosen = fitting or [steps for _, steps in sorted(found, key=lambda one: one[0])[:1]]
+        return [place_steps(self.program, steps, problem.budget_bytes) for steps in chosen]
+
+    @cached_property
+    def _storages(self) -> list[int]:
+        """Storage of the model -> that of the graph."""
+        nodes = {*self.model.op_of_node.tolist()}
+        return [storage.id for storage in self.problem.graph.storages if storage.base in nodes]
+
+    @cached_property
+    def _movable(self) -> set[int]:
+        return {*movable_storages(self.problem.graph, self.problem.costs)}
+
+    @cached_property
+    def _reads(self) -> dict[int, list[int]]:
+        """Op -> the storages that its node reads."""
+        read = rows(self.model.reads_start, self.model.reads)
+        ops = self.model.op_of_node.tolist()
+        return {op: [self._storages[index] for index in read[node]] for node, op in enumerate(ops)}
+
+    def _schedule(self, chain: Chain, segments: Sequence[Segment], codes: Indices) -> Schedule:
+        """The schedule of some segments, in which what moves leaves as soon as it was computed and comes back just before it is
+        read in the backward pass."""
+        graph, costs, memory = self.problem.graph, self.problem.costs, self.problem.costs.second_memory
+        assert memory is not None, "segments move to a second memory"
+        leaving = (self._storages[index] for index in _moved(chain, segments, codes))
+        sizes = ((one, int(costs.storage_bytes[one])) for one in leaving if one in self._movable)
+        moved = {*memory.held(sizes)}
+        parts = split(graph, costs, dict.fromkeys(sorted(moved), 0))
+        computes, fetches = parts.computes, parts.fetches
+        sequence: list[int] = []
+        seen: set[int] = set()
+        for op in decode(self.model, codes):
+            for storage in self._reads[op] if len(seen) >= self.model.boundary else ():
+                if storage in moved:
+                    sequence.append(fetches[storage])
+                    moved.discard(storage)
+            sequence.append(computes[op])
+            if op not in seen:
+                sequence += [fetches[storage] for storage in parts.owned[op] if storage in fetches]
+            seen.add(op)
+        return parts.schedule(schedule_from_sequence(parts.graph, sequence))
 
 
-def chain_program(table: Table, memory: SecondMemory, budget_bytes: int, cells: int) -> ChainTable:
-    """The dynamic program for a budget, ``fixed_bytes`` apart."""
-    chain, time_ns = table.chain, table.chain.model.time_ns
-    regions = [chain.region(block, block + 1) for block in range(chain.blocks)]
-    return ChainTable(
-        table,
-        budget_bytes,
-        memory.offload_bytes_per_second / 1e9,
-        memory.fetch_bytes_per_second / 1e9,
-        cells,
-        np.array([float(time_ns[first:last].sum()) for first, last in regions]),
-        np.array([float(time_ns[a:b].sum()) for a, b in zip(chain.cuts[:-1], chain.cuts[1:], strict=True)]),
-    )
-
-
-def _schedule(problem: Problem, table: Table, segments: Sequence[Segment]) -> Schedule:
-    """The schedule of some segments, in which what moves leaves as soon as it was computed and comes back just before it is
-    read in the backward pass."""
-    graph, costs, chain = problem.graph, problem.costs, table.chain
-    model, memory = chain.model, costs.second_memory
-    assert memory is not None, "segments move to a second memory"
-    codes = _codes(table, segments)
-    ops = decode(model, np.array(codes, np.int32))
-    storage_of = sorted(s.id for s in graph.storages if s.base is not None and s.base in set(model.op_of_node.tolist()))
-    movable = {*movable_storages(graph, costs)}
-    leaving = (storage_of[index] for index in _moved(chain, segments, codes))
-    moved = {*memory.held((one, int(costs.storage_bytes[one])) for one in leaving if one in movable)}
-    parts = split(graph, costs, dict.fromkeys(sorted(moved), 0))
-    computes, fetches = parts.computes, parts.fetches
-    node_of = {int(op): node for node, op in enumerate(model.op_of_node)}
-    sequence: list[int] = []
-    seen: set[int] = set()
-    for op in ops:
-        backward = len(seen) >= model.boundary
-        for storage in (storage_of[index] for index in model.reads_of(node_of[op]) if backward):
-            if storage in moved:
-                sequence.append(fetches[storage])
-                moved.discard(storage)
-        sequence.append(computes[op])
-        if op not in seen:
-            sequence += [fetches[storage] for storage in parts.owned[op] if storage in fetches]
-        seen.add(op)
-    return parts.schedule(schedule_from_sequence(parts.graph, sequence))
+def _asked(table: Table, room: int, memory: SecondMemory, cells: int) -> list[ChainCosts]:
+    """For several nominal budgets, and links that are slower than that of the memory, as they are taken for fluid."""
+    links = memory.offload_bytes_per_second / 1e9, memory.fetch_bytes_per_second / 1e9
+    return [
+        chain_costs(table, int(share * room), (part * links[0], part * links[1]), cells)
+        for part, share in itertools.product(_LINKS, _NOMINAL)
+    ]
 
 
 def _codes(table: Table, segments: Sequence[Segment]) -> list[int]:
@@ -124,11 +142,11 @@ def _codes(table: Table, segments: Sequence[Segment]) -> list[int]:
     return codes
 
 
-def _moved(chain: Chain, segments: Sequence[Segment], codes: Sequence[int]) -> list[int]:
+def _moved(chain: Chain, segments: Sequence[Segment], codes: Indices) -> list[int]:
     """Storages of the model that move, in the order in which they leave: of what came into a segment, all that the next block
     reads, and all that the saved block reads again before it makes it again."""
     model = chain.model
-    again = {storage for code in codes if code < 0 for storage in model.owns_of(~code).tolist()}
+    again = {storage for code in codes.tolist() if code < 0 for storage in model.owns_of(~code).tolist()}
     found: list[int] = []
     for before, segment in zip(segments[:-1], segments[1:], strict=True):
         if segment.moved:

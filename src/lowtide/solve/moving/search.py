@@ -1,57 +1,68 @@
 """Which storages move: searches over compute sequences of split graphs, priced and picked by the exact clock.
 
-A search knows no clock, so a transfer has a price: a share of the time that it takes back. What competes with computing again
-is chosen by a *ratio*: storages whose operator takes at least so many times the transfer may move, the others may be computed
-again. For each pair of a ratio and a share a quick search answers; its transfers are placed and its schedule is simulated.
+A search knows no clock, so three numbers decide for it (``lowtide.solve.moving.choices``). For each choice of them a quick
+search answers; its transfers are placed and its schedule is run on the clock.
 
 Starting points are the dynamic programs over blocks with transfers (``lowtide.solve.moving.chains``), that of ``pofo`` among
-them, and the best that moves nothing. Searches go on from these with a ladder of pairs, then from the quickest so far with
-pairs around that of its own, the last with more patience.
+them, and what a quick search finds that moves nothing. Searches go on from these with a ladder of choices, then from the
+quickest so far with choices around that of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from lowtide.ir import Fetch, Schedule, SecondMemory, simulate
+import numpy as np
+
+from lowtide.ir import Schedule, SecondMemory
 from lowtide.solve.block_programs import Rotor
-from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.bounds import INFEASIBLE_NS
-from lowtide.solve.model.compact import compact
 from lowtide.solve.model.split import Split, movable_storages, split
-from lowtide.solve.moving.chains import chain_schedules, menu_builders, pofo_builders
-from lowtide.solve.moving.placing import place_transfers
+from lowtide.solve.model.sweep import Candidate
+from lowtide.solve.moving.chains import ChainPrograms, menu_builders, pofo_builders
+from lowtide.solve.moving.choices import LADDER, QUICK, SHORT, Choice, around
+from lowtide.solve.moving.steps import Program, Run, Steps, decoded, encoded, place_steps, program_of, run_steps
 from lowtide.solve.outcome import answer, least_time_ns
-from lowtide.solve.portfolio_search import search_sequences
-from lowtide.solve.problem import Problem, Solution
+from lowtide.solve.portfolio_search import search_candidate
+from lowtide.solve.problem import Problem
 from lowtide.solve.search.exact import affordable, shortest
-from lowtide.solve.search.portfolio import make_portfolio
+from lowtide.solve.search.portfolio import Portfolio, make_portfolio
 
-Pair = tuple[float, float]  # a ratio and a share
-
-_QUICK: tuple[Pair, ...] = ((0.0, 0.02), (0.3, 0.02), (1.0, 0.3))  # to begin with
-_LADDER: tuple[Pair, ...] = tuple((ratio, ratio * part) for ratio in (0.03, 0.1, 0.3, 1.0) for part in (1.0, 0.2))
-_STEPS = (1.3, 2.0)  # by how much a pair is changed in a round of refinement, the last round first
-_SHORT = _LADDER[2:6]
-_STARTS = {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 6}  # of the programs over blocks, how many are searched from, by effort
-_ROUNDS = {0: 0, 1: 1, 2: 4, 3: 8, 4: 14, 5: 24}  # by effort
+_STEPS = (1.3, 2.0)  # by how much a choice is changed in a round of refinement, the last round first
+_STARTS = {0: 0, 1: 1, 2: 1, 3: 1, 4: 3, 5: 6}  # of the programs over blocks, how many are searched from, by effort
+_ROUNDS = {0: 0, 1: 1, 2: 4, 3: 10, 4: 16, 5: 24}  # by effort
 _WARM = {0: 0, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2}  # the effort of their searches
-_PATIENT = {0: 0, 1: 0, 2: 1, 3: 2, 4: 3, 5: 4}  # how many pairs are searched with the whole effort
+_PATIENT = {0: 0, 1: 0, 2: 0, 3: 0, 4: 2, 5: 4}  # how many choices are searched with the whole effort
+_MODELS = 8  # split graphs that are kept for when the same may move at other prices
 _CELLS = 12  # of the dynamic programs over blocks
+_PATIENCE = 8  # generations without anything better in a search
+_FAR = 1.5  # times the overhead of the quickest: what is no start
+_GAIN = 1000  # refinement ends where two rounds gain less than one part in so many of the program's time
 _FAILURES = 2  # searches in vain, from the most that may move on, until the others are not tried
 _CLOSE = 400  # a schedule within one part in so many of the program's time is good enough
 _ALWAYS = 2  # but for the first rounds, up to the programs over blocks
 
 
+Still = Callable[[int], Schedule | None]  # asked with the time of the quickest that is known
+
+
 class _Found(NamedTuple):
-    """A schedule within the budget, and the pair that it was found by."""
+    """A schedule within the budget, and the choice that it was found by."""
 
     time_ns: int
-    schedule: Schedule
-    pair: Pair | None = None
+    steps: Steps
+    choice: Choice | None = None
+
+
+class _Model(NamedTuple):
+    """A split graph, and what searches it."""
+
+    parts: Split
+    portfolio: Portfolio
 
 
 @dataclass(slots=True)
@@ -60,18 +71,22 @@ class _Moves:
 
     problem: Problem
     memory: SecondMemory
-    moves_only: bool
+    portfolio: Portfolio | None  # without, nothing is computed again
+    program: Program
     sizes: Mapping[int, int]
     fetch_ns: Mapping[int, int]
     ratios: Mapping[int, float]  # storage -> its operator's time in those of its fetch
+    order: Sequence[int]  # in which storages are made
     found: list[_Found] = field(default_factory=list)
     starts: list[_Found] = field(default_factory=list)
-    tried: set[tuple[Pair, int, int]] = field(default_factory=set)
-    lowest: tuple[int, Schedule] | None = None  # of those over the budget
+    tried: dict[tuple[Choice, int, int], Steps | None] = field(default_factory=dict)  # with where each started
+    models: dict[frozenset[int], _Model] = field(default_factory=dict)  # by what may move
+    lowest: tuple[int, Steps] | None = None  # of those over the budget
+    marks: list[int] = field(default_factory=list)  # the time of the quickest when each round of refinement began
     failures: int = 0  # searches that found nothing within it
 
     @classmethod
-    def of(cls, problem: Problem, memory: SecondMemory, moves_only: bool) -> _Moves:
+    def of(cls, problem: Problem, memory: SecondMemory, portfolio: Portfolio | None) -> _Moves:
         graph, costs = problem.graph, problem.costs
         # What the backward pass writes over its inputs stays: moving it would take the place of both.
         over = {value for op in graph.ops[graph.forward_ops :] if op.overwrites for value in op.outputs}
@@ -85,80 +100,110 @@ class _Moves:
         ratios = {}
         for storage in sizes:
             base = graph.storages[storage].base
-            again = base is not None and graph.ops[base].recomputable and not moves_only
+            again = base is not None and graph.ops[base].recomputable and portfolio is not None
             ratios[storage] = int(costs.time_ns[base]) / fetch_ns[storage] if again else float("inf")
-        return cls(problem, memory, moves_only, sizes, fetch_ns, ratios)
+        order = sorted(sizes, key=lambda one: (graph.storages[one].base or 0, one))
+        return cls(problem, memory, portfolio, program_of(graph, costs), sizes, fetch_ns, ratios, order)
 
-    def prices(self, pair: Pair) -> dict[int, int]:
-        """Of the storages that may move, by what moving them saves, as many as the second memory holds."""
-        ratio, share = (0.0 if self.moves_only else pair[0]), pair[1]
-        order = sorted(self.sizes, key=lambda one: (-self.ratios[one], one))
-        held = self.memory.held((one, self.sizes[one]) for one in order if self.ratios[one] >= ratio)
-        return {storage: int(share * self.fetch_ns[storage]) + 1 for storage in held}
+    def prices(self, choice: Choice) -> dict[int, int]:
+        """Of the storages that may move, in the order in which they are made, as many as the second memory holds."""
+        ratio, room = (0.0 if self.moves_only else choice.ratio), choice.limit * self.problem.costs.total_time_ns
+        order = [storage for storage in self.order if self.ratios[storage] >= ratio]
+        taken = itertools.accumulate(self.fetch_ns[storage] for storage in order)
+        within = itertools.takewhile(lambda one: one[1] <= room, zip(order, taken, strict=True))
+        held = self.memory.held((storage, self.sizes[storage]) for storage, _ in within)
+        return {storage: int(choice.share * self.fetch_ns[storage]) + 1 for storage in held}
 
-    def attempt(self, pair: Pair, effort: int = 0, start: Schedule | None = None) -> None:
-        """Search for a schedule in which the pair decides what moves, from ``start`` where there is one."""
-        problem, prices = self.problem, self.prices(pair)
-        for step in start.steps if start is not None else ():
-            if isinstance(step, Fetch):
-                prices.setdefault(step.storage, int(pair[1] * self.fetch_ns[step.storage]) + 1)
+    def attempt(self, choice: Choice, effort: int = 0, start: Steps | None = None) -> None:
+        """Search for a schedule in which the choice decides what moves, from ``start`` where there is one."""
+        problem, prices = self.problem, self.prices(choice)
+        for storage in start.fetched if start is not None else ():
+            prices.setdefault(storage, int(choice.share * self.fetch_ns[storage]) + 1)
         hopeless = not self.found and self.failures >= _FAILURES
-        if (pair, effort, id(start)) in self.tried or not prices or hopeless:
+        if (choice, effort, id(start)) in self.tried or not prices or hopeless:
             return
-        self.tried.add((pair, effort, id(start)))
-        parts = split(problem.graph, problem.costs, prices, moves_only=self.moves_only)
+        self.tried[choice, effort, id(start)] = start
+        parts, portfolio = self._model(prices)
         inner = replace(problem, graph=parts.graph, costs=parts.costs, on_progress=None, on_better=None)
-        solution = _searched(inner, effort, () if start is None else (parts.sequence(start),))
-        if solution.schedule is None:
-            self.failures += 1
-            self._note_lowest(parts, solution)
+        exact = _exactly(portfolio, problem.budget_bytes)
+        if exact is not None:
+            self.place(encoded(parts.schedule(exact)), choice)
             return
-        schedule = parts.schedule(solution.schedule)
-        self.note(place_transfers(problem.graph, problem.costs, schedule, problem.budget_bytes), pair)
+        known = () if start is None else (parts.sequence(decoded(start)),)
+        found = search_candidate(inner, portfolio, effort, known, patience=_PATIENCE)
+        if found.peak_bytes > problem.budget_bytes:
+            self.failures += 1
+            self._note_lowest(encoded(parts.schedule(portfolio.schedule(found))))
+        elif _computing_ns(parts, portfolio, found) < self.least_ns:
+            self.place(encoded(parts.schedule(portfolio.schedule(found))), choice)
 
-    def note(self, schedule: Schedule, pair: Pair | None = None) -> _Found | None:
+    def _model(self, prices: Mapping[int, int]) -> _Model:
+        """Of the graph in which these may move, at their prices."""
+        problem, moving = self.problem, frozenset(prices)
+        known = self.models.pop(moving, None)
+        if known is None:
+            parts = split(problem.graph, problem.costs, prices, moves_only=self.moves_only)
+            known = _Model(parts, make_portfolio(parts.graph, parts.costs, problem.seed))
+        self.models[moving] = known
+        if len(self.models) > _MODELS:
+            del self.models[next(iter(self.models))]
+        parts = known.parts.priced(prices)
+        return _Model(parts, known.portfolio.with_times(parts.costs))
+
+    def place(self, steps: Steps, choice: Choice | None = None) -> None:
+        """Take note of what it is with its transfers placed."""
+        self.note(*place_steps(self.program, steps, self.problem.budget_bytes), choice)
+
+    def note(self, steps: Steps, run: Run, choice: Choice | None = None) -> _Found | None:
         """What it is, if it fits."""
         problem, room = self.problem, self.memory.capacity_bytes
-        run = simulate(problem.graph, problem.costs, schedule)
-        if run.peak_bytes > problem.budget_bytes or (room is not None and run.timing.second_peak_bytes > room):
+        if run.peak_bytes > problem.budget_bytes or (room is not None and run.second_peak_bytes > room):
             return None
-        before, found = self.least_ns, _Found(run.time_ns, schedule, pair)
+        before, found = self.least_ns, _Found(run.time_ns, steps, choice)
         self.found.append(found)
         if run.time_ns < before:
-            problem.better(run.time_ns, lambda: answer("auto", problem, [schedule]))
+            problem.better(run.time_ns, lambda: answer("auto", problem, [decoded(steps)]))
         return found
+
+    @property
+    def moves_only(self) -> bool:
+        """Whether nothing is computed again."""
+        return self.portfolio is None
 
     @property
     def least_ns(self) -> int:
         """The time of the quickest."""
         return min((each.time_ns for each in self.found), default=INFEASIBLE_NS)
 
-    def _note_lowest(self, parts: Split, solution: Solution) -> None:
-        if solution.lowest_schedule is not None:
-            schedule = parts.schedule(solution.lowest_schedule)
-            peak = simulate(self.problem.graph, self.problem.costs, schedule).peak_bytes
-            if self.lowest is None or peak < self.lowest[0]:
-                self.lowest = (peak, schedule)
+    def _note_lowest(self, steps: Steps) -> None:
+        peak = run_steps(self.program, steps).peak_bytes
+        if self.lowest is None or peak < self.lowest[0]:
+            self.lowest = (peak, steps)
 
-    def best(self, count: int) -> list[Pair]:
-        """The pairs of the quickest schedules."""
-        pairs = [each.pair for each in _ranked(self.found) if each.pair is not None]
-        return [*dict.fromkeys(pairs)][:count]
+    def best(self, count: int) -> list[Choice]:
+        """The choices behind the quickest schedules."""
+        choices = [each.choice for each in _ranked(self.found) if each.choice is not None]
+        return [*dict.fromkeys(choices)][:count]
 
-    def start(self, place: int) -> Schedule | None:
-        """The quickest to start from, or the one in that place after it; without any, the quickest."""
+    def start(self, place: int) -> Steps | None:
+        """The quickest to start from, or the one in that place after it; none that takes far longer than the quickest."""
         starts = _ranked(self.starts)
-        return starts[place].schedule if place < len(starts) else self.first
+        if place >= len(starts):
+            return None
+        least = self.problem.costs.total_time_ns
+        return starts[place].steps if starts[place].time_ns - least <= _FAR * (self.least_ns - least) else None
 
     @property
-    def first(self) -> Schedule | None:
+    def first(self) -> Steps | None:
         """The quickest."""
-        return min(self.found, key=_time).schedule if self.found else None
+        return min(self.found, key=_time).steps if self.found else None
 
-    def ranked(self) -> list[Schedule]:
-        """The schedules within the budget, the quickest first; without one, the lowest."""
-        found = [each.schedule for each in _ranked(self.found)]
-        return found or ([] if self.lowest is None else [self.lowest[1]])
+    @property
+    def answer(self) -> Schedule | None:
+        """The quickest within the budget; without one, the lowest."""
+        if self.found:
+            return decoded(min(self.found, key=_time).steps)
+        return None if self.lowest is None else decoded(self.lowest[1])
 
 
 def _time(found: _Found) -> int:
@@ -170,24 +215,30 @@ def _ranked(found: Iterable[_Found]) -> list[_Found]:
     return sorted(found, key=_time)
 
 
-def _searched(problem: Problem, effort: int, known: Iterable[Sequence[int]]) -> Solution:
-    """The best of a split graph, exactly where it has a few nodes."""
-    portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
-    optimum = shortest(portfolio.exact, problem.budget_bytes) if affordable(portfolio.exact) else None
-    if optimum is not None and optimum.feasible:
-        return answer("auto", problem, [portfolio.schedule_of(optimum.nodes)])
-    return search_sequences(problem, portfolio, effort, prove=False, known=known)
+def _exactly(portfolio: Portfolio, budget_bytes: int) -> Schedule | None:
+    """The best schedule of a split graph of a few nodes; ``None`` for others, and where nothing fits."""
+    optimum = shortest(portfolio.exact, budget_bytes) if affordable(portfolio.exact) else None
+    return portfolio.schedule_of(optimum.nodes) if optimum is not None and optimum.feasible else None
 
 
-def moving_schedules(
-    problem: Problem, effort: int, still: Callable[[], Schedule | None], *, moves_only: bool = False
-) -> list[Schedule]:
-    """Schedules with transfers, the quickest first; where none is within the budget, the lowest. Empty where nothing may
-    move. ``still``: asked for a schedule within the budget that moves nothing, where one could be of use."""
+def _computing_ns(parts: Split, portfolio: Portfolio, found: Candidate) -> int:
+    """How long the operators of a candidate take, which its schedule does at least."""
+    model = portfolio.model
+    fetches = np.isin(model.op_of_node, [*parts.fetched])
+    nodes = np.where(found.codes < 0, ~found.codes, found.codes)[:-1]
+    return portfolio.time_ns(found) - int(model.time_ns[nodes[fetches[nodes]]].sum())
+
+
+def moving_schedule(
+    problem: Problem, effort: int, portfolio: Portfolio | None, still: Still = lambda _: None
+) -> Schedule | None:
+    """The quickest schedule with transfers that is found; where none is within the budget, the lowest; ``None`` where nothing
+    may move. ``portfolio``: of the problem, to search what moves nothing; without, nothing is computed again. ``still``: asked
+    in the end for a schedule that moves nothing and is quicker, to go on from there."""
     memory = problem.costs.second_memory
     if memory is None:
-        return []
-    moves = _Moves.of(problem, memory, moves_only)
+        return None
+    moves = _Moves.of(problem, memory, portfolio)
     least = least_time_ns(problem)
     rounds = [*_rounds(moves, effort, still)]
     for number, round_of_attempts in enumerate(rounds):
@@ -196,60 +247,95 @@ def moving_schedules(
         for attempt in round_of_attempts():
             attempt()
             if moves.least_ns <= enough:
-                return moves.ranked()
-    return moves.ranked()
+                return moves.answer
+    return moves.answer
 
 
 Attempts = Callable[[], Iterable[Callable[[], None]]]
 
 
-def _rounds(moves: _Moves, effort: int, still: Callable[[], Schedule | None]) -> Iterator[Attempts]:
+def _rounds(moves: _Moves, effort: int, still: Still) -> Iterator[Attempts]:
     """What is tried one after the other, each round in the knowledge of those before."""
-    yield lambda: (partial(moves.attempt, pair) for pair in _QUICK)
+    yield lambda: _from(moves, None, QUICK, 0)
     if not moves.moves_only:
         yield lambda: _on_chains(moves, effort)
     if effort == 0:
         return
-    ladder = _SHORT if effort == 1 else _LADDER
+    ladder = SHORT if effort == 1 else LADDER
+    yield lambda: _from(moves, _still(moves), ladder, _WARM[effort])
     for place in range(_STARTS[effort]):
-        yield lambda place=place: _from(moves, moves.start(place), ladder, _WARM[effort])  # type: ignore[misc]
-    if effort > 1:
-        yield lambda: _from(moves, still(), ladder, _WARM[effort])
+        yield lambda place=place: _from_start(moves, place, ladder, _WARM[effort])  # type: ignore[misc]
     for number in range(_ROUNDS[effort], 0, -1):
         step = _STEPS[number % len(_STEPS)]
-        yield lambda step=step: _from(moves, moves.first, _around(moves.best(1), step), _WARM[effort])  # type: ignore[misc]
+        yield lambda step=step: _refined(moves, step, _WARM[effort])  # type: ignore[misc]
     yield lambda: _from(moves, moves.first, moves.best(_PATIENT[effort]), effort)
+    yield lambda: _from_still(moves, still, ladder, _WARM[effort])
+
+
+def _still(moves: _Moves) -> Steps | None:
+    """What a quick search finds that moves nothing."""
+    problem = moves.problem
+    if moves.portfolio is None:
+        return None
+    quiet = replace(problem, on_progress=None, on_better=None)
+    found = search_candidate(quiet, moves.portfolio, 1)
+    return encoded(moves.portfolio.schedule(found)) if found.peak_bytes <= problem.budget_bytes else None
 
 
 def _on_chains(moves: _Moves, effort: int) -> Iterator[Callable[[], None]]:
     """Those of the dynamic programs over blocks, and whatever ``rotor`` and ``pofo`` answer."""
     problem = moves.problem
     if effort:
-        yield lambda: _note_all(moves, [one for one in (Rotor().solve(problem).schedule,) if one is not None])
-    chains = BlockChains(compact(problem.graph, problem.costs))
+        yield lambda: _note_all(moves, _rotor(moves))
+    assert moves.portfolio is not None, "blocks run again"
+    chains = moves.portfolio.chains
     builders = menu_builders(chains)
     builders = builders if effort > 1 else builders[1:2]
     builders = [*builders, *(pofo_builders(chains) if effort else ())]
+    programs = ChainPrograms(problem, chains.model, moves.program)
     for builder in builders:
-        yield lambda builder=builder: _note_all(moves, chain_schedules(problem, [builder], _CELLS, moves.least_ns))  # type: ignore[misc]
+        yield lambda builder=builder: _note_all(moves, programs.schedules(builder, _CELLS, moves.least_ns))  # type: ignore[misc]
 
 
-def _note_all(moves: _Moves, schedules: Sequence[Schedule]) -> None:
+def _rotor(moves: _Moves) -> Iterator[tuple[Steps, Run]]:
+    """The answer of ``rotor``, if it has one."""
+    schedule = Rotor().solve(moves.problem).schedule
+    if schedule is not None:
+        steps = encoded(schedule)
+        yield steps, run_steps(moves.program, steps)
+
+
+def _note_all(moves: _Moves, schedules: Iterable[tuple[Steps, Run]]) -> None:
     """The best of them is one to start from."""
-    fitting = [found for schedule in schedules if (found := moves.note(schedule)) is not None]
+    fitting = [found for steps, run in schedules if (found := moves.note(steps, run)) is not None]
     if fitting:
         moves.starts.append(min(fitting, key=_time))
 
 
-def _from(moves: _Moves, start: Schedule | None, pairs: Iterable[Pair], effort: int) -> Iterator[Callable[[], None]]:
+def _from(moves: _Moves, start: Steps | None, choices: Iterable[Choice], effort: int) -> Iterator[Callable[[], None]]:
     """Searches from a schedule."""
-    return (partial(moves.attempt, pair, effort, start) for pair in pairs)
+    return (partial(moves.attempt, choice, effort, start) for choice in choices)
 
 
-def _around(pairs: Iterable[Pair], step: float) -> Iterator[Pair]:
-    """Pairs next to these."""
-    for ratio, share in pairs:
-        yield ratio * step if ratio else 0.05, share
-        yield ratio / step, share
-        yield ratio, share * step
-        yield ratio, share / step
+def _from_start(moves: _Moves, place: int, choices: Iterable[Choice], effort: int) -> Iterable[Callable[[], None]]:
+    start = moves.start(place)
+    return () if start is None else _from(moves, start, choices, effort)
+
+
+def _from_still(moves: _Moves, still: Still, choices: Iterable[Choice], effort: int) -> Iterable[Callable[[], None]]:
+    """Searches from what moves nothing, if it is quicker than all that moves."""
+    schedule = still(moves.least_ns)
+    if schedule is None:
+        return ()
+    start = encoded(schedule)
+    run = run_steps(moves.program, start)
+    return _from(moves, start, choices, effort) if run.time_ns < moves.least_ns else ()
+
+
+def _refined(moves: _Moves, step: float, effort: int) -> Iterable[Callable[[], None]]:
+    """Searches from the quickest, unless the latest rounds of them were of little use."""
+    gained = moves.marks[-len(_STEPS)] - moves.least_ns if len(moves.marks) >= len(_STEPS) else INFEASIBLE_NS
+    moves.marks.append(moves.least_ns)
+    if gained < moves.problem.costs.total_time_ns // _GAIN:
+        return ()
+    return _from(moves, moves.first, around(moves.best(1), step), effort)

@@ -7,9 +7,13 @@ go to the cores there are (kernels hold no lock of the interpreter); their resul
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
 
 from lowtide.ir import Compute, Costs, Graph, Schedule, schedule_from_sequence
 from lowtide.native import core
@@ -38,6 +42,7 @@ _STREAMS = 1024  # of random numbers per seed
 _MANY_NODES = 4000  # from which on the iterations grow more slowly than the program
 _STRICT = 1000.0  # times the pressure: more than a step back over the budget could save
 _COLD = 0.01  # last temperature, in mean node times
+_SOME = 16  # sequences of block programs that are handed on together
 
 
 class AnnealRun(NamedTuple):
@@ -50,18 +55,37 @@ class AnnealRun(NamedTuple):
     strict: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Portfolio:
     """One problem's model with everything that the runs share. Peaks of its candidates include ``fixed_bytes``."""
 
     graph: Graph
+    costs: Costs
     model: CompactGraph
-    exact: CompactGraph  # for exact searches
-    floor: CompactGraph  # for bounds
     classes: Classes
-    chains: BlockChains
     seed: int
     released: bool  # what is handed to the caller may be computed again before that
+    known: dict[int | None, list[Candidate]] = field(default_factory=dict)  # block programs that have run, by budget
+
+    @cached_property
+    def exact(self) -> CompactGraph:
+        """The model for exact searches."""
+        return released_model(self.graph, self.costs, self.model) if affordable(self.model) else self.model
+
+    @cached_property
+    def floor(self) -> CompactGraph:
+        """The model for bounds."""
+        return bounding_model(self.graph, self.costs, self.model)
+
+    @cached_property
+    def chains(self) -> BlockChains:
+        """The ways to cut it into blocks."""
+        return BlockChains(self.model)
+
+    def with_times(self, costs: Costs) -> Portfolio:
+        """The same graph, of which operators other than views take as long as in ``costs``."""
+        times = np.append(costs.time_ns[self.model.op_of_node], 0)
+        return replace(self, costs=costs, model=self.model._replace(time_ns=times), known={})
 
     @property
     def mean_ns(self) -> float:
@@ -102,13 +126,25 @@ class Portfolio:
     def segments(self) -> list[Candidate]:
         return self.measure(segment_sequences(self.model))
 
-    def blocks(self, budget_bytes: int) -> list[Candidate]:
-        return self.measure(block_sequences(self.chains, budget_bytes))
+    def blocks(
+        self, budget_bytes: int, on_some: Callable[[list[Candidate]], None] = lambda some: None
+    ) -> list[Candidate]:
+        """What block programs find around a budget; ``on_some`` hears of it some at a time."""
+        if budget_bytes not in self.known:
+            found: list[Candidate] = []
+            waiting = block_sequences(self.chains, budget_bytes)
+            while some := self.measure(itertools.islice(waiting, _SOME)):
+                found += some
+                on_some(some)
+            self.known[budget_bytes] = found
+        return self.known[budget_bytes]
 
     def tables_of_rockmate(self) -> list[Candidate]:
         """Everything that ``rockmate`` chooses from, whatever the budget."""
-        top = self.keep_all().peak_bytes - self.model.fixed_bytes
-        return self.measure(table_sequences(Rockmate().builders(self.chains), top))
+        if None not in self.known:
+            top = self.keep_all().peak_bytes - self.model.fixed_bytes
+            self.known[None] = self.measure(table_sequences(Rockmate().builders(self.chains), top))
+        return self.known[None]
 
     def time_ns(self, candidate: Candidate) -> int:
         """Of the whole schedule."""
@@ -164,6 +200,4 @@ class Portfolio:
 def make_portfolio(graph: Graph, costs: Costs, seed: int, *, released: bool = False) -> Portfolio:
     """``released``: for schedules in which what is handed to the caller is freed and computed again before that."""
     model = compact(graph, costs, present=released)
-    exact = released_model(graph, costs, model) if affordable(model) else model
-    floor = bounding_model(graph, costs, model)
-    return Portfolio(graph, model, exact, floor, node_classes(model), BlockChains(model), seed, released)
+    return Portfolio(graph, costs, model, node_classes(model), seed, released)
