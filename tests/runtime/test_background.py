@@ -144,6 +144,21 @@ def test_the_search_ends_with_the_process(number: signal.Signals) -> None:
     assert not _is_alive(process)
 
 
+def test_a_process_that_ends_while_a_plan_is_prepared_ends_well() -> None:
+    """A thread that comes back from PyTorch's code when Python is no more aborts the process."""
+    code = (
+        "import threading, torch; from tests.runtime.test_background import _long_searched, _searching\n"
+        "began, model = threading.Event(), _long_searched()\n"
+        "def prepare(plan):\n"
+        "    began.set()\n"
+        "    for _ in range(3000): torch.ones(200, 200).sum()\n"
+        "_searching(model)._listener.prepare = prepare\n"
+        "assert began.wait(60)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [

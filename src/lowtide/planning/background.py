@@ -7,6 +7,7 @@ A thread waits for what it finds; every plan is checked and simulated again here
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -28,6 +29,7 @@ from lowtide.planning.plan import Plan
 
 _LOG = logging.getLogger(__name__)
 _SHOWN = 500  # characters of what a process that died had to say
+_LISTENING: weakref.WeakSet[_Listener[Any]] = weakref.WeakSet()
 Prepared = TypeVar("Prepared")
 
 
@@ -48,9 +50,9 @@ class BackgroundSearch(Generic[Prepared]):
             errors.close()
             raise
         self._listener = _Listener(request, plan, prepare, process, errors)
-        self._kill = weakref.finalize(self, _end, process, self._listener, os.getpid())
+        self._kill = weakref.finalize(self, _end, self._listener, os.getpid())
         try:
-            threading.Thread(target=self._listener.listen, name="lowtide plans", daemon=True).start()
+            self._listener.start()
         except RuntimeError as error:
             self._kill()
             raise OSError(str(error)) from error
@@ -79,8 +81,8 @@ class BackgroundSearch(Generic[Prepared]):
         self._kill()
 
 
-class _Listener(Generic[Prepared]):
-    """What the thread has, which must not keep the search alive."""
+class _Listener(threading.Thread, Generic[Prepared]):
+    """The thread, which must not keep the search alive."""
 
     def __init__(
         self,
@@ -90,6 +92,7 @@ class _Listener(Generic[Prepared]):
         process: subprocess.Popen[bytes],
         errors: IO[bytes],
     ) -> None:
+        super().__init__(name="lowtide plans", daemon=True)
         self.request = request
         self.plan = plan
         self.prepare = prepare
@@ -99,8 +102,9 @@ class _Listener(Generic[Prepared]):
         self.changed = threading.Condition()
         self.latest: Prepared | None = None
         self.ended = False
+        _LISTENING.add(self)
 
-    def listen(self) -> None:
+    def run(self) -> None:
         assert self.process.stdout is not None
         why = None
         try:
@@ -174,8 +178,17 @@ class _Message(msgspec.Struct):
     done: bool = False
 
 
-def _end(process: subprocess.Popen[bytes], listener: _Listener[Any], owner: int) -> None:
+def _end(listener: _Listener[Any], owner: int) -> None:
     if os.getpid() == owner:  # and no fork of that process
         listener.end()
-        process.kill()
-        process.wait()
+        listener.process.kill()
+        listener.process.wait()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Wait for what threads prepare: one that comes back from PyTorch when Python is no more would abort the process."""
+    for listener in list(_LISTENING):
+        if listener.is_alive():
+            _end(listener, os.getpid())
+            listener.join()

@@ -23,7 +23,8 @@ from lowtide.planning.plan import Plan
 
 _NICENESS = 10  # a tenth of the time of a core that training wants too
 _LEAST_GAIN = 0.003  # of the time of a step, from which a plan on the way is worth an exchange
-_LEAST_SECONDS = 0.5  # between two of them
+_LARGE_GAIN = 0.01  # from which it does not wait
+_LEAST_SECONDS = 0.5  # between two others
 
 
 class _Telling:
@@ -36,7 +37,8 @@ class _Telling:
 
     def on_better(self, time_ns: int, make: Callable[[], Plan | None]) -> None:
         now = time.monotonic()
-        if now - self._latest < _LEAST_SECONDS or time_ns > (1 - _LEAST_GAIN) * self.time_ns:
+        least = _LARGE_GAIN if now - self._latest < _LEAST_SECONDS else _LEAST_GAIN
+        if time_ns > (1 - least) * self.time_ns:
             return
         plan = make()
         if plan is not None and plan.time_ns < self.time_ns:
