@@ -28,8 +28,6 @@ from tests.online.scenarios import (
     perform,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:the online mode has spent")  # budgets are tight here
-
 
 class Fault(Exception):
     """Raised by the tests."""

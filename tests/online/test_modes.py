@@ -29,8 +29,6 @@ from tests.online.scenarios import (
     perform,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:the online mode has spent")  # budgets are tight here
-
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference(mode: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:

@@ -12,8 +12,6 @@ from torch import nn
 
 from tests.online.scenarios import ROWS, WIDTH, Scenario, Training, chain, compare
 
-pytestmark = pytest.mark.filterwarnings("ignore:the online mode has spent")  # budgets are tight here
-
 Mutation = Callable[[torch.Tensor], Any]
 
 

@@ -16,8 +16,6 @@ from lowtide.dynamic import statistics
 from tests.online.programs_support import assert_same, eager, train
 from tests.support.wide import pairs
 
-pytestmark = pytest.mark.filterwarnings("ignore:the online mode has spent")  # budgets are tight here
-
 _NEVER = float("inf")  # recomputation is what is tested, so it is not warned of
 HEURISTICS = ("dtr", "dtr-eq", "dtr-local", "lru", "size", "msps", "random")
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lowtide
+from lowtide.dynamic import context
 from lowtide.dynamic.node import Node, OperatorCall
 from lowtide.dynamic.orders import OrderCache
 from lowtide.dynamic.plan import RebuildPlan, calls_behind, make_plan, with_what_is_there
@@ -219,3 +220,27 @@ def test_scratch_that_no_plan_knew_of_is_planned_for() -> None:
         assert 14 * KIB <= caught.value.needed_bytes <= 16 * KIB
         del fixed
         assert torch.equal(result + 1, expected)
+
+
+def test_what_is_let_go_of_while_it_is_rebuilt() -> None:
+    """What a step reads was there when the rebuild was planned, and could not be evicted."""
+    with lowtide.online(64 * KIB, planning="never", warn_above=float("inf")):
+        assert context._run is not None
+        engine = context._run.engine
+        memory, start = engine.memory, torch.arange(256.0)
+        first = start * 2
+        second = first + 1
+        third = second * 3
+        node = {
+            name: memory.node_of(tensor) for name, tensor in (("first", first), ("second", second), ("third", third))
+        }
+        del second
+        memory.release_dead()
+        plan = make_plan(calls_behind([node["third"]], lambda call: 0, deep=True)[0], [node["third"]])
+        assert [step.makes for step in plan.steps[-3:]] == [(node["first"],), (node["second"],), (node["third"],)]
+        memory.evict(node["third"])
+        node["first"].pinned = True
+        del first
+        assert engine.rebuilder._follow(plan)
+        assert torch.equal(third, (torch.arange(256.0) * 2 + 1) * 3)
+        assert not any(each.locks for each in node.values())

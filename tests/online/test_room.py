@@ -19,8 +19,6 @@ from lowtide.memory.cpu_allocator import AllocationCounter
 from tests.online.programs_support import assert_same, eager, train
 from tests.online.scenarios import ROWS, TENSOR_BYTES, Scenario, Training, assert_same_values, chain, perform
 
-pytestmark = pytest.mark.filterwarnings("ignore:the online mode has spent")  # budgets are tight here
-
 
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> AllocationCounter:

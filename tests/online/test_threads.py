@@ -13,8 +13,6 @@ from torch.utils.data import DataLoader, Dataset
 import lowtide
 from tests.online.scenarios import ROWS, TENSOR_BYTES, WIDTH, Scenario, Training, chain, compare
 
-pytestmark = pytest.mark.filterwarnings("ignore:the online mode has spent")  # budgets are tight here
-
 JOIN_SECONDS = 120
 
 

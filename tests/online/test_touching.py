@@ -17,8 +17,6 @@ import torch
 import lowtide
 from tests.online.scenarios import TENSOR_BYTES, WIDTH, Scenario, Training, chain, compare
 
-pytestmark = pytest.mark.filterwarnings("ignore:the online mode has spent")  # budgets are tight here
-
 Reader = Callable[[torch.Tensor], Any]
 
 

@@ -45,7 +45,8 @@ class Rebuilder:
         self.scratch_bytes: dict[Hashable, int] = {}  # what kinds of calls were found to take beyond their results
 
     def complete(self, needs: Iterable[Node]) -> None:
-        """Have all of them there at once; they are locked."""
+        """Have all of them there at once; they are locked. What the program has released meanwhile is gone, too."""
+        self.memory.release_dead()
         if missing := [node for node in needs if node.evicted]:
             self.rebuild(missing)
 
@@ -148,15 +149,20 @@ class Rebuilder:
         return True
 
     def _take(self, step: RebuildStep, live: dict[Node, None]) -> None:
-        needs = self.memory.lock_all((*step.makes, *step.makes[0].parents))
+        # What the program has let go of meanwhile, and nothing is computed from any more, is not made.
+        makes = [node for node in step.makes if node.resident or node.call is not None]
+        needs = self.memory.lock_all((*makes, *makes[0].parents)) if makes else ()
         for node in step.done:
-            del live[node]
-            node.locks -= 1
+            if node in live:
+                del live[node]
+                node.locks -= 1
+        if not makes:
+            return
         try:
-            self.complete(step.makes[0].parents)  # the program may have released one in the meantime
-            if not all(node.resident for node in step.makes):
-                self._compute(step.call.recorded, step.makes)
-            for node in step.makes:
+            self.complete(makes[0].parents)  # the program may have released one in the meantime
+            if not all(node.resident for node in makes):
+                self._compute(step.call.recorded, makes)
+            for node in makes:
                 live[node] = None
                 node.locks += 1
         finally:
