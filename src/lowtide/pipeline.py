@@ -28,10 +28,11 @@ from lowtide.program import Program
 from lowtide.program.results import GradientMask
 from lowtide.program.sizes import Outside, check_device, outside_of, program_device
 from lowtide.progress import Progress, report
-from lowtide.settings import Settings, searches
+from lowtide.settings import Settings, is_brief, searches
 from lowtide.sharing import Member, Planning, Share
 from lowtide.sharing.agreement import agreed_plan, several_processes
 from lowtide.sharing.in_flight import plan_in_flight, unconstrained_bytes
+from lowtide.solve import working_set_bound
 from lowtide.stage_times import stage
 from lowtide.version import __version__
 
@@ -57,6 +58,8 @@ def captured_program(
     ``known`` is what is known of the call, from another capture of it say;
     ``in_terms``: gradients leave as the terms of their sums, see ``capture.convert.gradients``.
     """
+    if settings.agreed and several_processes():  # a value may be another one on each
+        known = dataclasses.replace(known or Known(), expected=None)
     rewrites: list[Callable[[torch.fx.GraphModule], None]] = []
     if settings.compiler != "eager":
         from lowtide.fusion import split_norms
@@ -291,8 +294,8 @@ def _searched(request: PlanRequest, on_progress: Progress | None = None) -> Plan
 
 def _first_plan(request: PlanRequest) -> Plan | None:
     """What was found for ``request`` before, or else a plan at once that the search goes on from; ``None`` where that meets no
-    budget, so that the search must, or where the search takes no longer than a process takes to start."""
-    if len(request.graph.ops) <= _FEW_OPS:
+    budget, so that the search must, or nothing can, or where the search takes no longer than a process takes to start."""
+    if len(request.graph.ops) <= _FEW_OPS or working_set_bound(request.graph, request.costs) > request.budget_bytes:
         return None
     quick = dataclasses.replace(request, planner=FIRST_PLANNER)
     known, begun = (PlanCache().get(one) if enabled() else None for one in (request, quick))
@@ -301,6 +304,8 @@ def _first_plan(request: PlanRequest) -> Plan | None:
     try:
         return (begun or quick.make()).begun()
     except InfeasibleBudgetError:
+        if is_brief(request.planner):  # which looks no further down
+            raise
         return None
 
 

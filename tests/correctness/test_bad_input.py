@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import queue
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -289,7 +293,7 @@ def test_sparse_parameter_is_refused() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.body = perceptron(2)
-            self.register_buffer("adjacency", torch.eye(BATCH).to_sparse())
+            self.adjacency = nn.Parameter(torch.eye(BATCH).to_sparse())
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.sparse.mm(self.adjacency, self.body(x)).mean()
@@ -311,3 +315,34 @@ def test_preparation_under_no_grad() -> None:
     with torch.no_grad():
         lowtide.rematerialize(model, *rows()(0), budget="70%", planner="greedy")
     assert_same_records(run_training(model, rows(), _STEP, 2), run_training(make(_network), rows(), _STEP, 2))
+
+
+class _Taking(nn.Module):
+    """Takes a number of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+
+    def forward(self, x: torch.Tensor, numbers: Any) -> torch.Tensor:
+        number = numbers.get() if isinstance(numbers, queue.Queue) else next(numbers)
+        return (self.layers(x) * number).square().sum()
+
+
+def _filled() -> queue.Queue[int]:
+    numbers: queue.Queue[int] = queue.Queue()
+    for number in range(1, 9):
+        numbers.put(number)
+    return numbers
+
+
+@pytest.mark.parametrize("make", [lambda: iter([*range(1, 9)]), lambda: itertools.count(1), _filled])
+def test_what_is_spent_is_left_to_the_model(make: Callable[[], Any]) -> None:
+    plain, x = _Taking(), torch.randn(4, 8)
+    model, given, numbers = copy.deepcopy(plain), make(), make()
+    lowtide.rematerialize(model, budget="100%", planner="greedy")
+    for _ in range(4):
+        assert torch.equal(model(x, given), plain(x, numbers))
+    strict = lowtide.rematerialize(copy.deepcopy(plain), budget="100%", on_capture_error="error")
+    with pytest.raises(lowtide.CaptureError, match="gives what it holds only once"):
+        strict(x, make())

@@ -53,6 +53,16 @@ def test_statistics_are_updated_once_per_forward() -> None:
     assert norm.num_batches_tracked.item() == 2
 
 
+def test_versions_of_statistics_are_those_of_eager() -> None:
+    """Whatever saved them must not take them for modified where eager does not."""
+    plain, model = make(_convolutional), prepared(_convolutional, _images, MINIMUM)
+    for _ in range(2):
+        plain(*_images(0)[0])
+        model(*_images(0)[0])
+    versions = [buffer._version for buffer in plain.buffers()]
+    assert [buffer._version for buffer in model.buffers()] == versions
+
+
 class _Averaging(nn.Module):
     """Makes a buffer in its first call, in one of several ways, and computes from it."""
 

@@ -288,6 +288,40 @@ def test_drawn_numbers_after_other_operations() -> None:
     assert len(lowtide.plans(model)) == 2
 
 
+def _checked(items: list[torch.Tensor], *, __beartype_getrandbits: Callable[[int], int] = random.getrandbits) -> None:
+    """As beartype does: one item of a container, drawn each time, stands for all."""
+    assert isinstance(items[__beartype_getrandbits(32) % len(items)], torch.Tensor)
+
+
+class Checks(Computes):
+    def forward(self, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        _checked([x, x])
+        dropped = random.random() < 0.5
+        _checked([x])
+        return super().forward(x * 2 if dropped else x)
+
+
+def test_draws_that_choose_what_is_checked(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lowtide")
+    found = []
+    for planned in (False, True):
+        random.seed(0)
+        torch.manual_seed(0)
+        model = Checks(lambda self, y, x: y)
+        if planned:
+            lowtide.rematerialize(model, budget="100%", planner="greedy")
+        losses = []
+        for _ in range(STEPS):
+            loss = model(rows())
+            loss.backward()
+            losses.append(loss.item())
+        found.append((losses, random.getstate()))
+    assert found[0] == found[1]
+    assert len(lowtide.plans(model)) == len({*found[0][0]}) == 2
+    assert _captures(caplog) <= 3  # another thread that draws during a capture makes one more, not one for each call
+    assert _checked.__kwdefaults__["__beartype_getrandbits"] is random.getrandbits
+
+
 def test_lengths_beside_a_number() -> None:
     """A family of shapes holds for other numbers, too."""
     states = []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+import lowtide
 from tests.support.networks import WithLoss, generator, perceptron, rows
 from tests.support.training import compare_training
 
@@ -134,3 +136,25 @@ def test_float64_and_several_dtypes() -> None:
             return self.wide(self.narrow(x).double()).square().mean()
 
     compare_training(Mixed, rows())
+
+
+class _Staying(nn.Module):
+    """Moves its layer in each call to where it is."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.dtype = perceptron(4), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer.to(x.device, self.dtype)(x.to(self.dtype)).square().mean()
+
+
+def test_a_module_that_is_moved_to_where_it_is() -> None:
+    compare_training(lambda: _Staying(torch.float32), rows(), budgets=("45%",), on_capture_error="error")
+
+
+def test_a_module_that_is_moved_elsewhere() -> None:
+    model = _Staying(torch.float64)
+    with pytest.raises(lowtide.CaptureError):
+        lowtide.rematerialize(model, rows()(0)[0], budget="100%", on_capture_error="error")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

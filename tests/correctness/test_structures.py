@@ -164,3 +164,31 @@ def test_defaults_and_none() -> None:
         return (), {"x": rows()(iteration)[0][0], "batch": None}
 
     compare_training(_Keywords, inputs, budgets=("60%",))
+
+
+class _TensorOf(nn.Module):
+    """Makes a tensor of single ones, as positions for rows of several lengths are made."""
+
+    def __init__(self, kind: torch.dtype | None) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.kind = nn.Embedding(64, 16), nn.Linear(16, 16), kind
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        numbers = torch.tensor([row.max() + 1 - len(row) for row in ids], dtype=self.kind, device=ids.device)
+        means = torch.tensor([row.mean() for row in self.embedding(ids).detach()])
+        assert not means.requires_grad and means.dtype is torch.float32
+        return (self.layer(self.embedding(ids)) * (numbers * means)[:, None, None]).square().sum()
+
+
+@pytest.mark.parametrize("kind", [None, torch.float64])
+def test_a_tensor_of_single_tensors(kind: torch.dtype | None) -> None:
+    """Its numbers stay those of each call."""
+
+    def ids(iteration: int) -> Any:
+        return (torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(iteration)),), {}
+
+    compare_training(lambda: _TensorOf(kind), ids, budgets=("100%",))
+    model = prepared(lambda: _TensorOf(kind), ids, "100%")
+    for iteration in range(3):
+        model(*ids(iteration)[0]).backward()
+    assert len(lowtide.plans(model)) == 1

@@ -27,11 +27,20 @@ class _Linear(nn.Module):
 
 
 class _Assigns(_Linear):
-    """As MoCo's encoder is averaged in its official code."""
+    """What two have in common is written through each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.linear.bias.data = self.linear.bias.data * 0.5
+        self.other.weight.data = self.linear.weight.data
+        return self.linear(self.other(x)).square().mean()
+
+
+class _AssignsTransposed(_Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight.data = self.linear.weight.data.t()
         return self.linear(x).square().mean()
 
 
@@ -39,6 +48,11 @@ class _Appends(_Linear):
     def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
         seen.append(self.linear(x))
         return seen[-1].square().mean()
+
+
+class _AppendsToPair(_Appends):
+    def forward(self, pair: tuple[torch.Tensor, list[torch.Tensor]]) -> torch.Tensor:
+        return super().forward(*pair)
 
 
 class _Adds(_Linear):
@@ -81,15 +95,6 @@ class _GlobalParameter(_Linear):
 class _WritesInput(_Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(F.relu_(x)).square().mean()
-
-
-class _Renormalises(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(10, 8, max_norm=1.0)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.embedding(tokens).square().mean()
 
 
 class _SharedBuffers(_Linear):
@@ -200,14 +205,15 @@ def _rows() -> torch.Tensor:
     ("make", "sample", "said"),
     [
         (_Assigns, lambda: (_rows(),), r"assigns to \.data"),
+        (_AssignsTransposed, lambda: (_rows(),), r"assigns to \.data"),
         (_Appends, lambda: (_rows(), []), "adds to a list, a dict or an object"),
+        (_AppendsToPair, lambda: ((_rows(), []),), "adds to a list, a dict or an object"),
         (_Adds, lambda: ({"x": _rows()},), "adds to a list, a dict or an object"),
         (_Keeps, lambda: (SimpleNamespace(x=_rows()), SimpleNamespace()), "adds to a list, a dict or an object"),
         (_Leaves, lambda: (_rows(), SimpleNamespace()), "adds to a list, a dict or an object"),
         (_Asks, lambda: (_rows(),), r"requires_grad_\(\) on an argument"),
         (_GlobalParameter, lambda: (_rows(),), "none of its parameters"),
         (_WritesInput, lambda: (_rows().requires_grad_() * 1,), "writes in place"),
-        (_Renormalises, lambda: (torch.arange(6),), "writes in place"),
         (_SharedBuffers, lambda: (_rows(),), "several buffers or arguments share"),
         (_SharedArguments, lambda: (lambda x: (x, x[:]))(_rows()), "several buffers or arguments share"),
         (_Sparse, lambda: (torch.arange(6),), "sparse=False"),

@@ -228,9 +228,10 @@ def test_no_room(tmp_path: Path) -> None:
 
 
 def test_the_second_memory_holds_no_more_than_its_budget(quick: str) -> None:
-    whole, _ = _moving(quick, planner="auto{effort=0}", budget="40%")
+    whole, eager = _moving(quick, budget="40%")
     moved = lowtide.plans(whole)[0]
-    model, eager = _moving(quick, planner="auto{effort=0}", budget="40%", offload_budget="300KiB")
+    model, options = copy.deepcopy(eager), {"planner": "auto{effort=0}", "budget": "40%", "offload_budget": "300KiB"}
+    lowtide.rematerialize(model, *rows(512)(0), offload=quick, **options)  # type: ignore[arg-type]
     (plan,) = lowtide.plans(model)
     assert plan.costs.second_memory is not None
     assert plan.costs.second_memory.capacity_bytes == 300 << 10

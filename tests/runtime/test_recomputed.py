@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.runtime.recomputed import recomputed
+from lowtide.runtime.recomputed import Recomputation
 
 
 class _Ragged(nn.Module):
@@ -31,7 +31,7 @@ def test_nested_tensors() -> None:
     plain = copy.deepcopy(model)
     rows = torch.nested.nested_tensor([torch.randn(length, 16) for length in (3, 5, 2)], layout=torch.jagged)
     ran: list[bool] = []
-    found = recomputed(model, model.forward, (rows,), {}, lambda: ran.append(True))
+    found = Recomputation().run(model, model.forward, (rows,), {}, lambda: ran.append(True))
     expected = plain(rows)
     assert torch.equal(found.values(), expected.values())
     for result in (found, expected):
@@ -66,7 +66,7 @@ def test_large_buffers_are_copied_where_they_are_written_into(writes: bool) -> N
 
     def run() -> None:
         nonlocal found
-        found = recomputed(model, model.forward, (x, writes), {}, lambda: None)
+        found = Recomputation().run(model, model.forward, (x, writes), {}, lambda: None)
 
     peak = lowtide.measure(run).peak_bytes
     assert (peak > model.table.nbytes / 2) == writes and peak < model.table.nbytes
@@ -83,14 +83,86 @@ def test_many_running_statistics() -> None:
     """Of which the operator that writes them does not say so."""
     model = nn.BatchNorm1d(1 << 15)
     plain, x = copy.deepcopy(model), torch.randn(3, 1 << 15)
-    recomputed(model, model.forward, (x,), {}, lambda: None).square().sum().backward()
+    Recomputation().run(model, model.forward, (x,), {}, lambda: None).square().sum().backward()
     plain(x).square().sum().backward()
     assert all(torch.equal(own, other) for own, other in zip(model.buffers(), plain.buffers(), strict=True))
 
 
 def test_a_large_buffer_that_is_written_into_before_the_backward_pass() -> None:
     model = _Masks()
-    result = recomputed(model, model.forward, (torch.randn(4, 16), False), {}, lambda: None)
+    result = Recomputation().run(model, model.forward, (torch.randn(4, 16), False), {}, lambda: None)
     model.table.zero_()
     with pytest.raises(lowtide.ExecutionError, match="buffer table of a _Masks was modified"):
         result.sum().backward()
+
+
+_calls: dict[str, list[int]] = {"seen": []}
+
+
+class _Counting(nn.Module):
+    """Scales by how often it ran, which it keeps in a container that is another one from time to time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _calls["seen"].append(len(_calls["seen"]))
+        return torch.tanh(self.layer(x) * len(_calls["seen"]))
+
+
+def test_what_lies_outside_is_found_where_others_replace_it() -> None:
+    """Also in calls after the first, which look no further than what changed."""
+    torch.manual_seed(0)
+    model, again = _Counting(), Recomputation()
+    plain, x = copy.deepcopy(model), torch.randn(4, 16)
+    for number in range(3):
+        found = {}
+        for which in (plain, model):
+            _calls["seen"] = [0] * number
+            run = which(x) if which is plain else again.run(which, which.forward, (x,), {}, lambda: None)
+            run.square().sum().backward()
+            found[which] = _calls["seen"]
+        assert found[model] == found[plain]
+        assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)  # type: ignore[arg-type]
+
+
+class _Log:
+    """What a caller hands down: a counter, and what was met."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.met: dict[str, list[torch.Tensor]] = {}
+
+
+class _Logging(nn.Module):
+    """Computes with what it finds in its arguments, and changes that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, pair: tuple[torch.Tensor, _Log], seen: list[int]) -> torch.Tensor:
+        x, log = pair
+        x = torch.tanh(self.layer(x) * (1 + log.calls) + len(seen))
+        log.calls += 1
+        log.met.setdefault("x", []).append(x)
+        seen.append(log.calls)
+        return torch.tanh(x * len(log.met["x"]))
+
+
+def test_arguments_are_as_they_were_and_stay_as_they_are() -> None:
+    torch.manual_seed(0)
+    model = _Logging()
+    plain, again, x = copy.deepcopy(model), Recomputation(), torch.randn(4, 16)
+    log, seen, other, others = _Log(), [], _Log(), list[int]()
+    for _ in range(3):
+        found = again.run(model, model.forward, ((x, log), seen), {}, lambda: None)
+        expected = plain((x, other), others)
+        assert torch.equal(found, expected)
+        left = list(log.met["x"])
+        (found + log.met["x"][-1]).square().sum().backward()
+        (expected + other.met["x"][-1]).square().sum().backward()
+        assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)  # type: ignore[arg-type]
+        assert (log.calls, seen) == (other.calls, others)
+        assert [*map(id, log.met["x"])] == [*map(id, left)]

@@ -133,10 +133,11 @@ def test_gradients_that_left_are_in_the_way_of_that_pass_alone(caplog: pytest.Lo
     with caplog.at_level(logging.WARNING):
         assert_same_records(run_training(model, inputs, step, 4), expected)
     after = plan_of(model)
-    said = next(message for message in caplog.messages if _LOWERED in message)
-    missing = re.search(r"(\d+) bytes \(.*?\) of the (\d+) of its plan were missing", said)
-    assert missing is not None and int(missing[2]) == before.peak_bytes
-    room = before.peak_bytes - int(missing[1])
+    said = [message for message in caplog.messages if _LOWERED in message]
+    found = [re.search(r"(\d+) bytes \(.*?\) of the (\d+) of its plan were missing", one) for one in said]
+    assert found[0] is not None and int(found[0][2]) == before.peak_bytes
+    assert found[-1] is not None  # a lower plan may run out once more
+    room = int(found[-1][2]) - int(found[-1][1])
     left = sum(p.numel() * 4 for p in list(model.parameters())[12:])
     assert room < after.budget_bytes <= room + left
 
@@ -199,13 +200,13 @@ def test_a_second_backward_pass_and_one_to_some() -> None:
         output = model(*args, **kwargs)
         first = next(iter(model.parameters()))
         torch.autograd.grad(output, first, retain_graph=True)
-        limit = memory_of(plan_of(model).peak_bytes // 2) if runtime_of(model) else contextlib.nullcontext()
-        with limit:
+        with memory_of(plan.budget_bytes // 2) if runtime_of(model) else contextlib.nullcontext():
             output.backward()
         return output
 
     expected = run_training(make(drawing_network), rows(), step, 2)
     model = prepared()
+    plan = plan_of(model)
     assert_same_records(run_training(model, rows(), step, 2), expected)
     assert plan_of(model).lowered_from_bytes
 

@@ -136,8 +136,10 @@ def copy_inputs(inputs: Inputs) -> Inputs:
 
 def equal(left: torch.Tensor, right: torch.Tensor, tolerance: float = 0.0) -> bool:
     """The same dtype and shape, and the same bits (NaNs included) or a relative difference of at most ``tolerance``."""
-    if left.dtype != right.dtype or left.shape != right.shape:
+    if left.dtype != right.dtype or left.shape != right.shape or left.layout != right.layout:
         return False
+    if left.layout is torch.sparse_coo:
+        left, right = left.to_dense(), right.to_dense()
     if torch.equal(left, right):
         return True
     if tolerance == 0.0:

@@ -22,6 +22,7 @@ from torch import nn
 import lowtide
 from lowtide.budget import parse_budget
 from lowtide.integrations.passes import latest_plans
+from lowtide.program.layouts import memory_of
 from tests.support.records import (
     SEED,
     Inputs,
@@ -153,7 +154,7 @@ def _fingerprint(model: nn.Module) -> dict[str, Any]:
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {
         "state_dict keys": list(model.state_dict()),
-        "tensors": [(name, id(tensor), tensor._version, tensor.data_ptr()) for name, tensor in tensors],
+        "tensors": [(name, id(tensor), tensor._version, memory_of(tensor)) for name, tensor in tensors],
         "values": [tensor.detach().double().sum().item() for _, tensor in tensors if not tensor.is_complex()],
         "gradients": [None if p.grad is None else id(p.grad) for p in model.parameters()],
         "modules": [(name, id(module), module.training) for name, module in model.named_modules()],

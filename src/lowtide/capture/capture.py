@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,10 @@ from torch._functorch._aot_autograd.schemas import OutputType
 
 from lowtide.capture.contract import Captured, Conditions, Contract
 from lowtide.capture.convert.convert import Converted, convert
+from lowtide.capture.convert.leaf_writes import without_gradients_of_writes
+from lowtide.capture.convert.nested_writes import merge_nested_writes
 from lowtide.capture.copies import State, model_state
+from lowtide.capture.known import Known
 from lowtide.capture.python_state import attribute_effects, counters
 from lowtide.capture.python_state.backward_effects import BackwardEffectError
 from lowtide.capture.python_state.compared import ComparedNumber
@@ -27,13 +30,21 @@ from lowtide.capture.python_state.guards import Guards
 from lowtide.capture.python_state.held_inputs import HeldInputs, inputs_at
 from lowtide.capture.python_state.paths import AttributePath, sharing
 from lowtide.capture.python_state.random_numbers import RandomNumbers, RandomRecorder
-from lowtide.capture.python_state.reads import Place, Read
-from lowtide.capture.refusals import capture_error, check, refuse_merged, written_attributes, written_inputs
+from lowtide.capture.python_state.reads import Read
+from lowtide.capture.refusals import (
+    capture_error,
+    check,
+    refuse_merged,
+    refuse_spent,
+    written_attributes,
+    written_inputs,
+)
 from lowtide.capture.rehearsal import Effects, rehearse
 from lowtide.capture.trace.autocast import is_kept, share_casts
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
 from lowtide.capture.trace.joint import export_joint
 from lowtide.capture.trace.origins import period_of_casts
+from lowtide.capture.trace.packed import refuse_later_terms
 from lowtide.capture.trace.sizes import SymbolicSizes
 from lowtide.capture.traced_model import TracedCall, TracedModel, TracedRun
 from lowtide.errors import CaptureError, LowtideError, NoGradientError, PlanError
@@ -61,52 +72,6 @@ def flat_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tup
 
 
 _LOCK = threading.RLock()  # tracing changes PyTorch's state, and Python's generators, for the whole process
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What is known of a call before it is traced: from an attempt before, or from another program of the same call.
-
-    ``effects``: what it does to attributes; ``None`` where that is to be found out. ``follow``: attributes whose tensors are
-    inputs of the program instead of constants, more of which may be found; or just those of another program, in their order.
-    ``recorder``: in which state the generators of Python and NumPy are; by default, in that of now. ``changed_backward``: what
-    was another in the end of a backward pass, by the pass itself or by another thread: the pass would do it again. ``numbers``
-    that were read and seen to change: how they compare is found out; ``computed``: those that the call does more with.
-    """
-
-    effects: Effects | None = None
-    follow: frozenset[AttributePath] | HeldInputs = frozenset()
-    recorder: RandomRecorder | None = None
-    changed_backward: frozenset[str] = frozenset()
-    numbers: Mapping[Place, Read] = field(default_factory=dict)
-    computed: frozenset[Place] = frozenset()
-
-    @staticmethod
-    def of(captured: Captured) -> Known:
-        """To trace the same call again."""
-        contract = captured.contract
-        conditions = contract.conditions
-        return Known(contract.effects, contract.held_inputs, conditions.recorder(), numbers=conditions.compared())
-
-    @staticmethod
-    def like(captured: Captured) -> Known:
-        """To trace a call that is like it but for what its Python code does."""
-        contract = captured.contract
-        return Known(follow=contract.held_inputs.attributes(), numbers=contract.conditions.compared())
-
-    def with_changes(self, conditions: Conditions, model: nn.Module) -> Known:
-        """For another call, where these conditions do not hold any more: what has changed is likely to change again."""
-        numbers = {**self.numbers, **conditions.other_numbers(model)}
-        return replace(self, follow=self.attributes | conditions.other_tensors(model), numbers=numbers)
-
-    def after(self, captured: Captured) -> Known:
-        """What is still worth knowing when a call has been ``captured`` with it."""
-        compared = captured.contract.conditions.compared()
-        return replace(self, computed=self.computed | self.numbers.keys() - compared.keys(), numbers=compared)
-
-    @property
-    def attributes(self) -> frozenset[AttributePath]:
-        return self.follow.attributes() if isinstance(self.follow, HeldInputs) else self.follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +112,7 @@ def capture(
         state = model_state(model)
         tensors, arguments = flat_arguments(args, kwargs)
         check(model, (*state.tensors, *tensors))
+        refuse_spent(structure.objects(arguments))
         call = TracedCall(model, state, tensors, arguments, mask, sizes)
         known = known or Known()
         attempt: _Trace | Known = replace(known, recorder=known.recorder or RandomRecorder())
@@ -159,11 +125,11 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     """A trace of the call; or what was learned from it, where that makes for another one."""
     assert known.recorder is not None
     model, recorder, effects = call.model, known.recorder, known.effects
-    mode = AnsweringFakeMode(call.sizes)
+    mode = AnsweringFakeMode(call.sizes, known.expected)
     held, followed = _followed(model, known.follow, (*call.state.registered, *call.tensors))
     fakes = fakes_of(mode, call.state.tensors, (*call.tensors, *held))
     numbers = [ComparedNumber.of(read) for place, read in known.numbers.items() if place not in known.computed]
-    traced = TracedModel(call, held, effects.tensors if effects else (), recorder, numbers)
+    traced = TracedModel(call, held, effects.tensors if effects else (), recorder, numbers, mode.expectations)
     outside: list[Read] = []
     try:
         with contextlib.closing(traced):
@@ -174,7 +140,8 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
         if learned is not None:
             return learned
         if effects is None and (traced.run.changes or outside):
-            effects = rehearse(call, held, traced.reads, outside, [one.place for one in traced.compared()])
+            compared = [one.place for one in traced.compared()]
+            effects = rehearse(call, held, traced.reads, outside, compared, known.expected)
             if effects.tensors or effects.carried:
                 return replace(known, effects=effects, follow=known.attributes | effects.carried)
     except Exception as error:
@@ -223,22 +190,26 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.Graph
             "the parameters and inputs, and that the model is not under torch.no_grad()."
         )
     inputs = (*call.state.tensors, *call.tensors, *held)
+    without_gradients_of_writes(trace.module, inputs)
     share_casts(trace.module, [i for i, tensor in enumerate(inputs) if is_kept(tensor)], period_of_casts)
     if trace.traced.placed:
         with_own_sizes(trace.module, trace.traced.placed)
+    refuse_later_terms(trace.module, others_add=False)
     if rewrite is not None:
         rewrite(trace.module)
+    merge_nested_writes(trace.module)
     settings = tuple(setting for setting in run.settings if setting.place not in effects.counted)
     attribute_effects.say_unknown(call.model, [place for place in run.unknown if place not in effects.counted])
     guards = _guards(call.model, trace, settings)
-    program = _assemble(convert(trace.module), trace.metadata, run, call.state, type(call.model).__name__)
+    program = _assemble(convert(trace.module, inputs), trace.metadata, run, call.state, type(call.model).__name__)
     written = written_inputs(program, inputs)
     program = with_gathers(program, call.state.units, call.state.tensors)
     program = replace(program, placed=tuple(sorted(trace.traced.placed.items())))
     read = _read_inputs(program, trace.questions)
     count = len(inputs) - len(held)
     followed = HeldInputs(trace.held_inputs.places, frozenset(i for i in range(len(held)) if count + i not in read))
-    conditions = Conditions(trace.questions, guards, trace.draws, followed, written)
+    expected = tuple(trace.traced.expectations.answers)
+    conditions = Conditions(trace.questions, guards, trace.draws, followed, written, expected)
     left = settings, trace.traced.counted(), run.buffers
     return Captured(program, Contract(run.result, conditions, effects, *left, run.specs))
 
@@ -285,9 +256,8 @@ def _assemble(converted: Converted, metadata: Any, run: TracedRun, state: State,
     )
     if not all(desc in position for desc in converted.tangent_outputs):
         raise CaptureError(
-            "the forward pass writes in place into an argument or a parameter that requires a gradient (F.relu_, clamp_ or "
-            "Embedding(max_norm=...), say), which a plan cannot follow. Write into a copy, outside the forward pass, or run it "
-            "under lowtide.online."
+            "the forward pass writes in place into an argument that has a history (F.relu_, clamp_, say), "
+            "which a plan cannot follow. Write into a copy, outside the forward pass, or run it under lowtide.online."
         )
     tangents = tuple(position[desc] for desc in converted.tangent_outputs)
     arriving = [op.outputs[0] for op in builder.ops if op.target == TANGENT_TARGET]

@@ -17,13 +17,14 @@ from lowtide.capture.python_state.attribute_effects import ValueEffect
 from lowtide.capture.python_state.buffer_effects import MadeBuffer
 from lowtide.capture.python_state.compared import CountedNumber
 from lowtide.capture.python_state.guards import Guards
-from lowtide.capture.python_state.held_inputs import HeldInputs, memory_of
+from lowtide.capture.python_state.held_inputs import HeldInputs
 from lowtide.capture.python_state.paths import AttributePath, value_at
 from lowtide.capture.python_state.random_numbers import RandomNumbers, RandomRecorder
 from lowtide.capture.python_state.reads import Place, Read
 from lowtide.capture.rehearsal import Effects
 from lowtide.program import Program, structure
 from lowtide.program.keys import fingerprint
+from lowtide.program.layouts import memory_of
 from lowtide.program.local import formed
 
 
@@ -31,13 +32,14 @@ from lowtide.program.local import formed
 class Conditions:
     """What a program depends on beside the layouts of its inputs: the answers to ``questions`` about their values, what the
     model is like, in one of several ways (``guards``), and what Python and NumPy draw. ``written``: flat inputs that it writes
-    into, whose memory no other input may share."""
+    into, whose memory no other input may share. ``expected``: how checks of values go, which the program looks at itself."""
 
     questions: tuple[Any, ...] = ()
     guards: tuple[Guards, ...] = (Guards(),)
     draws: RandomNumbers | None = None
     held_inputs: HeldInputs = field(default_factory=HeldInputs)
     written: frozenset[int] = frozenset()
+    expected: tuple[bool, ...] = ()
 
     def hold(self, modules: Sequence[nn.Module], inputs: list[torch.Tensor], memo: dict[int, Any]) -> bool:
         """Whether a call now has this program. ``modules``: all of the model's, itself first; ``inputs``: flat, without those
@@ -50,6 +52,10 @@ class Conditions:
             and (self.draws is None or self.draws.hold())
             and self.are_apart(given)
         )
+
+    def go(self, expected: Sequence[bool]) -> bool:
+        """Whether the first checks of values go like this."""
+        return self.expected[: len(expected)] == tuple(expected)
 
     def are_apart(self, given: Sequence[torch.Tensor]) -> bool:
         """Whether what the program writes into is no other input's memory."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from types import ModuleType
+from functools import partial
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -13,11 +14,11 @@ from torch import nn
 from torch._library.custom_ops import CustomOpDef
 from torch.nn.parameter import is_lazy
 
-from lowtide.capture.python_state import random_numbers
 from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.capture.sharded import copy_module
 from lowtide.errors import CaptureError
 from lowtide.program.local import form_of
+from lowtide.program.objects import CONTAINERS, GENERATORS, cell_value, closed_over, functions_in
 from lowtide.program.sharded import Unit, begun
 
 _SHARED = (ModuleType, CustomOpDef, torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # by a copy and its original
@@ -82,11 +83,13 @@ def copy_without_data(
     memo: dict[int, Any] = {id(real): other for real, other in zip(state, others, strict=True)}
     whole = [value for m in model.modules() for value in vars(m).values() if isinstance(value, _SHARED)]
     # Generators: those behind random.uniform and the like.
-    for shared in (*held_tensors(model), *random_numbers.GENERATORS, *whole):
+    for shared in (*held_tensors(model), *GENERATORS, *whole):
         memo.setdefault(id(shared), shared)
     planned = planned_forward(model)
     if planned is not None:
         memo[id(planned)] = None
+    closures = _closures(model, {*map(id, state), *map(id, model.modules())})
+    memo |= {id(function): copied for function, copied in closures}
     try:
         clone = copy_module(model, memo)
     except Exception as error:
@@ -99,7 +102,46 @@ def copy_without_data(
         if planned.had_instance_forward:
             memo[id(model)] = clone
             clone.forward = copy.deepcopy(planned.original_forward, memo)
+    for function, copied in closures:
+        _fill(function, copied, memo)
     return clone, {id(memo[id(one)]): (one, memo[id(one)]) for one in memo.get(id(memo), ()) if id(one) in memo}
+
+
+def _closures(model: nn.Module, held: Set[int]) -> list[tuple[FunctionType, FunctionType]]:
+    """Functions in attributes of the model's modules that close over one of ``held``, by ids, or over such a function, and a
+    copy of each with cells of its own for these, which ``_fill`` fills: ``copy.deepcopy`` does not copy functions."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    functions = functions_in(values, lambda one: isinstance(one, (*CONTAINERS, partial)))
+    over = [(one, {*map(id, closed_over(one))}) for one in functions]
+    copied: dict[int, FunctionType] = {}
+    while more := [
+        one for one, contents in over if id(one) not in copied and not contents.isdisjoint(held | copied.keys())
+    ]:
+        copied |= {id(one): one for one in more}
+    taken = held | copied.keys()
+    cells = [cell for one in copied.values() for cell in one.__closure__ or () if id(cell_value(cell)) in taken]
+    own = {id(cell): CellType() for cell in cells}
+    return [(one, _with_cells(one, own)) for one in copied.values()]
+
+
+def _with_cells(function: FunctionType, cells: Mapping[int, CellType]) -> FunctionType:
+    closure = tuple(cells.get(id(cell), cell) for cell in function.__closure__ or ())
+    copied = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure or None
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__dict__.update(function.__dict__)
+    return copied
+
+
+def _fill(function: FunctionType, copied: FunctionType, memo: Mapping[int, Any]) -> None:
+    """Close ``copied`` over copies of what the function closes over."""
+    for cell, own in zip(function.__closure__ or (), copied.__closure__ or (), strict=True):
+        if own is not cell:
+            content = cell.cell_contents
+            own.cell_contents = memo.get(id(content), content)
+    if function.__defaults__ is not None:
+        copied.__defaults__ = tuple(memo.get(id(default), default) for default in function.__defaults__)
 
 
 def planned_forward(model: nn.Module) -> Any:

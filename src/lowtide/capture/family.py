@@ -15,8 +15,9 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
-from lowtide.capture.capture import Known, capture, flat_arguments
+from lowtide.capture.capture import capture, flat_arguments
 from lowtide.capture.contract import Captured
+from lowtide.capture.known import Known
 from lowtide.capture.rehearsal import Effects
 from lowtide.capture.trace.questions import Provenance
 from lowtide.capture.trace.sizes import SYMBOLIC, Place, Shapes, SymbolicSizes, compiled, expression, hints, values_of

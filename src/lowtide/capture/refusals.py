@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import queue
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,18 +11,20 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from lowtide.capture.python_state.held_inputs import holding, memory_of
+from lowtide.capture.python_state.held_inputs import holding
 from lowtide.capture.python_state.paths import AttributePath, of_modules, tensors_in
 from lowtide.capture.trace.writes import WriteError
 from lowtide.capture.traced_model import NO_SAVED_TENSORS_HOOKS
 from lowtide.errors import CaptureError
 from lowtide.program import Program, targets
+from lowtide.program.layouts import memory_of
 from lowtide.program.sharded import GatheredForm, is_sharded
 from lowtide.program.source import is_user_file
 
 _MEANINGS = {  # what PyTorch says, in words that help
     "data is not allocated yet": "an operator reads the values of a tensor, which there are none of yet (F.ctc_loss does where "
-    "lengths are given as lists: pass tensors; recurrent layers do with packed sequences: pass padded ones)",
+    "lengths are given as lists: pass tensors; recurrent layers do with packed sequences on a GPU, under autocast and with "
+    "proj_size: pass padded ones)",
     "use_reentrant=True": NO_SAVED_TENSORS_HOOKS,
 }
 _WRITES = (  # what PyTorch says of writes into a tensor that is no argument of the program
@@ -57,15 +60,13 @@ def check(model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
                 "DeepSpeed has partitioned the parameters (ZeRO stage 3): outside of its hooks they are empty. Use stage 1 or "
                 "2, or fully_shard (FSDP2), which is planned together with the model."
             )
-        if tensor.layout is not torch.strided or type(tensor) not in (
-            torch.Tensor,
-            nn.Parameter,
-            GatheredForm,
-            nn.Buffer,
-            FakeTensor,
-        ):
+        plain = type(tensor) in (torch.Tensor, nn.Parameter, GatheredForm, nn.Buffer, FakeTensor)
+        sparse = tensor.layout is torch.sparse_coo and not (tensor.requires_grad or tensor.dense_dim())
+        if not plain or not (tensor.layout is torch.strided or sparse) or tensor.is_nested or tensor.is_quantized:
+            kind = " nested" if tensor.is_nested else " quantized" if tensor.is_quantized else ""
             raise CaptureError(
-                f"a {type(tensor).__name__} of layout {tensor.layout} cannot be captured; only dense plain tensors can."
+                f"a{kind} {type(tensor).__name__} of layout {tensor.layout} cannot be captured; only dense plain tensors can, "
+                "and sparse ones in the COO layout that require no gradient."
             )
 
 
@@ -115,6 +116,16 @@ def capture_error(error: Exception) -> CaptureError:
         "fails alone too, correct the model or the sample; where the program depends on the data, run it under lowtide.online.",
         source=source,
     )
+
+
+def refuse_spent(objects: Sequence[Any]) -> None:
+    """Raises ``CaptureError`` for what gives its contents once, among the arguments of a call: the capture would take them."""
+    spent = next((one for one in objects if isinstance(one, (Iterator, queue.Queue, queue.SimpleQueue))), None)
+    if spent is not None:
+        raise CaptureError(
+            f"there is a {type(spent).__name__} among the arguments, which gives what it holds only once, to the capture then. "
+            "Give the model a list (list(...)), or run it under lowtide.online."
+        )
 
 
 def refuse_merged(metadata: Any, fakes: Sequence[torch.Tensor]) -> None:

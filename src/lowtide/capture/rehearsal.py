@@ -50,12 +50,13 @@ def rehearse(
     reads: Reads,
     outside: Sequence[Read] = (),
     compared: Collection[AttributePath] = (),
+    expected: Sequence[bool] | None = (),
 ) -> Effects:
     """What a call does to the attributes; calls of one copy of the model find out. ``reads``: what its code reads, and of that
     ``outside`` what each call changes outside of the model; ``compared``: attributes that are only compared, and that planned
     calls count on, or set, too. Raises ``CaptureError`` where calls do not settle, see ``python_state.attribute_effects``."""
     model, state, tensors = traced.model, traced.state, traced.tensors
-    mode = AnsweringFakeMode()
+    mode = AnsweringFakeMode(expected=expected, rehearses=True)
     count = len(state.tensors) + len(followed)
     fakes = fakes_of(mode, state.tensors, (*followed, *tensors))
     reals = (*state.tensors, *followed, *tensors)
@@ -69,6 +70,7 @@ def rehearse(
         called, before = RehearsedCall(wholes[:count], len(state.tensors), inputs), attribute_effects.snapshot(clone)
         args, kwargs = structure.unflatten(traced.arguments, inputs)
         outer, variables = ExternalEffects(clone, (*args, *kwargs.values())), counters.as_now(outside)
+        mode.expectations.begin()
         with as_traced(), untouched(), traced.caches.without_fakes(), outer, mode:
             with called:
                 result = clone.forward(*args, **kwargs)

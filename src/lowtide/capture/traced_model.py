@@ -38,13 +38,18 @@ from lowtide.capture.python_state.observe import Observer
 from lowtide.capture.python_state.paths import AttributePath, attributes_of, locate, owned
 from lowtide.capture.python_state.random_numbers import RandomRecorder
 from lowtide.capture.python_state.reads import Place, Read, Reads
+from lowtide.capture.python_state.returned import with_originals
 from lowtide.capture.trace.autocast import Period, periods_of_casts
 from lowtide.capture.trace.checkpoints import unwrapped
+from lowtide.capture.trace.expected import Expectations
 from lowtide.capture.trace.fake import copy_attributes, known_value, read_values
 from lowtide.capture.trace.origins import note, origins_announced
+from lowtide.capture.trace.packed import of_packed
 from lowtide.capture.trace.patches import below, replaced, replaced_methods
 from lowtide.capture.trace.sizes import SymbolicSizes
-from lowtide.capture.trace.writes import RefuseWrites
+from lowtide.capture.trace.stacked import stacked
+from lowtide.capture.trace.staying import staying
+from lowtide.capture.trace.writes import RefuseWrites, assigned_data
 from lowtide.errors import CaptureError
 from lowtide.program import structure
 from lowtide.program.local import distributed, local_results
@@ -97,8 +102,8 @@ class TracedRun:
 
 class TracedModel:
     """Callable as ``(*tensors) -> tuple of tensors``: the model's parameters and buffers, those of the arguments, and ``held``
-    ones, which are in its attributes. ``assigned``: attributes that are results too; ``recorder`` follows what is drawn, and
-    ``numbers`` how those are compared that were read at these places.
+    ones, which are in its attributes. ``assigned``: attributes that are results too; ``recorder`` follows what is drawn,
+    ``numbers`` how those are compared that were read at these places, and ``expectations`` how checks of values go.
 
     Every call runs a model of its own, since a forward pass may leave (fake) tensors in attributes, and notes what that did in
     ``run``. What its code reads are the ``reads``, of all runs, and ``latest_reads``, of the last one. Results that no gradient
@@ -111,14 +116,17 @@ class TracedModel:
         held: Sequence[torch.Tensor],
         assigned: Sequence[attribute_effects.TensorEffect],
         recorder: RandomRecorder,
-        numbers: Sequence[ComparedNumber] = (),
+        numbers: Sequence[ComparedNumber],
+        expectations: Expectations,
     ) -> None:
+        self.expectations = expectations
         self.call, self.held, self.assigned, self.recorder, self.numbers = call, held, assigned, recorder, numbers
         self.reads, self.latest_reads = Reads(), Reads()
         self.placed: dict[int, Any] = {}  # how the gradients of distributed inputs lie
         self._keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
-        self._untraced: tuple[tuple[Any, str, Any], ...] = (  # what the tracer changes, too
-            (torch, "is_anomaly_enabled", functools.partial(bool, torch.is_anomaly_enabled())),
+        self._untraced: tuple[tuple[Any, str, Any], ...] = (
+            (torch, "is_anomaly_enabled", functools.partial(bool, torch.is_anomaly_enabled())),  # the tracer sets it
+            (nn.Module, "to", staying(nn.Module.to)),
         )
         self._call = nn.Module.__call__  # which the tracer changes, too
         self._reached: ExternalEffects | None = None  # of the first run
@@ -171,6 +179,7 @@ class TracedModel:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self._end_run()
+        self.expectations.begin()
         self._modules.add(nn.Module)
         names = self.call.state.names
         reals = (*self.call.state.tensors, *self.call.tensors, *self.held)
@@ -208,7 +217,7 @@ class TracedModel:
             settings = ()  # a flag says that there are hooks now, but in the model itself there are none
         flat, result = structure.flatten_distinct((result, attribute_effects.written(model, before, self.assigned)))
         result = structure.with_argument_slots(result, structure.objects(self.call.arguments))
-        result = _with_originals(result, copies)
+        result = with_originals(result, copies)
         left = with_states(flat, extra)
         flat, specs = local_results(flat, {id(whole): local for whole, local in zip(wholes, tensors, strict=True)})
         hidden = bases(flat, tensors)
@@ -246,9 +255,9 @@ class TracedModel:
             # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
             no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(NO_SAVED_TENSORS_HOOKS)
             with (
-                self.recorder(),
+                self.recorder(model, self.latest_reads.contents),
                 ExternalEffects(model, (*args, *kwargs.values()), constant) as reached,
-                random_numbers.none_by(model),
+                random_numbers.none_by(model, reached.generators),
                 observer.watching(),
                 self.call.caches.without_fakes(),
                 contextlib.ExitStack() as stack,
@@ -272,26 +281,12 @@ class TracedModel:
         return result, reached
 
 
-def _with_originals(result: Any, copies: Mapping[int, tuple[Any, Any]]) -> Any:
-    """The result with the model's own modules in objects instead of those of the traced copy."""
-    held = [one for one in structure.objects(result) if not isinstance(one, (nn.Module, structure.ArgumentSlot))]
-    if any(isinstance(one, nn.Module) and id(one) in copies for one in reachable(held, is_open)):
-        raise CaptureError(
-            "the forward pass returns an object that refers to a module of the model, which would be the one of a trace. "
-            "Return tensors, or run the model under lowtide.online."
-        )
-    return structure.replaced(
-        result, lambda leaf: copies.get(id(leaf), (leaf,))[0] if isinstance(leaf, nn.Module) else leaf
-    )
-
-
 def _constant(traced: torch.Tensor) -> torch.Tensor | None:
     """The real tensor, where it is one that eager's first call would have left."""
     real = None if traced.requires_grad else known_value(traced, constant=True)
     return real if real is not None and real.device == traced.device else None
 
 
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
@@ -317,10 +312,12 @@ class _RecordSource(torch.overrides.TorchFunctionMode):
         note(source=user_source(), casts=self.period(func, args, kwargs))
         if func in _VALUES and not isinstance(args[0], (FakeTensor, FunctionalTensor)):
             self.reads.note("version", args[0], "", args[0]._version, "the values of a constant tensor")
-        if func == _SET_DATA and any(args[0] is tensor for tensor in self.state):
+        if assigned_data(func, args, self.state):
+            return None
+        if func is torch.Tensor._nnz and isinstance(args[0], (FakeTensor, FunctionalTensor)):
             raise CaptureError(
-                "the forward pass assigns to .data of a parameter or a buffer, which no program can follow. Write into it "
-                "(tensor.data.copy_(...), tensor.mul_(...) under torch.no_grad()), or assign outside the forward pass."
+                f"the forward pass asks how many entries a sparse tensor has ({user_source()}), which no plan knows. Pass the "
+                "number as an argument, or run the model under lowtide.online."
             )
         if func == _GET_GRADIENT and any(args[0] is tensor for tensor in self.state):
             raise CaptureError(
@@ -339,4 +336,5 @@ class _RecordSource(torch.overrides.TorchFunctionMode):
                     f"the forward pass makes an array of NumPy's of a tensor ({user_source()}), whose values no plan knows. "
                     "Compute with torch, or run the model under lowtide.online."
                 )
-        return func(*args, **(kwargs or {}))
+        made = stacked(func, args, kwargs or {})
+        return of_packed(func)(*args, **(kwargs or {})) if made is None else made

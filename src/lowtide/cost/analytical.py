@@ -68,7 +68,10 @@ def operand_bytes(program: Program, op: int) -> int:
     """Arguments and results: as a workspace more than operators are known to take."""
     node = program.graph.ops[op]
     metas = [program.metas[value] for value in (*set(node.inputs), *node.outputs)]
-    return sum(distinct_elements(meta.shape, meta.stride) * meta.dtype.itemsize for meta in metas)
+    return sum(
+        distinct_elements(meta.shape, meta.stride) * meta.dtype.itemsize if meta.entries is None else meta.storage_bytes
+        for meta in metas
+    )
 
 
 def _workspace_bytes(program: Program, op: int) -> int:

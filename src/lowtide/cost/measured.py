@@ -29,12 +29,13 @@ from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.cost.timing import peak_of, time_call
 from lowtide.device import interface_of
 from lowtide.ir import Costs, Op
-from lowtide.ir.graph import STATE_TARGETS, TANGENT_TARGET
+from lowtide.ir.graph import EXPECT_TARGET, STATE_TARGETS, TANGENT_TARGET
 from lowtide.memory.allocators import round_up
 from lowtide.memory.collector import collector_held
 from lowtide.program import generators
 from lowtide.program.collectives import Waited
 from lowtide.program.foreign import declares_effect, unseen
+from lowtide.program.layouts import memory_of
 from lowtide.program.overwrites import overwritten_argument
 from lowtide.program.program import Call, Program, Ref
 from lowtide.program.references import map_references
@@ -62,7 +63,7 @@ _VALID: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {
     "aten.cholesky.default": (0, lambda matrices: matrices.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)),
     "aten.multilabel_margin_loss_backward.default": (4, lambda is_target: is_target.zero_()),
 }
-_NOT_RUN = (TANGENT_TARGET, *STATE_TARGETS)  # what states take to come and go is that of a second memory
+_NOT_RUN = (TANGENT_TARGET, EXPECT_TARGET, *STATE_TARGETS)  # what states take to come and go is that of a second memory
 _ARGUMENT = -1  # output group of what lives in an argument's storage
 
 
@@ -267,7 +268,7 @@ def _returned(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(bytes of the storage, group) of each output, see ``OperatorCost``."""
     outputs = [result] if positions is None else [result[position] for position in positions]
-    groups = {tensor.untyped_storage()._cdata: _ARGUMENT for tensor in arguments}
+    groups = {memory_of(tensor): _ARGUMENT for tensor in arguments}
     found = []
     for output in outputs:
         size, number = 0, _ARGUMENT

@@ -113,4 +113,5 @@ class _Describer:
 def _layout(meta: TensorMeta) -> str:
     offset = meta.storage_offset * meta.dtype.itemsize % ALIGNMENT_BYTES
     dtype = str(meta.dtype).removeprefix("torch.")
-    return f"{dtype}{list(meta.shape)}{list(meta.stride)}+{offset}@{meta.device}".replace(" ", "")
+    entries = "" if meta.entries is None else f"of{meta.entries}"
+    return f"{dtype}{list(meta.shape)}{list(meta.stride)}{entries}+{offset}@{meta.device}".replace(" ", "")

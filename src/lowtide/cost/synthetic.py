@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 
@@ -20,6 +21,8 @@ def synthetic_tensor(meta: TensorMeta, *, whole: bool = False, drawn: bool = Tru
     The storage is only as large as the layout reaches, its offset only the original's alignment; ``whole``: both are the
     original's. Where values do not matter, floating ones need not be ``drawn``.
     """
+    if meta.entries is not None:
+        return _sparse(meta, *meta.entries)
     itemsize, offset = meta.dtype.itemsize, meta.storage_offset
     size = meta.storage_bytes // itemsize
     if not whole:
@@ -28,6 +31,15 @@ def synthetic_tensor(meta: TensorMeta, *, whole: bool = False, drawn: bool = Tru
     flat = torch.empty(size, dtype=meta.dtype, device=meta.device)
     _fill(flat, drawn)
     return flat.as_strided(meta.shape, meta.stride, offset)
+
+
+def _sparse(meta: TensorMeta, entries: int, coalesced: bool) -> torch.Tensor:
+    """With so many entries, evenly spread."""
+    elements = math.prod(meta.shape)
+    places = torch.arange(entries, device=meta.device) * max(elements // max(entries, 1), 1)
+    indices = torch.stack(torch.unravel_index(places % max(elements, 1), meta.shape))
+    values = torch.ones(entries, dtype=meta.dtype, device=meta.device)
+    return torch.sparse_coo_tensor(indices, values, meta.shape, is_coalesced=coalesced, check_invariants=False)
 
 
 @functools.cache

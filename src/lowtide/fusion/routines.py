@@ -53,6 +53,8 @@ def routines(program: Program, op_id: int, spare_bytes: int) -> list[Routine]:
 
 def _usual(meta: TensorMeta) -> bool:
     """Single precision on the CPU, each element in a place of its own."""
+    if meta.entries is not None:
+        return False
     expanded = is_expanded(meta.shape, meta.stride)
     return meta.dtype == torch.float32 and meta.device.type == "cpu" and all(meta.shape) and not expanded
 

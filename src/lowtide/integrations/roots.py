@@ -26,6 +26,7 @@ from lowtide.capture.trace.patches import replaced
 from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError
 from lowtide.memory.allocators import PeakWindow, meter_of
 from lowtide.planning import Plan
+from lowtide.runtime.differentiated import WHY
 from lowtide.runtime.model import Rematerialized
 from lowtide.runtime.parts import is_one_operator
 from lowtide.runtime.transforms import is_transformed
@@ -67,7 +68,9 @@ class Root:
         self.plans = max(self.plans, sum(len(entries) for one in planned for entries in one.entries.values()))
         if parts is not None:
             self.in_parts = f"planned in {len(planned) - 1} parts, since {parts.why}"
-        elif runtime.latest is not None:
+        elif runtime.differentiated.any:
+            self.in_parts = f"calls run without a plan where {WHY}"
+        if parts is None and runtime.latest is not None:
             plan = runtime.latest.plan
             if self.plan is None or plan.unconstrained_peak_bytes >= self.plan.unconstrained_peak_bytes:
                 self.plan = plan

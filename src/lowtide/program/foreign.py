@@ -11,9 +11,12 @@ import numpy as np
 import torch
 from torch._higher_order_ops import effects
 
-_OWN = {  # namespaces of PyTorch itself
-    *("aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional", "symm_mem", "fsdp"),
-    *("_c10d_functional_autograd", "_dtensor"),
+from lowtide.program.recurrent import NAMESPACE
+
+CHECKS = "lowtide_checks"
+_OWN = {  # namespaces of PyTorch itself, and ours
+    *("aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional", "symm_mem", "fsdp", CHECKS),
+    *("_c10d_functional_autograd", "_dtensor", NAMESPACE),
     *("higher_order", "inductor", "mkldnn", "mkldnn_prepacked", "profiler", "quantized"),
 }
 # By operator: a context after which what its implementation can reach is as it was. Kept by whoever looked into it.

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from lowtide.program.objects import PLAIN, cell_value, content, fields, is_open
+from lowtide.program.objects import PLAIN, beside, cell_value, content, exact, fields, is_open
 from lowtide.program.structure import Nested, OpenObject, Slot, flatten
 
 _LONG = 256  # bytes, from which on they are told by a digest
+_NAMES = frozenset((str, int))
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 
@@ -34,7 +35,13 @@ def layout(tree: Any) -> Any:
 
 
 def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout  # compressed ones have none
+    if tensor.is_nested:  # which has neither shape nor strides
+        return ("nested", tensor.layout)
+    strides: Any = tensor.layout
+    if strides is torch.strided:
+        strides = tensor.stride()
+    elif strides is torch.sparse_coo:  # which has none, nor have compressed ones
+        strides = (strides, tensor._nnz(), tensor.is_coalesced())
     return (tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_conj(), tensor.is_neg())
 
 
@@ -47,41 +54,50 @@ class _Visit:
     def key(self, node: Any) -> Any:
         if isinstance(node, bytes) and len(node) > _LONG:
             return ("bytes", hashlib.sha256(node).digest())
-        if isinstance(node, PLAIN):
-            return (type(node), node)
+        if isinstance(node, PLAIN) and not beside(node):
+            return (type(node), exact(node))
         if isinstance(node, Slot):
             return ("tensor", node.index)
         if isinstance(node, Nested):
-            return (str(node.spec), tuple(map(self.key, node.leaves)))
+            kind = node.spec.context if isinstance(node.spec.context, type) else None  # of a named tuple
+            return (str(node.spec), kind, tuple(map(self.key, node.leaves)))
         if isinstance(node, OpenObject):
             return (type(node.prototype), self._items(node.attributes))
-        parts = _parts(node)
-        if not parts:
-            return (type(node), node if _is_hashable(node) else repr(node))
+        parts, more = _parts(node), beside(node)
+        if not parts and not more:
+            return (type(node), *_told(node))
         if id(node) in self.met:
             return ("met", self.met[id(node)][0])
         if not isinstance(node, (tuple, frozenset)):
             self.met[id(node)] = (len(self.met), node)
-        return (type(node), self._items(parts))
+        return (type(node), self._items(parts), *((self._items(more),) if more else ()))
 
     def _items(self, parts: dict[Any, Any]) -> tuple[Any, ...]:
-        return tuple((name, self.key(part)) for name, part in parts.items())
+        return tuple((name if type(name) in _NAMES else self.key(name), self.key(part)) for name, part in parts.items())
 
 
 def _parts(node: Any) -> dict[Any, Any]:
     """What an object holds, by name; nothing where it cannot be looked into."""
     if isinstance(node, dict):
-        return {key if _is_hashable(key) else repr(key): item for key, item in node.items()}
-    if isinstance(node, (set, frozenset)):
-        return dict.fromkeys(sorted(node, key=repr))
+        return node
+    if isinstance(node, PLAIN):
+        return {"": exact(node)}
     if isinstance(node, types.FunctionType):
         cells = dict(enumerate(map(cell_value, node.__closure__ or ())))
         held = {"defaults": node.__defaults__, "keywords": node.__kwdefaults__, "closure": cells}
-        return {"code": node.__code__, **held} if cells or any(held.values()) else {}
+        named = {"code": node.__code__, "variables": id(node.__globals__)}
+        return {**named, **held} if cells or any(held.values()) else {}
     items = content(node)
     if items is not None:
         return dict(enumerate(items))
     return fields(node) if is_open(node) and not _is_closed(type(node)) else {}
+
+
+def _told(node: Any) -> tuple[Any, ...]:
+    """What tells an object apart that cannot be looked into. Equal ones may be told by their text (``Decimal``)."""
+    if not _is_hashable(node):
+        return (repr(node),)
+    return (node, repr(node)) if getattr(type(node), "__eq__", None) is not object.__eq__ else (node,)
 
 
 def _is_closed(kind: type) -> bool:

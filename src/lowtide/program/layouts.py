@@ -79,3 +79,16 @@ def hollow(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, devi
     made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     made.untyped_storage().resize_(0)
     return made
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """By which tensors that share their memory are known."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, or made of other tensors
+        return id(tensor)
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What it is made of: itself, or the indices and values of a sparse one."""
+    return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)

@@ -12,6 +12,8 @@ import contextvars
 import enum
 import functools
 import logging
+import random
+import struct
 import threading
 import types
 import weakref
@@ -32,6 +34,7 @@ ABSENT = _Absent.ABSENT  # instead of the value of an attribute that is not ther
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 CONTAINERS = (list, tuple, deque, set, frozenset, dict)
 MUTABLE = (list, deque, dict, set)
+_BESIDE = (*PLAIN, *CONTAINERS, types.FunctionType, functools.partial)
 CLOSED = (
     nn.Module, torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, np.ndarray, types.ModuleType, types.FunctionType,
     types.MethodType, type,
@@ -48,7 +51,8 @@ def _state_of_iterator(value: Any) -> tuple[Any, ...]:
 
 
 def _bytes(value: Any) -> tuple[Any, ...]:
-    return (bytes(memoryview(value).cast("B")),)
+    view = memoryview(value)
+    return view.format, bytes(view.cast("B"))
 
 
 def _array(value: np.ndarray) -> tuple[Any, ...]:
@@ -90,6 +94,8 @@ def _items_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
     return lambda value: tuple(kind.__iter__(value))
 
 
+GENERATORS: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)  # those that all share, of Python and of NumPy
+OWN_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _HOLDERS: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]]], ...] = (
     (deque, lambda value: (value.maxlen, *value)),
     *(((kind,), _items_of(kind)) for kind in (list, tuple, set, frozenset)),
@@ -108,6 +114,7 @@ _HOLDERS: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]]], ...] = (
     ((types.SimpleNamespace, threading.local), _namespace),
     (types.CellType, lambda value: (cell_value(value),)),
     (types.GeneratorType, _state_of_generator),
+    (BaseException, lambda value: (value.args, value.__cause__, *_namespace(value))),
 )
 
 
@@ -133,6 +140,8 @@ def content(value: Any) -> tuple[Any, ...] | None:
     read = _reader(kind)
     if read is not None:
         return read(value)
+    if any(value is generator for generator in GENERATORS):  # whose draws are followed by themselves
+        return None
     if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, type, types.FunctionType, types.ModuleType)):
         return None
     if not kind.__flags__ & _HEAP_TYPE:
@@ -144,6 +153,21 @@ def content(value: Any) -> tuple[Any, ...] | None:
         return (type(value).__name__, *_bytes(value))
     except (TypeError, ValueError, BufferError):
         return None
+
+
+def exact(value: Any) -> Any:
+    """Of a plain value: equal for two of one type where no code tells them apart. Zeros of both signs are equal otherwise."""
+    if isinstance(value, float):
+        return struct.pack("d", value)
+    return struct.pack("dd", value.real, value.imag) if isinstance(value, complex) else value
+
+
+def beside(value: Any) -> dict[str, Any]:
+    """The attributes that a plain value, a container or a function of a class of its own has beside what it is or holds."""
+    kind = type(value)
+    if not kind.__dictoffset__ or isinstance(value, enum.Enum) or not isinstance(value, _BESIDE):
+        return {}
+    return own_attributes(value) or {}
 
 
 def part_name(holder: Any, index: int) -> str:
@@ -248,6 +272,23 @@ def reachable(roots: Iterable[Any], enter: Callable[[Any], bool]) -> Iterator[An
                 waiting += fields(value).values() if held is None else held
 
 
+def closed_over(function: types.FunctionType) -> tuple[Any, ...]:
+    """What a function has in variables of the code around it, and as defaults."""
+    return *map(cell_value, function.__closure__ or ()), *(function.__defaults__ or ())
+
+
+def functions_in(roots: Iterable[Any], enter: Callable[[Any], bool]) -> list[types.FunctionType]:
+    """Functions in ``roots``, in whatever ``enter`` says to look into, and in what these functions close over."""
+    found: dict[int, types.FunctionType] = {}
+    waiting: list[Iterable[Any]] = [roots]
+    while waiting:
+        for one in reachable(waiting.pop(), enter):
+            if isinstance(one, types.FunctionType) and id(one) not in found:
+                found[id(one)] = one
+                waiting.append(closed_over(one))
+    return [*found.values()]
+
+
 def parts_of(value: Any) -> Iterator[Any]:
     """What is in nested containers, and no plain value."""
     return reachable([value], lambda one: isinstance(one, CONTAINERS))
@@ -280,6 +321,9 @@ def fields(value: Any) -> dict[str, Any]:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__"):
+                # Python stores a hidden one under a name of the class's.
+                hidden = name.startswith("__") and not name.endswith("__")
+                name = f"_{base.__name__.lstrip('_')}{name}" if hidden else name
                 with contextlib.suppress(AttributeError):
                     found[name] = object.__getattribute__(value, name)
     return found

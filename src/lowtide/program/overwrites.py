@@ -29,7 +29,8 @@ from lowtide.program.program import Program, Ref, TensorMeta
 _WIDE = {"binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"}
 # Not pointwise: they may overwrite their first argument alone.
 _INTO_FIRST = {"addmm", "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data"}
-_SLICES: dict[Any, Any] = {
+SLICES: dict[Any, Any] = {  # what they write into a copy of
+    torch.ops.aten.as_strided_scatter.default: torch.ops.aten.as_strided.default,
     torch.ops.aten.slice_scatter.default: torch.ops.aten.slice.Tensor,
     torch.ops.aten.select_scatter.default: torch.ops.aten.select.int,
 }
@@ -119,7 +120,7 @@ def written_form(program: Program, op_id: int, value: int) -> Written | None:
         return Written(call.target, "") if call.args[position] == Ref(value) else None
     if program.metas[value] != program.metas[program.graph.ops[op_id].outputs[0]]:
         return None
-    if call.target in _SLICES:
+    if call.target in SLICES:
         return _slice_form(call.target) if call.args[0] == Ref(value) and not call.kwargs else None
     forms = _forms(call.target)
     first = call.args[:1] == (Ref(value),)
@@ -134,7 +135,7 @@ def _into_first(target: Callable[..., Any]) -> bool:
 
 @functools.cache
 def _slice_form(target: Callable[..., Any]) -> Written:
-    return Written(functools.partial(_with_slice, _SLICES[target]), "")
+    return Written(functools.partial(_with_slice, SLICES[target]), "")
 
 
 @functools.cache

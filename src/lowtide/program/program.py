@@ -39,7 +39,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Layout of a value; ``storage_bytes`` is the size of the whole storage that it lives in."""
+    """Layout of a value; ``storage_bytes`` is the size of the whole storage that it lives in. ``entries``: how many a sparse
+    tensor has, and whether these are coalesced."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -47,6 +48,7 @@ class TensorMeta:
     device: torch.device
     storage_offset: int
     storage_bytes: int
+    entries: tuple[int, bool] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

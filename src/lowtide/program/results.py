@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from lowtide.program.layouts import memory_of
+
 # Per tensor of the result: no gradient (False), one in the layout of the tensor (True), or one with these strides.
 GradientMask = tuple[bool | tuple[int, ...], ...]
 
@@ -106,8 +108,8 @@ def outputs_of(
     ``results``: with the ``bases`` of others. ``inputs``: all that the model was given. Results that are among them, or view
     one without a gradient, are outputs that AOTAutograd recognises.
     """
-    given = {_storage(tensor): number for number, tensor in enumerate(inputs)}
-    sharing = collections.Counter([*given, *map(_storage, results)])
+    given = {memory_of(tensor): number for number, tensor in enumerate(inputs)}
+    sharing = collections.Counter([*given, *map(memory_of, results)])
     numbers = {id(tensor): number for number, tensor in enumerate(results)}
     returned: list[torch.Tensor] = []
     viewed: list[Viewed] = []
@@ -117,7 +119,7 @@ def outputs_of(
         if source is not None and (result is source or not result.requires_grad):
             returned.append(result if result is source else result.detach())
         else:
-            returned.append(_apart(result, entry) if sharing[_storage(result)] > 1 else _expecting(result, entry))
+            returned.append(_apart(result, entry) if sharing[memory_of(result)] > 1 else _expecting(result, entry))
         if source is not None:
             viewed.append(Viewed(None, argument, None if result is source else View.of(result, source)))
         elif base is not None and id(base) in numbers:
@@ -129,8 +131,8 @@ def outputs_of(
 
 def bases(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors that several of the results are views of, and that are no results themselves."""
-    given = {_storage(tensor) for tensor in inputs}
-    found = [_base(tensor) for tensor in results if _storage(tensor) not in given]
+    given = {memory_of(tensor) for tensor in inputs}
+    found = [_base(tensor) for tensor in results if memory_of(tensor) not in given]
     times = collections.Counter(id(base) for base in found)
     known = {id(tensor) for tensor in results}
     return list({id(b): b for b in found if b is not None and times[id(b)] > 1 and id(b) not in known}.values())
@@ -138,7 +140,7 @@ def bases(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> li
 
 def _argument(result: torch.Tensor, inputs: Sequence[torch.Tensor], given: Mapping[int, int]) -> int | None:
     """The input that a result is or views. Not where the way from the one to the other has a backward of its own."""
-    own = next((number for number, tensor in enumerate(inputs) if tensor is result), given.get(_storage(result)))
+    own = next((number for number, tensor in enumerate(inputs) if tensor is result), given.get(memory_of(result)))
     return None if own is None or _is_of_function(result, inputs[own]) else own
 
 
@@ -158,10 +160,6 @@ def _is_of_function(tensor: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether the gradient passes through a ``torch.autograd.Function`` on its way to ``source``, which it is a view of."""
     between = set() if tensor is source else below([tensor], below([source]))
     return any(isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction" for node in between)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _apart(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Tensor:

@@ -12,6 +12,7 @@ from lowtide.errors import PlanError
 from lowtide.ir import Costs
 from lowtide.memory.allocators import device_memory, round_up
 from lowtide.program.gathers import sharded_collectives
+from lowtide.program.layouts import dense_parts, memory_of
 from lowtide.program.local import local_of
 from lowtide.program.program import Program
 from lowtide.units import format_bytes
@@ -27,10 +28,16 @@ def storage_bytes(program: Program) -> list[int]:
     ]
 
 
+def kept_bytes(program: Program) -> int:
+    """Of the copies that it keeps of inputs that it writes into."""
+    outputs = program.graph.forward_outputs
+    return sum(program.metas[value].storage_bytes for value in outputs[len(outputs) - len(program.kept) :])
+
+
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Of the storages behind tensors, each once; of distributed ones what this rank holds."""
-    storages = (local_of(tensor).untyped_storage() for tensor in tensors)
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    held = [part for tensor in tensors for part in dense_parts(local_of(tensor))]
+    return sum({memory_of(part): part.untyped_storage().nbytes() for part in held}.values())
 
 
 def byte_costs(program: Program) -> Costs:

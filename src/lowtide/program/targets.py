@@ -31,12 +31,26 @@ def bernoulli(
     return torch.empty_strided(shape, stride, dtype=dtype, device=device).bernoulli_(probability)
 
 
-def update(target: torch.Tensor, value: torch.Tensor) -> None:
+def update(target: torch.Tensor, value: torch.Tensor, unseen: bool = False) -> None:
     """Write a mutated buffer (or argument) back, once, at the end of the forward pass: in the shape that it was given, where an
-    operator fits it to its input (observers of quantisation at their first call)."""
+    operator fits it to its input (observers of quantisation at their first call). ``unseen``: without a new version."""
     if target.shape != value.shape:
         target.resize_(value.shape)
-    target.copy_(value)
+    (target.data if unseen else target).copy_(value)
+
+
+class UnexpectedValueError(Exception):
+    """A value that the forward pass checks is not as expected: the one with this ``number``."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def expect(value: torch.Tensor, answer: bool, number: int) -> None:
+    """Raises ``UnexpectedValueError`` where a truth value is another one than the program was captured with."""
+    if bool(value) is not answer:
+        raise UnexpectedValueError(number)
 
 
 def keep_value(tensor: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,8 @@ def check_arriving(gradients: Sequence[torch.Tensor | None]) -> None:
     if torch.is_grad_enabled():  # create_graph=True
         raise ExecutionError(
             "a backward pass through a planned model cannot be differentiated again (create_graph=True: gradient penalties "
-            "and the like). Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
+            "and the like), and no code around the model's first call said that this would be asked for. Call "
+            "lowtide.restore(model) for that part of the work, or run it under lowtide.online."
         )
     if any(gradient is not None and is_legacy_batchedtensor(gradient) for gradient in gradients):
         raise ExecutionError(

@@ -10,6 +10,7 @@ arguments.
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Sequence
@@ -65,20 +66,26 @@ def _can_be_copied(tensor: torch.Tensor) -> bool:
 
 
 def _may_change(model: nn.Module, key: str | int) -> bool:
-    """Whether an input is a buffer that its module names where others call it, perhaps to write."""
+    """Whether an input is a buffer that its module names where others call it and something is written."""
     if isinstance(key, int):
         return False
     owner, _, name = key.rpartition(".")
     kind: Any = type(model.get_submodule(owner))
-    return name in _named_beside_forward(kind)
+    return name in _named_by_writers(kind)
 
 
 @functools.cache
-def _named_beside_forward(kind: Any) -> frozenset[str]:
-    """What the methods of a module's class name that are neither ``forward`` nor make it."""
+def _named_by_writers(kind: Any) -> frozenset[str]:
+    """What those methods of a module's class name that write something, ``forward`` and what makes a module excepted."""
     members = (vars(each).get(name) for each in kind.__mro__ if each not in nn.Module.__mro__ for name in vars(each))
     functions = (one for one in members if isinstance(one, types.FunctionType) and one.__name__ not in _FORWARD)
-    return frozenset(name for function in functions for name in function.__code__.co_names)
+    return frozenset(name for function in functions if _writes(function) for name in function.__code__.co_names)
+
+
+def _writes(function: types.FunctionType) -> bool:
+    """Whether a function sets an attribute, an item or a slice, or calls what has the name of an in-place operator."""
+    operators = {item.opname for item in dis.get_instructions(function)} & {"STORE_SUBSCR", "STORE_SLICE", "STORE_ATTR"}
+    return bool(operators) or any(name.endswith("_") and name[:1] != "_" for name in function.__code__.co_names)
 
 
 def _key(program: Program, i: int) -> str | int:

@@ -53,6 +53,7 @@ def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], name
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
         torch.is_anomaly_enabled(),
+        tuple(map(type, inputs)),
         tuple(map(_attributes, inputs)),
         tuple(map(tuple, _GLOBAL_HOOKS)),
         # Which kernels operators may choose when they are traced; context parallelism exchanges the function itself.
@@ -132,6 +133,11 @@ class Entry:
     def program(self) -> Program:
         return self.lowered.program
 
+    def goes(self, expected: Sequence[bool], modules: Sequence[nn.Module], inputs: list[torch.Tensor]) -> bool:
+        """Whether it is for a call whose first checks of values go like this."""
+        goes = self.captured.contract.conditions.go(expected)
+        return goes and any(one.hold(modules, inputs, {}) for one in self.conditions)
+
 
 def with_plan(entry: Entry, plan: Plan | None) -> Entry:
     """The entry run by ``plan``, or as it was."""
@@ -166,7 +172,10 @@ class Siblings:
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers and single numbers as they are, since they answer questions; else a tensor of the layout without memory."""
+    """Integers and single numbers as they are, since they answer questions, and sparse ones; else a tensor of the layout
+    without memory."""
+    if tensor.layout is not torch.strided:
+        return tensor.detach()
     if tensor.dim() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
     hollow = layouts.without_memory(tensor)

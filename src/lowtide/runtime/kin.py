@@ -21,6 +21,7 @@ from lowtide.capture.convert.gradients import split_sums
 from lowtide.capture.family import SymbolicFamily, capture_family
 from lowtide.capture.trace.sizes import Place, Shapes
 from lowtide.cost.scaled import Measured
+from lowtide.program import Program
 from lowtide.runtime.entry import Entry, Sample, Siblings, Signature
 from lowtide.stage_times import stage
 
@@ -34,10 +35,9 @@ _MOST_SEARCHES = 4  # in the background, and further ones for larger sizes
 
 
 @dataclass(eq=False)
-class Branch:
-    """A family, and what is known of the programs of its members: costs that were ``measured``, schedules."""
+class Alike:
+    """Programs of the same operators at other sizes, and what is known of them: costs that were ``measured``, schedules."""
 
-    family: SymbolicFamily
     siblings: Siblings = field(default_factory=Siblings)
     measured: list[Measured] = field(default_factory=list)
     searches: int = 0
@@ -49,6 +49,11 @@ class Branch:
             self.measured = [*self.measured, Measured.of(entry.program, entry.plan.costs)][-_MOST_MEASURED:]
         self.siblings.keep(entry)
 
+    @property
+    def tells(self) -> bool:
+        """Whether costs at other sizes follow from those that are known."""
+        return len(self.measured) >= _ALONE
+
     def wants_search(self, entry: Entry) -> bool:
         """Whether to search for a better plan for ``entry``: what is found serves all, so few searches do."""
         total_ns = entry.plan.costs.total_time_ns
@@ -59,11 +64,18 @@ class Branch:
         return True
 
 
+@dataclass(eq=False)
+class Branch(Alike):
+    """Those of a family."""
+
+    family: SymbolicFamily = field(kw_only=True)
+
+
 class FamilyCall(NamedTuple):
     """A call of a family: what a capture of it would give."""
 
     captured: Captured
-    branch: Branch
+    branch: Alike
 
 
 @dataclass(eq=False)
@@ -111,7 +123,7 @@ class Kin:
         if not confirmed:
             self._give_up(model, "with symbolic sizes it is another program than with these")
             return
-        self.branches.append(Branch(family))
+        self.branches.append(Branch(family=family))
         if known:
             self.branches[-1].join(entry, measured=True)
 
@@ -142,7 +154,7 @@ def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes | None:
     dense = all(tensor.layout is torch.strided for tensor in tensors)
     if not (tensors and dense and all(one.is_contiguous() and one.storage_offset() == 0 for one in tensors)):
         return None
-    return tuple(tuple(tensor.shape) for tensor in tensors)
+    return tuple(() if tensor.is_nested else tuple(tensor.shape) for tensor in tensors)
 
 
 def _varying(known: Sequence[Shapes]) -> tuple[list[Place], bool]:
@@ -167,6 +179,19 @@ class Kins:
     def __init__(self, dynamic: bool | None) -> None:
         self.dynamic = dynamic
         self._kinds: dict[Signature, Kin] = {}
+        self._alike: dict[Any, Alike] = {}
+
+    def alike(self, program: Program) -> Alike | None:
+        """The programs with the operators of this one, which was captured by itself: calls whose sizes depend on numbers, such
+        as the lengths of packed sequences, have no family."""
+        if self.dynamic is False:
+            return None
+        ops = tuple((op.target, op.inputs, op.outputs) for op in program.graph.ops)
+        key = ops, tuple(value.storage for value in program.graph.values)
+        self._alike[key] = found = self._alike.pop(key, None) or Alike()
+        if len(self._alike) > _MOST_KINDS:
+            del self._alike[next(iter(self._alike))]
+        return found
 
     def of(self, key: Signature, inputs: Sequence[torch.Tensor], states: int) -> tuple[Kin, Shapes] | tuple[None, None]:
         """The kind of a call with these flat inputs, of which the first ``states`` are the model's, and the others' shapes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.local import hooked
 from lowtide.program.sharded import is_sharded
+from lowtide.program.sizes import kept_bytes
+from lowtide.runtime.differentiated import DifferentiatedAgain
 from lowtide.runtime.entry import Entry, Names, Sample, Signature
 from lowtide.runtime.parts import Parts, can_run_in_parts
 from lowtide.runtime.placed import lowered
@@ -48,6 +51,7 @@ class Rematerialized(Planned):
         self._stays_whole = False  # since its parts do not fit the budget
         self._apart: set[Signature] = set()  # of calls that could not be captured
         self._online: online | None = None
+        self.differentiated = DifferentiatedAgain(type(model).__name__)
 
     def _begin_anew(self) -> None:
         """FSDP2 has sharded the model since, as trainers have it do: what was planned was another model."""
@@ -70,6 +74,12 @@ class Rematerialized(Planned):
         if self._root is not None:
             args, kwargs = self._root.received(args, kwargs)
         super().prepare(*hooked(self.model, args, kwargs))
+
+    def _run(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Any:
+        watched = self._root is None and self.optimizer is None
+        if watched and self.differentiated.may_be(inputs, sys._getframe(1)):
+            return self.differentiated.run(self.original_forward, inputs, sample.args, sample.kwargs)
+        return super()._run(sample, inputs, names, tree)
 
     def _run_unplanned(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.parts is None:
@@ -95,11 +105,13 @@ class Rematerialized(Planned):
             return None
         return super()._entry(sample, inputs, names, tree)
 
-    def _new_entry(self, key: Signature, sample: Sample, inputs: list[torch.Tensor]) -> Entry | None:
+    def _new_entry(
+        self, key: Signature, sample: Sample, inputs: list[torch.Tensor], expected: tuple[bool, ...] | None = None
+    ) -> Entry | None:
         if self._runs_in_parts or key in self._apart:
             return None
         try:
-            return super()._new_entry(key, sample, inputs)
+            return super()._new_entry(key, sample, inputs, expected)
         except NoGradientError:
             raise
         except CaptureError as error:
@@ -129,9 +141,18 @@ class Rematerialized(Planned):
             entry.arena, entry.lowered = None, lowered(entry.program, entry.plan, None)
 
     def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
-        """What is to run, and its plan: of a sharded model, in the order of collectives of all ranks."""
+        """What is to run, and its plan: of a sharded model, in the order of collectives of all ranks. Raises ``CaptureError``
+        where only copies of what the forward pass writes into (an average of parameters) do not fit: parts need none."""
         if self._root is None:
-            return super().planned(captured, sample, finish, **known)
+            try:
+                return super().planned(captured, sample, finish, **known)
+            except InfeasibleBudgetError as error:
+                missing, copies = error.minimum_bytes - error.budget_bytes, kept_bytes(captured.program)
+                if missing > copies or not self._may_be_apart():
+                    raise
+                raise CaptureError(
+                    f"its program keeps {copies} bytes of what the forward pass writes into, which do not fit: {error}"
+                ) from None
         order = self._root.order
         try:
             found = self._in_order(order, captured, sample, finish, **known)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from lowtide.capture.python_state.external_effects import Reach
 from lowtide.memory.allocators import allocated_bytes
 from lowtide.program import structure
 from lowtide.program.collectives import collectives_begun
 from lowtide.program.keys import fingerprint
+from lowtide.program.layouts import memory_of
 from lowtide.program.sharded import version_of
+from lowtide.runtime.recomputed import reach_of
 from lowtide.runtime.shared import SharedBudget
 
 _MOST_CUTS = 32
@@ -25,9 +28,9 @@ _MARGIN = 1.1  # of the bytes that are missing
 class OutsideCall:
     """A call of a submodule, by its ``name``, whose own code runs. ``kept_bytes``: what it keeps for the backward pass, parts
     inside of it included; ``held_bytes``: the same where these keep what they would without plans; ``input_bytes``: what its
-    arguments are. ``may_run_again``: whether its arguments are left as they were, by itself and by what ran after it: of
-    ``given`` tensors, with the versions that they had; and whether it communicates with no other rank, which might not run it
-    again."""
+    arguments are, but for what calls before it were given, too. ``may_run_again``: whether its arguments can be what they were:
+    containers and objects are put back, but ``given`` tensors, which had these versions, must not be written into, by itself or
+    by what runs after it; and whether it communicates with no other rank, which might not run it again."""
 
     name: str
     input_bytes: int
@@ -58,14 +61,18 @@ class OutsideWatch:
         self.calls: list[OutsideCall] = []
         self._steps = 0
         self._open: list[OutsideCall] = []
+        self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # to calls that have ended, by memory
 
     @contextlib.contextmanager
-    def call(self, name: str, arguments: Any) -> Iterator[None]:
+    def call(self, name: str, arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> Iterator[None]:
         if self._steps != self.shared.steps:
-            self._steps, self.calls = self.shared.steps, []
+            self._steps, self.calls, self._given = self.shared.steps, [], {}
         tensors, tree = structure.flatten(arguments)
         given = [(weakref.ref(each), version_of(each)) for each in tensors]
-        one, contents = OutsideCall(name, _bytes_of(tensors), given=given), _contents(tensors, tree)
+        memory = {memory_of(each): each for each in tensors if each.layout is torch.strided}
+        new = [each.untyped_storage().nbytes() for key, each in memory.items() if not self._was_given(key)]
+        one, contents = OutsideCall(name, sum(new), given=given), _contents(tensors, tree)
+        reach = reach_of(*arguments)
         (self._open[-1].inside if self._open else self.calls).append(one)
         ran, before, communicated = len(self.shared.ran), self._level(), collectives_begun()
         self._open.append(one)
@@ -74,12 +81,20 @@ class OutsideWatch:
         finally:
             self._open.pop()
             one.may_run_again = communicated == collectives_begun()
-            one.may_run_again &= _contents(*structure.flatten(arguments)) == contents
+            one.may_run_again &= _contents(*structure.flatten(arguments)) == contents or _can_be_put_back(
+                reach, arguments, contents
+            )
             one.check()
+            self._given.update((key, weakref.ref(each)) for key, each in memory.items())
             members = [self.shared.member(each) for each in self.shared.ran[ran:]]
             planned = sum(member.eager.saved_bytes - taken.saved_bytes for member, taken in members)
             one.kept_bytes = max(self._level() - before, 0)
             one.held_bytes = one.kept_bytes + planned
+
+    def _was_given(self, memory: int) -> bool:
+        """Whether a call before was given what has this memory, and it is still there."""
+        tensor = self._given[memory]() if memory in self._given else None
+        return tensor is not None and memory_of(tensor) == memory
 
     def end(self) -> None:
         """The call of the model has ended: what was written into since cannot be read again."""
@@ -146,6 +161,11 @@ def _contents(tensors: Sequence[torch.Tensor], tree: Any) -> Any:
     return [*map(id, tensors)], fingerprint(tree)
 
 
-def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
-    distinct = {id(one): one for one in tensors if one.layout is torch.strided}
-    return sum(one.untyped_storage().nbytes() for one in distinct.values())
+def _can_be_put_back(reach: Reach, arguments: Any, contents: Any) -> bool:
+    """Whether all that was changed in arguments is known."""
+    now = reach.as_now()
+    reach.put_back()
+    try:
+        return bool(_contents(*structure.flatten(arguments)) == contents)
+    finally:
+        now.put_back()

@@ -36,7 +36,7 @@ from lowtide.runtime.forward_pass import ForwardPass
 from lowtide.runtime.kin import FamilyCall, Kin
 from lowtide.runtime.outside import OutsideWatch
 from lowtide.runtime.planned import Planned
-from lowtide.runtime.recomputed import recomputed
+from lowtide.runtime.recomputed import Recomputation
 from lowtide.runtime.shared import SharedBudget
 from lowtide.runtime.sharing_forward import SharingForward, device_of
 from lowtide.runtime.step_record import StepRecord
@@ -61,6 +61,7 @@ class Part(SharingForward):
         self.runs_again = False
         self.keeps_nothing = False  # that could be freed, nor do its submodules
         self.changes = False  # it is none because its program is another one in every call
+        self._recomputation = Recomputation()
         self._new = 0  # programs, since one came again
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +83,7 @@ class Part(SharingForward):
                 self.shared.go_on()
         if self.runs_again:
             with self.parts.paused():
-                return recomputed(self.model, self.original_forward, args, kwargs, self.shared.in_backward)
+                return self._recomputation.run(self.model, self.original_forward, args, kwargs, self.shared.in_backward)
         alone = self.parts.paused() if self.keeps_nothing else contextlib.nullcontext()
         with self.parts.watch.call(self.name, (args, kwargs)), alone:
             return self.original_forward(*args, **kwargs)
@@ -107,7 +108,10 @@ class Part(SharingForward):
         return found
 
     def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
-        """Raises ``CaptureError`` where its first program would hold more than it can free."""
+        """Raises ``CaptureError`` where its first program would hold more than it can free, or is another one in each call
+        though the modules inside need not be: layers of which Python's generator says which run."""
+        if captured.contract.conditions.draws is not None and can_run_in_parts(self.model):
+            raise CaptureError("its program depends on what the generators of Python or NumPy draw")
         program, plan = super().planned(captured, sample, finish, **known)
         member = Member(program, plan.costs)
         if self._replaced is None and not self.entries and member.freed_bytes <= member.held_bytes:

@@ -20,6 +20,7 @@ from lowtide.errors import CaptureError, ExecutionError
 from lowtide.lower import Lowered
 from lowtide.program import structure
 from lowtide.program.results import GradientMask
+from lowtide.program.targets import UnexpectedValueError
 from lowtide.runtime.caller import copied_module, has_copied, let_go
 from lowtide.runtime.checked import is_due, require_same
 from lowtide.runtime.entry import Entry, Names, Sample, Signature, signature
@@ -78,7 +79,7 @@ class Planned(Programs):
         if args and args[0] is model:  # made a method of the model, as accelerate does when it takes its wrappers off
             model.forward, args = self, args[1:]
         if not self._is_trained() or not torch.is_grad_enabled():
-            return self.original_forward(*args, **kwargs)
+            return self._run_as_it_is(args, kwargs)
         if is_transformed():
             if not self._said_transformed:
                 self._said_transformed = True
@@ -88,34 +89,60 @@ class Planned(Programs):
                     "torch.nn.utils.parametrize.cached",
                     type(model).__name__,
                 )
-            return self.original_forward(*args, **kwargs)
+            return self._run_as_it_is(args, kwargs)
         inputs, names, tree = self._flat(args, kwargs)
         as_part = any(isinstance(tensor, _TRACED) for tensor in inputs)  # of a larger model that is captured
         if as_part or not any(tensor.requires_grad for tensor in inputs):
-            return self.original_forward(*args, **kwargs)
-        entry = self._entry(Sample(args, kwargs), inputs, names, tree)
+            return self._run_as_it_is(args, kwargs)
+        return self._run(Sample(args, kwargs), inputs, names, tree)
+
+    def _run(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Any:
+        """A call with gradients, by its plan where there is one."""
+        entry = self._entry(sample, inputs, names, tree)
         if entry is None:
-            return self._run_unplanned(args, kwargs)
-        return self._run_planned(entry, Sample(args, kwargs), inputs, tree)
+            return self._run_unplanned(sample.args, sample.kwargs)
+        return self._run_planned(entry, sample, inputs, tree)
 
     def _is_trained(self) -> bool:
         return self.model.training
 
     def _run_unplanned(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call that there is no plan for."""
+        return self._run_as_it_is(args, kwargs)
+
+    def _run_as_it_is(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return self.original_forward(*args, **kwargs)
 
     def _run_planned(self, entry: Entry, sample: Sample, inputs: list[torch.Tensor], tree: Any) -> Any:
         model, contract, draws = self.model, entry.captured.contract, entry.conditions[0].draws
         if is_due():
             self._check(entry, sample)
-        inputs = contract.flat_inputs(model, inputs) or inputs
-        if draws is not None:
-            draws.take()
-        outputs = self.run(entry, inputs)
-        tensors = [result.form(outputs, inputs) for result in entry.program.results]
-        result, entry.before[:] = contract.fulfil(model, tensors, structure.objects(tree))
-        return result
+        flat = contract.flat_inputs(model, inputs) or inputs
+        try:
+            outputs = self.run(entry, flat)
+        except UnexpectedValueError as error:
+            number = error.number
+        else:
+            if draws is not None:
+                draws.take()
+            tensors = [result.form(outputs, flat) for result in entry.program.results]
+            result, entry.before[:] = contract.fulfil(model, tensors, structure.objects(tree))
+            return result
+        other = self._otherwise(entry, number, sample, inputs)
+        if other is None:
+            return self._run_unplanned(sample.args, sample.kwargs)
+        return self._run_planned(other, sample, inputs, tree)
+
+    def _otherwise(self, entry: Entry, number: int, sample: Sample, inputs: list[torch.Tensor]) -> Entry | None:
+        """For a call like those of ``entry`` but for the check of a value with this number: what runs it, from now on first."""
+        expected, modules = entry.captured.contract.conditions.expected, list(self.model.modules())
+        wanted = (*expected[:number], not expected[number])
+        found = next((one for one in self.entries.get(entry.key, ()) if one.goes(wanted, modules, inputs)), None)
+        if found is None:
+            found = self._new_entry(entry.key, sample, inputs, wanted)
+        if found is not None and found in self.entries.get(entry.key, ()):
+            self.entries[entry.key].sort(key=lambda one: one is not found)
+        return found
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Plan for calls like this one now."""
@@ -158,16 +185,23 @@ class Planned(Programs):
             found = None if known is None else self.in_mode(known, key[-1])
         return found or self._new_entry(key, sample, inputs)
 
-    def _new_entry(self, key: Signature, sample: Sample, inputs: list[torch.Tensor]) -> Entry | None:
+    def _new_entry(
+        self, key: Signature, sample: Sample, inputs: list[torch.Tensor], expected: tuple[bool, ...] | None = None
+    ) -> Entry | None:
         """A planned program for a call that none is known for; ``None`` where eager was asked for, or the online mode is
-        there."""
+        there. ``expected``: how its first checks of values go, where that is why."""
         if is_inside():
             _LOG.info("%s is not planned inside lowtide.online: it runs within that budget", type(self.model).__name__)
             return None
         if self.entries and self.settings.on_new_signature != "plan":
             self._refuse(key, inputs)
             return None
-        self._notice_changes(key, inputs)
+        known = self.entries.get(key, [])
+        if expected is not None:
+            with self.recaptures.unexpected(known, self.model, expected):
+                return self._make(key, sample)
+        if known:
+            self.recaptures.changed(key, known, self._latest(key), self.model, inputs, self._may_be_apart())
         return self._make(key, sample)
 
     def end(self) -> None:

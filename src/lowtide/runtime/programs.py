@@ -6,14 +6,14 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.capture.capture import Known, flat_arguments
+from lowtide.capture import Known
+from lowtide.capture.capture import flat_arguments
 from lowtide.capture.contract import Captured
 from lowtide.capture.copies import model_state
 from lowtide.capture.python_state import attribute_effects, buffer_effects
@@ -35,6 +35,7 @@ from lowtide.runtime.improving import Improving, ImprovingTogether
 from lowtide.runtime.kin import FamilyCall, Kin, Kins
 from lowtide.runtime.optimizer import UpdatingOptimizer
 from lowtide.runtime.placed import lowered
+from lowtide.runtime.recaptures import Recaptures
 from lowtide.runtime.rescue import Rescue
 from lowtide.settings import Settings
 from lowtide.sharing.agreement import several_processes
@@ -43,9 +44,6 @@ from lowtide.stage_times import itemised, stage, stage_seconds
 
 _LOG = logging.getLogger(__name__)
 _FIRST = (format_spec(get_planner(FIRST_PLANNER)), "adapted")  # plans that a search may improve
-_MANY_CAPTURES = 8  # for the same shapes: said in the log
-_MOST_CAPTURES = 16  # for the same shapes, in most calls, of what may run in parts instead
-_ANNEALED = 4  # where a number changes that is computed with
 _MOST_CONDITIONS = 16  # kept, of each
 
 
@@ -67,8 +65,7 @@ class Programs:
         self._kins = Kins(settings.dynamic if settings.compiler == "eager" and not settings.chunked_loss else False)
         self._calls, self._warned = 0, False
         self.adapts = settings.planning == "background"  # at new sizes at once, by what is known of others
-        self._captures: Counter[Signature] = Counter()
-        self._changing = Known()  # what was seen to change from call to call
+        self.recaptures = Recaptures()
         self._arenas: dict[torch.device, Arena | None] = {}
 
     @property
@@ -120,8 +117,10 @@ class Programs:
                     del same.conditions[_MOST_CONDITIONS:]
                     return same
             arena = self._arena(captured.program)
-            adapted = member is not None and member.branch.measured and self.adapts
-            program, plan = self._fitting(key, captured, sample, member if adapted else None)
+            alike = self._kins.alike(captured.program) if member is None and old is None else None
+            relative = FamilyCall(captured, alike) if alike is not None and alike.tells else member
+            adapted = relative is not None and bool(relative.branch.measured) and self.adapts
+            program, plan = self._fitting(key, captured, sample, relative if adapted else None)
             with stage("lowering"):
                 runs = lowered(program, plan, arena)
         conditions, for_masks = ([captured.contract.conditions], {}) if old is None else (old.conditions, old.for_masks)
@@ -134,7 +133,11 @@ class Programs:
             kin.met(entry, shapes, member, measured=not adapted)
             if kin.at_once and not kin.branches and not kin.hopeless:
                 kin.extend(self.model, sample, shapes, lambda: captured, self.in_terms)
-        if self._searches(entry) and (member is None or member.branch.wants_search(entry)):
+        if alike is not None:
+            alike.join(entry, measured=not adapted)
+            if adapted:
+                self.recaptures.forget_one(key)
+        if self._searches(entry) and (relative is None or relative.branch.wants_search(entry)):
             self._search(entry)
         return entry
 
@@ -179,14 +182,17 @@ class Programs:
     def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
         """The kind of the call and the shapes of its tensors, where shapes may vary, and what its family tells of it."""
         inputs, names, _ = self._flat(sample.args, sample.kwargs)
-        if any(spec_of(tensor) is not None for tensor in inputs):  # global sizes are in the program as well
+        # Of distributed tensors the global sizes are in the program as well, of sparse ones the numbers of their entries.
+        if any(spec_of(tensor) is not None or tensor.layout is not torch.strided for tensor in inputs):
             return None, None, None
         kin, shapes = self._kins.of(key, inputs, len(names))
         if kin is None or shapes is None:
             return None, None, None
 
         def holds(captured: Captured) -> bool:
-            return captured.contract.conditions.hold(list(self.model.modules()), inputs, {})
+            conditions = captured.contract.conditions
+            goes = conditions.go(self.recaptures.known.expected or ())
+            return goes and conditions.hold(list(self.model.modules()), inputs, {})
 
         member = kin.member(shapes, holds)
         if member is None and kin.is_new(shapes):
@@ -217,42 +223,19 @@ class Programs:
             self.improving.drop(entry)
 
     def _captured(self, sample: Sample, mask: GradientMask | None) -> Captured:
+        known = self.recaptures.known
         try:
-            captured = self._capture(sample, mask, self._changing)
+            captured = self._capture(sample, mask, known)
         except CaptureError:  # as constants their values are known
-            if not (self._changing.follow or self._changing.numbers):
+            if not (known.follow or known.numbers):
                 raise
-            self._changing = Known()
-            return self._capture(sample, mask)
-        self._changing = self._changing.after(captured)
+            self.recaptures.known = Known(expected=known.expected)
+            return self._capture(sample, mask, self.recaptures.known)
+        self.recaptures.learn(captured)
         return captured
 
     def _capture(self, sample: Sample, mask: GradientMask | None, known: Known | None = None) -> Captured:
         return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, known, self.in_terms)
-
-    def _notice_changes(self, key: Signature, inputs: list[torch.Tensor]) -> None:
-        """Log why no program that is known for these shapes holds; once louder, where that is so again and again."""
-        if not self.entries.get(key):
-            return
-        self._captures[key] += 1
-        times = self._captures[key] + 1
-        conditions = self._latest(key).conditions[0]
-        why = conditions.broken(self.model, inputs)
-        self._changing = self._changing.with_changes(conditions, self.model)
-        most = _ANNEALED if self._changing.numbers.keys() & self._changing.computed else _MOST_CAPTURES
-        if times >= most and times > sum(entry.calls for entry in self.entries[key]) and self._may_be_apart():
-            raise CaptureError(
-                f"its program depends on what changes from call to call ({why}), and was captured {times} times for the same "
-                "shapes. Make it constant, keep it in a buffer, or pass it as a tensor that is only computed with."
-            )
-        _LOG.info("%s is captured again: %s", type(self.model).__name__, why)
-        if times == _MANY_CAPTURES:
-            _LOG.warning(
-                "%s has been captured %d times for the same shapes: its program depends on what changes from call to call "
-                "(%s). Each time takes a capture, and a plan where the program is another one. Make it constant, keep it in a "
-                "buffer, pass it as a tensor that is only computed with, or run the model under lowtide.online.",
-                type(self.model).__name__, times, why,
-            )  # fmt: skip
 
     def _may_be_apart(self) -> bool:
         """Whether a ``CaptureError`` lets the call run otherwise."""

@@ -1,8 +1,9 @@
 """A module that cannot be captured, run again as a whole in the backward pass instead of keeping what it saves.
 
 PyTorch's own checkpointing does it, on the autograd graph that eager has, so gradients are added in eager's order. What it
-leaves to its user is done here: the second run finds the module's attributes, its buffers and the generators of Python and
-NumPy as the first one found them, leaves them as they are now, and takes over every decision of the first one.
+leaves to its user is done here: the second run finds the module's attributes, its buffers, what it was called with (a cache of
+keys and values that all layers add to) and the generators of Python and NumPy as the first one found them, leaves them as they
+are now, and takes over every decision of the first one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.capture.python_state.attribute_effects import put_back, snapshot
-from lowtide.capture.python_state.external_effects import ExternalEffects, Reach
+from lowtide.capture.python_state.external_effects import ARGUMENT, ExternalEffects, Reach, hooks_of
 from lowtide.errors import ExecutionError
 from lowtide.program.objects import parts_of
 
@@ -40,31 +42,65 @@ _LARGE = 1 << 16  # bytes of a buffer
 _DISCRETE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def recomputed(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    on_run: Callable[[], None],
-) -> Any:
-    """``forward(*args, **kwargs)`` of ``module``, which keeps its arguments and decisions and runs again where the backward
-    pass needs what it saved: ``on_run`` is called then."""
-    before = _State(module)
-    values, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))  # each is watched for writes
-    decisions: list[Any] = []
+class Recomputation:
+    """How a module runs again, call after call: what its code can reach outside of it is looked for once."""
 
-    def flat(*values: Any) -> Any:
-        own_args, own_kwargs = pytree.tree_unflatten(values, spec)
-        return forward(*own_args, **own_kwargs)
+    def __init__(self) -> None:
+        self._reach: Reach | None = None
+        self._of: list[tuple[weakref.ref[nn.Module], tuple[Any, ...]]] = []  # modules and their hooks
 
-    def contexts() -> tuple[Any, Any]:
-        return _Recording(decisions, before), _Again(lambda: _again(module, before, decisions, on_run))
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        on_run: Callable[[], None],
+    ) -> Any:
+        """``forward(*args, **kwargs)`` of ``module``, which keeps its arguments and decisions and runs again where the backward
+        pass needs what it saved: ``on_run`` is called then."""
+        before = _State(module, self._reach_of(module), reach_of(args, kwargs))
+        values = pytree.tree_leaves((tuple(args), dict(kwargs)))  # each is watched for writes
+        decisions: list[Any] = []
 
-    nested = any(isinstance(value, torch.Tensor) and value.is_nested for value in values)
-    check = "none" if nested else "default"  # which reads shapes, and what a nested tensor is made of has none
-    result = checkpoint(flat, *values, use_reentrant=False, context_fn=contexts, determinism_check=check)
-    before.settle()
-    return result
+        def again(*values: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        def contexts() -> tuple[Any, Any]:
+            return _Recording(decisions, before), _Again(lambda: _again(module, before, decisions, on_run))
+
+        nested = any(isinstance(value, torch.Tensor) and value.is_nested for value in values)
+        check = "none" if nested else "default"  # which reads shapes, and what a nested tensor is made of has none
+        result = checkpoint(again, *values, use_reentrant=False, context_fn=contexts, determinism_check=check)
+        before.settle()
+        return result
+
+    def _reach_of(self, module: nn.Module) -> Reach:
+        """What its code can write now, and what lies there."""
+        now = [(each, hooks_of(each)) for each in module.modules()]
+        if self._reach is None or not self._is_of(now):
+            self._of = [(weakref.ref(each), hooks) for each, hooks in now]
+            self._reach = ExternalEffects(module, ())
+        else:
+            self._reach = self._reach.as_now()
+        return self._reach
+
+    def _is_of(self, now: Sequence[tuple[nn.Module, tuple[Any, ...]]]) -> bool:
+        """Whether these are the modules and the hooks that were looked at."""
+        if len(now) != len(self._of):
+            return False
+        pairs = zip(now, self._of, strict=True)
+        return all(
+            each is known() and [*map(id, hooks)] == [*map(id, others)] for (each, hooks), (known, others) in pairs
+        )
+
+
+def reach_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reach:
+    """The containers and objects that a call is given, and what they hold."""
+    reach = Reach()
+    for argument in (*args, *kwargs.values()):
+        reach.add(argument, ARGUMENT)
+    return reach
 
 
 class _Again:
@@ -86,7 +122,7 @@ class _Again:
 def _again(module: nn.Module, before: _State, decisions: list[Any], on_run: Callable[[], None]) -> Iterator[None]:
     on_run()
     before.check(module)
-    now = _State(module, before)
+    now = _State(module, before.outside.as_now(), before.arguments.as_now(), before)
     before.put_back(module)
     try:
         with _Replaying(decisions):
@@ -99,7 +135,7 @@ class _State:
     """What a run of the module may depend on beside its arguments and parameters. ``buffers`` with copies of their values;
     ``large`` ones, which are copied when the run is about to write into them, with their memory and versions."""
 
-    def __init__(self, module: nn.Module, before: _State | None = None) -> None:
+    def __init__(self, module: nn.Module, outside: Reach, arguments: Reach, before: _State | None = None) -> None:
         self.attributes = snapshot(module)
         self.registered = [(each, dict(each._buffers)) for each in module.modules()]
         buffers: list[torch.Tensor] = (
@@ -110,7 +146,7 @@ class _State:
         copied = {*map(id, small)}
         self.large = [(buffer, buffer.detach(), buffer._version) for buffer in buffers if id(buffer) not in copied]
         self.generators = random.getstate(), np.random.get_state()
-        self.outside: Reach = ExternalEffects(module, ()) if before is None else before.outside.as_now()
+        self.outside, self.arguments = outside, arguments
         held = [one for value in self.attributes.attributes.values() for one in parts_of(value)]
         self.own_generators = [(one, one.get_state()) for one in held if isinstance(one, torch.Generator)]
 
@@ -148,6 +184,7 @@ class _State:
                 with _unsafe_preserve_version_counter(buffer):
                     buffer.copy_(value)
         self.outside.put_back()
+        self.arguments.put_back()
         random.setstate(self.generators[0])
         np.random.set_state(self.generators[1])
         for generator, state in self.own_generators:

@@ -46,7 +46,7 @@ _UNKNOWN_LOWERED = 0.1  # where nobody tells how much was missing
 _CPU = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory")
 _ASKED = re.compile(r"[tT]ried to allocate (\d+\.?\d*) ([KMGT]iB|bytes)")
 _ADVICE = "Lower budget= by what is missing, make the batch smaller, or free what else is allocated."
-_OURS = (targets.update, targets.keep_value, targets.tangent)  # effects that are known
+_OURS = (targets.update, targets.keep_value, targets.tangent, targets.expect)  # effects that are known
 
 Term = tuple[int, int]
 

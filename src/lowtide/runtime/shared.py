@@ -63,7 +63,7 @@ class SharedBudget:
         self.record = StepRecord()
         # Whether steps differ, so that all are planned as the fullest: adds what may run as well to the passes of a record.
         self.expected: Callable[[list[ForwardPass]], list[ForwardPass]] | None = None
-        self.exceeded = False
+        self.exceeded = self._said_over = False
         self.postponed = False  # planning all together waits for a step: what runs may be none of the graphs then
         self._granted_bytes = 0  # of a budget in percent, or beyond one that cannot be met, for the step that took most
         self._met = False  # whether all were planned together within the budget
@@ -142,11 +142,10 @@ class SharedBudget:
             call.on_backward = functools.partial(self._measure_between, one)
             call.on_end = self._begin_gap
             self.ran.append(one)
-        self._level_bytes = allocated_bytes(self.device)
-        self._begin_gap()
+        self.go_on()
 
     def go_on(self) -> None:
-        """What was about to run was none of the graphs: code between them goes on."""
+        """Code between the graphs goes on."""
         self._level_bytes = allocated_bytes(self.device)
         self._begin_gap()
 
@@ -325,12 +324,15 @@ class SharedBudget:
             if self.give_way is not None and self.give_way(error.minimum_bytes - budget):
                 self.exceeded, self.record = True, StepRecord()
                 return
-            if not passes and is_percentage(self.settings.given):  # of a step of which most has not been seen
-                return
             unmet = self.record.infeasible(error, self.what, budget).beside(reserve)
-            if not passes or self.must_fit or not self._met:
+            nothing_planned = not passes and is_percentage(self.settings.given)  # at first most has not been seen
+            if not nothing_planned and (not passes or self.must_fit or not self._met):
                 raise unmet from None
-            _LOG.warning("training goes on over its budget, as low as it can: %s", unmet)
+            if not nothing_planned or (self.steps > 1 and not self._said_over):
+                self._said_over = True
+                _LOG.warning("training goes on over its budget, as low as it can: %s", unmet)
+            if nothing_planned:
+                return
             self._granted_bytes = error.minimum_bytes
             chosen = choose([*members.values()], constraints, error.minimum_bytes, planning, quick)
         self.fraction = saved_fraction([one.footprint for one in chosen], [*members.values()])

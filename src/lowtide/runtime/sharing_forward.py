@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,10 @@ class SharingForward(Planned):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         self.shared.enter(device_of((*args, *self.model.parameters())))
         return super().call(*args, **kwargs)
+
+    def _run_as_it_is(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self.shared.go_on()
+        return super()._run_as_it_is(args, kwargs)
 
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         outputs = super().run(entry, inputs)

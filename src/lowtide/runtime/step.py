@@ -21,6 +21,7 @@ from lowtide.program import generators
 from lowtide.program.local import whole_gradient, whole_of
 from lowtide.program.results import with_views
 from lowtide.program.sizes import device_of_inputs
+from lowtide.program.targets import UnexpectedValueError
 from lowtide.runtime.arriving import check_arriving
 from lowtide.runtime.call import Copied, ForMask, ModelCall, Node, noting_failure
 from lowtide.runtime.optimizer import UpdatingOptimizer
@@ -100,6 +101,9 @@ def run(
         call.rescue, call.rescues = rescue, rescues
         try:
             return _linked(call, inputs)
+        except UnexpectedValueError:
+            generators.put_back(call.rng_state)
+            raise
         except Exception as error:
             written = "buffers or arguments have been updated already" if call.has_written() else None
             restart = None if rescue is None else rescue.again(call, lowered, error, written)

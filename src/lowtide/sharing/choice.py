@@ -65,7 +65,7 @@ class _Search:
         self._waiting = {index for constraint in constraints for index in constraint.saved}  # while others run
         # By program and limit: for how much room a plan was made, and what came of it.
         self._made: dict[tuple[str, int], list[tuple[int, Assignment]]] = {}
-        self._least: dict[str, int] = {}  # bytes of programs that one room was too little for, whatever they save
+        self._least: dict[str, int] = {}  # bytes that programs need while they run, whatever they save
         self._plans = 0
 
     def assignments(self, fractions: Sequence[float], budget_bytes: int) -> list[Assignment]:
@@ -104,26 +104,15 @@ class _Search:
             if max(own.forward_bytes, own.backward_bytes) <= room <= asked:
                 return known
         self._plans += 1
-        least = max(self._least.get(key[0], 0), member.output_bytes + 1)
+        least = self._least.setdefault(key[0], max(member.least_bytes, member.output_bytes + 1))
         if room < least:
             raise _too_little(budget_bytes, budget_bytes + least - room)
-        try:
-            made.append((room, self._planned(member, room, key[1], budget_bytes)))
-        except InfeasibleBudgetError:
-            self._least.setdefault(key[0], self._needed(member, room))
-            raise
+        made.append((room, self._planned(member, room, key, budget_bytes)))
         return made[-1][1]
 
-    def _needed(self, member: Member, room: int) -> int:
-        """Bytes that a member needs while it runs, where it may save all; 0 where ``room`` is enough."""
-        try:
-            self.planning(member, Share(room, 0))
-        except InfeasibleBudgetError as error:
-            return error.minimum_bytes
-        return 0
-
-    def _planned(self, member: Member, room: int, limit: int, budget_bytes: int) -> Assignment:
-        """By a plan that takes ``room`` while it runs and saves ``limit``, or more where that cannot be."""
+    def _planned(self, member: Member, room: int, key: tuple[str, int], budget_bytes: int) -> Assignment:
+        """By a plan that takes ``room`` while it runs and saves what the ``key`` says, or more where that cannot be."""
+        program, limit = key
         between, again = max(room - limit - member.arriving_bytes, 0), False
         while True:
             share = Share(room, between)
@@ -132,6 +121,8 @@ class _Search:
                 return Assignment(member.footprint(plan.schedule), share, plan)
             except InfeasibleBudgetError as error:
                 missing = error.minimum_bytes - room
+                if not between:
+                    self._least[program] = max(self._least[program], error.minimum_bytes)
                 if again or not between:
                     raise _too_little(budget_bytes, budget_bytes + missing) from error
             between, again = max(between - missing, 0), True

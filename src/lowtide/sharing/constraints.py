@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from lowtide.ir import Costs, Kind, Schedule, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.program.program import Program
+from lowtide.solve import working_set_bound
 
 _SCALAR_BYTES = 8  # what runs eagerly may keep a number that an operator was given, as a tensor, for the backward pass
 
@@ -105,6 +106,11 @@ class Member:
     def output_bytes(self) -> int:
         """Bytes of the forward outputs: what stays whatever is recomputed."""
         return self._bytes_of(self.program.graph.forward_outputs)
+
+    @functools.cached_property
+    def least_bytes(self) -> int:
+        """Bytes that it needs while it runs, by whatever plan."""
+        return working_set_bound(self.program.graph, self.costs)
 
     def limit_bytes(self, fraction: float) -> int:
         """Its outputs and this fraction of what it saves beyond them without a plan."""

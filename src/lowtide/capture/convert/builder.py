@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lowtide.ir import Op, Phase, Storage, Value
-from lowtide.program.layouts import span_elements
+from lowtide.program.layouts import dense_parts, span_elements
 from lowtide.program.program import Call, TensorMeta
 
 
@@ -26,6 +26,9 @@ class Builder:
     _keep_alive: list[Any] = field(default_factory=list)
 
     def add_value(self, name: str, fake: torch.Tensor, producer: int | None, external: bool = False) -> int:
+        if fake.layout is torch.sparse_coo:
+            self.bases.append(None)
+            return self._append(name, len(self.bases) - 1, producer, sparse_meta(fake))
         storage = fake.untyped_storage()
         self._keep_alive.append(storage)
         if storage._cdata not in self._storages:
@@ -91,6 +94,13 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
         tensor.storage_offset(),  # type: ignore[arg-type]  # or a symbolic size
         tensor.untyped_storage().nbytes(),
     )
+
+
+def sparse_meta(tensor: torch.Tensor) -> TensorMeta:
+    """Of one that is held whole, and never freed."""
+    nbytes = sum(part.nbytes for part in dense_parts(tensor))
+    entries = tensor._nnz(), tensor.is_coalesced()
+    return TensorMeta(tuple(tensor.shape), (), tensor.dtype, tensor.device, 0, nbytes, entries)
 
 
 def owned(meta: TensorMeta) -> TensorMeta:

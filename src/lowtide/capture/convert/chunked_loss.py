@@ -28,6 +28,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
+from lowtide.capture.convert.nodes import is_backward
 from lowtide.capture.convert.row_by_row import (
     ADDMM,
     ARGMAX,
@@ -44,7 +45,6 @@ from lowtide.capture.convert.row_by_row import (
     WITH_DIM,
     Region,
     Whole,
-    is_backward,
     projection_of,
     value_of,
 )

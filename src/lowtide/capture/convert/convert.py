@@ -11,8 +11,7 @@
 from __future__ import annotations
 
 import operator
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,13 +21,27 @@ from torch._functorch._aot_autograd import descriptors as d
 
 from lowtide.capture.convert.builder import Builder, owned
 from lowtide.capture.convert.gradients import Gradients
+from lowtide.capture.convert.leaf_writes import UNSEEN
+from lowtide.capture.convert.nodes import (
+    ancestors,
+    begins_backward,
+    fills_empty,
+    is_running_statistic,
+    is_size,
+    is_tangent,
+    is_training_norm,
+    is_whole,
+    owned_layout,
+    reaching,
+)  # fmt: skip
 from lowtide.capture.convert.refused import refuse
+from lowtide.capture.convert.sparse import chain_of, is_made_sparse, is_sparse
 from lowtide.capture.convert.trial import Nature, nature
-from lowtide.capture.trace.fake import UNINITIALISED
+from lowtide.capture.trace.expected import EXPECT
 from lowtide.capture.trace.origins import origin
-from lowtide.capture.trace.sizes import SYMBOLIC, expression
 from lowtide.errors import CaptureError
 from lowtide.ir import Phase
+from lowtide.ir.graph import EXPECT_TARGET
 from lowtide.program import targets
 from lowtide.program.collectives import is_collective, is_wait, waited
 from lowtide.program.foreign import is_foreign
@@ -42,7 +55,6 @@ _ALIASES = {
     _ATEN.alias_copy.default,
 }  # the last: results
 _DROPPED = {"aten._assert_tensor_metadata.default"}
-_TRAINING_NORMS = {"_native_batch_norm_legit_functional", "_batch_norm_with_update_functional"}
 
 
 @dataclass
@@ -58,14 +70,14 @@ class Converted:
     kept: dict[int, int]  # overwritten flat input -> value of its copy
 
 
-def convert(module: fx.GraphModule) -> Converted:
-    """Walk the joint graph once, forward operators, tangents, backward operators."""
-    return _Walk(module).run()
+def convert(module: fx.GraphModule, given: Sequence[torch.Tensor]) -> Converted:
+    """Walk the joint graph of the flat inputs ``given`` once, forward operators, tangents, backward operators."""
+    return _Walk(module, given).run()
 
 
 class _Walk:
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
+    def __init__(self, module: fx.GraphModule, given: Sequence[torch.Tensor]) -> None:
+        self.module, self.given = module, given
         self.builder = Builder()
         self.value_of: dict[fx.Node, Any] = {}  # an int, or a dict from position to value for several outputs
         self.constants: dict[int, torch.Tensor] = {}
@@ -79,14 +91,14 @@ class _Walk:
         nodes = list(self.module.graph.nodes)
         tangents = self._placeholders(nodes)
         self.natures = {n: nature(n, self.module) for n in nodes if is_foreign(n.target)}
-        live = _ancestors([nodes[-1], *(n for n in nodes if self._runs_anyway(n))])
+        live = ancestors([nodes[-1], *(n for n in nodes if self._runs_anyway(n))])
         calls = [n for n in nodes if n.op in ("call_function", "get_attr") and n in live and not is_size(n)]
         for node in calls:
             refuse(node, self._origin)
-        split = next((i for i, n in enumerate(calls) if _begins_backward(n)), len(calls))
+        split = next((i for i, n in enumerate(calls) if begins_backward(n)), len(calls))
         output = nodes[-1]
         descriptors = dict(zip(output.meta["desc"], output.args[0], strict=True))
-        needed = _ancestors(n for desc, n in descriptors.items() if not isinstance(desc, d.GradAOTOutput))
+        needed = ancestors(n for desc, n in descriptors.items() if not isinstance(desc, d.GradAOTOutput))
         forward = [n for i, n in enumerate(calls) if i < split or n in needed]
         backward = [n for i, n in enumerate(calls) if i >= split and n not in needed]
         gradients = Gradients(self.builder, nodes, descriptors, self.value_of)
@@ -115,10 +127,11 @@ class _Walk:
         for node in nodes:
             if node.op != "placeholder":
                 continue
-            if _is_tangent(node):
+            if is_tangent(node):
                 tangents.append(node)
             else:
-                self.value_of[node] = self.builder.add_value(node.name, node.meta["val"], None, external=True)
+                tensor = self.given[len(self.inputs)] if is_sparse(node) else node.meta["val"]
+                self.value_of[node] = self.builder.add_value(node.name, tensor, None, external=True)
                 self.inputs[node.meta["desc"]] = self.value_of[node]
         return tangents
 
@@ -127,11 +140,11 @@ class _Walk:
     ) -> None:
         """Give operators that reach the backward pass a copy of what the forward pass overwrites."""
         later = set(backward)
-        reaching = _reaching(forward, later)
+        reaches = reaching(forward, later)
         mutated = [desc.mutated_input for desc in descriptors if isinstance(desc, d.InputMutationAOTOutput)]
         for node in [n for n in self.value_of if n.meta["desc"] in mutated]:
-            readers = [user for user in node.users if user in reaching or user in later]
-            if any(not _is_training_norm(user) for user in readers):
+            readers = [user for user in node.users if user in reaches or user in later]
+            if any(not is_training_norm(user) for user in readers):
                 external: int = self.value_of[node]
                 name, meta = f"{node.name}_before", owned(self.builder.metas[external])
                 copy = self.builder.add_fresh(name, self.builder.next_op, meta, node.meta["val"])
@@ -144,7 +157,8 @@ class _Walk:
         for desc, node in descriptors.items():
             if isinstance(desc, d.InputMutationAOTOutput):
                 target, value = self.inputs[desc.mutated_input], self._value(node)
-                call = Call(targets.update, (Ref(target), Ref(value)), {}, ())
+                unseen = {"unseen": True} if UNSEEN in node.meta or is_running_statistic(node) else {}
+                call = Call(targets.update, (Ref(target), Ref(value)), unseen, ())
                 self.builder.add_op(f"update_{node.name}", self.phase, call, (target, value), (), effect=True)
 
     def _tangent(self, node: fx.Node) -> None:
@@ -161,17 +175,17 @@ class _Walk:
             container = self.value_of[first]
             self.value_of[node] = container[node.args[1]] if isinstance(container, dict) else container
         elif (
-            node.target in _ALIASES or is_wait(node.target) or _is_tangent(node) or is_whole(node)
+            node.target in _ALIASES or is_wait(node.target) or is_tangent(node) or is_whole(node)
         ):  # tangents: as ``program.results`` has them arrive
             self.value_of[node] = self.value_of[first]
             if is_whole(node) or is_wait(node.target):
                 self.builder.same_storage(node.meta["val"], self._value(first))
-        elif node.target is _ATEN.as_strided.default and _is_tangent(first):
+        elif node.target is _ATEN.as_strided.default and is_tangent(first):
             # It arrives with these strides (an expanded scalar, say): it needs no more memory than that.
             self.value_of[node] = value = self.value_of[first]
             strides: Any = node.args[2]
             self.builder.metas[value] = owned(replace(self.builder.metas[value], stride=tuple(strides)))
-        elif str(node.target) not in _DROPPED:
+        elif str(node.target) not in _DROPPED and not is_made_sparse(node):
             self._operator(node)
 
     def _constant(self, node: fx.Node) -> None:
@@ -185,7 +199,8 @@ class _Walk:
                 "(nn.ParameterList, nn.ParameterDict, or self.weight = nn.Parameter(...)), or make it an argument of the call."
             )
         fake = node.meta.get("val")
-        value = self.builder.add_value(node.name, fake if fake is not None else tensor, None, external=True)
+        tell = tensor if fake is None or is_sparse(node) else fake
+        value = self.builder.add_value(node.name, tell, None, external=True)
         self.value_of[node] = value
         self.constants[value] = tensor
 
@@ -202,15 +217,21 @@ class _Walk:
             values = {i: self.builder.add_value(f"{node.name}.{i}", v, op) for i, v in found}
             self.value_of[node], outputs, positions = values, tuple(values.values()), tuple(values)
         call, origin, flags = Call(target, args, kwargs, positions), self._origin(node), self._flags(node)
-        self.builder.add_op(node.name, self.phase, call, tensors, outputs, origin, str(node.target), **flags)
+        name = EXPECT_TARGET if node.target is EXPECT else str(node.target)
+        self.builder.add_op(node.name, self.phase, call, tensors, outputs, origin, name, **flags)
 
     def _call(self, node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[fx.Node]]:
         """What to call, its arguments with references for tensors, and the nodes that it reads."""
+        chain = chain_of(node)
+        if chain is not None:
+            return chain[0], tuple(Ref(self._value(each)) for each in chain[1]), {}, chain[1]
         if fills_empty(node):
-            return targets.bernoulli, (_owned_layout(node.meta["val"]), *node.args[1:]), {}, []
+            return targets.bernoulli, (owned_layout(node.meta["val"]), *node.args[1:]), {}, []
         reference: Any = lambda n: n.meta["val"] if is_size(n) else Ref(self._value(n))  # noqa: E731
         arguments: Any = fx.map_arg((node.args, node.kwargs), reference)
         read = [each for each in node.all_input_nodes if not is_size(each)]
+        if node.target is EXPECT:
+            return targets.expect, arguments[0], {}, read
         target = waited(node.target) if is_collective(node.target) else _callable(node.target)
         return target, arguments[0], dict(arguments[1]), read
 
@@ -249,74 +270,6 @@ class _Walk:
         for op in self.builder.ops:
             if op.random and not used.intersection(op.outputs):
                 self.builder.ops[op.id] = replace(op, effect=True)
-
-
-def is_whole(node: fx.Node) -> bool:
-    """Whether a node is ``tensor[:]`` of a tensor of symbolic sizes, or the backward of that. Where sizes are numbers, it is
-    not recorded at all."""
-    if node.target not in (_ATEN.slice.Tensor, _ATEN.slice_backward.default) or sys.maxsize not in node.args:
-        return False
-    before, after = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
-    symbolic = any(isinstance(size, SYMBOLIC) for size in (*before, *after))
-    return symbolic and list(map(expression, before)) == list(map(expression, after))
-
-
-def is_size(node: fx.Node) -> bool:
-    """Whether a node computes a symbolic number, not a tensor."""
-    return isinstance(node.meta.get("val"), SYMBOLIC)
-
-
-def fills_empty(node: fx.Node) -> bool:
-    """Whether a node is the functional form of ``empty_like(x).bernoulli_(p)``, as dropout has it."""
-    if node.target is not _ATEN.bernoulli.p:
-        return False
-    source = getattr(node.args[0], "target", None)
-    return isinstance(source, torch._ops.OpOverload) and source._schema.name.split("::")[1] in UNINITIALISED
-
-
-def _owned_layout(fake: torch.Tensor) -> tuple[Any, ...]:
-    return (tuple(fake.shape), tuple(fake.stride()), fake.dtype, fake.device)
-
-
-def _begins_backward(node: fx.Node) -> bool:
-    """The backward of an autograd function that Dynamo traced has no tag."""
-    return node.meta.get("partitioner_tag") == "is_backward" or any(map(_is_tangent, node.all_input_nodes))
-
-
-def _is_tangent(node: Any) -> bool:
-    """Whether it is a gradient as it arrives: with its own numbers, where the tracer has it with their conjugates."""
-    if not isinstance(node, fx.Node):
-        return False
-    if node.target is _ATEN._conj.default:
-        source: Any = node.args[0]  # a number, too
-        return _is_tangent(source) and source.op == "placeholder" and source.meta["val"].is_conj()
-    return isinstance(node.meta.get("desc"), d.TangentAOTInput)
-
-
-def _ancestors(outputs: Iterable[Any]) -> set[fx.Node]:
-    """The nodes that ``outputs`` are computed from, themselves included."""
-    pending = [node for node in outputs if isinstance(node, fx.Node)]
-    found: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend([] if fills_empty(node) else node.all_input_nodes)
-    return found
-
-
-def _reaching(forward: Sequence[fx.Node], backward: set[fx.Node]) -> set[fx.Node]:
-    """Forward nodes from which data flows into the backward pass."""
-    reaching: set[fx.Node] = set()
-    for node in reversed(forward):
-        if any(user in reaching or user in backward for user in node.users):
-            reaching.add(node)
-    return reaching
-
-
-def _is_training_norm(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.name.split("::")[1] in _TRAINING_NORMS
 
 
 def _callable(target: Any) -> Callable[..., Any]:

@@ -20,6 +20,8 @@ from torch import fx
 from torch._functorch._aot_autograd import descriptors as d
 
 from lowtide.capture.convert.builder import Builder, owned
+from lowtide.capture.convert.nodes import is_backward
+from lowtide.capture.trace.packed import refuse_later_terms
 from lowtide.ir import Phase
 from lowtide.program import layouts, targets
 from lowtide.program.program import Call, Ref, TensorMeta
@@ -37,6 +39,7 @@ class Term(d.GradAOTOutput):
 
 def split_sums(module: fx.GraphModule) -> None:
     """Return every gradient as its terms; changes the joint graph's output."""
+    refuse_later_terms(module, others_add=True)
     output = next(iter(reversed(module.graph.nodes)))
     outputs: list[Any] = []
     descriptors: list[Any] = []
@@ -57,8 +60,7 @@ def _terms(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     while node.target is _ADD and len(node.users) == 1 and not node.kwargs:
         first, second = node.args
-        backward = node.meta.get("partitioner_tag") == "is_backward"
-        if not (backward and isinstance(first, fx.Node) and isinstance(second, fx.Node)):
+        if not (is_backward(node) and isinstance(first, fx.Node) and isinstance(second, fx.Node)):
             break
         if not first.meta["val"].shape == second.meta["val"].shape == node.meta["val"].shape:
             break
@@ -121,7 +123,7 @@ class Gradients:
 
 def _storage_key(node: fx.Node) -> int:
     value = node.meta.get("val")
-    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else -1
+    return layouts.memory_of(value) if isinstance(value, torch.Tensor) else -1
 
 
 def _last_uses(nodes: Sequence[fx.Node]) -> dict[int, int]:

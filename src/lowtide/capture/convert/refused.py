@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from lowtide.capture.convert.sparse import is_known, is_made_sparse
 from lowtide.errors import CaptureError
 
 # By name ("aten::unique", or one overload, "aten::unique.dim"): why, and the nearest fix. None so far: those that are refused
@@ -33,8 +34,15 @@ def _reason(node: fx.Node) -> str:
             return known
         if node.target._schema.is_mutable and "backward" in node.meta.get("partitioner_tag", ""):
             return "writes into a buffer or an argument in the backward pass. Write into it in the forward pass"
+    if not is_known(node):
+        return "reads or makes a sparse tensor, which a plan can only multiply, transpose and sum. Compute densely"
     value = node.meta.get("val")
     for tensor in value if isinstance(value, (tuple, list)) else (value,):
-        if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
+        if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided and not _is_read(node):
             return f"makes a sparse tensor ({tensor.layout}), which a plan cannot hold. Compute densely (sparse=False)"
     return ""
+
+
+def _is_read(node: fx.Node) -> bool:
+    """Whether it is sparse, and nothing but a part of what reads it."""
+    return is_made_sparse(node) and all(user.op == "call_function" for user in node.users)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.capture.convert.nodes import is_backward
+
 _ATEN = torch.ops.aten
 MM, ADDMM, TURN, EXPAND = _ATEN.mm.default, _ATEN.addmm.default, _ATEN.t.default, _ATEN.expand.default
 SLICE, SLICE_BACKWARD = _ATEN.slice.Tensor, _ATEN.slice_backward.default
@@ -57,10 +59,6 @@ def _is_pointwise(target: Any) -> bool:
 def value_of(node: Any) -> torch.Tensor:
     value: torch.Tensor = node.meta["val"]
     return value
-
-
-def is_backward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def _source(node: Any) -> Any:

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 import os
 import re
-import site
 import sys
-import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from lowtide.capture.python_state import process
-from lowtide.program.objects import cell_value
+from lowtide.capture.python_state.installed import is_installed
+from lowtide.program.objects import CONTAINERS, cell_value, reachable
 
 _TRUSTED = (__name__.partition(".")[0] + ".", "torch.")  # whose code knows what it does
-_LIBRARIES = tuple({*site.getsitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<frozen"})
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 _LOADING = (*_GLOBAL, *_ATTRIBUTE, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
@@ -32,12 +30,13 @@ _BY_STRING = {"getattr", "hasattr", "attrgetter", "methodcaller"}  # take names 
 BY_COMPUTED_NAME = {"getattr", "vars", "__dict__"}  # reach any attribute of a module
 _OWN_NAMESPACE = {"globals", "eval", "exec"}  # reach any variable
 _ADDING = {"append", "appendleft", "extend", "add", "update"}  # methods of containers that return nothing
+# Methods that no code names where it calls them.
+OPERATORS = frozenset(f"__{side}{name.strip('_')}__" for name in operator.__all__ for side in ("", "r", "i"))
 # Of the operators behind what is loaded: those that store it after arithmetic, or an item of it.
 _COUNTING = re.compile(
     r"LOAD_(CONST|FAST|SMALL_INT) BINARY_OP ((SWAP |LOAD_FAST )?STORE_(?P<place>GLOBAL|NAME|DEREF|ATTR)) "
     r"|LOAD_(CONST|FAST|SMALL_INT) COPY COPY BINARY_(SUBSCR|OP) LOAD_(CONST|FAST|SMALL_INT) BINARY_OP SWAP SWAP STORE_SUBSCR "
 )
-_OURS = str(Path(__file__).parents[2])
 # What a process is asked for under these names, where no variable shows the answer.
 _ENVIRONMENT = {"environ", "environb", "getenv", "expandvars", "expanduser"}
 _ASKED: dict[str, Callable[[], Any]] = {
@@ -140,11 +139,6 @@ def is_standard(module: str) -> bool:
     return module != "__main__" and module.partition(".")[0] in sys.stdlib_module_names
 
 
-def is_installed(filename: str) -> bool:
-    """Whether it is a file of an installed library, or of this project."""
-    return filename.startswith((*_LIBRARIES, _OURS)) or "site-packages" in filename
-
-
 def full_name(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
@@ -183,6 +177,14 @@ def variables_of(function: types.FunctionType) -> Iterator[Named]:
         yield Named("answer", _ASKED[name], "", f"the answer of {name}()")
 
 
+def value_in(copied: types.FunctionType, variable: Named, value: Any) -> Any:
+    """What a function, or a copy with cells of its own, has in a variable of which the function's own value is this one."""
+    if variable.kind == "cell":
+        cells = dict(zip(copied.__code__.co_freevars, copied.__closure__ or (), strict=True))
+        return cell_value(cells[variable.name]) if variable.name in cells else value
+    return getattr(copied, variable.name) if variable.kind == "made of" else value
+
+
 def _found_by_name(function: types.FunctionType) -> Iterable[str]:
     """Modules of the user's that code may find under their names: those that it spells or, where it spells none, all."""
     names = names_in(function.__code__).all
@@ -217,6 +219,11 @@ def asks_for_types(function: types.FunctionType) -> bool:
     instructions = [item for part in codes(function.__code__) for item in dis.get_instructions(part)]
     places = [i for i, item in enumerate(instructions) if item.opname in _GLOBAL and item.argval == "type"]
     return any(instructions[i + 1].argval != "self" or "CALL" not in instructions[i + 2].opname for i in places)
+
+
+def given(arguments: Iterable[Any]) -> Iterator[Any]:
+    """What a call is given, functions in containers and in partials included."""
+    return reachable(arguments, lambda one: isinstance(one, (*CONTAINERS, functools.partial)))
 
 
 def is_read(name: str, functions: Iterable[types.FunctionType], by_string: bool) -> bool:

@@ -49,6 +49,11 @@ class Comparisons:
     used_otherwise: bool = False
     _stand_ins: list[weakref.ref[StandIn]] = field(default_factory=list)
 
+    @classmethod
+    def equal_to(cls, value: Any) -> Comparisons:
+        """As if it had been compared with its own value."""
+        return cls(type(value), [((_Operation(operator.eq, value),), True)])
+
     def hold(self, value: Any) -> bool:
         """Whether another number in its place compares as it did."""
         if type(value) is not self.kind:

@@ -12,6 +12,7 @@ import collections
 import copy
 import dis
 import functools
+import operator
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,7 @@ from torch._library.custom_ops import CustomOpDef
 from lowtide.capture.python_state.code_names import codes, full_name, is_standard, is_trusted, named_by, parts_of
 from lowtide.errors import CaptureError
 from lowtide.program import structure
-from lowtide.program.objects import ABSENT, PLAIN, cell_value, is_open, refill
+from lowtide.program.objects import ABSENT, OWN_GENERATORS, PLAIN, cell_value, is_open, refill
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH = 5  # of containers, objects and functions in each other
@@ -47,14 +48,22 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
 
 class _Holder(NamedTuple):
     """What a pass may write: a container, the attributes of an object or a class, a variable. ``read`` gives a copy of what it
-    holds, ``then`` is what that was. ``keyed``: its ``name`` goes on with that of what changed."""
+    holds, ``then`` is what that was; ``live`` is what the copy is of, if there is such. ``keyed``: its ``name`` goes on with
+    that of what changed."""
 
     name: str
     read: Callable[[], Any]
     write: Callable[[Any], None]
     then: Any
+    live: Any = None
     keyed: bool = False
     of_object: bool = False
+
+    @property
+    def is_as_then(self) -> bool:
+        """Whether it holds the same objects, in the same order."""
+        now = self.read() if self.live is None else self.live
+        return len(now) == len(self.then) and (not now or all(map(operator.is_, _items(now), _items(self.then))))
 
     def added(self, now: Any) -> list[Any]:
         """What was not there, or not there under this key."""
@@ -82,21 +91,30 @@ class _Holder(NamedTuple):
 
 class Reach:
     """What code can write: variables, and the containers, objects and classes that it can name. ``inside``: ids of objects that
-    are looked after elsewhere."""
+    are looked after elsewhere. ``generators``: of numbers, that it can draw from."""
 
     def __init__(self, inside: Iterable[int] = ()) -> None:
         self._inside = {*inside}
         self._holders: dict[Any, _Holder] = {}
         self._seen: dict[int, int] = {}
+        self.generators: list[Any] = []
 
     def add(self, value: Any, name: str) -> None:
         """With what ``value``, a function say, can name."""
         self._collect(value, _DEPTH + 1, name)
 
     def as_now(self) -> Reach:
-        """The same places, with what they hold now."""
+        """The same places, with what they hold now, and what can be written there."""
+        changed = dict(self._changed())
+        if not changed:
+            return self
         other = Reach(self._inside)
-        other._holders = {key: one._replace(then=one.read()) for key, one in self._holders.items()}
+        other._holders = self._holders | {key: one._replace(then=one.read()) for key, one in changed.items()}
+        other._seen = dict(self._seen)
+        for one in changed.values():
+            for item in one.added(one.read()):
+                if not isinstance(item, torch.Tensor):
+                    other._collect(item, self._seen.get(id(one.live), _DEPTH) - 1, one.name)
         return other
 
     def changed(self) -> list[str]:
@@ -109,15 +127,21 @@ class Reach:
             holder.write(holder.then)
 
     def _changes(self) -> Iterator[tuple[_Holder, Any]]:
-        for holder in self._holders.values():
-            now = holder.read()
-            if [*map(id, _items(now))] != [*map(id, _items(holder.then))]:
-                yield holder, now
+        return ((holder, holder.read()) for _, holder in self._changed())
+
+    def _changed(self) -> list[tuple[Any, _Holder]]:
+        """What holds other objects, by key. Most are attributes of functions, which have none: those are left out first."""
+        holders = self._holders.items()
+        filled = [(key, one) for key, one in holders if one.live is None or one.then or len(one.live)]
+        return [(key, one) for key, one in filled if not one.is_as_then]
 
     def _collect(self, value: Any, depth: int, name: str) -> None:
         if depth == 0 or id(value) in self._inside or self._seen.get(id(value), 0) >= depth:
             return
-        if isinstance(value, types.BuiltinMethodType):  # the append of a list
+        drawing = value.__self__ if isinstance(value, types.MethodType) else value
+        if isinstance(drawing, OWN_GENERATORS):
+            self.generators.append(drawing)
+        elif isinstance(value, types.BuiltinMethodType):  # the append of a list
             self._collect(value.__self__, depth - 1, name)
         elif isinstance(value, types.MethodType) and isinstance(value.__self__, type):  # apply, of an autograd function
             self._collect(value.__self__, depth - 1, full_name(value.__self__))
@@ -129,6 +153,9 @@ class Reach:
                 self._collect_code(value, depth, name)
         elif type(value) in _CONTAINERS:
             self._hold(value, depth, name)
+        elif isinstance(value, tuple):  # which nobody can write, unlike what is in it
+            for item in value:
+                self._collect(item, depth - 1, name)
         elif isinstance(value, threading.Thread):
             return  # its state is its own to change, at any time
         elif isinstance(value, (nn.Module, types.SimpleNamespace)) or (
@@ -140,9 +167,8 @@ class Reach:
 
     def _collect_code(self, value: Any, depth: int, name: str) -> None:
         if isinstance(value, type):
-            self._note(
-                id(value), name, lambda: dict(vars(value)), functools.partial(_set_attributes, value), keyed=True
-            )
+            write = functools.partial(_set_attributes, value)
+            self._note(id(value), name, lambda: dict(vars(value)), write, live=vars(value), keyed=True)
             for attribute, member in [*vars(value).items()]:
                 for part in parts_of(member):
                     self._collect(part, depth, f"{name}.{attribute}")
@@ -180,14 +206,13 @@ class Reach:
 
         self._note(id(cell), name, read, write)
 
-    def _note(self, key: Any, name: str, read: Callable[[], Any], write: Callable[[Any], None], **flags: bool) -> None:
+    def _note(self, key: Any, name: str, read: Callable[[], Any], write: Callable[[Any], None], **more: Any) -> None:
         if key not in self._holders:
-            self._holders[key] = _Holder(name, read, write, read(), **flags)
+            self._holders[key] = _Holder(name, read, write, read(), **more)
 
     def _hold(self, own: Any, depth: int, name: str, of_object: bool = False) -> None:
-        self._note(
-            id(own), name, functools.partial(copy.copy, own), functools.partial(refill, own), of_object=of_object
-        )
+        read, write = functools.partial(copy.copy, own), functools.partial(refill, own)
+        self._note(id(own), name, read, write, live=own, of_object=of_object)
         if self._seen.get(id(own), 0) < depth:
             self._seen[id(own)] = depth
             for item in _items(own):
@@ -284,4 +309,4 @@ def _set_attributes(kind: type, wanted: dict[str, Any]) -> None:
 
 
 def _items(holder: Any) -> list[Any]:
-    return list(holder.values() if isinstance(holder, dict) else holder)
+    return list(holder.values() if isinstance(holder, (dict, types.MappingProxyType)) else holder)

@@ -7,13 +7,13 @@ import functools
 import os
 import stat
 import sys
-import sysconfig
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from lowtide.capture.python_state.code_names import is_installed, is_standard
+from lowtide.capture.python_state.code_names import is_standard
+from lowtide.capture.python_state.installed import is_installed
 from lowtide.capture.trace.patches import wrapped
 
 _CODE = (".pyc", ".so", ".pyd", ".dll")
@@ -68,7 +68,7 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
 
 def _keep(path: str, whole: bool = True) -> None:
     found = getattr(_watching, "found", None)
-    if found is None or path.endswith(_CODE) or os.path.abspath(path).startswith((*_SYSTEM, *_installed())):
+    if found is None or path.endswith(_CODE) or _is_constant(os.path.abspath(path)):
         return
     file = File(path, whole)
     _watching.found = None  # what is asked for here is no read
@@ -89,7 +89,7 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     return asked
 
 
-@functools.cache
-def _installed() -> tuple[str, ...]:
+def _is_constant(path: str) -> bool:
+    """Whether it is a file of the system, of an installed library, or one that a compiler of PyTorch's made."""
     compilers = os.path.join(tempfile.gettempdir(), "torchinductor_")
-    return (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, sys.prefix, compilers)
+    return path.startswith((*_SYSTEM, sys.prefix, compilers)) or is_installed(path)

@@ -21,6 +21,7 @@ from lowtide.capture.python_state.paths import (
     tensors_in,
     value_at,
 )
+from lowtide.program.layouts import memory_of
 from lowtide.program.objects import is_open, reachable
 
 
@@ -89,11 +90,3 @@ def holding(model: nn.Module, tensor: torch.Tensor) -> frozenset[AttributePath]:
     """The attributes with this tensor in them, or one that shares its memory."""
     storage = memory_of(tensor)
     return frozenset(p for p, value in of_modules(model) if any(memory_of(t) == storage for t in tensors_in(value)))
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """By which tensors that share their memory are known."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse, or made of other tensors
-        return id(tensor)

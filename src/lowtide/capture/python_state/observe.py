@@ -26,6 +26,7 @@ from torch import nn
 
 from lowtide.capture.python_state import code_names, files
 from lowtide.capture.python_state.compared import StandIn, Standing
+from lowtide.capture.python_state.installed import is_installed
 from lowtide.capture.python_state.noting import NotingClasses
 from lowtide.capture.python_state.paths import FORWARD_HOOKS, OWN
 from lowtide.capture.python_state.reads import Content, Contents, Reads, decided_by, put_together
@@ -95,8 +96,8 @@ class Observer:
     def _begin(self) -> None:
         model, clone = self._model
         self.reads.note("method", model, "forward", current("method", model, "forward"), "its class's forward")
-        for argument in self._arguments:  # what they hold is a part of the signature
-            whole = isinstance(argument, (types.FunctionType, types.MethodType, nn.Module))
+        for argument in code_names.given(self._arguments):  # what else they hold is a part of the signature
+            whole = isinstance(argument, (types.FunctionType, types.MethodType, types.ModuleType, type, nn.Module))
             part = argument if whole else type(argument)
             self._reach(part, part, "an argument")
         names = dict(model.named_modules())
@@ -159,7 +160,7 @@ class Observer:
                 self.originals.pop(id(inner), None)
                 self._reach(inner, referent, text)
         elif isinstance(seen, types.FunctionType):
-            self._look_at_function(seen)
+            self._look_at_function(seen, original if isinstance(original, types.FunctionType) else seen)
         elif isinstance(seen, type):
             self._look_at_class(seen)
         elif isinstance(seen, types.ModuleType):
@@ -199,7 +200,7 @@ class Observer:
     def _sources(self) -> set[int]:
         return {id(original) for original, _ in self._copied.values()}
 
-    def _look_at_function(self, function: types.FunctionType) -> None:
+    def _look_at_function(self, seen: types.FunctionType, function: types.FunctionType) -> None:
         self._attributes |= code_names.attributes_named(function)
         self._numbers.met(function)
         theirs = function.__globals__.get("__name__") in self._defining
@@ -207,8 +208,8 @@ class Observer:
             value = current(variable.kind, variable.owner, variable.name)
             self.reads.note(variable.kind, variable.owner, variable.name, value, variable.text)
             if value is not ABSENT:
-                self._reach(value, value, variable.text)
-        if vars(function) and not code_names.is_installed(function.__code__.co_filename):
+                self._reach(code_names.value_in(seen, variable, value), value, variable.text)
+        if vars(function) and not is_installed(function.__code__.co_filename):
             self._texts[id(function)] = code_names.full_name(function)
             self._note_whole(function, function)
 
@@ -251,7 +252,7 @@ class Observer:
         if known == self._named:
             return
         self._named = known
-        for name in sorted(self._attributes):
+        for name in sorted(self._attributes | code_names.OPERATORS):
             method = current("class", torch.Tensor, name)
             if method is not ABSENT:
                 self.reads.note("class", torch.Tensor, name, method, f"torch.Tensor.{name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,20 @@ def backends() -> str:
     """The flags of ``torch.backends``."""
     matmul, cudnn, mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
     reduced = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
-    flags = matmul.allow_tf32, reduced, matmul.allow_fp16_accumulation, torch.backends.mha.get_fastpath_enabled()
-    convolutions = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, cudnn.benchmark_limit
+    flags = _tf32(matmul), reduced, matmul.allow_fp16_accumulation, torch.backends.mha.get_fastpath_enabled()
+    convolutions = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, _tf32(cudnn), cudnn.benchmark_limit
     return str(
         (flags, convolutions, mkldnn.enabled, torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy)
     )
+
+
+def _tf32(flags: Any) -> Any:
+    """The flag of old, or the precisions that stand for it: PyTorch refuses to answer for the one where the others were set."""
+    try:
+        return flags.allow_tf32
+    except RuntimeError:
+        parts = (flags, getattr(flags, "conv", None), getattr(flags, "rnn", None))
+        return tuple(getattr(part, "fp32_precision", None) for part in parts)
 
 
 def ranks() -> str:

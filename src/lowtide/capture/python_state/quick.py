@@ -24,6 +24,8 @@ from lowtide.program.objects import ABSENT, READERS, content, current, own_attri
 
 _IMMUTABLE = (tuple, frozenset, types.MethodType, types.BuiltinMethodType, functools.partial)
 _IN_CELL = operator.attrgetter("cell_contents")
+_IN_ORDER = operator.methodcaller("values")  # dict.values would not see that an OrderedDict was reordered
+_EXACT = frozenset((bytes, str, int))  # equal ones of these are the same
 _CHANGED = (KeyError, AttributeError, ValueError, RuntimeError, ReferenceError)
 
 
@@ -147,7 +149,7 @@ def _namespace(kind: type) -> Any:
 
 
 def _values(*registries: dict[str, Any]) -> list[Any]:
-    return [*itertools.chain.from_iterable(map(dict.values, registries))]
+    return [*itertools.chain.from_iterable(map(_IN_ORDER, registries))]
 
 
 def _compared(holds: Callable[[Any], bool], kind: str, owner: Any, name: str) -> list[Any]:
@@ -169,6 +171,8 @@ def _same_items(now: Sequence[Any] | None, before: Sequence[Any]) -> bool:
 def _same_item(one: Any, other: Any) -> bool:
     if type(other) is _Layout:
         return isinstance(one, torch.Tensor) and tensor_key(one) == other
-    return one is other or (
-        type(one) is type(other) and isinstance(other, (bytes, str, int, tuple)) and bool(one == other)
-    )
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    return _same_items(one, other) if type(other) is tuple else type(other) in _EXACT and bool(one == other)

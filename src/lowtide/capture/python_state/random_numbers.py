@@ -2,7 +2,9 @@
 
 No operator stands for such a draw: the program was made with the numbers that came. Most models only compare them with a
 threshold (layer drop). Then the comparisons are what the program depends on: a later call draws the same numbers as eager
-would, and where they compare as before the program is the same. Where a model computes with its draws (a mask made by
+would, and where they compare as before the program is the same. An integer (how often a block is recycled) may be used for
+anything: the program is the same where the next one is equal. With any numbers it is where they only choose what is checked:
+beartype draws which item of a container it looks at. Where a model computes with its draws (a mask made by
 NumPy), the program holds for the very state of the generators that it was captured with.
 """
 
@@ -14,7 +16,8 @@ import inspect
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,20 +25,23 @@ import numpy as np
 import torch
 from torch import nn
 
+from lowtide.capture.python_state.code_names import functions_of, is_trusted
 from lowtide.capture.python_state.compared import Comparisons
-from lowtide.capture.trace.patches import all_wrapped, wrapped
+from lowtide.capture.python_state.reads import Content
+from lowtide.capture.trace.patches import all_wrapped, by_thread, wrapped
 from lowtide.device import modules
 from lowtide.errors import CaptureError
-from lowtide.program.objects import CLOSED, reachable
+from lowtide.program.objects import CLOSED, GENERATORS, OWN_GENERATORS, content, reachable
 
-GENERATORS: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)  # those that all share
-_OWN_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _SEEDING = ((random, "seed"), (random, "setstate"), (np.random, "seed"), (np.random, "set_state"))
 _TORCH_STATE = ("manual_seed", "set_rng_state", "initial_seed")
+_CHOOSING = "__beartype_getrandbits"  # the default by which functions that check their arguments draw
 _SCALARS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (random, ("random", "uniform")),
     (np.random, ("rand", "random", "random_sample", "uniform")),
 )
+
+_INTEGERS: tuple[tuple[Any, tuple[str, ...]], ...] = ((random, ("randrange", "randint")), (np.random, ("randint",)))
 
 State = tuple[Any, ...]  # of Python's generator, and of NumPy's
 
@@ -90,10 +96,11 @@ class RandomNumber:
 
 
 @contextlib.contextmanager
-def none_by(model: nn.Module) -> Iterator[None]:
-    """Raises ``CaptureError`` where the forward pass inside draws from generators that the model holds, or gives PyTorch's
-    another state."""
-    before = [(get(), get, set_state) for get, set_state in map(_accessors, _generators(model))]
+def none_by(model: nn.Module, named: Iterable[Any] = ()) -> Iterator[None]:
+    """Raises ``CaptureError`` where the forward pass inside draws from generators that the model holds or its code has
+    ``named``, or gives PyTorch's another state."""
+    found = {id(one): one for one in (*_generators(model), *named) if all(one is not other for other in GENERATORS)}
+    before = [(get(), get, set_state) for get, set_state in map(_accessors, found.values())]
     with contextlib.ExitStack() as stack:
         asked: list[str] = []
         stack.enter_context(wrapped(torch, "seed", functools.partial(_refusing, "seed")))
@@ -118,10 +125,10 @@ def none_by(model: nn.Module) -> Iterator[None]:
 
 
 def _generators(model: nn.Module) -> list[Any]:
-    """Those that modules hold, in whatever way, shared ones excepted."""
+    """Those that modules hold, in whatever way."""
     held = [value for module in model.modules() for value in vars(module).values()]
-    found = reachable(held, lambda value: not isinstance(value, (*_OWN_GENERATORS, *CLOSED)) or inspect.ismethod(value))
-    return [one for one in found if isinstance(one, _OWN_GENERATORS) and all(one is not other for other in GENERATORS)]
+    found = reachable(held, lambda value: not isinstance(value, (*OWN_GENERATORS, *CLOSED)) or inspect.ismethod(value))
+    return [one for one in found if isinstance(one, OWN_GENERATORS)]
 
 
 def _noted(asked: list[str], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,6 +169,11 @@ class RandomNumbers:
     start: State
     end: State
     numbers: tuple[RandomNumber, ...] | None
+
+    @property
+    def come_again(self) -> bool:
+        """Whether later passes are likely to draw the same."""
+        return bool(self.numbers) and all(number.comparisons.kind is int for number in self.numbers or ())
 
     def hold(self) -> bool:
         """Whether a forward pass that began now would draw what makes the same program."""
@@ -213,13 +225,20 @@ class RandomRecorder:
         self.comparing = True  # as long as drawn numbers are only compared, for all that is known
 
     @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Around one forward pass."""
+    def __call__(self, model: nn.Module, contents: dict[int, Content]) -> Iterator[None]:
+        """Around one forward pass of the model. ``contents``: of holders, to which those that change meanwhile are added."""
         self.numbers, self.seeded = [], False
-        with untouched(self.start):
-            scalars = [(module, name) for module, names in _SCALARS for name in names if self.comparing]
-            with all_wrapped(_SEEDING, self._seeding), all_wrapped(scalars, self._recording):
-                yield
+        with untouched(self.start), contextlib.ExitStack() as stack:
+            kinds, beside = _code_of(model)
+            stack.enter_context(all_wrapped(_SEEDING, self._seeding))
+            if self.comparing:
+                stack.enter_context(all_wrapped(_places(_SCALARS, beside), self._recording))
+            stack.enter_context(all_wrapped(_places(_INTEGERS, beside), self._recording_value))
+            for defaults in _of_checking_functions(kinds, beside):
+                contents[id(defaults)] = Content(defaults, content(defaults) or ())
+                stack.callback(defaults.__setitem__, _CHOOSING, defaults[_CHOOSING])
+                defaults[_CHOOSING] = by_thread(self._counting(defaults[_CHOOSING]), defaults[_CHOOSING])
+            yield
             self.end = state()
             for number in self.numbers:
                 number.comparisons.ended()
@@ -257,3 +276,45 @@ class RandomRecorder:
             return self.numbers[-1].comparisons.stand_in(value)
 
         return draw
+
+    def _recording_value(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            value = function(*args, **kwargs)
+            if type(value) is int:
+                self.numbers.append(RandomNumber(function, args, kwargs, Comparisons.equal_to(value)))
+            return value
+
+        return draw
+
+    def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any) -> Any:
+            self.numbers.append(RandomNumber(function, args, {}, Comparisons(int)))
+            return function(*args)
+
+        return draw
+
+
+Variable = tuple[types.ModuleType, str, Any]
+
+
+def _code_of(model: nn.Module) -> tuple[set[type], list[Variable]]:
+    """The classes of the model's modules, and all that is beside them, in the modules that define them."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not is_trusted(kind)}
+    files = filter(None, map(sys.modules.get, sorted({kind.__module__ for kind in kinds})))
+    return kinds, [(file, name, value) for file in files for name, value in [*vars(file).items()]]
+
+
+def _places(drawing: Iterable[tuple[Any, Sequence[str]]], beside: Iterable[Variable]) -> list[tuple[Any, str]]:
+    """Where the functions are: in their modules, and in the variables that they were imported into."""
+    own = [(module, name) for module, names in drawing for name in names]
+    functions = {id(getattr(*place)) for place in own}
+    return own + [(file, name) for file, name, value in beside if id(value) in functions and (file, name) not in own]
+
+
+def _of_checking_functions(kinds: set[type], variables: Iterable[Variable]) -> list[dict[str, Any]]:
+    """The defaults of functions that draw what they check: of the model's classes, and of all that is beside these."""
+    beside = [value for _, _, value in variables]
+    classes = kinds.union(value for value in beside if isinstance(value, type))
+    functions = [*beside, *(function for kind in classes for function in functions_of(kind))]
+    found = (one.__kwdefaults__ for one in functions if isinstance(one, types.FunctionType))
+    return [*{id(defaults): defaults for defaults in found if defaults and _CHOOSING in defaults}.values()]

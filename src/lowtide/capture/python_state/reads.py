@@ -14,8 +14,9 @@ from torch import nn
 
 from lowtide.capture.python_state.external_effects import hooks_of
 from lowtide.capture.python_state.files import File
+from lowtide.capture.trace.patches import STANDS_FOR
 from lowtide.program.keys import tensor_key
-from lowtide.program.objects import MUTABLE, PLAIN, class_attribute, content, own_attributes
+from lowtide.program.objects import MUTABLE, PLAIN, beside, class_attribute, content, exact, own_attributes
 
 Place = tuple[str, int, str]
 
@@ -114,9 +115,9 @@ def _equal(kept: Any, value: Any) -> bool:
         return kept.__func__ is value.__func__ and kept.__self__ is value.__self__
     if type(kept) is not type(value) or not isinstance(kept, (*PLAIN, np.generic)):
         return False
-    if isinstance(kept, float) and kept == 0:
-        return str(kept) == str(value)  # of both signs
-    return bool(kept == value or (kept != kept and value != value))
+    one, other = beside(kept), beside(value)
+    same = one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
+    return same and bool(exact(kept) == exact(value))
 
 
 @dataclass(eq=False)
@@ -138,6 +139,8 @@ class Reads:
             self.values.pop(read.place, None)
 
     def note(self, kind: str, owner: Any, name: str, value: Any, text: str) -> None:
+        if type(value) is types.FunctionType:
+            value = value.__dict__.get(STANDS_FOR, value)  # what is there when nothing is captured
         self.values.setdefault((kind, id(owner), name), Read(kind, owner, name, value, text))
 
 

@@ -15,6 +15,7 @@ from lowtide.errors import CaptureError
 from lowtide.program.objects import PLAIN, content, fields
 
 _NOT_PLAIN = OWN | {"forward"}
+_DEPTH = 8
 
 
 def refuse_writes(
@@ -55,12 +56,22 @@ def _mirrors(
     def source(item: Any) -> Any:
         return tensors.get(id(item), copies.get(id(item), (item,))[0])
 
+    def alike(own: Any, item: Any, depth: int = 0) -> bool:
+        if source(item) is own:
+            return True
+        if type(own) is not type(item) or id(item) in copies:
+            return False
+        if isinstance(own, PLAIN):
+            return bool(own == item)
+        # A class may make anew what its objects hold where it copies them.
+        mine, theirs = content(own), content(item)
+        if mine is None or theirs is None or len(mine) != len(theirs) or depth == _DEPTH:
+            return False
+        return all(alike(*pair, depth + 1) for pair in zip(mine, theirs, strict=True))
+
     if isinstance(original, (set, frozenset)):
         return {id(source(item)) for item in theirs} == set(map(id, mine))
-    return all(
-        source(item) is own or (isinstance(own, PLAIN) and type(own) is type(item) and own == item)
-        for own, item in zip(mine, theirs, strict=True)
-    )
+    return all(map(alike, mine, theirs))
 
 
 def _parts(value: Any) -> tuple[Any, list[Any]]:

@@ -30,6 +30,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._mode_utils import no_dispatch
 
 from lowtide.capture.trace import fake_kernels as fakes
+from lowtide.capture.trace.expected import Expectations, all_close, note_expected
 from lowtide.capture.trace.layer_drop import fold_uniform
 from lowtide.capture.trace.questions import Provenance, Question
 from lowtide.capture.trace.real_strides import real_strides, with_strides
@@ -48,9 +49,13 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors whose known values answer data-dependent questions. ``questions`` is what was asked and depends on
     the call's inputs."""
 
-    def __init__(self, sizes: SymbolicSizes | None = None) -> None:
+    def __init__(
+        self, sizes: SymbolicSizes | None = None, expected: Sequence[bool] | None = None, rehearses: bool = False
+    ) -> None:
         super().__init__(allow_non_fake_inputs=True, shape_env=None if sizes is None else sizes.begin())
         self.sizes = sizes
+        self.expectations = Expectations(expected)
+        self.rehearses = rehearses  # so that nothing is traced, and nobody else answers
         self.questions: list[Question] = []
         self._seen: set[Any] = set()
         self._interned: dict[Any, Provenance] = {}
@@ -76,6 +81,9 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = dict(kwargs or {})
         if func in _QUESTIONS:
             return self._answer(func, args, kwargs)
+        if func is _ATEN.allclose.default and self.rehearses:
+            with self:
+                return all_close(args, kwargs)
         real, known = self._known_result(func, args, kwargs)
         if func is _ATEN.bernoulli.p and is_empty(args[0]):
             return super().dispatch(_ATEN.empty_like.default, types, args[:1], {})  # see targets.bernoulli
@@ -100,6 +108,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if known is not None:
             self._attach_results(func, result, real, known)
             return result
+        note_expected(func, args, result)
         if func in fakes.NORMS:
             with self:
                 result = fakes.norm_statistics(func, args, result)
@@ -116,7 +125,10 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         real, known = self._known_result(func, args, kwargs)
         if known is None:
-            raise _unanswerable(func)
+            answer = self.expectations.next_answer(args[0]) if self.rehearses else None
+            if answer is None:
+                raise _unanswerable(func)
+            return answer
         if known.depends_on_input:
             subject = known.args[0] if func is _ATEN._local_scalar_dense.default else known
             self._remember(subject, "item" if subject is not known else "bool", real)

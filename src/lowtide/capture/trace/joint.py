@@ -22,6 +22,7 @@ from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 
 from lowtide.capture.trace import collectives
+from lowtide.capture.trace.expected import expecting
 from lowtide.capture.trace.inplace import keeping_layouts
 from lowtide.capture.trace.patches import replaced, wrapped
 from lowtide.capture.trace.twins import through_twins
@@ -68,7 +69,7 @@ def as_traced() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_eager_dispatch())
         stack.enter_context(wrapped(torch.fx.Node, "is_impure", _or_foreign))
-        for replacing in (keeping_layouts, through_twins, collectives.refusing):
+        for replacing in (keeping_layouts, through_twins, collectives.refusing, expecting):
             stack.enter_context(wrapped(FunctionalTensorMode, "__torch_dispatch__", replacing))
         stack.enter_context(collectives.functional())
         stack.enter_context(torch.random.fork_rng(devices=[]))

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+STANDS_FOR = "_lowtide_stands_for"  # attribute of a function that is in another's place: that one
+
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
@@ -30,9 +32,8 @@ def all_wrapped(
     """Inside, this thread calls what ``wrap`` makes of the function at each place, an owner and a name; all others call the
     function."""
     functions = [(owner, name, getattr(owner, name)) for owner, name in places]
-    thread = threading.get_ident()
     for owner, name, function in functions:
-        setattr(owner, name, _by_thread(thread, wrap(function), function))
+        setattr(owner, name, by_thread(wrap(function), function))
     try:
         yield
     finally:
@@ -47,10 +48,14 @@ def wrapped(
     return all_wrapped([(owner, name)], wrap)
 
 
-def _by_thread(thread: int, own: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def by_thread(own: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls the first in this thread, and the second in all others."""
+    thread = threading.get_ident()
+
     def call(*args: Any, **kwargs: Any) -> Any:
         return (own if threading.get_ident() == thread else function)(*args, **kwargs)
 
+    setattr(call, STANDS_FOR, function)
     return call
 
 

@@ -1,7 +1,8 @@
-"""Writes into the user's own tensors are refused while a model is traced."""
+"""Writes while a model is traced: those into the user's own tensors are refused, and ``tensor.data = value`` is made one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.errors import CaptureError
+from lowtide.program.keys import tensor_key
+from lowtide.program.layouts import memory_of
 from lowtide.program.local import local_of
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class WriteError(Exception):
@@ -35,3 +41,22 @@ class RefuseWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(leaf, torch.Tensor) and not isinstance(local_of(leaf), (FakeTensor, FunctionalTensor)):
                     raise WriteError(leaf)
         return function(*args, **kwargs)
+
+
+def assigned_data(func: Any, args: Sequence[Any], state: Sequence[torch.Tensor]) -> bool:
+    """Whether a call is ``tensor.data = value`` for one of ``state``; then the values are written into the memory that it has:
+    as MoCo's encoder is averaged. Raises ``CaptureError`` where that is not the same."""
+    if func != _SET_DATA or not any(args[0] is tensor for tensor in state):
+        return False
+    tensor, value = args
+    alike = isinstance(value, FunctionalTensor) and tensor_key(tensor.detach()) == tensor_key(value.detach())
+    memory = {memory_of(one) for one in state}
+    if not alike or memory_of(value) in memory:
+        raise CaptureError(
+            "the forward pass assigns to .data of a parameter or a buffer what has another layout or is not made in that pass, "
+            "which no program follows. Write into it (tensor.data.copy_(...), tensor.mul_(...) in torch.no_grad()), or do it "
+            "outside of the forward pass."
+        )
+    with torch.no_grad():
+        tensor.detach().copy_(value)
+    return True

@@ -1,0 +1,110 @@
+"""In-place writes into views of views copy what they write alone.
+
+A functional program writes into ``x[i][:, j]`` from the inside out: a copy of the slice with the new part, and a copy of the
+tensor with the new slice, every level anew. Here each becomes one operator, which puts the innermost part where it lies in the
+tensor; where the tensor dies it is overwritten in place (``program.overwrites``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.capture.convert.builder import meta_of
+from lowtide.capture.trace.sizes import SYMBOLIC, expression
+from lowtide.program.overwrites import SLICES, fills_its_storage
+
+_ATEN = torch.ops.aten
+_WHOLE_VIEWS = {  # with all elements of what they are views of
+    _ATEN.alias.default, _ATEN.detach.default, _ATEN.permute.default, _ATEN.squeeze.default, _ATEN.squeeze.dim,
+    _ATEN.squeeze.dims, _ATEN.t.default, _ATEN.transpose.int, _ATEN.unsqueeze.default, _ATEN.view.default,
+}  # fmt: skip
+_PART_VIEWS = {_ATEN.as_strided.default, _ATEN.select.int, _ATEN.slice.Tensor}
+
+Layout = tuple[Any, ...]  # sizes, strides and offset, in elements
+
+
+def merge_nested_writes(module: fx.GraphModule) -> None:
+    """Write what the innermost of nested writes into views does at once; changes the joint graph."""
+    for node in [*module.graph.nodes]:
+        merged = _merged(node) if node.target in SLICES and not node.kwargs else None
+        if merged is None:
+            continue
+        with module.graph.inserting_before(node):
+            new = module.graph.call_function(*merged)
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        module.graph.erase_node(node)
+
+
+def _merged(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
+    """The operator and the arguments of one write that does what this one and those before it do, where there are such."""
+    base, source, *slices = node.args
+    whole = base.meta["val"]  # type: ignore[union-attr]
+    if not fills_its_storage(meta_of(whole)) or not _same(_layout(whole), _layout(node.meta["val"])):
+        return None
+    part = SLICES[node.target](whole, *slices)
+    found = None
+    while inner := _written_before(base, source, whole, part):
+        written, source, part = inner
+        into = _layout(written.args[0].meta["val"])
+        found = (
+            (written.target, (base, *written.args[1:]))
+            if _same(into, _layout(whole))
+            else (_ATEN.as_strided_scatter.default, (base, source, *map(_listed, _layout(part))))
+        )
+    return found
+
+
+def _written_before(base: Any, source: Any, whole: torch.Tensor, part: torch.Tensor) -> Any:
+    """The write into a view of ``base`` that made ``source``, which is to stand at ``part`` of it: the node, what that wrote
+    and where. ``None`` where none did."""
+    views = []
+    while isinstance(source, fx.Node) and source.target in _WHOLE_VIEWS:
+        views.append(source)
+        source = source.args[0]
+    if not isinstance(source, fx.Node) or source.target not in SLICES or source.kwargs:
+        return None
+    into, written, *slices = source.args
+    if _root(into) is not _root(base):
+        return None
+    try:
+        place = whole.as_strided(*_layout(into.meta["val"]))  # type: ignore[union-attr]
+        seen = place
+        for view in reversed(views):
+            seen = view.target(seen, *view.args[1:], **view.kwargs)  # type: ignore[operator]
+    except RuntimeError:  # there is no such view of it
+        return None
+    return (source, written, SLICES[source.target](place, *slices)) if _same(_layout(seen), _layout(part)) else None
+
+
+def _root(node: Any) -> Any:
+    """What a node is a view of."""
+    while isinstance(node, fx.Node) and node.target in _WHOLE_VIEWS | _PART_VIEWS:
+        node = node.args[0]
+    return node
+
+
+def _layout(tensor: torch.Tensor) -> Layout:
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _same(one: Layout, other: Layout) -> bool:
+    """Whether both are equal, whatever the sizes that vary are."""
+    pairs = zip(_numbers(one), _numbers(other), strict=True)
+    return all(
+        expression(a) == expression(b) if isinstance(a, SYMBOLIC) or isinstance(b, SYMBOLIC) else a == b
+        for a, b in pairs
+    )
+
+
+def _numbers(layout: Layout) -> Iterator[Any]:
+    for value in layout:
+        yield from value if isinstance(value, tuple) else (value,)

@@ -1,0 +1,95 @@
+"""Questions about the nodes of a joint graph."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd import descriptors as d
+
+from lowtide.capture.trace.fake import UNINITIALISED
+from lowtide.capture.trace.sizes import SYMBOLIC, expression
+
+_ATEN = torch.ops.aten
+_TRAINING_NORMS = {"_native_batch_norm_legit_functional", "_batch_norm_with_update_functional"}
+
+
+def is_whole(node: fx.Node) -> bool:
+    """Whether a node is ``tensor[:]`` of a tensor of symbolic sizes, or the backward of that. Where sizes are numbers, it is
+    not recorded at all."""
+    if node.target not in (_ATEN.slice.Tensor, _ATEN.slice_backward.default) or sys.maxsize not in node.args:
+        return False
+    before, after = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
+    symbolic = any(isinstance(size, SYMBOLIC) for size in (*before, *after))
+    return symbolic and list(map(expression, before)) == list(map(expression, after))
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node computes a symbolic number, not a tensor."""
+    return isinstance(node.meta.get("val"), SYMBOLIC)
+
+
+def fills_empty(node: fx.Node) -> bool:
+    """Whether a node is the functional form of ``empty_like(x).bernoulli_(p)``, as dropout has it."""
+    if node.target is not _ATEN.bernoulli.p:
+        return False
+    source = getattr(node.args[0], "target", None)
+    return isinstance(source, torch._ops.OpOverload) and source._schema.name.split("::")[1] in UNINITIALISED
+
+
+def owned_layout(fake: torch.Tensor) -> tuple[Any, ...]:
+    return (tuple(fake.shape), tuple(fake.stride()), fake.dtype, fake.device)
+
+
+def is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def begins_backward(node: fx.Node) -> bool:
+    """The backward of an autograd function that Dynamo traced has no tag."""
+    return is_backward(node) or any(map(is_tangent, node.all_input_nodes))
+
+
+def is_tangent(node: Any) -> bool:
+    """Whether it is a gradient as it arrives: with its own numbers, where the tracer has it with their conjugates."""
+    if not isinstance(node, fx.Node):
+        return False
+    if node.target is _ATEN._conj.default:
+        source: Any = node.args[0]  # a number, too
+        return is_tangent(source) and source.op == "placeholder" and source.meta["val"].is_conj()
+    return isinstance(node.meta.get("desc"), d.TangentAOTInput)
+
+
+def ancestors(outputs: Iterable[Any]) -> set[fx.Node]:
+    """The nodes that ``outputs`` are computed from, themselves included."""
+    pending = [node for node in outputs if isinstance(node, fx.Node)]
+    found: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend([] if fills_empty(node) else node.all_input_nodes)
+    return found
+
+
+def reaching(forward: Sequence[fx.Node], backward: set[fx.Node]) -> set[fx.Node]:
+    """Forward nodes from which data flows into the backward pass."""
+    found: set[fx.Node] = set()
+    for node in reversed(forward):
+        if any(user in found or user in backward for user in node.users):
+            found.add(node)
+    return found
+
+
+def is_training_norm(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name.split("::")[1] in _TRAINING_NORMS
+
+
+def is_running_statistic(node: fx.Node) -> bool:
+    """Whether it is what a norm makes of its running statistics, which eager writes without counting it as a new version."""
+    return node.target is operator.getitem and is_training_norm(node.args[0])  # type: ignore[arg-type]

@@ -1,0 +1,65 @@
+"""What a capture may begin with, and what each of its traces learns for the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from lowtide.capture.contract import Captured, Conditions
+from lowtide.capture.python_state.held_inputs import HeldInputs
+from lowtide.capture.python_state.paths import AttributePath
+from lowtide.capture.python_state.random_numbers import RandomRecorder
+from lowtide.capture.python_state.reads import Place, Read
+from lowtide.capture.rehearsal import Effects
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a call before it is traced: from an attempt before, or from another program of the same call.
+
+    ``effects``: what it does to attributes; ``None`` where that is to be found out. ``follow``: attributes whose tensors are
+    inputs of the program instead of constants, more of which may be found; or just those of another program, in their order.
+    ``recorder``: in which state the generators of Python and NumPy are; by default, in that of now. ``changed_backward``: what
+    was another in the end of a backward pass, by the pass itself or by another thread: the pass would do it again. ``numbers``
+    that were read and seen to change: how they compare is found out; ``computed``: those that the call does more with.
+    ``expected``: how the first checks of values go (``trace.expected``); with ``None`` there are to be none.
+    """
+
+    effects: Effects | None = None
+    follow: frozenset[AttributePath] | HeldInputs = frozenset()
+    recorder: RandomRecorder | None = None
+    changed_backward: frozenset[str] = frozenset()
+    numbers: Mapping[Place, Read] = field(default_factory=dict)
+    computed: frozenset[Place] = frozenset()
+    expected: tuple[bool, ...] | None = ()
+
+    @staticmethod
+    def of(captured: Captured) -> Known:
+        """To trace the same call again."""
+        contract = captured.contract
+        numbers, expected = contract.conditions.compared(), contract.conditions.expected
+        recorder = contract.conditions.recorder()
+        return Known(contract.effects, contract.held_inputs, recorder, numbers=numbers, expected=expected)
+
+    @staticmethod
+    def like(captured: Captured) -> Known:
+        """To trace a call that is like it but for what its Python code does."""
+        contract = captured.contract
+        numbers, expected = contract.conditions.compared(), contract.conditions.expected
+        return Known(follow=contract.held_inputs.attributes(), numbers=numbers, expected=expected)
+
+    def with_changes(self, conditions: Conditions, model: nn.Module) -> Known:
+        """For another call, where these conditions do not hold any more: what has changed is likely to change again."""
+        numbers = {**self.numbers, **conditions.other_numbers(model)}
+        return replace(self, follow=self.attributes | conditions.other_tensors(model), numbers=numbers)
+
+    def after(self, captured: Captured) -> Known:
+        """What is still worth knowing when a call has been ``captured`` with it."""
+        compared = captured.contract.conditions.compared()
+        return replace(self, computed=self.computed | self.numbers.keys() - compared.keys(), numbers=compared)
+
+    @property
+    def attributes(self) -> frozenset[AttributePath]:
+        return self.follow.attributes() if isinstance(self.follow, HeldInputs) else self.follow

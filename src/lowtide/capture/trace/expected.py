@@ -1,0 +1,100 @@
+"""Values that a model checks in its forward pass: ``if not torch.isfinite(x).all()``, an ``assert``, the arguments of a loss.
+
+They come of floating-point numbers, so nobody knows them while the model is captured. But a check has an answer that it nearly
+always gets: ``all`` of something is true, and ``any`` of it is not. The program is captured as it goes then, with an operator
+that looks at the value in each call, and ends the forward pass where it is another one: before anything was written, so that
+the call may run by another program.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+from lowtide.program.foreign import CHECKS
+
+_ATEN = torch.ops.aten
+_EXPECTED = {
+    **dict.fromkeys((_ATEN.all.default, _ATEN.all.dim, _ATEN.all.dims), True),
+    **dict.fromkeys(
+        (_ATEN.any.default, _ATEN.any.dim, _ATEN.any.dims, _ATEN.isnan.default, _ATEN.isinf.default), False
+    ),
+}
+_NOT = {_ATEN.logical_not.default, _ATEN.bitwise_not.default}
+_AND = {_ATEN.logical_and.default, _ATEN.bitwise_and.Tensor}
+_OR = {_ATEN.logical_or.default, _ATEN.bitwise_or.Tensor}
+_SAME = {_ATEN.alias.default, _ATEN.view.default, _ATEN.squeeze.default, _ATEN.detach.default}
+
+_LIBRARY = torch.library.Library(CHECKS, "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("expect(Tensor value, bool answer, int number) -> ()")  # type: ignore[no-untyped-call]
+torch.library.register_fake(f"{CHECKS}::expect", lambda value, answer, number: None, lib=_LIBRARY)
+EXPECT = torch.ops.lowtide_checks.expect.default
+torch.fx.node.has_side_effect(EXPECT)
+
+
+class Expectations:
+    """The answers that values are expected to give, in the order in which they are asked in a run of the model. ``known`` are
+    the first ones, as they were in a call; without it values are not to be expected at all."""
+
+    def __init__(self, known: Sequence[bool] | None) -> None:
+        self._known = known
+        self.answers: list[bool] = []
+
+    def begin(self) -> None:
+        """A run of the model begins."""
+        self.answers = []
+
+    def next_answer(self, fake: Any) -> bool | None:
+        """Of a traced value that is asked for now; ``None`` where nobody can say."""
+        usual = getattr(fake, "_lowtide_expected", None)
+        if usual is None or self._known is None or fake.numel() != 1:
+            return None
+        number = len(self.answers)
+        self.answers.append(self._known[number] if number < len(self._known) else usual)
+        return self.answers[-1]
+
+
+def note_expected(func: Any, args: Sequence[Any], result: Any) -> None:
+    """Note on the result of an operator what it usually is, if that is known."""
+    if not isinstance(result, FakeTensor) or result.dtype is not torch.bool:
+        return
+    usual = _EXPECTED.get(func)
+    if usual is None and func in _NOT | _AND | _OR | _SAME:
+        of = [getattr(one, "_lowtide_expected", None) for one in args if isinstance(one, torch.Tensor)]
+        if None not in of:
+            usual = not of[0] if func in _NOT else any(of) if func in _OR else all(of)
+    if usual is not None:
+        result._lowtide_expected = usual  # type: ignore[attr-defined]
+
+
+def all_close(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """``torch.allclose`` by operators of which the last is a check."""
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
+def expecting(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """The functional mode's dispatch, which answers code that asks for a value by what it usually is, and has the program look
+    at it."""
+
+    @functools.wraps(dispatch)
+    def run(self: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ATEN.allclose.default:
+            with self:
+                return all_close(args, kwargs or {})
+        if func is _ATEN._local_scalar_dense.default and isinstance(args[0], FunctionalTensor):
+            fake = args[0].from_functional()
+            if isinstance(fake, FakeTensor) and not hasattr(fake, "_lowtide_known"):
+                expectations: Expectations = fake.fake_mode.expectations  # type: ignore[attr-defined]
+                answer = expectations.next_answer(fake)
+                if answer is not None:
+                    with self:
+                        EXPECT(args[0], answer, len(expectations.answers) - 1)
+                    return answer
+        return dispatch(self, func, types, args, kwargs)
+
+    return run

@@ -1,0 +1,170 @@
+"""Models that check values in their forward pass: one program for the usual answers, and others where a call needs them."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lowtide
+from lowtide.api import runtime_of
+
+Check = Callable[[torch.Tensor], torch.Tensor]
+WIDTH = 32
+
+
+class _Checking(nn.Module):
+    """Blocks with dropout and running statistics, and a check between them, as the models of DETR's family have it."""
+
+    def __init__(self, check: Check, counts: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 128), nn.BatchNorm1d(128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, WIDTH))
+            for _ in range(3)
+        )
+        self.check, self.counts = check, counts
+        self.calls, self.last = 0, torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.check(x + block(x))
+        if self.counts:
+            self.calls += 1
+            self.last = x.detach().mean()
+        return x.square().mean()
+
+
+def _clamped(x: torch.Tensor) -> torch.Tensor:
+    if not torch.isfinite(x).all():
+        x = torch.nan_to_num(x, 0.0, 9.0, -9.0)
+    return x
+
+
+def _replaced(x: torch.Tensor) -> torch.Tensor:
+    return x.nan_to_num(0.0, 9.0, -9.0) if (torch.isnan(x).any() | torch.isinf(x).any()).item() else x
+
+
+def _asserted(x: torch.Tensor) -> torch.Tensor:
+    assert (x.exp() > 0).all()
+    assert not (x.abs() < 0).any()
+    return x
+
+
+def _close(x: torch.Tensor) -> torch.Tensor:
+    return x if torch.allclose(x, x * 1) else x * 0
+
+
+def _likelihood(x: torch.Tensor) -> torch.Tensor:
+    return x * F.gaussian_nll_loss(x, x + 1, x.square() + 1)
+
+
+def _large(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-9, 9) if (x.abs() > 50).any() else x
+
+
+def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return bool(((one == two) | ((one != one) & (two != two))).all())
+
+
+def _trained(check: Check, factors: list[float], rows: tuple[int, ...] = (64,)) -> tuple[nn.Module, int]:
+    """A planned model after steps on inputs that are multiplied by ``factors``, with these numbers of rows in turn, each equal
+    to eager's to the bit; and how many programs it has."""
+    torch.manual_seed(0)
+    plain = _Checking(check, counts=len(rows) == 1)  # calls that leave something behind are captured for each shape
+    model = copy.deepcopy(plain)
+    dynamic = True if len(rows) > 1 else None
+    lowtide.rematerialize(model, (torch.randn(64, WIDTH),), budget="80%", dynamic=dynamic)
+    pairs = [(each, torch.optim.SGD(each.parameters(), 1e-4)) for each in (plain, model)]
+    for number, factor in enumerate(factors):
+        found = []
+        for each, optimizer in pairs:
+            torch.manual_seed(number)
+            random.seed(number)
+            x = factor * torch.randn(rows[number % len(rows)], WIDTH)
+            optimizer.zero_grad()
+            loss = each(x)
+            loss.backward()
+            found.append([loss.detach(), *(p.grad for p in each.parameters()), *each.buffers(), each.last])
+            found[-1] += [torch.get_rng_state(), torch.tensor(random.random())]
+            optimizer.step()
+        assert all(map(_same, *found))
+    assert plain.calls == model.calls == len(factors) * (len(rows) == 1)
+    runtime = runtime_of(model)
+    assert runtime is not None
+    assert runtime.parts is None
+    return model, sum(map(len, runtime.entries.values()))
+
+
+@pytest.mark.parametrize("check", [_clamped, _replaced, _asserted, _close, _likelihood, _large])
+def test_the_usual_answers_are_one_program(check: Check) -> None:
+    _, programs = _trained(check, [1.0, 1.0, 1.0])
+    assert programs == 1
+
+
+@pytest.mark.parametrize("check", [_clamped, _large])
+def test_a_call_that_goes_otherwise_has_a_program_of_its_own(check: Check) -> None:
+    """Nothing of the first try is left: neither draws, nor statistics, nor what the model counts."""
+    unusual = float("inf") if check is _clamped else 1e4
+    _, programs = _trained(check, [1.0, unusual, 1.0, unusual, unusual, 1.0])
+    assert programs == 2
+
+
+def test_programs_of_a_family_go_otherwise_too() -> None:
+    _, programs = _trained(_large, [1.0, 1.0, 1.0, 1e4, 1.0, 1e4, 1.0, 1.0], (64, 48, 40, 56))
+    assert programs == 4 + 2
+
+
+def _drawn(x: torch.Tensor) -> torch.Tensor:
+    return _clamped(x * 2 if random.random() < 2 else x)
+
+
+def test_draws_of_python_are_taken_once() -> None:
+    _, programs = _trained(_drawn, [1.0, float("inf"), 1.0])
+    assert programs == 2
+
+
+def _dropped(x: torch.Tensor) -> torch.Tensor:
+    return x if (torch.rand(2) < 0.5).any() else x * 2
+
+
+def test_a_check_that_goes_every_way_is_none() -> None:
+    """It is a decision by random numbers: the model runs in parts, or is refused."""
+    torch.manual_seed(0)
+    plain = _Checking(_dropped)
+    model, strict = copy.deepcopy(plain), copy.deepcopy(plain)
+    lowtide.rematerialize(model, (torch.randn(64, WIDTH),), budget="90%")
+    for number in range(12):
+        losses = []
+        for each in (plain, model):
+            torch.manual_seed(number)
+            losses.append(each(torch.randn(64, WIDTH)))
+            losses[-1].backward()
+        assert torch.equal(*losses)
+    runtime = runtime_of(model)
+    assert runtime is not None
+    assert runtime.parts is not None
+    lowtide.rematerialize(strict, (torch.randn(64, WIDTH),), budget="90%", on_capture_error="error")
+    with pytest.raises(lowtide.CaptureError, match=r"what it checks in the forward pass went in 3 ways"):
+        for number in range(12):
+            torch.manual_seed(number)
+            strict(torch.randn(64, WIDTH)).backward()
+
+
+def test_a_failing_check_is_the_models_own_error() -> None:
+    def positive(x: torch.Tensor) -> torch.Tensor:
+        if not (x < 1e5).all():
+            raise ValueError("too large")
+        return x
+
+    model, _ = _trained(positive, [1.0])
+    runtime = runtime_of(model)
+    assert runtime is not None
+    with pytest.raises((ValueError, lowtide.CaptureError), match="too large"):
+        model(1e9 * torch.ones(64, WIDTH))
+    model(torch.randn(64, WIDTH)).backward()
+    assert runtime.parts is None

@@ -1,0 +1,164 @@
+"""Models whose backward passes are differentiated again: gradient penalties, differential equations, learning to learn."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import lowtide
+from lowtide.api import runtime_of
+from lowtide.runtime.differentiated import is_named
+
+Step = Callable[[nn.Module], torch.Tensor]
+WIDTH = 64
+
+
+class _Blocks(nn.Module):
+    """Residual blocks with dropout and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(WIDTH, 256), nn.BatchNorm1d(256), nn.Softplus(), nn.Dropout(0.1), nn.Linear(256, WIDTH)
+            )
+            for _ in range(6)
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x.sum(1, keepdim=True)
+
+
+def _penalty(model: nn.Module) -> torch.Tensor:
+    """Gulrajani et al. 2017: a critic's norm of gradients, beside calls that are not differentiated again."""
+    real, fake = torch.randn(128, WIDTH), torch.randn(128, WIDTH)
+    between = torch.lerp(real, fake, torch.rand(128, 1)).requires_grad_()
+    loss = model(fake).mean() - model(real).mean()
+    (gradient,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
+    return loss + 10 * (gradient.norm(dim=1) - 1).square().mean()
+
+
+def _equation(model: nn.Module) -> torch.Tensor:
+    """Raissi et al. 2019: the residual of an equation has second derivatives, and the solution itself."""
+    x = torch.randn(128, WIDTH, requires_grad=True)
+    u = model(x)
+    (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+    return (u * first - 0.1 * second).square().mean() + model(torch.zeros(32, WIDTH)).square().mean()
+
+
+def _learning_to_learn(model: nn.Module) -> torch.Tensor:
+    """Finn et al. 2017: through a step of gradient descent."""
+    parameters = dict(model.named_parameters())
+    loss = functional_call(model, parameters, (torch.randn(64, WIDTH),)).square().mean()
+    gradients = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
+    moved = {name: one - 0.1 * g for (name, one), g in zip(parameters.items(), gradients, strict=True)}
+    return functional_call(model, moved, (torch.randn(64, WIDTH),)).square().mean()
+
+
+def _product_with_hessian(model: nn.Module) -> torch.Tensor:
+    loss = model(torch.randn(64, WIDTH)).square().mean()
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + sum((each * each.detach()).sum() for each in gradients)
+
+
+def _train(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    loss = step(model)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def _pair() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = _Blocks()
+    return plain, copy.deepcopy(plain)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+
+
+def _assert_alike(step: Step, plain: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Three steps are equal to the bit in the loss, parameters, buffers and the generator."""
+    other = _optimizer(plain)
+    for number in range(3):
+        torch.manual_seed(number)
+        loss, state = _train(step, plain, other), torch.get_rng_state()
+        torch.manual_seed(number)
+        assert torch.equal(_train(step, model, optimizer), loss)
+        assert torch.equal(torch.get_rng_state(), state)
+    for one, two in zip(plain.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("step", [_penalty, _equation, _learning_to_learn, _product_with_hessian])
+def test_training_is_equal_to_the_bit(step: Step, caplog: pytest.LogCaptureFixture) -> None:
+    plain, model = _pair()
+    lowtide.rematerialize(model, budget="100%", planner="greedy")
+    _assert_alike(step, plain, model, _optimizer(model))
+    assert "run by its own code" in caplog.text
+
+
+def test_calls_that_are_not_differentiated_again_are_planned() -> None:
+    """Though code around them names it: from the second one on."""
+    plain, model = _pair()
+    lowtide.rematerialize(model, budget="100%", planner="greedy")
+    _assert_alike(lambda model: model(torch.randn(64, WIDTH)).square().mean(), plain, model, _optimizer(model))
+    runtime = runtime_of(model)
+    assert runtime is not None
+    assert runtime.ran == 2
+    assert not runtime.differentiated.any
+
+
+def test_only_calls_that_are_differentiated_again_run_without_a_plan() -> None:
+    """Of a critic, those for the penalty: in three steps, and the first of the others, that might have been some."""
+    _, model = _pair()
+    lowtide.rematerialize(model, (torch.randn(128, WIDTH),), budget="100%", planner="greedy")
+    for _ in range(3):
+        _penalty(model).backward()
+    runtime = runtime_of(model)
+    assert runtime is not None
+    assert runtime.ran == 2 * 2  # two calls in two steps
+
+
+def test_updates_inside_of_the_backward_pass_do_not_go_with_it() -> None:
+    _, model = _pair()
+    lowtide.rematerialize(model, budget="100%", planner="greedy", optimizer=_optimizer(model))
+    with pytest.raises(lowtide.ExecutionError, match="cannot be differentiated again"):
+        _penalty(model).backward()
+
+
+@pytest.mark.parametrize(
+    ("code", "named"),
+    [
+        ("grad(y, x, create_graph=True)", True),
+        ("y.backward(**{'create_graph': True})", True),
+        ("[grad(one, x, create_graph=True) for one in y]", True),
+        ("grad(y, x, retain_graph=True)", False),
+    ],
+)
+def test_code_that_differentiates_again_names_it(code: str, named: bool) -> None:
+    """In the module of a caller, whichever of its functions."""
+    module: dict[str, Any] = {"__name__": "loop", "_getframe": sys._getframe}
+    exec(f"def penalty(x, y):\n    return {code}\ndef train():\n    return _getframe()", module)
+    assert is_named(_alone(module["train"]())) is named
+
+
+def _alone(frame: Any) -> Any:
+    """The frame as the outermost one: this module names it, too."""
+
+    class Frame:
+        f_code, f_globals, f_back = frame.f_code, frame.f_globals, None
+
+    return Frame
