@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import lowtide
+from lowtide.capture import capture
+from lowtide.ir import simulate
+from lowtide.pipeline import in_flight_planners, program_costs
 from lowtide.planning import Plan
+from lowtide.settings import Settings
+from lowtide.sharing.in_flight import plan_in_flight
 
 
 def blocks() -> nn.Module:
@@ -97,6 +104,24 @@ def test_a_budget_that_is_too_small() -> None:
         planned(30_000, 3)
     model, _ = planned(found.value.minimum_bytes, 3)
     assert peak(model, 3) <= found.value.minimum_bytes
+
+
+def test_the_least_budget_does_for_any_measured_times() -> None:
+    """What a search finds depends on the times, but a program for other gradients is measured anew within the same budget."""
+    program = capture(blocks(), (SAMPLE,), {}).program
+    costs, planners = program_costs(program), in_flight_planners(Settings(budget=30_000, planner="auto{effort=0}"))
+
+    def within(budget: int, seed: int) -> Plan:
+        times = np.exp(np.random.default_rng(seed).normal(10, 1, len(costs.time_ns))).astype(np.int64)
+        return plan_in_flight(program, dataclasses.replace(costs, time_ns=times), 3, budget, *planners)
+
+    with pytest.raises(lowtide.InfeasibleBudgetError) as found:
+        within(30_000, seed=0)
+    least = found.value.minimum_bytes
+    for seed in (37, 38, 39):  # by the times of 38 the search itself finds nothing within it
+        plan = within(least, seed)
+        assert plan.peak_bytes + plan.waiting_bytes <= least
+        assert plan.time_ns == simulate(plan.graph, plan.costs, plan.schedule).time_ns
 
 
 @pytest.mark.parametrize(

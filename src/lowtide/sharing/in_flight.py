@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import numpy as np
+
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.ir import Costs
+from lowtide.ir import Costs, simulate
 from lowtide.planning import Plan
 from lowtide.program.gathers import unreduced_bytes
 from lowtide.program.program import Program
@@ -32,7 +34,7 @@ def plan_in_flight(
     found = calls.plan(budget_bytes, planning, quick)
     if found is not None:
         return found
-    least = calls.least_budget(budget_bytes, quick)
+    least = calls.evenly().least_budget(budget_bytes, quick)
     raise InfeasibleBudgetError(
         f"no plan was found by which {in_flight} calls at once fit into {budget_bytes} bytes ({format_bytes(budget_bytes)}); "
         f"about {least} bytes ({format_bytes(least)}) would do. Raise the budget, make the micro-batches smaller, or take a "
@@ -65,19 +67,36 @@ class _Calls:
         own = chosen.footprint
         return self.left_bytes + (self.in_flight - 1) * own.saved_bytes + max(own.forward_bytes, own.backward_bytes)
 
+    def evenly(self) -> _Calls:
+        """The same as if all operators took the same time: what fits does not depend on times, but what a search finds does,
+        and the least budget of one program has to do for those of other gradients too."""
+        costs = self.member.costs
+        even = dataclasses.replace(costs, time_ns=np.ones_like(costs.time_ns))
+        return _Calls(self.member.program, even, self.in_flight)
+
+    def _timed(self, found: Assignment) -> Assignment:
+        """What was found ``evenly``, with the times of this one."""
+        assert found.plan is not None
+        costs = dataclasses.replace(found.plan.costs, time_ns=self.member.costs.time_ns)
+        time_ns = simulate(found.plan.graph, costs, found.plan.schedule).time_ns
+        plan = dataclasses.replace(found.plan, costs=costs, time_ns=time_ns, lower_bound_ns=None)
+        return dataclasses.replace(found, plan=plan)
+
     def plan(self, budget_bytes: int, planning: Planning, quick: Planning) -> Plan | None:
         """One within the budget, if one is found."""
         keep_all = Assignment(self.member.keep_all)
         if self.peak_bytes(keep_all) <= budget_bytes:
             return self._finished(keep_all, budget_bytes)
-        found = [one for one, _ in self._tried(budget_bytes, quick) if one is not None]
+        found = self._found(budget_bytes, quick) or [
+            self._timed(one) for one in self.evenly()._found(budget_bytes, quick)
+        ]
         found = sorted(found, key=lambda one: one.time_ns(self.member))
         for one in found:
             assert one.share is not None
             best, _ = self._assignment(one.share, budget_bytes, planning)
             if best is not None:
                 return self._finished(min(best, found[0], key=lambda each: each.time_ns(self.member)), budget_bytes)
-        return None
+        return self._finished(found[0], budget_bytes) if found else None
 
     def least_budget(self, budget_bytes: int, quick: Planning) -> int:
         """The first budget from ``budget_bytes`` on that is found to be met."""
@@ -89,6 +108,9 @@ class _Calls:
                 budget_bytes + 1, min((missing for _, missing in tried), default=2 * budget_bytes) + budget_bytes
             )
         return budget_bytes
+
+    def _found(self, budget_bytes: int, quick: Planning) -> list[Assignment]:
+        return [one for one, _ in self._tried(budget_bytes, quick) if one is not None]
 
     def _tried(self, budget_bytes: int, quick: Planning) -> Iterator[tuple[Assignment | None, int]]:
         """For each limit a quick plan, or ``None`` and by how much it missed the budget."""
