@@ -1,15 +1,19 @@
-"""A model that cannot be captured runs under the online mode instead, where that was asked for."""
+"""A model that cannot be captured runs under the online mode, where that was asked for or nothing of it can be planned."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import lowtide
+from lowtide.dynamic.context import is_inside
 
 
 class _Dynamic(nn.Module):
@@ -56,6 +60,157 @@ def test_runs_online_and_equal_to_eager(caplog: pytest.LogCaptureFixture) -> Non
 def _again(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = model(inputs)
     return result
+
+
+class _Plain(_Dynamic):
+    """Without submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(layer.weight.detach()) for layer in self.layers)
+        del self.layers
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            inputs = torch.tanh(inputs @ weight)
+            if inputs.mean().item() > 2.0:
+                break
+        return inputs.sum()
+
+
+class _Tried(_Dynamic):
+    """Of its submodules none can be planned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Dynamic()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) + self.inner(inputs)
+
+
+def _steps(model: nn.Module, inputs: torch.Tensor, count: int) -> list[int]:
+    """Their measured peaks; gradients stay from the last."""
+    peaks = []
+    for _ in range(count):
+        model.zero_grad()
+        peaks.append(lowtide.measure(lambda: model(inputs).backward()).peak_bytes)
+    return peaks
+
+
+def _equal_gradients(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(_gradients(one), _gradients(other), strict=True)
+    return all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize("make", [_Dynamic, _Plain, _Tried])
+@pytest.mark.parametrize("share", ["60%", "bytes", "total"])
+def test_what_has_no_parts_runs_online(
+    make: Callable[[], nn.Module], share: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By default: within bytes from the first step on, unless submodules are tried in it, and within a part of the peak of the
+    first steps."""
+    torch.manual_seed(0)
+    plain, inputs = make(), torch.randn(512, 64)
+    model = copy.deepcopy(plain)
+    (peak,) = _steps(plain, inputs, 1)
+    state = sum(each.numel() * each.element_size() for each in model.parameters())
+    budget: dict[str, Any] = {
+        "60%": {"budget": "60%"},
+        "bytes": {"budget": peak * 6 // 10},
+        "total": {"total_budget": peak * 6 // 10 + 3 * state},
+    }[share]
+    with caplog.at_level(logging.WARNING, logger="lowtide"):
+        lowtide.rematerialize(model, **budget)
+        try:
+            first, *peaks = _steps(model, inputs, 4)
+            equal = _equal_gradients(model, plain)
+        finally:
+            lowtide.restore(model)
+    late = 2 if make is _Tried else 1 if share == "60%" else 0
+    assert max([first, *peaks][late:]) <= peak * 6 // 10
+    assert equal and len([1 for record in caplog.records if "runs under lowtide.online" in record.message]) == 1
+    assert torch.equal(model(inputs), plain(inputs))
+
+
+def test_steps_that_fit_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    """A percentage is of the largest so far."""
+    torch.manual_seed(0)
+    model, inputs = _Dynamic(), torch.randn(512, 64)
+    plain = copy.deepcopy(model)
+    (peak,) = _steps(plain, inputs, 1)
+    (shorter,) = _steps(plain, inputs[:256], 1)
+    lowtide.rematerialize(model, budget="100%")
+    try:
+        assert _steps(model, inputs[:256], 3) == [shorter] * 3
+        assert _steps(model, inputs, 1) == [peak]
+    finally:
+        lowtide.restore(model)
+    assert "runs under lowtide.online" not in caplog.text
+
+
+def test_a_call_that_fails_leaves_nothing_behind() -> None:
+    model = _Dynamic()
+    lowtide.rematerialize(model, budget="1MiB")
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.randn(3, 7))
+    assert not is_inside()
+    model(torch.randn(512, 64)).backward()
+    assert is_inside()
+    lowtide.restore(model)
+    assert not is_inside()
+
+
+def test_a_model_that_is_gone_leaves_the_context() -> None:
+    model = _Dynamic()
+    lowtide.rematerialize(model, budget="1MiB")
+    model(torch.randn(512, 64)).backward()
+    assert is_inside()
+    del model
+    gc.collect()
+    assert not is_inside()
+
+
+def test_the_states_of_an_optimizer_are_outside() -> None:
+    """They are larger than what the budget leaves. An optimizer of other parameters changes nothing."""
+    torch.manual_seed(0)
+    plain, inputs = _Dynamic(), torch.randn(512, 64)
+    model, other = copy.deepcopy(plain), nn.Linear(2, 2)
+    (peak,) = _steps(plain, inputs, 1)
+    lowtide.rematerialize(model, budget=peak // 2)
+    optimizers = [torch.optim.Adam(one.parameters(), lr=0.01, foreach=False) for one in (plain, model)]
+    aside = torch.optim.SGD(other.parameters(), lr=0.01)
+    try:
+        for _ in range(3):
+            (larger,), (measured,) = _steps(plain, inputs, 1), _steps(model, inputs, 1)
+            aside.step()
+            inside = is_inside()
+            for optimizer in optimizers:
+                optimizer.step()
+            assert inside and not is_inside() and measured <= peak // 2 < larger
+    finally:
+        lowtide.restore(model)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_calls_that_wait_together_are_one_step() -> None:
+    """A percentage is of what both hold."""
+    torch.manual_seed(0)
+    model, inputs = _Dynamic(), torch.randn(512, 64)
+    plain = copy.deepcopy(model)
+
+    def step(model: nn.Module) -> None:
+        model.zero_grad()
+        (model(inputs) * model(inputs + 1)).backward()
+
+    peak = lowtide.measure(step, plain).peak_bytes
+    lowtide.rematerialize(model, budget="60%")
+    try:
+        peaks = [lowtide.measure(step, model).peak_bytes for _ in range(4)]
+        equal = _equal_gradients(model, plain)
+    finally:
+        lowtide.restore(model)
+    assert equal and 0.3 * peak < max(peaks[1:]) <= 0.6 * peak
 
 
 def test_bad_settings_are_refused() -> None:

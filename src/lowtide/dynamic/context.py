@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.budget import is_amount, is_percentage, parse_budget
 from lowtide.device import accelerator_in_use, find
@@ -149,6 +150,16 @@ class online:
         if self._last is None:
             raise ExecutionError("the context was not entered yet, so there are no statistics.")
         return self._last
+
+
+def leave_if_innermost(context: online) -> bool:
+    """Leave a context, where this thread has entered it and nothing since; whether it was left. That is never so inside of an
+    operator, where garbage may be collected, too: the mode is put aside there."""
+    modes = _get_current_dispatch_mode_stack()
+    if not context._entered or not modes or modes[-1] is not context._entered[-1].mode:
+        return False
+    context.__exit__(None, None, None)
+    return True
 
 
 def is_inside() -> bool:

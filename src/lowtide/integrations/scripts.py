@@ -107,7 +107,7 @@ def planned_roots(settings: Mapping[str, Any], skip: Collection[str], say: Calla
 def _promise(module: nn.Module) -> str:
     made = plans(module)
     if not made:
-        return "is planned"
+        return "is no single program: what becomes of it is found out as it runs"
     peak, whole = format_bytes(made[0].peak_bytes), format_bytes(made[0].unconstrained_peak_bytes)
     return f"is planned: a pass takes {peak} instead of {whole}, {format_percent(made[0].overhead)} longer"
 

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,6 +41,8 @@ class ModelCall:
     nodes: ``ends[i]`` of them must have run for the i-th node, and ``ran`` have. ``arrived``: the gradients of the outputs, for
     that. ``next_node`` is the one that a backward pass comes to next. ``copied``: see ``runtime.changing``.
     """
+
+    begun: ClassVar[int] = 0  # forward passes by plans, in this process
 
     lowered: Lowered
     for_mask: ForMask
@@ -78,6 +80,7 @@ class ModelCall:
 
     def forward(self) -> list[torch.Tensor]:
         """Run the forward program; returns the forward outputs."""
+        ModelCall.begun += 1
         lowered, kept = self.lowered, self.lowered.program.kept
         if lowered.addresses is not None:
             lowered.addresses.reserve()

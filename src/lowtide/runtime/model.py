@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.budget import parse_budget
 from lowtide.capture import Captured
-from lowtide.dynamic.context import online
 from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError, NoGradientError, PlanError
 from lowtide.memory.arena import Arena
 from lowtide.pipeline import Finish
@@ -21,15 +21,17 @@ from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.local import hooked
 from lowtide.program.sharded import is_sharded
-from lowtide.program.sizes import kept_bytes
+from lowtide.program.sizes import device_of_inputs, kept_bytes
 from lowtide.runtime.differentiated import DifferentiatedAgain
 from lowtide.runtime.entry import Entry, Names, Sample, Signature
+from lowtide.runtime.online_calls import OnlineCalls
 from lowtide.runtime.parts import Parts, can_run_in_parts
 from lowtide.runtime.placed import lowered
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.sharded_root import ShardedRoot
 from lowtide.settings import Settings
 from lowtide.sharing.order import CollectiveOrder
+from lowtide.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class Rematerialized(Planned):
         self._was_whole = False  # though its program changes from call to call, which is why it is in parts
         self._stays_whole = False  # since its parts do not fit the budget
         self._apart: set[Signature] = set()  # of calls that could not be captured
-        self._online: online | None = None
+        self._online: OnlineCalls | None = None
         self.differentiated = DifferentiatedAgain(type(model).__name__)
 
     def _begin_anew(self) -> None:
@@ -62,6 +64,8 @@ class Rematerialized(Planned):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if self._online is not None:
+            if self._is_trained() and torch.is_grad_enabled():
+                self._online.enter()
             return self.original_forward(*args, **kwargs)
         if self._root is None and is_sharded(self.model):
             self._begin_anew()
@@ -86,9 +90,15 @@ class Rematerialized(Planned):
             return super()._run_unplanned(args, kwargs)
         began = False
         try:
-            with self.parts.installed():
-                began = True
+            budget_bytes = self.parts.online_bytes((args, kwargs))
+            if budget_bytes is not None:
+                self._go_online(self.parts.why, budget_bytes, self.parts.device)
                 result = self.original_forward(*args, **kwargs)
+            else:
+                with self.parts.installed():
+                    began = True
+                    result = self.original_forward(*args, **kwargs)
+                self.parts.ran(result)
         except Exception as error:
             if isinstance(error, InfeasibleBudgetError) and not began and self._was_whole:
                 self._go_whole(error)
@@ -96,6 +106,7 @@ class Rematerialized(Planned):
             if not self._runs_in_parts:  # the call itself is wrong: that is no reason to run others in parts
                 self.parts = None
                 self._apart.clear()
+                self._leave_online()
             raise
         self._runs_in_parts = True
         return result
@@ -118,7 +129,8 @@ class Rematerialized(Planned):
             if self.settings.on_capture_error == "error":
                 raise
             if self.settings.on_capture_error == "online":
-                self._go_online(error)
+                assert self.settings.budget is not None
+                self._go_online(str(error), parse_budget(self.settings.budget, 0), device_of_inputs(inputs))
             else:
                 self._keep_gradients("the model runs in parts")
                 self.parts = self.parts or Parts(self.model, self.settings, error)
@@ -187,17 +199,25 @@ class Rematerialized(Planned):
         self.parts, self._runs_in_parts, self._was_whole, self._stays_whole = None, False, False, True
         self._apart.clear()
 
-    def _go_online(self, error: CaptureError) -> None:
-        """Run eagerly inside the budget from now on: forward and backward passes, and whatever this thread does else."""
-        if self.settings.budget is None:
-            raise error
+    def _go_online(self, why: str, budget_bytes: int, device: torch.device) -> None:
+        """Run eagerly inside the budget from now on."""
         self._keep_gradients("the model runs under lowtide.online")
         _LOG.warning(
             "%s cannot be captured, so it runs under lowtide.online within %s: %s",
-            type(self.model).__name__, self.settings.budget, error,
+            type(self.model).__name__, format_bytes(budget_bytes), why,
         )  # fmt: skip
-        self._online = online(self.settings.budget)
-        self._online.__enter__()
+        self._online = OnlineCalls(self.model, budget_bytes, device)
+        self._online.enter()
+
+    @property
+    def is_online(self) -> bool:
+        """Whether its calls run under ``lowtide.online``."""
+        return self._online is not None
+
+    def _leave_online(self) -> None:
+        if self._online is not None:
+            online, self._online = self._online, None
+            online.leave()
 
     def _keep_gradients(self, reason: str) -> None:
         if self.optimizer is not None:
@@ -214,9 +234,7 @@ class Rematerialized(Planned):
         if self._root is not None:
             self._root.end()
             self.original_forward = self._root.forward
-        if self._online is not None:
-            context, self._online = self._online, None
-            context.__exit__(None, None, None)
+        self._leave_online()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rematerialized:
         """The copy of the model plans for itself, under the same settings."""

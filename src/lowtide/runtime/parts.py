@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lowtide.budget import is_percentage
 from lowtide.capture import Captured
 from lowtide.capture.copies import model_state
 from lowtide.capture.python_state.paths import named
@@ -31,6 +32,7 @@ from lowtide.program import Program
 from lowtide.program.results import GradientMask
 from lowtide.program.sharded import is_sharded
 from lowtide.program.sizes import outside_of_model
+from lowtide.runtime.eager_steps import EagerSteps
 from lowtide.runtime.entry import Entry, Sample, Signature
 from lowtide.runtime.forward_pass import ForwardPass
 from lowtide.runtime.kin import FamilyCall, Kin
@@ -41,7 +43,7 @@ from lowtide.runtime.shared import SharedBudget
 from lowtide.runtime.sharing_forward import SharingForward, device_of
 from lowtide.runtime.step_record import StepRecord
 from lowtide.settings import Settings
-from lowtide.sharing import Member
+from lowtide.sharing import Constraint, Member
 
 _LOG = logging.getLogger(__name__)
 _MOST_NEW = 3  # programs in a row that are planned for calls none of which comes again
@@ -151,10 +153,10 @@ class Part(SharingForward):
 
 
 class Parts:
-    """The parts of one model. ``why`` the model as a whole is none. Raises that where it has no submodules to try."""
+    """The parts of one model. ``why`` the model as a whole is none. Raises that where it is sharded."""
 
     def __init__(self, model: nn.Module, settings: Settings, why: CaptureError) -> None:
-        if not can_run_in_parts(model):
+        if any(map(is_sharded, model.modules())):
             raise why
         self.why = str(why)
         # What runs in one process need not run in another, so none may wait for another's plan. Arenas of parts would add up.
@@ -167,6 +169,11 @@ class Parts:
         self.shared.give_way, self.shared.expected = self._run_more_again, self._with_siblings
         self._calls = self._steps = 0
         self._paused = False
+        self._eager = EagerSteps()
+        self.device = device_of(model_state(model).tensors)
+        self._has_any = can_run_in_parts(model)
+        if not self._has_any:
+            return
         changed = ", without an arena" * settings.arena
         changed += ", with a loss in pieces where one computes all of it" * settings.chunked_loss
         _LOG.warning(
@@ -229,6 +236,24 @@ class Parts:
         """Those that run by plans."""
         return [part for part in self._parts.values() if part.entries]
 
+    def online_bytes(self, arguments: Any) -> int | None:
+        """The budget of the model, which is called with these ``arguments``, where nothing of it can be planned, its steps are
+        its own, and one exceeds it. One in percent is of the largest step so far; one in bytes holds from the first step on
+        where there is no submodule to try."""
+        if self.planned() or self._calls:
+            return None
+        given, peak_bytes = self.shared.settings.given, self._eager.peak_bytes
+        self._eager.given(arguments)
+        at_once = not self._has_any and not is_percentage(given)
+        if not self._eager.are_its_own or not (peak_bytes or at_once):
+            return None
+        budget_bytes, _ = self.shared.budget_for([], [Constraint(peak_bytes, -1, False, ())])
+        return budget_bytes if peak_bytes > budget_bytes or at_once else None
+
+    def ran(self, result: Any) -> None:
+        """A call that returned this."""
+        self._eager.returned(result)
+
     def outside(self) -> dict[str, str]:
         """Names of submodules that are no part, and why."""
         return {part.name: part.outside for part in self._parts.values() if part.outside}
@@ -242,17 +267,21 @@ class Parts:
         model = self._model()
         assert model is not None
         self._steps += 1
-        if self._steps == 2 and not self.planned():
+        if self._steps == (2 if self._has_any else 1) and not self.planned() and not self._eager.are_its_own:
             _LOG.warning(
-                "nothing of %s could be planned: it runs as without lowtide, whatever the budget. lowtide.online takes any "
-                'program; on_capture_error="online" puts the model there.',
-                type(model).__name__,
-            )
+                "%s runs without a plan, whatever the budget: nothing of it can be planned, and its calls are a part of larger "
+                "steps. lowtide.online takes any program, with all of a step inside: %s",
+                type(model).__name__, self.why,
+            )  # fmt: skip
+        if self.planned() or (self._steps == 1 and self._has_any):  # capturing takes memory of its own
+            self._eager.close()
+        else:
+            self._eager.begin(self.device)
         tried = [(name, module) for name, module in model.named_modules() if name and _is_tried(module)]
         parts = [(module, self._part(name, module)) for name, module in tried]
         self._calls += 1
         try:
-            with self.shared.call(device_of(model_state(model).tensors)), _forwards(parts):
+            with self.shared.call(self.device), _forwards(parts):
                 yield
             self.watch.end()
             self.shared.postponed = self._steps == 1 and any(part.may_change for part in self.planned())

@@ -220,7 +220,7 @@ class SharedBudget:
         members = [*(member for member, _ in known), own]
         bases = [*(one.between for one in earlier), (between, between)]
         constraints = sequential_constraints(range(len(members)), bases, [*left_gradient_bytes(earlier), 0])
-        budget, reserve = self._budget(members, constraints)
+        budget, reserve = self.budget_for(members, constraints)
         check_device(own.program, budget + reserve)
         room = budget - between - sum(taken.saved_bytes for _, taken in known)
         known_later = more_follow and is_percentage(self.settings.given) and not self._granted_bytes
@@ -290,7 +290,7 @@ class SharedBudget:
             return True
         constraints = self.record.constraints(range(len(self.record.passes)))
         known = list(map(self.member, self.record.passes))
-        budget, _ = self._budget([member for member, _ in known], constraints)
+        budget, _ = self.budget_for([member for member, _ in known], constraints)
         if is_percentage(self.settings.given):
             self._granted_bytes = budget
         over = peak_bytes(constraints, [taken for _, taken in known]) - budget
@@ -312,7 +312,7 @@ class SharedBudget:
             return
         entries = list(members)
         constraints = self.record.constraints([entries.index(one.entry) for one in passes])
-        budget, reserve = self._budget([*members.values()], constraints)
+        budget, reserve = self.budget_for([*members.values()], constraints)
         settings = dataclasses.replace(self.settings, budget=budget, total_budget=None, reserve=0)
         planning, quick = share_planners(settings)
         if quick is not None and self.settings.planning == "background":  # rather than have training wait
@@ -338,7 +338,7 @@ class SharedBudget:
         self.fraction = saved_fraction([one.footprint for one in chosen], [*members.values()])
         self.record.exchange(dict(zip(entries, map(plan_alone, chosen, members.values()), strict=True)))
 
-    def _budget(self, members: Sequence[Member], constraints: Sequence[Constraint]) -> tuple[int, int]:
+    def budget_for(self, members: Sequence[Member], constraints: Sequence[Constraint]) -> tuple[int, int]:
         """The bytes that the graphs share, and those beside them of the budget; a percentage is of the peak of the graphs
         together without recomputation."""
         keep_all = peak_bytes(constraints, [member.keep_all for member in members])
