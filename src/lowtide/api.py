@@ -64,8 +64,8 @@ def rematerialize(
         planner: Name and options of one of ``lowtide planners``.
         compiler: ``"eager"``: the same results to the bit. ``"inductor"``: fused kernels where they are quicker, close results.
         on_new_signature: A call that no plan is for: ``"plan"`` anew, run ``"eager"`` (warned once), raise an ``"error"``.
-        on_capture_error: A model that is no single program: planned in ``"parts"`` (where nothing of it can be planned, it runs
-            online within the same budget), run ``"online"`` at once, or an ``"error"``.
+        on_capture_error: A model that is no single program: planned in ``"parts"`` (or online, where it has no submodules
+            to plan), run ``"online"`` at once, or an ``"error"``.
         seed: Of the planner. The same program, costs and seed give the same plan.
         planning: ``"background"`` trains under a first plan while better ones are found (by default, where results cannot
             depend on it); ``"wait"`` ends the search first.

@@ -242,13 +242,7 @@ class _Layers(nn.Module):
         return x.square().mean()
 
 
-def test_a_percentage_that_cannot_be_met_where_nothing_can_be_planned() -> None:
-    """Of the first steps, which run as they are; then the online mode says what would do."""
-    model, x = _Layers(), torch.randn(32, WIDTH)
-    lowtide.rematerialize(model, (x,), budget="5%")
-    try:
-        with pytest.raises(lowtide.OnlineBudgetError, match=r"a budget of at least \d+ bytes"):
-            for _ in range(3):
-                model(x).backward()
-    finally:
-        lowtide.restore(model)
+def test_a_percentage_where_nothing_can_be_planned(caplog: pytest.LogCaptureFixture) -> None:
+    """Of what, nobody knows, since the backward pass is not seen: it runs as without a plan."""
+    _equal_steps(_Layers(), torch.randn(32, WIDTH), budget="5%")
+    assert "_Layers runs without a plan, whatever the budget" in caplog.text

@@ -64,9 +64,7 @@ class Rematerialized(Planned):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if self._online is not None:
-            if self._is_trained() and torch.is_grad_enabled():
-                self._online.enter()
-            return self.original_forward(*args, **kwargs)
+            return self._run_online(args, kwargs)
         if self._root is None and is_sharded(self.model):
             self._begin_anew()
         if self._root is None:
@@ -87,13 +85,13 @@ class Rematerialized(Planned):
 
     def _run_unplanned(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.parts is None:
-            return super()._run_unplanned(args, kwargs)
+            return self._run_online(args, kwargs)
         began = False
         try:
             budget_bytes = self.parts.online_bytes((args, kwargs))
             if budget_bytes is not None:
                 self._go_online(self.parts.why, budget_bytes, self.parts.device)
-                result = self.original_forward(*args, **kwargs)
+                result = self._run_online(args, kwargs)
             else:
                 with self.parts.installed():
                     began = True
@@ -200,14 +198,18 @@ class Rematerialized(Planned):
         self._apart.clear()
 
     def _go_online(self, why: str, budget_bytes: int, device: torch.device) -> None:
-        """Run eagerly inside the budget from now on."""
+        """Run eagerly inside the budget from now on, forward and backward passes."""
         self._keep_gradients("the model runs under lowtide.online")
         _LOG.warning(
             "%s cannot be captured, so it runs under lowtide.online within %s: %s",
             type(self.model).__name__, format_bytes(budget_bytes), why,
         )  # fmt: skip
-        self._online = OnlineCalls(self.model, budget_bytes, device)
-        self._online.enter()
+        self._online = OnlineCalls(budget_bytes, device)
+
+    def _run_online(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self._online is None or not (self._is_trained() and torch.is_grad_enabled()):
+            return self.original_forward(*args, **kwargs)
+        return self._online.run(self.original_forward, args, kwargs)
 
     @property
     def is_online(self) -> bool:

@@ -2,50 +2,119 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide.dynamic.context import leave_if_innermost, online
+from lowtide.program import structure
+
+_BACKWARD = ("backward", "grad")  # of torch.autograd: what runs a backward pass
+_lock = threading.Lock()
+_inside: weakref.WeakSet[OnlineCalls] = weakref.WeakSet()
+_replaced: dict[str, Any] = {}
 
 
 class OnlineCalls:
-    """Within ``budget_bytes``, from a call on until an optimizer steps that has parameters of the model: its states, and what
-    the thread does until the next call, are outside."""
+    """Within ``budget_bytes``, from a call on until all calls have had their backward pass: what the thread does then is
+    outside. While one is inside, ``torch.autograd.backward`` and ``grad`` tell of their ends, since the context cannot be left
+    within a pass."""
 
-    def __init__(self, model: nn.Module, budget_bytes: int, device: torch.device) -> None:
-        self._context, self._model = online(budget_bytes, device=device), weakref.ref(model)
-        self._entered = False
-        own = weakref.WeakMethod(self._before_step)
+    def __init__(self, budget_bytes: int, device: torch.device) -> None:
+        self._context = online(budget_bytes, device=device)
+        self._entered = self._running = False
+        self._calls: list[_Call] = []
+        weakref.finalize(self, _gone, self._context).atexit = False
 
-        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            method = own()
-            if method is not None:
-                method(optimizer)
-
-        hook = register_optimizer_step_pre_hook(before_step)
-        weakref.finalize(self, hook.remove).atexit = False
-        weakref.finalize(self, leave_if_innermost, self._context).atexit = False
-
-    def enter(self) -> None:
-        """A call is about to run."""
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a call returns."""
+        if self._running:  # the model calls itself
+            return forward(*args, **kwargs)
         if not self._entered:
             self._context.__enter__()
             self._entered = True
+            with _lock:
+                _inside.add(self)
+                _tell()
+        self._running = True
+        try:
+            result = forward(*args, **kwargs)
+        except BaseException:
+            self._running = False
+            self.backward_ended()  # unless earlier calls wait
+            raise
+        self._running = False
+        self._calls.append(_Call(result))
+        return result
+
+    def backward_ended(self) -> None:
+        """Leave, unless that was inside of a pass, or calls wait for another one."""
+        within = self._running or torch._C._current_graph_task_id() != -1
+        if not self._entered or within or any(call.waits for call in self._calls):
+            return
+        if leave_if_innermost(self._context):
+            self._left()
 
     def leave(self) -> None:
         """What is held becomes as without the context."""
         if self._entered:
-            self._entered = False
             self._context.__exit__(None, None, None)
+            self._left()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        model = self._model()
-        if not self._entered or model is None:
-            return
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if any(id(parameter) in stepped for parameter in model.parameters()) and leave_if_innermost(self._context):
-            self._entered = False
+    def _left(self) -> None:
+        self._entered = False
+        self._calls.clear()
+        with _lock:
+            _inside.discard(self)
+            _tell()
+
+
+class _Call:
+    """A call that returned ``result``. ``waits``: whether a backward pass may still come to it."""
+
+    def __init__(self, result: Any) -> None:
+        self._reached = reached = [False]
+
+        def note(_: torch.Tensor) -> None:
+            reached[0] = True
+
+        self._graph = weakref.ref(note)  # which the graph holds
+        for tensor in structure.flatten(result)[0]:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(note)  # type: ignore[no-untyped-call]
+
+    @property
+    def waits(self) -> bool:
+        return not self._reached[0] and self._graph() is not None
+
+
+def _gone(context: online) -> None:
+    leave_if_innermost(context)
+    with _lock:
+        _tell()
+
+
+def _tell() -> None:
+    """Have the ends of backward passes told where anybody is inside, and not otherwise."""
+    if _inside and not _replaced:
+        for name in _BACKWARD:
+            _replaced[name] = function = getattr(torch.autograd, name)
+            setattr(torch.autograd, name, _telling(function))
+    elif not _inside:
+        for name in list(_replaced):
+            setattr(torch.autograd, name, _replaced.pop(name))
+
+
+def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        for one in list(_inside):
+            one.backward_ended()
+        return result
+
+    return told

@@ -237,14 +237,12 @@ class Parts:
         return [part for part in self._parts.values() if part.entries]
 
     def online_bytes(self, arguments: Any) -> int | None:
-        """The budget of the model, which is called with these ``arguments``, where nothing of it can be planned, its steps are
-        its own, and one exceeds it. One in percent is of the largest step so far; one in bytes holds from the first step on
-        where there is no submodule to try."""
-        if self.planned() or self._calls:
+        """The budget of the model, which is called with these ``arguments``, where there is no submodule to try, its steps are
+        its own, and one exceeds it. One in percent is of the largest step so far; one in bytes holds from the first on."""
+        if self._has_any or self._calls:
             return None
-        given, peak_bytes = self.shared.settings.given, self._eager.peak_bytes
+        peak_bytes, at_once = self._eager.peak_bytes, not is_percentage(self.shared.settings.given)
         self._eager.given(arguments)
-        at_once = not self._has_any and not is_percentage(given)
         if not self._eager.are_its_own or not (peak_bytes or at_once):
             return None
         budget_bytes, _ = self.shared.budget_for([], [Constraint(peak_bytes, -1, False, ())])
@@ -267,15 +265,17 @@ class Parts:
         model = self._model()
         assert model is not None
         self._steps += 1
-        if self._steps == (2 if self._has_any else 1) and not self.planned() and not self._eager.are_its_own:
+        if (
+            self._steps == (2 if self._has_any else 1)
+            and not self.planned()
+            and (self._has_any or not self._eager.are_its_own)
+        ):
             _LOG.warning(
-                "%s runs without a plan, whatever the budget: nothing of it can be planned, and its calls are a part of larger "
-                "steps. lowtide.online takes any program, with all of a step inside: %s",
+                "%s runs without a plan, whatever the budget: nothing of it can be planned. lowtide.online takes any program, "
+                "with all of a step inside: %s",
                 type(model).__name__, self.why,
             )  # fmt: skip
-        if self.planned() or (self._steps == 1 and self._has_any):  # capturing takes memory of its own
-            self._eager.close()
-        else:
+        if not self._has_any:
             self._eager.begin(self.device)
         tried = [(name, module) for name, module in model.named_modules() if name and _is_tried(module)]
         parts = [(module, self._part(name, module)) for name, module in tried]
