@@ -15,6 +15,7 @@ from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Captured, Known, capture
 from lowtide.capture.convert.chunked_loss import chunk_losses
 from lowtide.capture.convert.gradients import split_sums
+from lowtide.capture.copies import model_state
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.collectives import measure_collectives
 from lowtide.cost.scaled import Measured, scaled_costs
@@ -56,7 +57,7 @@ def captured_program(
     """The call operator by operator; with ``compiler="inductor"`` those that ``fused`` takes.
 
     ``known`` is what is known of the call, from another capture of it say;
-    ``in_terms``: gradients leave as the terms of their sums, see ``capture.convert.gradients``.
+    ``in_terms``: gradients leave as the terms of their sums, those of arguments always do, see ``capture.convert.gradients``.
     """
     if settings.agreed and several_processes():  # a value may be another one on each
         known = dataclasses.replace(known or Known(), expected=None)
@@ -67,8 +68,7 @@ def captured_program(
         rewrites.append(split_norms)
     if settings.chunked_loss:
         rewrites.append(functools.partial(chunk_losses, model, part=in_terms))
-    if in_terms:
-        rewrites.append(split_sums)
+    rewrites.append(functools.partial(split_sums, first=0 if in_terms else len(model_state(model).tensors)))
 
     def rewrite(joint: torch.fx.GraphModule) -> None:
         for each in rewrites:

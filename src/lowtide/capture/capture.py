@@ -287,6 +287,7 @@ def _assemble(converted: Converted, metadata: Any, run: TracedRun, state: State,
         parameters=state.parameters,
         kept=tuple(converted.kept),
         unlinked=run.unlinked,
+        sums=tuple((position_of[desc.grad_of], count) for desc, count in converted.sums.items()),
     )
     return with_overwrites(program)
 

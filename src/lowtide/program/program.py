@@ -65,7 +65,8 @@ class Program:
     inside of the backward pass (``program.updates``), ``reduced`` those whose gradients are summed over the ranks in it
     (``program.gathers``): their gradients are not among ``gradients``. ``placed`` tells how the gradients of distributed inputs
     lie (``program.local``). ``unlinked`` are flat inputs beside parameters that no result depends on differentiably, whatever
-    history they have themselves (a state that is detached first).
+    history they have themselves (a state that is detached first). ``sums``: flat inputs whose gradients are each a sum of so
+    many terms, one for each use.
     """
 
     graph: Graph
@@ -84,6 +85,7 @@ class Program:
     reduced: tuple[int, ...] = ()
     placed: tuple[tuple[int, Any], ...] = ()
     unlinked: tuple[int, ...] = ()
+    sums: tuple[tuple[int, int], ...] = ()
 
     def same_as(self, other: Program, held: Collection[int]) -> bool:
         """Whether both are the same operators on the same operands, with the same results, in the same order. ``held``: the ids

@@ -39,7 +39,8 @@ class ModelCall:
     comes to it and when it leaves it.
     ``rescue`` lowers the plan where memory runs out. A backward program that began again has other groups of gradients than the
     nodes: ``ends[i]`` of them must have run for the i-th node, and ``ran`` have. ``arrived``: the gradients of the outputs, for
-    that. ``next_node`` is the one that a backward pass comes to next. ``copied``: see ``runtime.changing``.
+    that. ``next_node`` is the one that a backward pass comes to next. ``copied``: see ``runtime.changing``. ``superseded``:
+    whether its gradients are to leave in terms, see ``runtime.waiting``.
     """
 
     begun: ClassVar[int] = 0  # forward passes by plans, in this process
@@ -62,6 +63,7 @@ class ModelCall:
     copies: dict[int, torch.Tensor] = field(default_factory=dict)
     rescue: Rescue | None = None
     rescues: int = 0
+    superseded: bool = False
     first_versions: list[int | None] = field(default_factory=list)  # of what the forward pass writes into
     arrived: list[torch.Tensor] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
@@ -116,7 +118,8 @@ class ModelCall:
         lowered, updated = self.lowered, self.lowered.program.updated
         updates = self.optimizer is not None and self.optimizer.begin(self, node, updated)
         keeps = bool(updated) and not updates
-        again = self.generator is None or self.received or keeps or not expected(lowered, gradients)
+        self.superseded = self.superseded and not self._modified(lowered.reads)  # which it could not run again with
+        again = self.generator is None or self.received or keeps or self.superseded or not expected(lowered, gradients)
         self._check_unmodified(lowered.reads if again else lowered.reads_after)
         self.gradients.clear()
         self.next_node = 0
@@ -251,7 +254,8 @@ class ModelCall:
         self.generator = None
         program = self.lowered.program
         mask = tuple(wanted(result, gradients) for result in program.results[: len(program.mask)])
-        lowered = self.lowered if mask == program.mask and not keeps else self.for_mask(mask, keeps, self.inputs)
+        same = mask == program.mask and not keeps and not self.superseded
+        lowered = self.lowered if same else self.for_mask(mask, keeps, self.inputs)
         if list(map(place, lowered.program.results)) != list(map(place, program.results)):
             raise ExecutionError(
                 "the program for the gradients that arrived returns other tensors than the one that was run, so these cannot "

@@ -8,6 +8,7 @@ is the quickest known schedule that fits it.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch import nn
 
 from lowtide.capture import Captured, Known
 from lowtide.capture.convert.gradients import split_sums
+from lowtide.capture.copies import model_state
 from lowtide.capture.family import SymbolicFamily, capture_family
 from lowtide.capture.trace.sizes import Place, Shapes
 from lowtide.cost.scaled import Measured
@@ -111,7 +113,7 @@ class Kin:
         seen = self.shapes if shapes in self.shapes else [*self.shapes, shapes]
         varying, apart = _all_places(seen) if self.at_once else _varying(seen)
         how: dict[str, Any] = {"apart": apart, "mask": entry.captured.program.mask, "known": Known.like(entry.captured)}
-        how["rewrite"] = split_sums if in_terms else None
+        how["rewrite"] = functools.partial(split_sums, first=0 if in_terms else len(model_state(model).tensors))
         try:
             with stage("capture"):
                 family = capture_family(model, sample.args, sample.kwargs, varying, **how)

@@ -24,11 +24,13 @@ from lowtide.program.sharded import is_sharded
 from lowtide.program.sizes import device_of_inputs, kept_bytes
 from lowtide.runtime.differentiated import DifferentiatedAgain
 from lowtide.runtime.entry import Entry, Names, Sample, Signature
+from lowtide.runtime.kin import Kins
 from lowtide.runtime.online_calls import OnlineCalls
 from lowtide.runtime.parts import Parts, can_run_in_parts
 from lowtide.runtime.placed import lowered
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.sharded_root import ShardedRoot
+from lowtide.runtime.waiting import WaitingCalls
 from lowtide.settings import Settings
 from lowtide.sharing.order import CollectiveOrder
 from lowtide.units import format_bytes
@@ -54,6 +56,7 @@ class Rematerialized(Planned):
         self._apart: set[Signature] = set()  # of calls that could not be captured
         self._online: OnlineCalls | None = None
         self.differentiated = DifferentiatedAgain(type(model).__name__)
+        self._waiting = WaitingCalls()
 
     def _begin_anew(self) -> None:
         """FSDP2 has sharded the model since, as trainers have it do: what was planned was another model."""
@@ -81,7 +84,30 @@ class Rematerialized(Planned):
         watched = self._root is None and self.optimizer is None
         if watched and self.differentiated.may_be(inputs, sys._getframe(1)):
             return self.differentiated.run(self.original_forward, inputs, sample.args, sample.kwargs)
+        if self._may_split() and self._waiting.supersede():
+            self._leave_in_terms(True)
         return super()._run(sample, inputs, names, tree)
+
+    def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = super().run(entry, inputs)
+        if self._may_split():
+            self._waiting.add(entry.program, outputs)
+        return outputs
+
+    def _may_split(self) -> bool:
+        """Whether gradients could leave as the terms of their sums, and do not yet. Of ``in_flight`` calls each has a backward
+        pass of its own."""
+        plain = self.optimizer is None and self._root is None and self.settings.compiler == "eager"
+        return plain and not self.in_terms and not self._waiting.summed and self.settings.in_flight == 1
+
+    def _leave_in_terms(self, in_terms: bool) -> None:
+        """From now on."""
+        self.in_terms = in_terms
+        for key, entries in list(self.entries.items()):
+            for entry in entries:
+                entry.for_masks.clear()
+            self._forget(key)
+        self._kins = Kins(self._kins.dynamic)
 
     def _run_unplanned(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.parts is None:
@@ -123,6 +149,17 @@ class Rematerialized(Planned):
             return super()._new_entry(key, sample, inputs, expected)
         except NoGradientError:
             raise
+        except InfeasibleBudgetError as error:
+            if not self.in_terms:
+                raise
+            _LOG.warning(
+                "calls of %s that wait together hand over sums of gradients, which may differ from eager's in their last bit: "
+                "their terms do not fit the budget (%s)",
+                type(self.model).__name__, error,
+            )  # fmt: skip
+            self._waiting.leave_summed()
+            self._leave_in_terms(False)
+            return self._new_entry(key, sample, inputs, expected)
         except CaptureError as error:
             if self.settings.on_capture_error == "error":
                 raise

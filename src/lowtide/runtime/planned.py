@@ -165,7 +165,8 @@ class Planned(Programs):
         self.latest, self.ran = entry, self.ran + 1
 
         def for_mask(mask: GradientMask, keeps: bool, given: Sequence[torch.Tensor]) -> Lowered:
-            other = entry if mask == entry.program.mask else self.entry_for(mask, entry, given)
+            same = mask == entry.program.mask and not (self.in_terms and entry.program.sums)
+            other = entry if same else self.entry_for(mask, entry, given)
             return (self.in_mode(other, ()) if keeps else other).lowered
 
         copied = self.changing.copied(entry, inputs, self.model, self.shares_budget)

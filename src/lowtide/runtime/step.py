@@ -139,8 +139,9 @@ def _nodes(lowered: Lowered, inputs: Sequence[torch.Tensor], in_terms: bool) -> 
     gradient."""
     groups = [[lowered.terms[index] for index in group.gradients] for group in lowered.gradient_groups] or [[]]
     terms = Counter(position for position, _ in lowered.terms)
+    sums = dict(lowered.program.sums)
     for position, tensor in enumerate(inputs):
         if tensor.requires_grad and position not in lowered.program.unlinked:
-            most = terms[position] + _SPARE_TERMS if in_terms else 1
+            most = terms[position] + _SPARE_TERMS if in_terms else sums.get(position, 1)
             groups[-1].extend((position, number) for number in range(terms[position], most))
     return tuple(map(tuple, groups))

@@ -68,6 +68,7 @@ class Converted:
     tangent_outputs: tuple[Any, ...]  # descriptor of the forward output each tangent op belongs to
     outputs: dict[Any, int]  # descriptor -> value
     kept: dict[int, int]  # overwritten flat input -> value of its copy
+    sums: dict[Any, int]  # descriptor of a gradient -> of how many terms it is the sum
 
 
 def convert(module: fx.GraphModule, given: Sequence[torch.Tensor]) -> Converted:
@@ -118,9 +119,9 @@ class _Walk:
         outputs = {desc: self._value(node) for desc, node in descriptors.items() if isinstance(node, fx.Node)}
         outputs.update(gradients.owned)
         tangent_outputs = tuple(node.meta["desc"].output for node in tangents)
-        return Converted(
-            self.builder, forward_ops, tuple(self.inputs.values()), self.constants, tangent_outputs, outputs, self.kept
-        )
+        inputs = tuple(self.inputs.values())
+        facts = self.constants, tangent_outputs, outputs, self.kept, gradients.sums
+        return Converted(self.builder, forward_ops, inputs, *facts)
 
     def _placeholders(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         tangents = []

@@ -4,9 +4,9 @@ The engine's ``AccumulateGrad`` keeps the tensor it is given if it has the param
 and copies it otherwise. A copy made by the engine would escape the plan, so the program makes it, right after the
 gradient is final.
 
-Where others may add to the gradient, too (of what a part of a larger model reads), the engine adds what comes to what is there,
-one term after the other. The order decides the last bit, so after ``split_sums`` gradients leave the program as the terms that
-they are the sums of, each in the layout that it has.
+Where others may add to the gradient, too (of what a part of a larger model reads, of an argument that was computed), the
+engine adds what comes to what is there, one term after the other. The order decides the last bit, so after ``split_sums``
+gradients leave the program as the terms that they are the sums of, each in the layout that it has.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ class Term(d.GradAOTOutput):
     count: int
 
 
-def split_sums(module: fx.GraphModule) -> None:
-    """Return every gradient as its terms; changes the joint graph's output."""
-    refuse_later_terms(module, others_add=True)
+def split_sums(module: fx.GraphModule, first: int = 0) -> None:
+    """Return the gradient of every flat input, from the ``first`` on, as its terms; changes the joint graph's output."""
+    if first == 0:
+        refuse_later_terms(module, others_add=True)
     output = next(iter(reversed(module.graph.nodes)))
     outputs: list[Any] = []
     descriptors: list[Any] = []
     for node, descriptor in zip(output.args[0], output.meta["desc"], strict=True):
-        if isinstance(node, fx.Node) and isinstance(descriptor, d.GradAOTOutput):
+        of_input = isinstance(node, fx.Node) and isinstance(descriptor, d.GradAOTOutput)
+        if of_input and descriptor.grad_of.idx >= first:
             terms = _terms(node)
             outputs += terms
             descriptors += [Term(descriptor.grad_of, number, len(terms)) for number in range(len(terms))]
@@ -70,7 +72,8 @@ def _terms(node: fx.Node) -> list[fx.Node]:
 
 
 class Gradients:
-    """Follows the conversion of the backward pass; ``owned`` maps each gradient's descriptor to its final value."""
+    """Follows the conversion of the backward pass; ``owned`` maps each gradient's descriptor to its final value, ``sums`` those
+    of what is used several times to the number of their terms."""
 
     def __init__(
         self, builder: Builder, nodes: Sequence[fx.Node], descriptors: dict[Any, Any], value_of: dict[fx.Node, Any]
@@ -78,6 +81,7 @@ class Gradients:
         self.builder = builder
         self.value_of = value_of
         self.owned: dict[Any, int] = {}
+        self.sums: dict[Any, int] = {}
         self._taken: set[int] = set()
         self._inputs = {n.meta["desc"]: n for n in nodes if n.op == "placeholder"}
         self._pending: dict[fx.Node, list[Any]] = {}
@@ -91,6 +95,9 @@ class Gradients:
         """``node`` was just converted: if it is a gradient, own it now."""
         for descriptor in self._pending.pop(node, ()):
             self._own(node, descriptor)
+            count = 1 if isinstance(descriptor, Term) else len(_terms(node))
+            if count > 1:
+                self.sums[descriptor] = count
 
     def finish(self) -> None:
         """Gradients that no backward operator produces (a tangent itself, say)."""
