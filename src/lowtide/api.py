@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowtide import pipeline
-from lowtide.capture.copies import planned_forward
+from lowtide.capture.copies import model_state, planned_forward
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import PlanError
 from lowtide.planning import Plan
@@ -238,7 +238,8 @@ def plan(
     settings = Settings(budget=budget, planner=planner, seed=seed, **given)
     with told(type(model).__name__, on_progress) as tell:
         with torch.enable_grad():
-            program = pipeline.captured_program(model, args, kwargs, settings).program
+            terms_from = len(model_state(model).tensors)  # as ``rematerialize`` has it
+            program = pipeline.captured_program(model, args, kwargs, settings, terms_from=terms_from).program
         return pipeline.make_program_plan(program, settings, model, tell)
 
 

@@ -15,7 +15,6 @@ from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Captured, Known, capture
 from lowtide.capture.convert.chunked_loss import chunk_losses
 from lowtide.capture.convert.gradients import split_sums
-from lowtide.capture.copies import model_state
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.collectives import measure_collectives
 from lowtide.cost.scaled import Measured, scaled_costs
@@ -52,12 +51,12 @@ def captured_program(
     settings: Settings,
     mask: GradientMask | None = None,
     known: Known | None = None,
-    in_terms: bool = False,
+    terms_from: int | None = None,
 ) -> Captured:
     """The call operator by operator; with ``compiler="inductor"`` those that ``fused`` takes.
 
     ``known`` is what is known of the call, from another capture of it say;
-    ``in_terms``: gradients leave as the terms of their sums, those of arguments always do, see ``capture.convert.gradients``.
+    ``terms_from``: gradients of flat inputs from this one on leave as the terms of their sums (``capture.convert.gradients``).
     """
     if settings.agreed and several_processes():  # a value may be another one on each
         known = dataclasses.replace(known or Known(), expected=None)
@@ -67,8 +66,9 @@ def captured_program(
 
         rewrites.append(split_norms)
     if settings.chunked_loss:
-        rewrites.append(functools.partial(chunk_losses, model, part=in_terms))
-    rewrites.append(functools.partial(split_sums, first=0 if in_terms else len(model_state(model).tensors)))
+        rewrites.append(functools.partial(chunk_losses, model, part=terms_from == 0))
+    if terms_from is not None:
+        rewrites.append(functools.partial(split_sums, first=terms_from))
 
     def rewrite(joint: torch.fx.GraphModule) -> None:
         for each in rewrites:

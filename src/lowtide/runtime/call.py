@@ -145,8 +145,6 @@ class ModelCall:
             if node + 1 == len(self.nodes):
                 self.generator.close()
                 self.generator = None
-        if node + 1 == len(self.nodes):
-            self._add_left_terms()
         result = tuple(self.gradients.pop(term, None) for term in self.nodes[node])
         if node + 1 == len(self.nodes):
             self.gradients.clear()
@@ -267,6 +265,7 @@ class ModelCall:
                 for group in lowered.gradient_groups:
                     self._advance(lowered, generator, group)
                 generator.close()
+                self._add_left_terms()
                 return
             except Exception as error:
                 restart = self._rescued(error, lowered, ())

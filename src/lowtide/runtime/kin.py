@@ -19,7 +19,6 @@ from torch import nn
 
 from lowtide.capture import Captured, Known
 from lowtide.capture.convert.gradients import split_sums
-from lowtide.capture.copies import model_state
 from lowtide.capture.family import SymbolicFamily, capture_family
 from lowtide.capture.trace.sizes import Place, Shapes
 from lowtide.cost.scaled import Measured
@@ -104,7 +103,7 @@ class Kin:
         return enough and shapes not in self.shapes and not self.hopeless and len(self.branches) < _MOST
 
     def extend(
-        self, model: nn.Module, sample: Sample, shapes: Shapes, capture: Callable[[], Captured], in_terms: bool
+        self, model: nn.Module, sample: Sample, shapes: Shapes, capture: Callable[[], Captured], terms_from: int | None
     ) -> None:
         """Capture a family that has this call, and confirm it by the last call that was captured by itself; by this one, which
         ``capture`` captures by itself, where that tells nothing."""
@@ -113,7 +112,7 @@ class Kin:
         seen = self.shapes if shapes in self.shapes else [*self.shapes, shapes]
         varying, apart = _all_places(seen) if self.at_once else _varying(seen)
         how: dict[str, Any] = {"apart": apart, "mask": entry.captured.program.mask, "known": Known.like(entry.captured)}
-        how["rewrite"] = functools.partial(split_sums, first=0 if in_terms else len(model_state(model).tensors))
+        how["rewrite"] = None if terms_from is None else functools.partial(split_sums, first=terms_from)
         try:
             with stage("capture"):
                 family = capture_family(model, sample.args, sample.kwargs, varying, **how)

@@ -14,6 +14,7 @@ from torch import nn
 
 from lowtide.budget import parse_budget
 from lowtide.capture import Captured
+from lowtide.capture.copies import model_state
 from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError, NoGradientError, PlanError
 from lowtide.memory.arena import Arena
 from lowtide.pipeline import Finish
@@ -93,6 +94,13 @@ class Rematerialized(Planned):
         if self._may_split():
             self._waiting.add(entry.program, outputs)
         return outputs
+
+    @property
+    def terms_from(self) -> int | None:
+        """Of arguments always: what they were computed from may be read around the model."""
+        if self.in_terms or self._root is not None or self.settings.compiler != "eager":
+            return super().terms_from
+        return len(model_state(self.model).tensors)
 
     def _may_split(self) -> bool:
         """Whether gradients could leave as the terms of their sums, and do not yet. Of ``in_flight`` calls each has a backward

@@ -69,6 +69,11 @@ class Programs:
         self._arenas: dict[torch.device, Arena | None] = {}
 
     @property
+    def terms_from(self) -> int | None:
+        """The flat input from which on gradients leave as the terms of their sums; ``None`` where none does."""
+        return 0 if self.in_terms else None
+
+    @property
     def model(self) -> nn.Module:
         model = self._model()
         if model is None:
@@ -132,7 +137,7 @@ class Programs:
         if kin and shapes and program.updated == with_updates(self, captured.program, key[-1]).updated:
             kin.met(entry, shapes, member, measured=not adapted)
             if kin.at_once and not kin.branches and not kin.hopeless:
-                kin.extend(self.model, sample, shapes, lambda: captured, self.in_terms)
+                kin.extend(self.model, sample, shapes, lambda: captured, self.terms_from)
         if alike is not None:
             alike.join(entry, measured=not adapted)
             if adapted:
@@ -196,7 +201,7 @@ class Programs:
 
         member = kin.member(shapes, holds)
         if member is None and kin.is_new(shapes):
-            kin.extend(self.model, sample, shapes, lambda: self._captured(sample, None), self.in_terms)
+            kin.extend(self.model, sample, shapes, lambda: self._captured(sample, None), self.terms_from)
             member = kin.member(shapes, holds)
         return kin, shapes, member
 
@@ -235,7 +240,7 @@ class Programs:
         return captured
 
     def _capture(self, sample: Sample, mask: GradientMask | None, known: Known | None = None) -> Captured:
-        return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, known, self.in_terms)
+        return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, known, self.terms_from)
 
     def _may_be_apart(self) -> bool:
         """Whether a ``CaptureError`` lets the call run otherwise."""

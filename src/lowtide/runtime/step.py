@@ -86,17 +86,17 @@ def run(
     lowered: Lowered,
     inputs: list[torch.Tensor],
     for_mask: ForMask,
-    in_terms: bool = False,
+    terms_from: int | None = None,
     optimizer: UpdatingOptimizer | None = None,
     rescue: Rescue | None = None,
     copied: Copied = ((), None),
 ) -> list[torch.Tensor]:
-    """Forward outputs of the program on the flat ``inputs``, linked to them in the autograd graph. ``in_terms``: whether
-    gradients leave as the terms of their sums. ``rescue`` lowers the plan where memory runs out. ``copied``: which inputs are
-    copied, and whom to tell which of them have been written into before the backward pass."""
+    """Forward outputs of the program on the flat ``inputs``, linked to them in the autograd graph. ``terms_from``: the flat
+    input from which on gradients leave as the terms of their sums. ``rescue`` lowers the plan where memory runs out.
+    ``copied``: which inputs are copied, and whom to tell which of them have been written into before the backward pass."""
     rescues = 0
     while True:
-        nodes, device_type = _nodes(lowered, inputs, in_terms), device_of_inputs(inputs).type
+        nodes, device_type = _nodes(lowered, inputs, terms_from), device_of_inputs(inputs).type
         call = ModelCall(lowered, for_mask, list(inputs), nodes, device_type, optimizer=optimizer, copied=copied)
         call.rescue, call.rescues = rescue, rescues
         try:
@@ -134,7 +134,7 @@ def _linked(call: ModelCall, inputs: Sequence[torch.Tensor]) -> list[torch.Tenso
     return outputs
 
 
-def _nodes(lowered: Lowered, inputs: Sequence[torch.Tensor], in_terms: bool) -> tuple[Node, ...]:
+def _nodes(lowered: Lowered, inputs: Sequence[torch.Tensor], terms_from: int | None) -> tuple[Node, ...]:
     """What each node returns: the terms of its group, and the last one whatever else may come for inputs that require a
     gradient."""
     groups = [[lowered.terms[index] for index in group.gradients] for group in lowered.gradient_groups] or [[]]
@@ -142,6 +142,7 @@ def _nodes(lowered: Lowered, inputs: Sequence[torch.Tensor], in_terms: bool) -> 
     sums = dict(lowered.program.sums)
     for position, tensor in enumerate(inputs):
         if tensor.requires_grad and position not in lowered.program.unlinked:
+            in_terms = terms_from is not None and position >= terms_from
             most = terms[position] + _SPARE_TERMS if in_terms else sums.get(position, 1)
             groups[-1].extend((position, number) for number in range(terms[position], most))
     return tuple(map(tuple, groups))
