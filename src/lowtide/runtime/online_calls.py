@@ -14,7 +14,7 @@ from lowtide.dynamic.context import leave_if_innermost, online
 from lowtide.program import structure
 
 _BACKWARD = ("backward", "grad")  # of torch.autograd: what runs a backward pass
-_lock = threading.Lock()
+_lock = threading.RLock()  # garbage is collected inside, too
 _inside: weakref.WeakSet[OnlineCalls] = weakref.WeakSet()
 _replaced: dict[str, Any] = {}
 
