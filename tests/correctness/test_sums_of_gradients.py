@@ -84,7 +84,7 @@ def _equal_steps(
 
 
 @pytest.mark.parametrize("make", [_Tied, _Repeated])
-@pytest.mark.parametrize("budget", ["60%", "100%"])
+@pytest.mark.parametrize("budget", ["85%", "100%"])
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 8, 16)])
 def test_calls_that_wait_together(make: Callable[[], nn.Module], budget: str, sizes: tuple[int, ...]) -> None:
     """From the first step on: the first call is known to be one of several only when the second one begins."""
@@ -102,7 +102,7 @@ def test_calls_at_new_sizes() -> None:
     """Members of a family hand over terms as well."""
     torch.manual_seed(0)
     plain = _Tied()
-    model = lowtide.rematerialize(copy.deepcopy(plain), budget="70%", planner="greedy", dynamic=True)
+    model = lowtide.rematerialize(copy.deepcopy(plain), budget="85%", planner="greedy", dynamic=True)
     _equal_steps(plain, model, lambda one, seed: _agreeing(one, _ids(seed, 4 + seed), _ids(9, 9 + 2 * seed)), steps=5)
 
 
@@ -110,7 +110,7 @@ def test_calls_by_turns_and_together() -> None:
     """A backward pass for each call, also in another order, and later one for both."""
     torch.manual_seed(0)
     plain = _Tied()
-    model = lowtide.rematerialize(copy.deepcopy(plain), budget="70%", planner="greedy")
+    model = lowtide.rematerialize(copy.deepcopy(plain), budget="85%", planner="greedy")
 
     def loss(one: nn.Module, seed: int) -> torch.Tensor:
         first, second = (one(_ids(number)).square().mean() for number in (seed, 7))
