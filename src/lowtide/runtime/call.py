@@ -290,6 +290,12 @@ class ModelCall:
             )
 
 
+def call_of(outputs: Sequence[torch.Tensor]) -> ModelCall | None:
+    """The one that returned these; ``None`` where none of them has a gradient."""
+    calls = (getattr(output.grad_fn, "call", None) for output in outputs)
+    return next((call for call in calls if isinstance(call, ModelCall)), None)
+
+
 def resumed(generator: Step) -> list[torch.Tensor]:
     """What the step yields next; what is allocated afterwards is not its own."""
     with below_autograd():

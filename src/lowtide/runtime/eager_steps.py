@@ -9,6 +9,7 @@ import torch
 from lowtide.memory.allocators import PeakWindow, meter_of
 from lowtide.program import structure
 from lowtide.runtime.call import ModelCall
+from lowtide.runtime.result_hooks import tell
 
 
 class EagerSteps:
@@ -26,9 +27,11 @@ class EagerSteps:
     def begin(self, device: torch.device) -> None:
         """A call is about to run."""
         if self._window is None or self._ended:
-            self.close()
+            if self._window is not None:
+                self._window.close()
             meter, self._passes = meter_of(device), ModelCall.begun
             self._window = None if meter is None else PeakWindow(meter)
+            self._ended = False
         self._ending = False  # also after a backward pass that failed
 
     def given(self, arguments: Any) -> None:
@@ -38,18 +41,9 @@ class EagerSteps:
 
     def returned(self, result: Any) -> None:
         """A call returns this."""
-        if self._window is None:
-            return
-        for tensor in structure.flatten(result)[0]:
-            if tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self._in_backward())  # type: ignore[no-untyped-call]
+        tell(result, self._in_backward)
 
-    def close(self) -> None:
-        if self._window is not None:
-            self._window.close()
-        self._window, self._ended = None, False
-
-    def _in_backward(self) -> None:
+    def _in_backward(self, _: torch.Tensor) -> None:
         if not self._ending and self._window is not None:
             self._ending = True
             torch.autograd.Variable._execution_engine.queue_callback(self._note)

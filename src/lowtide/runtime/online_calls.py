@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lowtide.dynamic.context import leave_if_innermost, online
-from lowtide.program import structure
+from lowtide.runtime.result_hooks import tell
 
 _BACKWARD = ("backward", "grad")  # of torch.autograd: what runs a backward pass
 _lock = threading.RLock()  # garbage is collected inside, too
@@ -83,9 +83,7 @@ class _Call:
             reached[0] = True
 
         self._graph = weakref.ref(note)  # which the graph holds
-        for tensor in structure.flatten(result)[0]:
-            if tensor.grad_fn is not None:
-                tensor.register_hook(note)  # type: ignore[no-untyped-call]
+        tell(result, note)
 
     @property
     def waits(self) -> bool:

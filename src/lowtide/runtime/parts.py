@@ -265,11 +265,10 @@ class Parts:
         model = self._model()
         assert model is not None
         self._steps += 1
-        if (
-            self._steps == (2 if self._has_any else 1)
-            and not self.planned()
-            and (self._has_any or not self._eager.are_its_own)
-        ):
+        known = (
+            self._steps == 1 + self._has_any
+        )  # only then whether anything of it can be planned, or held to the budget
+        if known and not (self.planned() if self._has_any else self._eager.are_its_own):
             _LOG.warning(
                 "%s runs without a plan, whatever the budget: nothing of it can be planned. lowtide.online takes any program, "
                 "with all of a step inside: %s",

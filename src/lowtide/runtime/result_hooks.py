@@ -1,17 +1,27 @@
-"""Refusing hooks on results whose gradient is never there as a whole."""
+"""Hooks on results: one that tells of a backward pass, and refusing those on a gradient that is never there as a whole."""
 
 from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import torch
 
 from lowtide.capture.python_state.code_names import is_trusted
 from lowtide.errors import ExecutionError
+from lowtide.program import structure
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__  # with the inputs whose gradients are asked for
+
+
+def tell(result: Any, reached: Callable[[torch.Tensor], None]) -> None:
+    """Have ``reached`` called where a backward pass comes to any of the tensors of ``result``, which keep it alive."""
+    for tensor in structure.flatten(result)[0]:
+        if tensor.grad_fn is not None:
+            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
 
 def refuse_hooks(tensor: torch.Tensor) -> None:

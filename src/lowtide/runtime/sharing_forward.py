@@ -16,6 +16,7 @@ from lowtide.pipeline import Finish, costs_from, fused
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
+from lowtide.runtime.call import call_of
 from lowtide.runtime.entry import Entry, Sample, Signature
 from lowtide.runtime.kin import FamilyCall
 from lowtide.runtime.planned import Planned
@@ -44,8 +45,7 @@ class SharingForward(Planned):
 
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         outputs = super().run(entry, inputs)
-        call = next((getattr(output.grad_fn, "call", None) for output in outputs if output.grad_fn is not None), None)
-        self.shared.add(self, entry, inputs, call)
+        self.shared.add(self, entry, inputs, call_of(outputs))
         return outputs
 
     def _make(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from lowtide.program import Program
-from lowtide.runtime.call import ModelCall
+from lowtide.runtime.call import ModelCall, call_of
 
 
 class WaitingCalls:
@@ -27,9 +27,9 @@ class WaitingCalls:
 
     def add(self, program: Program, outputs: Sequence[torch.Tensor]) -> None:
         """A call returned these forward outputs."""
-        if program.sums and not self.summed:
-            calls = (getattr(output.grad_fn, "call", None) for output in outputs)
-            self._calls.update(call for call in calls if isinstance(call, ModelCall))
+        call = call_of(outputs) if program.sums and not self.summed else None
+        if call is not None:
+            self._calls.add(call)
 
     def supersede(self) -> bool:
         """Another call begins: whether there are any that wait, which are to run again in terms."""
