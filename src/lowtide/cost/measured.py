@@ -24,7 +24,7 @@ from lowtide.cost.cache import CostCache, OperatorCost
 from lowtide.cost.collectives import collective_costs
 from lowtide.cost.devices import device_name, get_device
 from lowtide.cost.on_links import collective_workspace
-from lowtide.cost.signature import copies_storage, is_lasting, is_opaque, signature, target_name
+from lowtide.cost.signature import is_lasting, is_opaque, signature, target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.cost.timing import peak_of, time_call
 from lowtide.device import interface_of
@@ -35,7 +35,7 @@ from lowtide.memory.collector import collector_held
 from lowtide.program import generators
 from lowtide.program.collectives import Waited
 from lowtide.program.foreign import declares_effect, unseen
-from lowtide.program.layouts import memory_of
+from lowtide.program.layouts import copies_storage, memory_of
 from lowtide.program.overwrites import overwritten_argument
 from lowtide.program.program import Call, Program, Ref
 from lowtide.program.references import map_references

@@ -19,19 +19,11 @@ from typing import Any
 
 import torch
 
+from lowtide.program.layouts import copies_storage
 from lowtide.program.program import Program, Ref, TensorMeta
 
 ALIGNMENT_BYTES = 64
 _OBJECT = "<object "  # of this process
-
-# What a write into a view becomes: they copy the whole storage behind the view, whatever of it the view shows.
-_COPIES_STORAGE = {
-    "aten.copy.default",
-    "aten.slice_scatter.default",
-    "aten.select_scatter.default",
-    "aten.diagonal_scatter.default",
-    "aten.as_strided_scatter.default",
-}
 
 
 def signature(program: Program, op: int) -> str:
@@ -51,11 +43,6 @@ def target_name(target: Callable[..., Any]) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', repr(target))}"
-
-
-def copies_storage(target: Callable[..., Any]) -> bool:
-    """Whether what the operator allocates depends on the storages behind its arguments."""
-    return target_name(target) in _COPIES_STORAGE
 
 
 def is_opaque(meta: TensorMeta) -> bool:

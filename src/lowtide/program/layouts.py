@@ -7,10 +7,24 @@ stride all the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+# What a write into a view becomes: they copy the whole storage behind the view, whatever of it the view shows.
+_COPIES_STORAGE = {
+    "aten.copy.default",
+    "aten.slice_scatter.default",
+    "aten.select_scatter.default",
+    "aten.diagonal_scatter.default",
+    "aten.as_strided_scatter.default",
+}
+
+
+def copies_storage(target: Callable[..., Any]) -> bool:
+    """Whether what the operator allocates depends on the storages behind its arguments."""
+    return isinstance(target, torch._ops.OpOverload) and str(target) in _COPIES_STORAGE
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

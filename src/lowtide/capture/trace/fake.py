@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    _BypassDispatchCache,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._mode_utils import no_dispatch
@@ -36,6 +37,7 @@ from lowtide.capture.trace.questions import Provenance, Question
 from lowtide.capture.trace.real_strides import real_strides, with_strides
 from lowtide.capture.trace.sizes import SYMBOLIC, SymbolicSizes, hashable, hint
 from lowtide.errors import CaptureError
+from lowtide.program.layouts import copies_storage
 from lowtide.program.source import user_source
 
 _ATEN = torch.ops.aten
@@ -121,6 +123,11 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if is_empty(result):
                 self._attach_zeros(result)
         return result
+
+    def _validate_cache_key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        super()._validate_cache_key(func, args, kwargs)
+        if copies_storage(func):  # PyTorch's cache of results knows neither the size of their storages nor an offset
+            raise _BypassDispatchCache("copies a storage")
 
     def _answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         real, known = self._known_result(func, args, kwargs)
