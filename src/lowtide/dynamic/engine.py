@@ -86,11 +86,13 @@ class Engine:
         try:
             self.rebuilder.complete(needs)
             if operator.random:
-                call.generator = generators.saved(_generator(args, kwargs))
+                call.draw = generators.Draw(_generator(args, kwargs))
             targets = self._nodes_in(values_at(writes, args, kwargs)) if writes else []
             version = self._supersede(call, needs, targets, superseded) if writes else None
             memory.started = len(memory.locked)
             result, cost_ns = self.executor.run(operator, args, kwargs)
+            if call.draw is not None:
+                call.draw.drawn()
             memory.counters.operators += 1
             memory.counters.operator_ns += cost_ns
             memory.pool.tick(cost_ns)

@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 
 from lowtide.dynamic.operators import Operator
 from lowtide.eviction import Entry
-from lowtide.program.generators import SavedState
+from lowtide.program.generators import Draw
 
 storage_of = torch._C.TensorBase.untyped_storage  # as it was, whatever ``torch.Tensor`` says while a context is active
 _SERIAL = itertools.count()
@@ -99,18 +99,18 @@ class Handle(weakref.ref[UntypedStorage]):
 class OperatorCall:
     """An operator call that can be made again: ``args`` and ``kwargs`` with ``View``s in place of tensors.
 
-    ``generator``: the generator and its state before a random call. ``grad``: whether gradients were enabled, which a few
+    ``draw``: where the generator stood before a random call. ``grad``: whether gradients were enabled, which a few
     kernels ask. ``results``: the nodes that the call computed, by the place of the tensor among its results. ``holds``: the
     storages of constants that it reads.
     """
 
-    __slots__ = ("args", "generator", "grad", "holds", "kwargs", "operator", "results")
+    __slots__ = ("args", "draw", "grad", "holds", "kwargs", "operator", "results")
 
     def __init__(self, operator: Operator, args: list[Any], kwargs: dict[str, Any]) -> None:
         self.operator = operator
         self.args = args
         self.kwargs = kwargs
-        self.generator: SavedState | None = None
+        self.draw: Draw | None = None
         self.grad = torch.is_grad_enabled()
         self.results: dict[int, Node] = {}
         self.holds: list[UntypedStorage] = []

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from lowtide.program.generators import form_with_generator
+
 Position = int | str  # of an argument: its place, or its name where it is passed by name
 
 # Storage is shared though the schema does not say so, or contents are new but nothing is computed.
@@ -43,6 +45,7 @@ class Operator:
     """
 
     __slots__ = (
+        "_drawing",
         "composite",
         "detaches",
         "differs_in_bits",
@@ -58,6 +61,7 @@ class Operator:
 
     def __init__(self, overload: Any) -> None:
         self.run = overload
+        self._drawing: Operator | None = None
         self.detaches = overload is torch.ops.aten.detach.default
         self.name = str(overload)
         self.passes = self.composite = self.random = self.geometry_only = self.differs_in_bits = False
@@ -87,6 +91,15 @@ class Operator:
         self.geometry_only = name in _GEOMETRY_ONLY
         self.once = overload.namespace not in _FUNCTIONS
         self.statistics = _UPDATES_STATISTICS.get(name)
+
+    def with_generator(self, given: int) -> Operator | None:
+        """The form that takes a keyword ``generator`` beside ``given`` arguments without names, if there is one."""
+        form = form_with_generator(self.run, given)
+        if form is None or form is self.run:
+            return self if form is not None else None
+        if self._drawing is None:
+            self._drawing = Operator(form)
+        return self._drawing
 
 
 def values_at(positions: tuple[Position, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

@@ -21,7 +21,6 @@ from lowtide.dynamic.orders import OrderCache
 from lowtide.dynamic.plan import RebuildPlan, RebuildStep, calls_behind, make_plan, with_what_is_there
 from lowtide.dynamic.storages import fill
 from lowtide.errors import ExecutionError
-from lowtide.program import generators
 
 _CLONE = Operator(torch.ops.aten.clone.default)
 _ATTEMPTS = 30  # at a rebuild, each of which finds out what scratch one more operator takes
@@ -186,8 +185,8 @@ class Rebuilder:
 
         args = mapped(filled, call.args)
         kwargs = {name: mapped(filled, value) for name, value in call.kwargs.items()}
-        with torch.set_grad_enabled(call.grad), generators.replayed(call.generator):
-            result, cost_ns = self.executor.run(call.operator, args, kwargs)
+        with torch.set_grad_enabled(call.grad):
+            result, cost_ns = self._run(call, args, kwargs)
         self.memory.pool.tick(cost_ns)
         self.memory.counters.rematerializations += 1
         if version is not None:
@@ -198,6 +197,17 @@ class Rebuilder:
         for place, sibling in list(call.results.items()):
             if not sibling.resident and (sibling in wanted or sibling.alive()):
                 self._place(sibling, storage_of(tensors[place]))
+
+    def _run(self, call: OperatorCall, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, int]:
+        """What the operator returns again, random numbers included, and its time in ns."""
+        if call.draw is None:
+            return self.executor.run(call.operator, args, kwargs)
+        drawing = call.operator.with_generator(len(args))
+        if drawing is None:
+            with call.draw.replayed():
+                return self.executor.run(call.operator, args, kwargs)
+        with call.draw.again() as generator:
+            return self.executor.run(drawing, args, {**kwargs, "generator": generator})
 
     def _own_copy(self, call: OperatorCall) -> dict[Node, UntypedStorage]:
         """For a call that writes: the old version, in a storage of its own that the call may change."""

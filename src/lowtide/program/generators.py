@@ -1,13 +1,19 @@
-"""PyTorch's own random generators, by device."""
+"""PyTorch's own random generators, by device, and operators that draw from them once more."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
 from lowtide.device import accelerator_in_use, accelerators, interface_of
+from lowtide.errors import ExecutionError
+from lowtide.program import targets
 
 SavedState = tuple[torch.Generator, bytes]
 
@@ -65,3 +71,76 @@ def replayed(state: SavedState | None) -> Iterator[None]:
 
 def _restore(generator: torch.Generator, state: bytes) -> None:
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+class Draw:
+    """Where a generator stands before a random operator, so that the operator can draw the same again."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._before = saved(generator)
+        self._after: Any = None
+
+    def drawn(self) -> None:
+        """The operator has run: note where the generator stands now."""
+        self._after = _place(self._before[0])
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[torch.Generator]:
+        """A generator of its own that stands where the other one stood. Other threads may draw and seed meanwhile. Raises
+        ``ExecutionError`` where the operator does not leave it where it left the other one at first."""
+        own = torch.Generator(self._before[0].device)
+        _restore(own, self._before[1])
+        yield own
+        if self._after is not None and self._after != _place(own):
+            raise ExecutionError(
+                "another thread drew from PyTorch's generator, or seeded it, while a planned model drew random numbers: they "
+                "cannot be drawn again, so the gradients of this step would be wrong. Draw in other threads from a "
+                "torch.Generator of their own."
+            )
+
+    def replayed(self) -> contextlib.AbstractContextManager[None]:
+        """For operators that take no generator: PyTorch's own stands where it stood. No other thread may draw or seed."""
+        return replayed(self._before)
+
+
+_PROBE = torch.empty((), dtype=torch.int64, device="cpu")
+_PROBED = threading.Lock()
+
+
+def _place(generator: torch.Generator) -> Any:
+    """Equal for generators of one device that stand at the same place. Takes no memory of the device: of the CPU's, the number
+    that would be drawn next."""
+    if generator.device.type != "cpu":
+        return generator.get_state().numpy().tobytes()
+    ahead = generator.clone_state()
+    with _PROBED, no_dispatch():  # it is nobody's operator
+        return int(_PROBE.random_(generator=ahead).item())
+
+
+@functools.cache
+def form_with_generator(target: Callable[..., Any], given: int) -> Callable[..., Any] | None:
+    """The form of a random operator that takes a keyword ``generator`` beside ``given`` arguments without names; ``None`` where
+    there is none."""
+    if target is targets.bernoulli:
+        return target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    wanted, packet = _arguments(target), target.overloadpacket
+    for form in (target, *(getattr(packet, name) for name in packet.overloads())):
+        found = _arguments(form)
+        if _without_generator(found) == _without_generator(wanted) and _GENERATOR in found[given:]:
+            return form  # type: ignore[no-any-return]
+    return None
+
+
+_GENERATOR = ("generator", "Optional[Generator]")
+
+
+def _arguments(target: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+
+
+def _without_generator(arguments: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [one for one in arguments if one != _GENERATOR]

@@ -20,7 +20,9 @@ def own_layout(gradient: torch.Tensor, shape: tuple[int, ...], stride: tuple[int
 
 
 def bernoulli(
-    layout: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device], probability: float
+    layout: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device],
+    probability: float,
+    generator: torch.Generator | None = None,
 ) -> torch.Tensor:
     """``empty_like(x).bernoulli_(p)``, which a functional graph spells ``bernoulli(empty_like(x), p)``.
 
@@ -28,7 +30,7 @@ def bernoulli(
     random numbers. This one fills the memory in the order in which eager does.
     """
     shape, stride, dtype, device = layout
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device).bernoulli_(probability)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).bernoulli_(probability, generator=generator)
 
 
 def update(target: torch.Tensor, value: torch.Tensor, unseen: bool = False) -> None:
