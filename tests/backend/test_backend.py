@@ -348,7 +348,9 @@ def test_options_that_are_changed_belong_to_another_budget() -> None:
         options["budget"] = _budget(plain, x, share)
         compiled = torch.compile(model, backend=backend, options=options)
         _step(compiled, x)
-        assert _peak(compiled, x) <= options["budget"]
+        peaks = [_peak(compiled, x) for _ in range(3)]
+        assert max(peaks) <= options["budget"]
+        assert share < 1 or len({*peaks}) == 1  # the first calls take no copies of parameters
 
 
 def test_a_graph_without_gradients_runs_as_it_is() -> None:

@@ -60,7 +60,10 @@ class ChangingInputs:
 
 
 def _can_be_copied(tensor: torch.Tensor) -> bool:
-    """Whether a copy takes its place for every operator."""
+    """Whether a copy takes its place for every operator: parameters, which the graphs of ``torch.compile`` have as arguments, stay
+    what gradients are for."""
+    if isinstance(tensor, nn.Parameter):
+        return False
     lazy = tensor.is_conj() or tensor.is_neg()
     return tensor.layout is torch.strided and spec_of(tensor) is None and not lazy
 
