@@ -60,8 +60,7 @@ class ChangingInputs:
 
 
 def _can_be_copied(tensor: torch.Tensor) -> bool:
-    """Whether a copy takes its place for every operator. Parameters, which graphs of ``torch.compile`` have as arguments, are not
-    copied."""
+    """Whether a copy takes its place for every operator. Parameters, as ``torch.compile`` has them, are not copied."""
     if isinstance(tensor, nn.Parameter):
         return False
     lazy = tensor.is_conj() or tensor.is_neg()
