@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import lowtide
 from tests.online.scenarios import ROWS, WIDTH, Scenario, Training, chain, compare
 
 Mutation = Callable[[torch.Tensor], Any]
@@ -257,3 +259,26 @@ def test_what_cannot_be_repeated_is_not() -> None:
         return scenario
 
     compare(setup, share=60)
+
+
+@pytest.mark.parametrize("refilled", [False, True])
+def test_what_was_computed_from_a_storage_that_is_resized(refilled: bool) -> None:
+    """As reversible networks give the memory of their inputs back, and take it again."""
+    x = torch.randn(ROWS, WIDTH)
+
+    def program() -> list[torch.Tensor]:
+        h = x * 3
+        y = h.sin()
+        h.untyped_storage().resize_(0)
+        if refilled:
+            h.untyped_storage().resize_(h.nbytes)
+            ctypes.memset(h.data_ptr(), 1, h.nbytes)
+        first = x.repeat(5, 1)
+        second = x.repeat(5, 1)  # for which the least recently used goes
+        return [each.mean() for each in (second, first, y)]
+
+    expected = program()
+    with lowtide.online(x.nbytes * (23 if refilled else 21) // 2, heuristic="lru", sample=False) as session:
+        found = program()
+    assert session.statistics.evictions > 0
+    assert all(map(torch.equal, found, expected))

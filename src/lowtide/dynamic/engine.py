@@ -293,6 +293,17 @@ class Engine:
         node.writers += 1
         return node.end_writer
 
+    def let_go(self, storage: UntypedStorage) -> None:
+        """Somebody resizes the storage: what was computed from its contents stays, and they are nobody's result any more."""
+        node = self.memory.known(storage)
+        if node is None:
+            return
+        if node.evicted:
+            self.rebuilder.rebuild([node])
+        self._preserve_dependents(node)
+        self.memory.pin(node)
+        node.pinned = True
+
     def restore_all(self) -> None:
         """Rebuild whatever the program still holds."""
         self.memory.release_dead()

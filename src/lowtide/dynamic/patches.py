@@ -4,7 +4,8 @@ While at least one context is active, in whichever thread, and once however many
 
 - The methods of ``torch.Tensor`` in ``_ACCESS``. They read memory without running an operator, and so past the dispatch mode:
   an evicted tensor is rebuilt before each, and stays for as long as it lives where the memory may be seen from elsewhere
-  afterwards. Where it may be written from elsewhere, nothing is computed again from it, or by whoever made it. PyTorch's own
+  afterwards. Where it may be written from elsewhere, nothing is computed again from it, or by whoever made it; so it is, too,
+  before ``torch.UntypedStorage.resize_``, by which reversible networks give the memory of their inputs back. PyTorch's own
   mechanism, ``TorchFunctionMode``, is no substitute: it is off while it handles a call, so what a hook reads inside
   ``loss.backward()`` passes it by; it costs every call of PyTorch a microsecond; and it belongs to one thread.
 - ``threading.Thread.start``. A dispatch mode belongs to one thread, and another one could read an evicted tensor: a thread that
@@ -68,13 +69,14 @@ class Patches:
     """The changes, made at once and undone by ``remove``.
 
     ``materialize(tensor, access)`` is called before each method of a tensor; what it returns is called when the array that
-    shares the memory is gone. Threads run inside ``inside()``, called in the thread that starts them; ``None``: as they are.
-    Nothing is evicted by another thread inside ``alone()``.
+    shares the memory is gone. ``resized(storage)`` is called before a storage is. Threads run inside ``inside()``, called in
+    the thread that starts them; ``None``: as they are. Nothing is evicted by another thread inside ``alone()``.
     """
 
     def __init__(
         self,
         materialize: Materialize,
+        resized: Callable[[torch.UntypedStorage], None],
         inside: Callable[[], AbstractContextManager[Any] | None],
         alone: Callable[[], AbstractContextManager[Any]],
     ) -> None:
@@ -83,6 +85,7 @@ class Patches:
         self._undo = ExitStack()
         for name, access in _ACCESS.items():
             self._replace(torch.Tensor, name, self._materializing(getattr(torch.Tensor, name), materialize, access))
+        self._replace(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_, resized))
         self._replace(threading.Thread, "start", self._starting(threading.Thread.start, inside))
         if "torch._dynamo" in sys.modules:
             self._undo.push(torch.compiler.set_stance("force_eager"))
@@ -115,6 +118,16 @@ class Patches:
             if ended is not None and isinstance(result, np.ndarray):  # its views hold it
                 weakref.finalize(result, ended).atexit = False
             return result
+
+        return method
+
+    def _resizing(self, original: Any, resized: Callable[[torch.UntypedStorage], None]) -> Any:
+        @functools.wraps(original)
+        @uncompiled
+        def method(storage: torch.UntypedStorage, size: int) -> Any:
+            if self._active:
+                resized(storage)
+            return original(storage, size)
 
         return method
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -39,6 +39,7 @@ _WARN_FROM_NS = 1_000_000_000  # a second of recomputation
 _EXTENSIONS = 30  # of the limit at the end, at most, each by what was found to be missing
 _TINY = 1_000_000  # results of less than a millionth of the budget are kept
 _PLAIN = torch.Tensor.__torch_dispatch__
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class OnlineRun:
         self.thread = _Thread()
         self.open = True
         self.warn_at_ns: float = _WARN_FROM_NS
-        self.patches = Patches(self.materialize, self.mode_inside, lambda: self.memory.lock)
+        self.patches = Patches(self.materialize, self.resized, self.mode_inside, lambda: self.memory.lock)
         if settings.habits is not None:
             foresight = Foresight(
                 settings.habits,
@@ -164,15 +165,24 @@ class OnlineRun:
     @uncompiled
     def materialize(self, tensor: torch.Tensor, access: Access) -> Callable[[], None] | None:
         """Have the tensor's bytes there for whoever reads them from outside the dispatcher."""
+        return self._apart("reading a tensor", self.engine.materialize, tensor, access)
+
+    @uncompiled
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage is about to be resized."""
+        self._apart("resizing a storage", self.engine.let_go, storage)
+
+    def _apart(self, what: str, function: Callable[..., _Result], *arguments: Any) -> _Result | None:
+        """What the engine does outside of operators."""
         with self.memory.lock, _disable_current_modes(), torch.no_grad():
             if not self.open:
                 return None
             self.executor.enter_thread()
             outermost = not self.memory.locked
             try:
-                return self.engine.materialize(tensor, access)
+                return function(*arguments)
             except BaseException as error:
-                self._failed(error, "reading a tensor", outermost=outermost)
+                self._failed(error, what, outermost=outermost)
                 raise
 
     def _warn(self) -> None:
