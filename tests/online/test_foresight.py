@@ -101,6 +101,28 @@ def test_what_repeats_is_planned_and_followed(options: dict[str, float], share: 
     assert all(map(torch.equal, left, ours.state))
 
 
+def test_a_plan_that_takes_far_longer_is_left_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(habits, "_NOTICED_NS", 0)
+    budget = int(0.45 * _peak(_Program()))
+    plain, ours = _Program(), _Program()
+    expected = [plain.step(number) for number in range(7)]
+    torch.manual_seed(0)
+    ours = _Program()
+    found = [ours.step(0)]
+    session = lowtide.online(budget, planning="wait")
+    for number in range(1, 5):
+        planned = _statistics(session, lambda number=number: found.append(ours.step(number)))  # type: ignore[misc]
+    (known,) = [one for one in session.settings.habits.known.values() if one.guides]  # type: ignore[union-attr]
+    known.rules_ns = 0
+    left = _statistics(session, lambda: found.append(ours.step(5)))
+    assert 0 < left.planned_evictions < planned.planned_evictions
+    assert 0 < left.followed < planned.followed
+    assert not known.guides
+    ruled = _statistics(session, lambda: found.append(ours.step(6)))
+    assert ruled.planned_evictions == 0
+    assert all(map(torch.equal, expected, found))
+
+
 def test_one_context_around_the_whole_loop() -> None:
     budget = int(0.5 * _peak(_Program(dropout=0.1)))
     plain, ours = _Program(dropout=0.1), _Program(dropout=0.1)

@@ -181,8 +181,14 @@ class Foresight:
             self._follower = Follower(guide, self.memory, self.rebuilder, self._made)
 
     def _act(self, place: int) -> None:
-        """Do what the plan says before this operator; where there is no room for it, leave the plan."""
-        if self._follower is None:
+        """Do what the plan says before this operator; where there is no room for it, or it takes far longer than the rules did,
+        leave the plan."""
+        if self._follower is None or self._followed is None:
+            return
+        rebuild_ns = self.memory.counters.rematerialize_ns - self._rebuild_ns
+        if self._followed.is_far_off(rebuild_ns):
+            self._followed.judge(self._follower.guide, rebuild_ns)
+            self._leave()
             return
         try:
             self._follower.before(place)

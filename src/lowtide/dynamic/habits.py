@@ -24,6 +24,7 @@ _AT_ONCE = 1500  # operators: a longer cycle has no plan before a search in the 
 _MOST_PLANS, _MOST_SEEN, _MOST_ROOMS, _MOST_WAITING = 64, 4096, 4, 16
 _UNUSED = 256  # cycles, after which another one may have the place of a plan
 _WORSE = 2.0  # times what rebuilds took without a plan; less may be noise
+_FAR_WORSE, _NOTICED_NS = 8.0, 100_000_000  # the same in the midst of a cycle, and time that is worth it
 _MORE = 1.05  # times the room that was planned for, from which another plan is worth a search
 _SLACK = (
     0.01  # of the room: a program may take a little more of it from step to step, for the losses that it keeps, say
@@ -46,6 +47,10 @@ class Known:
         """A plan was followed, and its rebuilds took that long: with far more than the rules took, it is followed no more."""
         if rebuild_ns > _WORSE * self.rules_ns:
             self.guides = [one for one in self.guides if one is not guide]
+
+    def is_far_off(self, rebuild_ns: int) -> bool:
+        """Whether rebuilds of a cycle that is under way took so long that its plan is no good."""
+        return rebuild_ns > max(_FAR_WORSE * self.rules_ns, _NOTICED_NS)
 
     def guide(self, room_bytes: int | None) -> Guide | None:
         """The quickest plan that fits into so much room, if there is one."""
