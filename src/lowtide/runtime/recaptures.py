@@ -19,6 +19,7 @@ _LOG = logging.getLogger(__name__)
 _MANY_CAPTURES = 8  # for the same shapes: said in the log
 _MOST_CAPTURES = 16  # for the same shapes, in most calls, of what may run in parts instead
 _FEW_CAPTURES = 4  # the same, where a number changes that is computed with, or what is drawn
+_DECIDED_CAPTURES, _DECIDED_CALLS = 5, 4  # the same, where draws decide, in fewer calls than so many for each capture
 _MOST_UNEXPECTED = 3  # programs for the same shapes that differ in how checks of values go
 
 
@@ -56,8 +57,10 @@ class Recaptures:
         self.known = self.known.with_changes(conditions, model)
         computed = self.known.numbers.keys() & self.known.computed
         drawn = conditions.draws is not None and not conditions.draws.come_again
-        most = _FEW_CAPTURES if computed or drawn else _MOST_CAPTURES
-        if times >= most and times > sum(entry.calls for entry in entries) and may_be_apart:
+        most, each = _FEW_CAPTURES if computed or drawn else _MOST_CAPTURES, 1
+        if drawn and conditions.draws is not None and conditions.draws.numbers is not None:
+            most, each = _DECIDED_CAPTURES, _DECIDED_CALLS
+        if times >= most and each * times > sum(entry.calls for entry in entries) and may_be_apart:
             raise CaptureError(
                 f"its program depends on what changes from call to call ({why}), and was captured {times} times for the same "
                 "shapes. Make it constant, keep it in a buffer, or pass it as a tensor that is only computed with."
