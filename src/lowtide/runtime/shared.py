@@ -48,9 +48,7 @@ _LOG = logging.getLogger(__name__)
 
 class SharedBudget:
     """``ran`` are the forward passes of the current step, in order: a graph may run several times, by different plans, too.
-    What waits from earlier steps (a loss that is kept, say) is a part of every step. ``outside`` of a total budget are
-    taken.
-    """
+    What waits from earlier steps (a loss that is kept) is a part of every step. ``outside`` of a total budget are taken."""
 
     def __init__(self, settings: Settings, what: str = "graphs") -> None:
         self.settings = settings
@@ -63,10 +61,9 @@ class SharedBudget:
         self.record = StepRecord()
         # Whether steps differ, so that all are planned as the fullest: adds what may run as well to the passes of a record.
         self.expected: Callable[[list[ForwardPass]], list[ForwardPass]] | None = None
-        self.exceeded = self._said_over = False
+        self.exceeded = self._said_over = self._met = False  # met: all were planned together within the budget
         self.postponed = False  # planning all together waits for a step: what runs may be none of the graphs then
         self._granted_bytes = 0  # of a budget in percent, or beyond one that cannot be met, for the step that took most
-        self._met = False  # whether all were planned together within the budget
         self.must_fit = False  # since something else can be done where they do not
         self.fraction = 0.0  # of what graphs would save, the part that they save by the plans in force
         self._first_plans = False  # whether the current step runs by one
@@ -76,8 +73,7 @@ class SharedBudget:
         self._level_bytes: int | None = None  # when the latest forward pass had ended, or the step began
         self._start_bytes = 0  # level when the step began, but for what waited from earlier ones
         self._window: PeakWindow | None = None
-        self._ending = False  # whether it is told of the end of a backward pass
-        self._within = False  # a call that says itself when it begins
+        self._ending = self._within = False  # told of the end of a backward pass; in a call that says when it begins
 
     @contextlib.contextmanager
     def call(self, device: torch.device) -> Iterator[None]:
@@ -226,10 +222,11 @@ class SharedBudget:
         known_later = more_follow and is_percentage(self.settings.given) and not self._granted_bytes
         if known_later:  # of what is not known yet
             room = max(room, own.keep_all.forward_bytes, own.keep_all.backward_bytes)
+        must_fit = not earlier and not known_later and not (self.give_way is not None and between > 0)
         try:
-            return self._planned(own, max(room, 1), self._fraction_of(graph) if more_follow else 1.0)
+            return self._planned(own, max(room, 1), self._fraction_of(graph) if more_follow else 1.0, must_fit=must_fit)
         except InfeasibleBudgetError as error:
-            if not earlier and not known_later and not (self.give_way is not None and between > 0):
+            if must_fit:
                 raise error.beside(reserve + between) from None
             _LOG.warning(
                 "%s %d of the step needs %d bytes and has %d left: this step may exceed the budget; all are replanned",
@@ -250,30 +247,33 @@ class SharedBudget:
                 return self.ran[:place], one.between_bytes
         return self.ran, max(self._between_bytes, 0)
 
-    def _planned(self, member: Member, room: int, fraction: float) -> Plan:
+    def _planned(self, member: Member, room: int, fraction: float, *, must_fit: bool = True) -> Plan:
         """A plan within ``room`` bytes that saves about this fraction of what the program would save without one, or more where
-        that cannot be. Raises ``InfeasibleBudgetError``."""
+        that cannot be. Raises ``InfeasibleBudgetError``, after a brief search unless it ``must_fit``."""
         between = max(room - member.limit_bytes(fraction) - member.arriving_bytes, 0) if fraction < 1 else 0
         while True:
             try:
-                return self._within_room(member, room, between)
+                return self._within_room(member, room, between, briefly=between > 0 or not must_fit)
             except InfeasibleBudgetError as error:
                 if not between:
                     raise
                 missing = error.minimum_bytes - room
                 between = between - missing if missing < between / 2 else 0
 
-    def _within_room(self, member: Member, room: int, between: int) -> Plan:
+    def _within_room(self, member: Member, room: int, between: int, *, briefly: bool) -> Plan:
         settings = dataclasses.replace(
             self.settings, budget=room, total_budget=None, reserve=0, between_bytes=between, planning="wait"
         )
+        planned = functools.partial(make_program_plan, member.program, costs=member.costs)
         if searches(self.settings.planner):
-            with contextlib.suppress(InfeasibleBudgetError):
-                first = dataclasses.replace(settings, planner=FIRST_PLANNER)
-                plan = make_program_plan(member.program, first, costs=member.costs)
+            try:
+                plan = planned(dataclasses.replace(settings, planner=FIRST_PLANNER))
                 self._first_plans = self._first_plans or plan.overhead > 0
                 return as_alone(plan, member)
-        return as_alone(make_program_plan(member.program, settings, costs=member.costs), member)
+            except InfeasibleBudgetError:
+                if briefly:
+                    raise
+        return as_alone(planned(settings), member)
 
     def _note_step(self) -> None:
         """For the plans of the next one."""
