@@ -134,7 +134,7 @@ def test_all_that_is_planned_lies_in_the_arena(make: Callable[[], nn.Module]) ->
 
 @pytest.mark.parametrize("percent", [50, 65, 80])
 def test_the_budget_is_for_addresses(percent: int) -> None:
-    model = _planned(_transformer(), f"{percent}%", planning="wait")
+    model = _planned(_transformer(), f"{percent}%", planner="auto{effort=1}")
     (plan,) = lowtide.plans(model)
     assert plan.peak_bytes <= plan.reserved_bytes <= plan.budget_bytes
 
