@@ -16,6 +16,8 @@ from lowtide.errors import ExecutionError
 from lowtide.program import targets
 
 SavedState = tuple[torch.Generator, bytes]
+_GENERATOR = ("generator", "Optional[Generator]")  # an argument, as schemas tell of it
+_PROBE, _PROBED = torch.empty((), dtype=torch.int64, device="cpu"), threading.Lock()
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -95,18 +97,14 @@ class Draw:
         yield own
         if self._after is not None and self._after != _place(own):
             raise ExecutionError(
-                "another thread drew from PyTorch's generator, or seeded it, while a planned model drew random numbers: they "
-                "cannot be drawn again, so the gradients of this step would be wrong. Draw in other threads from a "
+                "another thread drew from PyTorch's generator, or seeded it, just when random numbers were drawn that a "
+                "backward pass needs again: they cannot be had, and gradients would be wrong. Draw in other threads from a "
                 "torch.Generator of their own."
             )
 
     def replayed(self) -> contextlib.AbstractContextManager[None]:
         """For operators that take no generator: PyTorch's own stands where it stood. No other thread may draw or seed."""
         return replayed(self._before)
-
-
-_PROBE = torch.empty((), dtype=torch.int64, device="cpu")
-_PROBED = threading.Lock()
 
 
 def _place(generator: torch.Generator) -> Any:
@@ -133,9 +131,6 @@ def form_with_generator(target: Callable[..., Any], given: int) -> Callable[...,
         if _without_generator(found) == _without_generator(wanted) and _GENERATOR in found[given:]:
             return form  # type: ignore[no-any-return]
     return None
-
-
-_GENERATOR = ("generator", "Optional[Generator]")
 
 
 def _arguments(target: torch._ops.OpOverload) -> list[tuple[str, str]]:
