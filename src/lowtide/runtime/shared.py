@@ -44,6 +44,7 @@ from lowtide.sharing import Constraint, Footprint, Member, choose, peak_bytes, s
 from lowtide.sharing.assignment import as_alone, plan_alone, saved_fraction
 
 _LOG = logging.getLogger(__name__)
+_NEARLY = 1.1  # times the room: what a longer search may find a way within
 
 
 class SharedBudget:
@@ -200,9 +201,9 @@ class SharedBudget:
     def plan(
         self, graph: Planned, program: Program, replaced: Entry | None, more_follow: bool, costs: Costs | None = None
     ) -> Plan:
-        """A plan for a program of ``graph`` within what the forward passes before this one, and code between them, leave of the
-        budget; in the place of ``replaced``, where there is one. ``more_follow``: other graphs will run after it. New sizes of
-        a graph that is known are no reason to plan all again where steps differ anyway."""
+        """A plan for a program of ``graph``, in the place of ``replaced``, within what the forward passes before this one, and
+        code between them, leave of the budget. ``more_follow``: other graphs run after it. New sizes of a graph that is known
+        are no reason to plan all again where steps differ anyway."""
         first_plans, member = self._first_plans, Member(program, costs or program_costs(program))
         try:
             return self._plan(graph, member, replaced, more_follow)
@@ -242,14 +243,12 @@ class SharedBudget:
 
     def _before(self, replaced: Entry | None) -> tuple[list[ForwardPass], int]:
         """What ran before ``replaced``, or before now, and what code between held then."""
-        for place, one in enumerate(self.ran):
-            if one.entry is replaced:
-                return self.ran[:place], one.between_bytes
-        return self.ran, max(self._between_bytes, 0)
+        found = ((self.ran[:place], one.between_bytes) for place, one in enumerate(self.ran) if one.entry is replaced)
+        return next(found, (self.ran, max(self._between_bytes, 0)))
 
     def _planned(self, member: Member, room: int, fraction: float, *, must_fit: bool = True) -> Plan:
         """A plan within ``room`` bytes that saves about this fraction of what the program would save without one, or more where
-        that cannot be. Raises ``InfeasibleBudgetError``, after a brief search unless it ``must_fit``."""
+        that cannot be. Raises ``InfeasibleBudgetError``, after a brief search unless it ``must_fit`` or nearly does."""
         between = max(room - member.limit_bytes(fraction) - member.arriving_bytes, 0) if fraction < 1 else 0
         while True:
             try:
@@ -270,8 +269,8 @@ class SharedBudget:
                 plan = planned(dataclasses.replace(settings, planner=FIRST_PLANNER))
                 self._first_plans = self._first_plans or plan.overhead > 0
                 return as_alone(plan, member)
-            except InfeasibleBudgetError:
-                if briefly:
+            except InfeasibleBudgetError as error:
+                if briefly and error.minimum_bytes > _NEARLY * room:
                     raise
         return as_alone(planned(settings), member)
 
