@@ -30,6 +30,7 @@ from lowtide.ir import Compute, Fetch, Free, Offload, Op, RestoreRng, SaveRng, S
 from lowtide.ir.graph import FETCH_STATE_TARGET, OPTIMIZER_TARGET, TANGENT_TARGET, UPDATE_TARGET
 from lowtide.ir.transfers import needs
 from lowtide.lower.addresses import Addresses
+from lowtide.lower.drawing import SAVE, Drawing
 from lowtide.lower.gradient_groups import GradientGroup, group_gradients
 from lowtide.lower.under_way import UnderWay
 from lowtide.memory.arena import made
@@ -104,13 +105,12 @@ class _Generator:
         self.begin = addresses.table.begin if addresses else None
         self.computed = 0
         self.lines: list[str] = []
-        self.namespace: dict[str, Any] = {"save_rng": generators.Draw}
+        self.namespace: dict[str, Any] = {SAVE: generators.Draw}
         self._names: dict[Any, str] = {}
         self.tangents = tuple(op.outputs[0] for op in self.graph.ops if op.target == TANGENT_TARGET)
         self.live: set[int] = set()  # values that have a variable
         self.handed: set[int] = set()  # storages whose gradient has left
-        self.saved: set[int] = set()  # random operators about to run for the first time, and again
-        self.replayed: set[int] = set()
+        self.drawing = Drawing(program, self._constant)
         self.gradient_groups = group_gradients(program, schedule)
 
     def lower(self) -> Lowered:
@@ -176,12 +176,9 @@ class _Generator:
             self.live.update(self._made_by_base(step.storage))
             self.under_way.begin(functools.partial(self.lines.append, f"o{step.storage}.back()"), made=[step.storage])
         elif isinstance(step, SaveRng):
-            op = self.graph.ops[step.op]
-            device = self.program.metas[(*op.outputs, *op.inputs)[0]].device
-            self.lines.append(f"r{op.id} = save_rng({self._constant(generators.default_generator(device))})")
-            self.saved.add(op.id)
+            self.lines.append(self.drawing.saved(self.graph.ops[step.op]))
         elif isinstance(step, RestoreRng):
-            self.replayed.add(step.op)
+            self.drawing.restored(step.op)
 
     def _room(self) -> Room:
         assert self.room is not None, "the schedule moves storages"
@@ -210,33 +207,19 @@ class _Generator:
             form = written_form(self.program, op_id, value)
             assert form is not None
             target, kwargs = form.target, {**kwargs, form.keyword: Ref(value)} if form.keyword else kwargs
-        condition = "if write_back: " if call.target is targets.update else ""
         arguments = [self._argument(a) for a in call.args]
         arguments += [f"{name}={self._argument(a)}" for name, a in kwargs.items()]
-        if op_id in self.replayed:
-            self.replayed.discard(op_id)
-            target, arguments, condition = self._drawn_again(op_id, target, arguments)
+        target, arguments, condition = self.drawing.due(op_id, target, arguments)
+        condition = "if write_back: " if call.target is targets.update else condition
         begun = getattr(target, "begin", None) if self.beside and op.collective and into is None else None
         call_of = f"{self._constant(target if begun is None else begun)}({', '.join(arguments)})"
         if begun is None:
             self._assign(op, call.positions, condition, call_of)
-            if op_id in self.saved:
-                self.saved.discard(op_id)
-                self.lines.append(f"r{op_id}.drawn()")
+            self.lines += self.drawing.ran(op_id)
         else:
             self.lines.append(f"c{op_id} = {call_of}")
             changed, read = self.graph.changed[op_id], self.graph.read[op_id]
             self.under_way.begin(functools.partial(self._wait, op), made=changed, read=read)
-
-    def _drawn_again(
-        self, op_id: int, target: Callable[..., Any], arguments: list[str]
-    ) -> tuple[Callable[..., Any], list[str], str]:
-        """A random operator, its arguments, and the condition under which it draws what it drew at first."""
-        form = generators.form_with_generator(target, len(self.program.calls[op_id].args))
-        if form is None:
-            return target, arguments, f"with r{op_id}.replayed(): "
-        arguments = [*(one for one in arguments if one != "generator=None"), "generator=g"]
-        return form, arguments, f"with r{op_id}.again() as g: "
 
     def _wait(self, op: Op) -> None:
         """For a collective that was begun."""
