@@ -91,7 +91,7 @@ class Engine:
             version = self._supersede(call, needs, targets, superseded) if writes else None
             memory.started = len(memory.locked)
             result, cost_ns = self.executor.run(operator, args, kwargs)
-            if call.draw is not None:
+            if call.draw is not None and operator.with_generator(len(args)) is not None:
                 call.draw.drawn()
             memory.counters.operators += 1
             memory.counters.operator_ns += cost_ns
@@ -302,7 +302,6 @@ class Engine:
             self.rebuilder.rebuild([node])
         self._preserve_dependents(node)
         self.memory.pin(node)
-        node.pinned = True
 
     def restore_all(self) -> None:
         """Rebuild whatever the program still holds."""

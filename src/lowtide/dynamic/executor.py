@@ -159,7 +159,8 @@ def _result_bytes(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any
         blank_args, blank_kwargs = mapped(_blank, args), {name: mapped(_blank, item) for name, item in kwargs.items()}
         if kwargs.get("device") is not None:
             blank_kwargs["device"] = "meta"
-        blank_kwargs.pop("generator", None)
+        if kwargs.get("generator") is not None:
+            blank_kwargs["generator"] = None  # it is not of that device
         result = operator.run(*blank_args, **blank_kwargs)
     except (RuntimeError, NotImplementedError, TypeError):
         return 0

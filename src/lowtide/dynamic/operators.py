@@ -95,10 +95,11 @@ class Operator:
     def with_generator(self, given: int) -> Operator | None:
         """The form that takes a keyword ``generator`` beside ``given`` arguments without names, if there is one."""
         form = form_with_generator(self.run, given)
-        if form is None or form is self.run:
-            return self if form is not None else None
-        if self._drawing is None:
-            self._drawing = Operator(form)
+        if form is None:
+            return None
+        if form is self.run:
+            return self
+        self._drawing = self._drawing or Operator(form)
         return self._drawing
 
 

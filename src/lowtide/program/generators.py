@@ -85,7 +85,7 @@ class Draw:
         self._after: Any = None
 
     def drawn(self) -> None:
-        """The operator has run: note where the generator stands now."""
+        """The operator has run, and is to draw ``again``: note where the generator stands now."""
         self._after = _place(self._before[0])
 
     @contextlib.contextmanager
