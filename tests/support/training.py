@@ -10,9 +10,10 @@ names is then tried, and in a wide run a budget below it must be refused.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ from tests.support.records import (
 )
 from tests.support.wide import is_wide
 
+T = TypeVar("T")
 BUDGETS = ("70%", "45%")
 ITERATIONS = 3
 # Quick ones, in turn: what is compared here is the execution of schedules, not their quality. What greedy eviction can meet
@@ -82,23 +84,32 @@ def compare_training(
     step_function = step or training_step(loss)
     expected = run_training(make(model_factory), make_inputs, step_function, iterations)
     outcomes = []
+
+    def trained(budget: int | str, **planner: Any) -> tuple[nn.Module, list[Record]]:
+        """Where a program that comes later does not meet the budget, that fails, too."""
+        model = prepared(model_factory, make_inputs, budget, prepare=prepare, **planner)
+        return model, run_training(model, make_inputs, step_function, iterations)
+
     for index, budget in list(enumerate(budgets))[0 if is_wide() else -1 :]:
         usual = PLANNERS[1] if budget == MINIMUM else PLANNERS[index % len(PLANNERS)]
         planner = {} if prepare else {"planner": usual, **options}
-        try:
-            model = prepared(model_factory, make_inputs, budget, prepare=prepare, **planner)
-            records = run_training(model, make_inputs, step_function, iterations)
-        except lowtide.InfeasibleBudgetError:  # of a program that came later
-            if planner.get("planner") != PLANNERS[0]:
-                raise
-            model = prepared(model_factory, make_inputs, budget, **planner | {"planner": PLANNERS[1]})
-            records = run_training(model, make_inputs, step_function, iterations)
+        model, records = _by_one_of_both(functools.partial(trained, budget), **planner)
         assert_same_records(records, expected, tolerance=tolerance, layouts=layouts)
         measured = 0
         if check_peak and prepare is None:
             measured = assert_within_plan(model, make_inputs(0), loss, step_function, unmet_bytes)
         outcomes.append(Outcome(model, records, measured))
     return outcomes
+
+
+def _by_one_of_both(run: Callable[..., T], **options: Any) -> T:
+    """By greedy eviction, where that is asked for, or else by the other one of the ``PLANNERS``."""
+    try:
+        return run(**options)
+    except lowtide.InfeasibleBudgetError:
+        if options.get("planner") != PLANNERS[0]:
+            raise
+    return run(**options | {"planner": PLANNERS[1]})
 
 
 def make(model_factory: Callable[[], nn.Module]) -> nn.Module:
@@ -136,12 +147,7 @@ def prepared(
         budget = refused(1)
         if is_wide():
             refused(budget - max(budget // 50, 1))  # planners name the least that they meet to 2 %
-    try:
-        result = run(model, args, kwargs, budget=budget, **options)
-    except lowtide.InfeasibleBudgetError:
-        if options.get("planner") != PLANNERS[0]:
-            raise
-        result = run(model, args, kwargs, budget=budget, **options | {"planner": PLANNERS[1]})
+    result = _by_one_of_both(functools.partial(run, model, args, kwargs, budget=budget), **options)
     assert result is model
     if prepare is None and not options.keys() & {"reserve", "total_budget", "compiler"}:
         (plan,) = lowtide.plans(model)
