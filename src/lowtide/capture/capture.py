@@ -26,6 +26,8 @@ from lowtide.capture.known import Known
 from lowtide.capture.python_state import attribute_effects, counters
 from lowtide.capture.python_state.backward_effects import BackwardEffectError
 from lowtide.capture.python_state.compared import ComparedNumber
+from lowtide.capture.python_state.counters import Readers
+from lowtide.capture.python_state.external_effects import hooks_kept
 from lowtide.capture.python_state.guards import Guards
 from lowtide.capture.python_state.held_inputs import HeldInputs, inputs_at
 from lowtide.capture.python_state.paths import AttributePath, sharing
@@ -35,6 +37,7 @@ from lowtide.capture.refusals import (
     capture_error,
     check,
     refuse_merged,
+    refuse_objects,
     refuse_spent,
     written_attributes,
     written_inputs,
@@ -121,6 +124,14 @@ def capture(
         return _finished(call, attempt, rewrite)
 
 
+class _LearnedError(Exception):
+    """The first run of the model has shown what the next attempt should know."""
+
+    def __init__(self, known: Known) -> None:
+        super().__init__()
+        self.known = known
+
+
 def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     """A trace of the call; or what was learned from it, where that makes for another one."""
     assert known.recorder is not None
@@ -131,8 +142,15 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     numbers = [ComparedNumber.of(read) for place, read in known.numbers.items() if place not in known.computed]
     traced = TracedModel(call, held, effects.tensors if effects else (), recorder, numbers, mode.expectations)
     outside: list[Read] = []
+
+    def learn() -> None:  # before the joint graph is traced in vain
+        learned = _learned_of_numbers(known, traced)
+        if learned is not None:
+            raise _LearnedError(learned)
+
+    traced.after_first_run = learn
     try:
-        with contextlib.closing(traced):
+        with contextlib.closing(traced), hooks_kept(model):
             module, metadata = export_joint(traced, fakes)
         refuse_merged(metadata, fakes)
         outside = counters.changed(traced.latest_reads)
@@ -144,6 +162,9 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
             effects = rehearse(call, held, traced.reads, outside, compared, known.expected)
             if effects.tensors or effects.carried:
                 return replace(known, effects=effects, follow=known.attributes | effects.carried)
+    except _LearnedError as error:
+        outside = counters.changed(traced.latest_reads)
+        return error.known
     except Exception as error:
         outside = counters.changed(traced.latest_reads)
         learned = _learned_of_numbers(known, traced, failed=True)
@@ -199,7 +220,9 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.Graph
         rewrite(trace.module)
     merge_nested_writes(trace.module)
     settings = tuple(setting for setting in run.settings if setting.place not in effects.counted)
-    attribute_effects.say_unknown(call.model, [place for place in run.unknown if place not in effects.counted])
+    unknown = [place for place in run.unknown if place not in effects.counted]
+    refuse_objects(Readers(call.model, trace.traced.reads).of_objects(unknown))
+    attribute_effects.say_unknown(call.model, unknown)
     guards = _guards(call.model, trace, settings)
     program = _assemble(convert(trace.module, inputs), trace.metadata, run, call.state, type(call.model).__name__)
     written = written_inputs(program, inputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -141,7 +140,7 @@ class Contract:
         places = written | {one.place for one in self.counted} | self.held_inputs.attributes()
         before = [attribute_effects.Before(place, value_at(model, place)) for place in places]
         attribute_effects.write(model, zip((one.place for one in self.effects.tensors), left, strict=True))
-        attribute_effects.write(model, [(one.place, copy.deepcopy(one.change)) for one in self.settings])
+        attribute_effects.write(model, [(one.place, one.again()) for one in self.settings])
         attribute_effects.write(model, [(one.place, one.change(value_at(model, one.place))) for one in self.counted])
         return result, before
 
@@ -150,7 +149,8 @@ class Contract:
         return (
             fingerprint(self.result_structure) == fingerprint(other.result_structure)
             and (self.effects.tensors, self.held_inputs) == (other.effects.tensors, other.held_inputs)
-            and repr((self.settings, self.counted)) == repr((other.settings, other.counted))
+            and [one.key for one in self.settings] == [one.key for one in other.settings]
+            and repr(self.counted) == repr(other.counted)
             and (self.buffers, self.specs) == (other.buffers, other.specs)
         )
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from lowtide.capture.python_state.held_inputs import holding
-from lowtide.capture.python_state.paths import AttributePath, of_modules, tensors_in
+from lowtide.capture.python_state.paths import AttributePath, of_modules, tensors_in, texts
 from lowtide.capture.trace.writes import WriteError
 from lowtide.capture.traced_model import NO_SAVED_TENSORS_HOOKS
 from lowtide.errors import CaptureError
@@ -160,3 +160,13 @@ def written_attributes(model: nn.Module, error: Exception) -> frozenset[Attribut
     if any(text in str(error) for text in _WRITES):
         return frozenset(place for place, value in of_modules(model) if tensors_in(value))  # of one of them, a part
     return frozenset()
+
+
+def refuse_objects(places: Sequence[AttributePath]) -> None:
+    """Raises ``CaptureError`` for attributes in which a call puts an object that it made, and which later calls may read."""
+    if places:
+        raise CaptureError(
+            f"the forward pass puts objects that it makes into attributes ({texts(places)}) which a later call may read, and "
+            "planned calls would not make them. Where its first call does so alone, call the model once before it is "
+            "rematerialized; otherwise keep tensors or plain values there, or run the model under lowtide.online."
+        )

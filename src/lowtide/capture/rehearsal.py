@@ -43,6 +43,11 @@ class Effects:
     carried: frozenset[AttributePath] = frozenset()
     settled: bool = True
 
+    @property
+    def come_again(self) -> bool:
+        """Whether a later call has the same ones."""
+        return self.settled or bool(self.carried)
+
 
 def rehearse(
     traced: TracedCall,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from lowtide.capture.python_state.buffer_effects import (
     registered,
     with_states,
 )
-from lowtide.capture.python_state.caches import Caches
+from lowtide.capture.python_state.caches import Caches, caches
 from lowtide.capture.python_state.compared import NUMBERS, ComparedNumber, CountedNumber, standing_in
 from lowtide.capture.python_state.external_effects import ExternalEffects, hooks_of
 from lowtide.capture.python_state.noting import NotingClasses
@@ -53,7 +53,7 @@ from lowtide.capture.trace.writes import RefuseWrites, assigned_data
 from lowtide.errors import CaptureError
 from lowtide.program import structure
 from lowtide.program.local import distributed, local_results
-from lowtide.program.objects import CONTAINERS, current, is_open, parts_of, reachable
+from lowtide.program.objects import ABSENT, CONTAINERS, current, is_open, parts_of, reachable
 from lowtide.program.results import GradientMask, Viewed, bases, outputs_of, unreached
 from lowtide.program.source import user_source
 
@@ -75,7 +75,7 @@ class TracedCall:
     arguments: Any
     mask: GradientMask | None = None
     sizes: SymbolicSizes | None = None
-    caches: Caches = field(default_factory=Caches)
+    caches: Caches = field(default_factory=caches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,7 @@ class TracedModel:
         )
         self._call = nn.Module.__call__  # which the tracer changes, too
         self._reached: ExternalEffects | None = None  # of the first run
+        self.after_first_run: Callable[[], None] | None = None
         self._run: TracedRun | None = None
         self._backward = contextlib.ExitStack()
         self._modules = NotingClasses()
@@ -212,9 +213,15 @@ class TracedModel:
         changes = attribute_effects.changes(model, before)
         paths = {id(module): path for path, module in model.named_modules()}
         written = sorted((paths[key], name) for key, name in observer.written - standing.counted if key in paths)
-        settings, unknown = attribute_effects.settings(model, before, changes, written)
+        own = {key: original for key, (original, _) in copies.items()}
+        own_of = lambda value: own.get(id(value), observer.originals.get(id(value), ABSENT))  # noqa: E731
+        settings, unknown = attribute_effects.settings(model, before, changes, written, own_of)
         if hooks != [hooks_of(module) for module in model.modules()]:
-            settings = ()  # a flag says that there are hooks now, but in the model itself there are none
+            raise CaptureError(
+                "the forward pass adds or removes hooks, or gives a module another forward method, which planned calls would "
+                "not do. Where its first call does so alone, call the model once before it is rematerialized; otherwise do it "
+                "outside of the forward pass, or run the model under lowtide.online."
+            )
         flat, result = structure.flatten_distinct((result, attribute_effects.written(model, before, self.assigned)))
         result = structure.with_argument_slots(result, structure.objects(self.call.arguments))
         result = with_originals(result, copies)
@@ -232,6 +239,9 @@ class TracedModel:
         requires_grad = (*(tensor.requires_grad for tensor in flat), *(False for _ in without))
         unlinked = unreached(tensors, flat, self.call.state.parameters)
         self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, buffers, specs, unlinked)
+        told, self.after_first_run = self.after_first_run, None
+        if told is not None:
+            told()
         self._backward.enter_context(backward_effects.none_of(model, reached))
         self._backward.enter_context(observer.watching(backward=True))
         return outputs

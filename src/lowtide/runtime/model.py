@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ from lowtide.sharing.order import CollectiveOrder
 from lowtide.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
+_MOST_WITHOUT_GRADIENT = 3  # captures of calls of the same shapes whose results have none
 
 
 class Rematerialized(Planned):
@@ -55,6 +57,7 @@ class Rematerialized(Planned):
         self._was_whole = False  # though its program changes from call to call, which is why it is in parts
         self._stays_whole = False  # since its parts do not fit the budget
         self._apart: set[Signature] = set()  # of calls that could not be captured
+        self._without_gradient: Counter[Signature] = Counter()  # captured, of which no result had one
         self._online: OnlineCalls | None = None
         self.differentiated = DifferentiatedAgain(type(model).__name__)
         self._waiting = WaitingCalls()
@@ -63,7 +66,7 @@ class Rematerialized(Planned):
         """FSDP2 has sharded the model since, as trainers have it do: what was planned was another model."""
         self.improving.stop()
         optimizer = self.optimizer
-        self._begin(self.model, self.settings, self.original_forward, self.had_instance_forward)
+        self._begin(self.model, self.settings, self.given_forward, self.had_instance_forward)
         self.optimizer = optimizer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +90,11 @@ class Rematerialized(Planned):
             return self.differentiated.run(self.original_forward, inputs, sample.args, sample.kwargs)
         if self._may_split() and self._waiting.supersede():
             self._leave_in_terms(True)
-        return super()._run(sample, inputs, names, tree)
+        try:
+            return super()._run(sample, inputs, names, tree)
+        except NoGradientError as error:
+            _LOG.info("a call of %s runs without a plan: %s", type(self.model).__name__, error)
+            return self._run_as_it_is(sample.args, sample.kwargs)
 
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         outputs = super().run(entry, inputs)
@@ -151,11 +158,12 @@ class Rematerialized(Planned):
     def _new_entry(
         self, key: Signature, sample: Sample, inputs: list[torch.Tensor], expected: tuple[bool, ...] | None = None
     ) -> Entry | None:
-        if self._runs_in_parts or key in self._apart:
+        if self._runs_in_parts or key in self._apart or self._without_gradient[key] >= _MOST_WITHOUT_GRADIENT:
             return None
         try:
             return super()._new_entry(key, sample, inputs, expected)
         except NoGradientError:
+            self._without_gradient[key] += 1
             raise
         except InfeasibleBudgetError as error:
             if not self.in_terms:
@@ -280,7 +288,7 @@ class Rematerialized(Planned):
         super().end()
         if self._root is not None:
             self._root.end()
-            self.original_forward = self._root.forward
+            self.given_forward = self._root.forward
         self._leave_online()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rematerialized:

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowtide.budget import is_percentage
 from lowtide.capture import Captured
 from lowtide.capture.copies import model_state
+from lowtide.capture.python_state.caches import caches_remembered
 from lowtide.capture.python_state.paths import named
 from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, NoGradientError
@@ -280,7 +281,7 @@ class Parts:
         parts = [(module, self._part(name, module)) for name, module in tried]
         self._calls += 1
         try:
-            with self.shared.call(self.device), _forwards(parts):
+            with self.shared.call(self.device), caches_remembered(), _forwards(parts):
                 yield
             self.watch.end()
             self.shared.postponed = self._steps == 1 and any(part.may_change for part in self.planned())
@@ -290,7 +291,7 @@ class Parts:
     def _part(self, name: str, module: nn.Module) -> Part:
         """The part that a submodule is, made anew where its code has been replaced since."""
         part = self._parts.get(module)
-        if part is None or part.original_forward != module.forward:
+        if part is None or part.given_forward != module.forward:
             self._parts[module] = part = Part(module, self, name)
         return part
 

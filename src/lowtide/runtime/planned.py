@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -46,11 +47,20 @@ class Planned(Programs):
     ) -> None:
         """Nothing is planned yet."""
         super().__init__(model, settings)
-        self.original_forward = original_forward
+        self.given_forward = original_forward
         self.had_instance_forward = had_instance_forward
         functools.update_wrapper(self, original_forward, updated=())
         self.ran = 0  # calls that ran by a plan
         self._said_transformed = self._said_copied = False
+
+    @property
+    def original_forward(self) -> Callable[..., Any]:
+        """That of the model's class as it is now, unless the model had one of its own, or one stands for it."""
+        model: Any = self._model()
+        now = getattr(type(model), "forward", None)
+        if self.had_instance_forward or getattr(self.given_forward, "__self__", None) is not model:
+            return self.given_forward
+        return types.MethodType(now, model) if isinstance(now, types.FunctionType) else self.given_forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

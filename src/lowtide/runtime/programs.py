@@ -286,8 +286,9 @@ class Programs:
         return made
 
     def _granted(self) -> int:
-        """The most that a program of this model was given."""
-        return max((e.plan.budget_bytes for entries in self.entries.values() for e in entries), default=0)
+        """The most that a program of this model was given, but for first calls, whose programs do not come again."""
+        every = (entry for entries in self.entries.values() for entry in entries)
+        return max((e.plan.budget_bytes for e in every if e.captured.contract.effects.come_again), default=0)
 
     def entry_for(self, mask: GradientMask, old: Entry, inputs: Sequence[torch.Tensor]) -> Entry:
         """An entry for gradients that arrive otherwise than for ``old``, which ran on these flat ``inputs``: it takes the place

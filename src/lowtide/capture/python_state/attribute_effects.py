@@ -10,6 +10,7 @@ row, on fake tensors (``rehearsal``):
 an attribute                                           is
 =====================================================  ==========================================================
 that gets a plain value (the longest length so far)    written after every planned call
+that gets an object there is (``self.now = self.next``)  the same; what the call itself made is refused if it may be read
 that gets tensors in every call (an auxiliary loss)    a result of the program, written after every planned call
 ... from which the next call computes (hidden state)   an input of the program too, as a buffer is
 that gets tensors in the first call (a cached mask)    a result; the next call finds it there, and is another program
@@ -26,23 +27,30 @@ import enum
 import itertools
 import logging
 import operator
+import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from lowtide.capture.python_state.paths import (
+    HOLDING,
     AttributePath,
     attributes_of,
     enclosing,
+    is_within,
+    leaf,
     named,
+    owned,
+    parts_of_holder,
     set_at,
     tensors_in,
     texts,
     value_at,
+    with_owners,
 )
 from lowtide.capture.python_state.reads import Contents
 from lowtide.errors import CaptureError
@@ -65,33 +73,51 @@ class TensorEffect(NamedTuple):
 
 
 class ValueEffect(NamedTuple):
-    """An attribute that gets a plain value."""
+    """An attribute that gets a plain value, or one of objects that there are, the user's ``own``."""
 
     place: AttributePath
     change: Change
+    own: tuple[Any, ...] = ()
 
     @property
     def value(self) -> Any:
         return self.change[1]
 
+    def again(self) -> Change:
+        """With containers of its own."""
+        return copy.deepcopy(self.change, {id(one): one for one in self.own})
+
+    @property
+    def key(self) -> Any:
+        """The same for two that do the same."""
+        return self.place, self.change[0], _key_of(self.value, {*map(id, self.own)})
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The attributes of all modules of a model, and what was in them. ``containers``: copies of those that can be written in
-    place."""
+    place; ``of_objects``: those of objects, by the object's id and their own names, since an object is met by one way alone."""
 
     attributes: dict[AttributePath, Any]
     contents: Contents
-    modules: dict[str, nn.Module]
+    modules: dict[str, tuple[nn.Module, type]]
     containers: dict[AttributePath, Any]
+    of_objects: dict[tuple[int, str], Any]
 
     def items_of(self, place: AttributePath, value: Any) -> Any:
         """A copy of the container there, where it is this one; ``None`` otherwise."""
         return self.containers.get(place) if self.attributes.get(place) is value else None
 
-    def differs(self, place: AttributePath, value: Any) -> bool:
+    def known(self, model: nn.Module, place: AttributePath) -> Any:
+        """What was there, by whatever way the model came to it; or that nothing was."""
+        if place in self.attributes or not is_within(place):
+            return self.attributes.get(place, ABSENT)
+        return self.of_objects.get(owned(model, place), ABSENT)
+
+    def differs(self, model: nn.Module, place: AttributePath, value: Any) -> bool:
         """Whether there is another value than this one was, or another one in it."""
-        return place not in self.attributes or not self.contents.same(self.attributes[place], value)
+        known = self.known(model, place)
+        return known is ABSENT or not self.contents.same(known, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +132,18 @@ class Changes:
 
 
 def snapshot(model: nn.Module) -> Snapshot:
-    found, contents = dict(attributes_of(model)), Contents()
+    every, contents = [*with_owners(model)], Contents()
+    found = {place: value for place, value, _ in every}
     contents.keep(found.values(), entered=lambda one: not is_open(one))  # whose attributes are places of their own
     containers = {place: copy.copy(value) for place, value in found.items() if isinstance(value, MUTABLE)}
-    return Snapshot(found, contents, _modules(model), containers)
+    of_objects = {(id(owner), leaf(place)): value for place, value, owner in every if owner is not None}
+    return Snapshot(found, contents, _modules(model), containers, of_objects)
 
 
 def put_back(model: nn.Module, before: Snapshot) -> None:
     """Let the attributes be what they were, and hold what they held."""
     found = dict(attributes_of(model))
-    for place in found.keys() - before.attributes.keys():
+    for place in [place for place in found if before.known(model, place) is ABSENT]:
         set_at(model, place, ABSENT)
     for place, value in before.attributes.items():
         if found.get(place, ABSENT) is not value:
@@ -127,14 +155,18 @@ def put_back(model: nn.Module, before: Snapshot) -> None:
 def changes(model: nn.Module, before: Snapshot) -> Changes:
     """Raises ``CaptureError`` where modules are others than they were."""
     now = _modules(model)
-    replaced = [name for name in {**before.modules, **now} if before.modules.get(name) is not now.get(name)]
+    replaced = [
+        name or "itself" for name in {**before.modules, **now} if _is_other(before.modules.get(name), now.get(name))
+    ]
     if replaced:
         raise CaptureError(
-            f"the forward pass replaces submodules of the model ({named(replaced)}), which a plan cannot follow. Where it "
-            "does so in its first call only, call the model once before it is rematerialized."
+            f"the forward pass replaces submodules of the model, or classes of its modules ({named(replaced)}), which a plan "
+            "cannot follow. Where it does so in its first call only, call the model once before it is rematerialized."
         )
     found = dict(attributes_of(model))
-    changed = {place for place, value in found.items() if before.differs(place, value)}
+    elsewhere = ((place, value_at(model, place)) for place in before.attributes.keys() - found.keys())
+    found |= {place: value for place, value in elsewhere if value is not ABSENT}  # reached by another way now, too
+    changed = {place for place, value in found.items() if before.differs(model, place, value)}
     changed |= before.attributes.keys() - found.keys()
     places = [*found, *sorted(before.attributes.keys() - found.keys())]
     outer = [place for place in places if place in changed and not changed & set(enclosing(place))]
@@ -145,22 +177,56 @@ def changes(model: nn.Module, before: Snapshot) -> Changes:
 
 
 def settings(
-    model: nn.Module, before: Snapshot, changed: Changes, assigned: Collection[AttributePath]
+    model: nn.Module,
+    before: Snapshot,
+    changed: Changes,
+    assigned: Collection[AttributePath],
+    own_of: Callable[[Any], Any],
 ) -> tuple[tuple[ValueEffect, ...], tuple[AttributePath, ...]]:
     """What plain values a traced call wrote, by what it ``changed`` and what it ``assigned`` (also what was there before); and
-    the places with other values in them, made by the call, which are left as they were."""
+    the places with other values in them, made by the call, which are left as they were. ``own_of``: the user's own object that
+    one of the traced model is, or ``ABSENT``."""
     found = dict(attributes_of(model))
     places = [
         *changed.plain,
         *(p for p in assigned if p in found and p not in changed.plain and p not in changed.tensors),
     ]
-    values = [(place, found.get(place, ABSENT)) for place in places]
-    constants = [
-        ValueEffect(place, ("set" if before.items_of(place, value) is None else "refill", copy.deepcopy(value)))
-        for place, value in values
-        if _is_constant(value)
-    ]
-    return tuple(constants), tuple(p for p, value in values if not _is_constant(value) and p in changed.plain)
+    effects, unknown = [], []
+    for place in places:
+        value = found[place] if place in found else value_at(model, place)
+        in_place = before.items_of(place, value) is not None
+        rewritten = not in_place and place in changed.plain and before.attributes.get(place) is value  # an array, say
+        own = None if rewritten else _own_in(value, own_of, inside=in_place)
+        if own is None:
+            unknown.append(place)
+            continue
+        own_value = copy.deepcopy(value, dict(own))
+        effects.append(ValueEffect(place, ("refill" if in_place else "set", own_value), tuple(one for _, one in own)))
+    return tuple(effects), tuple(place for place in unknown if place in changed.plain)
+
+
+def _own_in(value: Any, own_of: Callable[[Any], Any], inside: bool = False) -> list[tuple[int, Any]] | None:
+    """What of a value, or of all that is ``inside`` of it, are the user's own objects: each with the id of what stands for it.
+    ``None`` where something in it is no plain value and was made by the call."""
+    if isinstance(value, types.BuiltinFunctionType):  # copies are not told apart of a method of what is copied
+        return [] if isinstance(value.__self__, types.ModuleType | type | None) else None
+    if isinstance(value, (*PLAIN, enum.Enum, type)):
+        return []
+    own = ABSENT if inside else own_of(value)
+    if own is not ABSENT:
+        return [(id(value), own)]
+    if not isinstance(value, HOLDING):
+        return None
+    found = [_own_in(part, own_of) for part in parts_of_holder(value)]
+    return None if None in found else [one for each in found if each is not None for one in each]
+
+
+def _key_of(value: Any, own: Collection[int]) -> Any:
+    if id(value) in own:
+        return id(value)
+    if isinstance(value, HOLDING):
+        return [type(value), *(_key_of(part, own) for part in parts_of_holder(value))]
+    return repr(value)
 
 
 def _is_constant(value: Any) -> bool:
@@ -249,5 +315,9 @@ def say_unknown(model: nn.Module, places: Sequence[AttributePath]) -> None:
         )
 
 
-def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    return dict(model.named_modules(remove_duplicate=False))
+def _is_other(one: tuple[nn.Module, type] | None, other: tuple[nn.Module, type] | None) -> bool:
+    return one is None or other is None or one[0] is not other[0] or one[1] is not other[1]
+
+
+def _modules(model: nn.Module) -> dict[str, tuple[nn.Module, type]]:
+    return {name: (module, type(module)) for name, module in model.named_modules(remove_duplicate=False)}

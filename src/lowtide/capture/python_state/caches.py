@@ -34,7 +34,7 @@ class Caches:
     def without_fakes(self) -> Iterator[None]:
         """After what runs inside, those are cleared that it has given fake tensors to hold."""
         try:
-            with replaced(functools, "_lru_cache_wrapper", self._made):
+            with replaced(functools, "_lru_cache_wrapper", self.made):
                 yield
         finally:
             for one, before in self._misses.items():
@@ -43,10 +43,47 @@ class Caches:
                     one.cache_clear()
                 self._misses[one] = one.cache_info().misses
 
-    def _made(self, *args: Any) -> Any:
+    def made(self, *args: Any) -> Any:
+        """One that is made now, in the place of functools' own type."""
         one = _CACHE(*args)
         self._misses[one] = 0
         return one
+
+
+class _Remembered:
+    """Found when they are first asked for; what is made from then on is noted, until ``noting`` is closed."""
+
+    def __init__(self) -> None:
+        self.noting = contextlib.ExitStack()
+
+    @functools.cached_property
+    def caches(self) -> Caches:
+        found = Caches()
+        self.noting.enter_context(replaced(functools, "_lru_cache_wrapper", found.made))
+        return found
+
+
+_remembered: _Remembered | None = None
+
+
+def caches() -> Caches:
+    """Those that there are now."""
+    return Caches() if _remembered is None else _remembered.caches
+
+
+@contextlib.contextmanager
+def caches_remembered() -> Iterator[None]:
+    """Inside, they are looked for once: among all objects of the process, which takes long where many programs are captured."""
+    global _remembered
+    if _remembered is not None:
+        yield
+        return
+    _remembered = own = _Remembered()
+    try:
+        yield
+    finally:
+        _remembered = None
+        own.noting.close()
 
 
 def _holds_fake(holder: Any, depth: int) -> bool:

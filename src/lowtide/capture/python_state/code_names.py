@@ -237,6 +237,17 @@ def is_read(name: str, functions: Iterable[types.FunctionType], by_string: bool)
     return uses != {False}
 
 
+def is_only_stored(name: str, functions: Sequence[types.FunctionType]) -> bool:
+    """Whether functions name it, and only to put something there, as far as names tell."""
+    stored = any(name in _any_names_in(function.__code__) for function in functions)
+    return stored and not any(
+        _uses(one.__code__, name)
+        or names_in(one.__code__).all & {*BY_COMPUTED_NAME, *_OWN_NAMESPACE}
+        or _spells(one, name)
+        for one in functions
+    )
+
+
 def _spells(function: types.FunctionType, name: str) -> bool:
     return any(name == constant for part in codes(function.__code__) for constant in part.co_consts)
 

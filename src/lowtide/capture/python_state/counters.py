@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 from torch import nn
 
-from lowtide.capture.python_state.code_names import functions_of, is_read, is_trusted
+from lowtide.capture.python_state.code_names import functions_of, is_only_stored, is_read, is_trusted
 from lowtide.capture.python_state.paths import AttributePath, leaf
 from lowtide.capture.python_state.reads import Content, Contents, Read, Reads, identical
 from lowtide.program.objects import ABSENT, MUTABLE, content, current, own_attributes, reachable, refill
@@ -56,8 +56,17 @@ class Readers:
 
     def of_attributes(self, places: Iterable[AttributePath]) -> list[AttributePath]:
         """The same of attributes of the model; PyTorch's own modules know what they do with theirs."""
-        modules = ((place, type(self._model.get_submodule(place[0]))) for place in places)
-        return [place for place, kind in modules if not is_trusted(kind) and self._read(leaf(place), by_string=True)]
+        return [place for place in places if self._may_read(place)]
+
+    def of_objects(self, places: Iterable[AttributePath]) -> list[AttributePath]:
+        """The same where a call puts an object of its own, which no later one need read: it may be stored alone."""
+        return [place for place in places if self._may_read(place) and not is_only_stored(leaf(place), self._functions)]
+
+    def _may_read(self, place: AttributePath) -> bool:
+        if leaf(place) == "training":
+            return True
+        theirs = not is_trusted(type(self._model.get_submodule(place[0])))
+        return theirs and self._read(leaf(place), by_string=True)
 
     def _read(self, name: str, by_string: bool) -> bool:
         return is_read(name, self._functions, by_string)

@@ -9,6 +9,7 @@ there while it is traced, with its values. Attributes of the model itself are an
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dis
 import functools
@@ -44,6 +45,26 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
     while getattr(type(forward), "_lowtide_runtime", False):
         forward = forward.original_forward if forward.had_instance_forward else None
     return (*(hook for name in HOOKS if own[name] for hook in own[name].values()), forward)
+
+
+@contextlib.contextmanager
+def hooks_kept(model: nn.Module) -> Iterator[None]:
+    """Raises ``CaptureError`` where code inside adds or removes hooks of the ``model``: a hook's handle knows the module it was
+    made for, and no copy. The hooks are then what they were."""
+    before = [(each.__dict__[name], copy.copy(each.__dict__[name])) for each in model.modules() for name in HOOKS]
+    changed = []
+    try:
+        yield
+    finally:
+        changed += [(hooks, then) for hooks, then in before if [*hooks.items()] != [*then.items()]]
+        for hooks, then in changed:
+            refill(hooks, then)
+    if changed:
+        raise CaptureError(
+            "the forward pass removes hooks of its modules, or adds some, which planned calls would not do. Where its first "
+            "call does so alone, call the model once before it is rematerialized; otherwise do it outside of the forward pass, "
+            "or run the model under lowtide.online."
+        )
 
 
 class _Holder(NamedTuple):

@@ -32,23 +32,30 @@ AttributePath = tuple[str, str]
 def of_modules(model: nn.Module) -> Iterator[tuple[AttributePath, Any]]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in OWN and name != "forward" and not is_bookkeeping(name):
+            if name == "training" or (name not in OWN and name != "forward" and not is_bookkeeping(name)):
                 yield (path, name), value
 
 
 def attributes_of(model: nn.Module) -> Iterator[tuple[AttributePath, Any]]:
     """Those of modules, and of the objects that they hold; every object once."""
+    return ((place, value) for place, value, _ in with_owners(model))
+
+
+def with_owners(model: nn.Module) -> Iterator[tuple[AttributePath, Any, Any]]:
+    """The same, with the object whose attribute it is; ``None`` for a module of the model."""
     seen: dict[int, Any] = {id(module): module for module in model.modules()}
-    waiting = deque((place, value, True) for place, value in of_modules(model))
+    waiting: deque[tuple[AttributePath, Any, bool, Any]] = deque(
+        (place, value, True, None) for place, value in of_modules(model)
+    )
     waiting += [
-        ((path, name), vars(module)[name], False)
+        ((path, name), vars(module)[name], False, None)
         for path, module in [*model.named_modules()][1:]
         for name in FORWARD_HOOKS
     ]
     while waiting:
-        place, value, is_attribute = waiting.popleft()
+        place, value, is_attribute, owner = waiting.popleft()
         if is_attribute:
-            yield place, value
+            yield place, value, owner
         held, hidden = isinstance(value, HOLDING), isinstance(value, nn.Module)
         if isinstance(value, PLAIN) or id(value) in seen or not (held or hidden or is_open(value)):
             continue
@@ -58,13 +65,24 @@ def attributes_of(model: nn.Module) -> Iterator[tuple[AttributePath, Any]]:
                 continue
             of_object = not held and not (hidden and name == "_modules")
             if of_object or not isinstance(item, PLAIN):
-                waiting.append(((place[0], f"{place[1]}{_WITHIN}{name}"), item, of_object))
+                waiting.append(((place[0], f"{place[1]}{_WITHIN}{name}"), item, of_object, value))
 
 
 def enclosing(place: AttributePath) -> Iterator[AttributePath]:
     """The objects and containers that it is in."""
     parts = place[1].split(_WITHIN)
     return ((place[0], _WITHIN.join(parts[:count])) for count in range(1, len(parts)))
+
+
+def is_within(place: AttributePath) -> bool:
+    """Whether it is of an object that a module holds."""
+    return _WITHIN in place[1]
+
+
+def parts_of_holder(value: Any) -> list[Any]:
+    """What is in a container, the keys of a dictionary too; or what a method or a partial function is made of."""
+    keys = [*value] if isinstance(value, dict) else []
+    return [*keys, *_parts(value).values()]
 
 
 def locate(model: nn.Module, place: AttributePath) -> tuple[Any, str] | None:
