@@ -6,6 +6,7 @@ import copy
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -121,6 +122,53 @@ def test_autocast_around_the_call(dtype: torch.dtype) -> None:
 def test_autocast_differs_from_the_sample() -> None:
     """Planned without autocast, called with it: another signature, exact."""
     compare_training(_attention, _sequences, step=_autocast_step(torch.bfloat16), check_peak=False, budgets=("60%",))
+
+
+class _Island(nn.Module):
+    """Whose last layer is computed in float32 whatever is around it."""
+
+    def __init__(self, island: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.island = nn.Linear(8, 8), nn.Linear(8, 8), island
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        if not self.island:
+            return self.last(h)
+        with torch.autocast("cpu", enabled=False):
+            return self.last(h.float())
+
+
+@pytest.mark.parametrize("island", [False, True], ids=["all under autocast", "a part in float32"])
+def test_a_backward_pass_under_autocast(island: bool) -> None:
+    """Equal where nothing of it would be cast, refused where plain PyTorch multiplies in less than float32."""
+    torch.manual_seed(0)
+    model, x = _Island(island), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all")
+    for one in (plain, model):
+        refused = (
+            pytest.raises(lowtide.ExecutionError, match="under autocast") if one is model and island else nullcontext()
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = one(x).float().square().mean()
+            with refused:
+                loss.backward()
+    if not island:
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+
+
+def test_another_default_device() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all")
+    for one in (plain, model):
+        with torch.device("meta"):
+            one(x).square().mean().backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
 
 
 def test_which_kernel_computes_attention() -> None:

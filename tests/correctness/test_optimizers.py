@@ -399,6 +399,23 @@ def test_asking_for_gradients_updates_nothing() -> None:
     _assert_same(plain, planned)
 
 
+def test_parameters_are_not_written_between_the_backward_pass_and_the_step() -> None:
+    """By hand, with values that a plain loop would still have: the updates have been made."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all", optimizer=optimizer)
+    for writes in (False, True):
+        model(x).square().mean().backward()
+        if writes:
+            with torch.no_grad():
+                model[0].weight.mul_(0.9)
+            with pytest.raises(lowtide.ExecutionError, match="1 parameters of Sequential were written"):
+                optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_hooks_of_parameters_see_gradients() -> None:
     plain, planned = _pair(_sgd)
     seen: list[float] = []

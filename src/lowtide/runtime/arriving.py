@@ -8,9 +8,34 @@ import torch
 from torch._C._functorch import is_legacy_batchedtensor
 
 from lowtide.errors import ExecutionError
+from lowtide.ir import Op
 from lowtide.lower import Lowered
-from lowtide.program import layouts
+from lowtide.program import Program, layouts
 from lowtide.program.results import Result
+
+_CAST = frozenset(f"aten.{name}.default" for name in ("mm", "bmm", "baddbmm", "addmm", "addbmm", "mv", "addmv", "addr"))
+
+
+def refuse_casts(program: Program, device_type: str) -> None:
+    """Raises ``ExecutionError`` where the backward pass runs under autocast, which would cast what it multiplies: a program has
+    the types of a backward pass outside of it."""
+    if not torch.is_autocast_enabled(device_type):
+        return
+    kept = torch.get_autocast_dtype(device_type), torch.float64
+    cast = next((op for op in program.graph.ops[program.graph.forward_ops :] if _is_cast(program, op, kept)), None)
+    if cast is not None:
+        raise ExecutionError(
+            f"backward() is called under autocast, where plain PyTorch casts what {cast.name} of {cast.module or 'the model'} "
+            f"multiplies to {kept[0]}, and the plan does not. Call it after the autocast block, as PyTorch recommends."
+        )
+
+
+def _is_cast(program: Program, op: Op, kept: Sequence[torch.dtype]) -> bool:
+    if op.target not in _CAST:
+        return False
+    return any(
+        program.metas[value].dtype.is_floating_point and program.metas[value].dtype not in kept for value in op.inputs
+    )
 
 
 def expected(lowered: Lowered, gradients: Sequence[torch.Tensor | None]) -> bool:

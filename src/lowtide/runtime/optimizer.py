@@ -54,6 +54,7 @@ class UpdatingOptimizer:
         self._said: set[str] = set()
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self._updated: dict[int, torch.Tensor] = {}  # since the last step of the optimizer
+        self._versions: dict[int, int] = {}  # of these
         self._skipped: set[int] = set()  # of these, those that a pass which failed has updated
         self._spent = SpentGradients()
         self._used: dict[int, dict[str, Any]] = {}  # by group: the values that updates were made with
@@ -251,6 +252,7 @@ class UpdatingOptimizer:
                         self.states.update(parameter, fetched, step)
             finally:
                 parameter.grad = self._spent.made(parameter)
+                self._versions[key] = parameter._version
         return fetched
 
     def failed(self, error: BaseException) -> None:
@@ -286,9 +288,22 @@ class UpdatingOptimizer:
                     f"parameters with the value of then, and optimizer.step(). Change it before the backward pass."
                 )
         self._used.clear()
+        self._refuse_written()
         self._show(None)
         if self.states is not None:
             self.states.step_kept()
+
+    def _refuse_written(self) -> None:
+        versions, self._versions = self._versions, {}
+        written = sum(
+            self._updated[key]._version != version for key, version in versions.items() if key in self._updated
+        )
+        if written:
+            raise ExecutionError(
+                f"{written} parameters of {self.name} were written between the backward pass, which had updated them already, "
+                "and optimizer.step(): weight decay or clamping by hand would come before the update in a plain loop. Do it "
+                "after step(), or leave out optimizer= in lowtide.rematerialize."
+            )
 
     def _show(self, spent: SpentGradients | None) -> None:
         """Gradients that are spent, in ``.grad``, or none there."""

@@ -22,7 +22,7 @@ from lowtide.program.local import whole_gradient, whole_of
 from lowtide.program.results import with_views
 from lowtide.program.sizes import device_of_inputs
 from lowtide.program.targets import UnexpectedValueError
-from lowtide.runtime.arriving import check_arriving
+from lowtide.runtime.arriving import check_arriving, refuse_casts
 from lowtide.runtime.call import Copied, ForMask, ModelCall, Node, noting_failure
 from lowtide.runtime.optimizer import UpdatingOptimizer
 from lowtide.runtime.rescue import Rescue
@@ -47,10 +47,11 @@ class OutputNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         check_arriving(gradients)
+        refuse_casts(ctx.call.lowered.program, ctx.call.device_type)
         _ = ctx.saved_tensors  # the engine's own error on a second backward pass without retain_graph=True
         with noting_failure(ctx.call):
             ctx.call.receive(ctx, gradients)
-        return None, None, torch.empty(0)
+        return None, None, torch.empty(0, device="cpu")
 
 
 class StageNode(torch.autograd.Function):
@@ -64,7 +65,7 @@ class StageNode(torch.autograd.Function):
         ctx.node = node
         ctx.chained = token is not None
         ctx.specs = call.specs(node)
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
@@ -72,7 +73,7 @@ class StageNode(torch.autograd.Function):
         with without_autocast(ctx.call.device_type), noting_failure(ctx.call):
             gradients = ctx.call.stage(ctx.node)
         wholes = map(whole_gradient, gradients, ctx.specs) if ctx.specs else gradients
-        return None, None, torch.empty(0) if ctx.chained else None, *wholes
+        return None, None, torch.empty(0, device="cpu") if ctx.chained else None, *wholes
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
