@@ -36,6 +36,10 @@ class Steers:
     def called(self, module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor:
         return self(module, args, result)
 
+    @staticmethod
+    def scaling(held: Any, x: torch.Tensor) -> Any:
+        return x * held[0]
+
 
 def _held(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     made: torch.Tensor = self.held[0](y)
@@ -73,6 +77,11 @@ def _scaler() -> Any:
     return made
 
 
+def _polynomial(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = y * float(self.poly(2.0))
+    return made
+
+
 _BOUND = _hooked(lambda: Steers().called)
 _PARTIAL = _hooked(lambda: functools.partial(_scaling, [1.0]))
 _SCALED = having(part=lambda: functools.partial(_scaling, [1.0]))
@@ -92,7 +101,14 @@ CASES: dict[str, dict[str, Case]] = {
         "scale of a gradient scaler that has not run": (lambda s, y, x: y * s.scaler.get_scale(), having(scaler=lambda: torch.amp.GradScaler("cpu")), lambda m: setattr(m.scaler, "_init_scale", 2.0)),
         "buffers that are not saved": (lambda s, y, x: y * (1 + len(s._non_persistent_buffers_set)), lambda m: m.register_buffer("table", torch.ones(1)), lambda m: m._non_persistent_buffers_set.add("table")),
     },
+    "NumPy's own classes": {
+        "coefficients of a polynomial, written": (_polynomial, having(poly=lambda: np.polynomial.Polynomial([1.0, 2.0])), lambda m: m.poly.coef.__setitem__(0, 9.0)),
+        "coefficients of a polynomial, replaced": (_polynomial, having(poly=lambda: np.polynomial.Polynomial([1.0, 2.0])), lambda m: setattr(m.poly, "coef", np.array([9.0, 9.0]))),
+        "coefficients of one of one dimension": (_polynomial, having(poly=lambda: np.poly1d([1.0, 2.0])), lambda m: m.poly.__setitem__(0, 9.0)),
+        "numbers behind a mask": (lambda s, y, x: y * float(s.numbers.sum()), having(numbers=lambda: np.ma.array([1.0, 2.0], mask=[0, 1])), lambda m: m.numbers.__setitem__(0, 5.0)),
+    },
     "functions with arguments": {
+        "argument of a partial of a static method": (part_of, having(part=lambda: functools.partial(vars(Steers)["scaling"], [1.0])), lambda m: m.part.args[0].__setitem__(0, 2.0)),
         "argument of a partial": (part_of, _SCALED, lambda m: m.part.args[0].__setitem__(0, 2.0)),
         "tensor in a partial": (part_of, having(part=lambda: functools.partial(torch.mul, torch.ones(4))), lambda m: m.part.args[0].mul_(2)),
         "number behind a method in a partial": (part_of, _STEERED, lambda m: setattr(m.part.func.__self__, "scale", 2.0)),

@@ -38,3 +38,12 @@ def test_objects_without_tensors_are_kept_as_they_are() -> None:
     assert structure.leaves[0] is bare
     assert structure.leaves[1].attributes["bare"] is bare
     assert structure.leaves[1].attributes["tensor"] == Slot(0)
+
+
+def test_a_container_that_is_in_itself() -> None:
+    tensor = torch.ones(2)
+    held: list[Any] = [tensor]
+    held.append(held)
+    tensors, structure = flatten({"a": held})
+    assert tensors == [tensor]
+    assert unflatten(structure, [3])["a"] == [3, held]

@@ -18,10 +18,12 @@ from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.capture.sharded import copy_module
 from lowtide.errors import CaptureError
 from lowtide.program.local import form_of
-from lowtide.program.objects import CONTAINERS, GENERATORS, cell_value, closed_over, functions_in
+from lowtide.program.objects import CONTAINERS, GENERATORS, cell_value, closed_over, functions_in, reachable
 from lowtide.program.sharded import Unit, begun
 
-_SHARED = (ModuleType, CustomOpDef, torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # by a copy and its original
+_SHARED = (  # by a copy and its original
+    ModuleType, CustomOpDef, torch._ops.OpOverload, torch._ops.OpOverloadPacket, staticmethod, classmethod,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,10 @@ def copy_without_data(
     """A deep copy of the module tree that holds ``others`` instead of the tensors ``state`` and shares all other tensors; and
     what each object in it is a copy of, by the id of the copy, with the copy: some are nowhere in it, and no id comes again."""
     memo: dict[int, Any] = {id(real): other for real, other in zip(state, others, strict=True)}
-    whole = [value for m in model.modules() for value in vars(m).values() if isinstance(value, _SHARED)]
+    held = [value for m in model.modules() for value in vars(m).values()]
+    whole = [
+        one for one in reachable(held, lambda one: isinstance(one, (*CONTAINERS, partial))) if isinstance(one, _SHARED)
+    ]
     # Generators: those behind random.uniform and the like.
     for shared in (*held_tensors(model), *GENERATORS, *whole):
         memo.setdefault(id(shared), shared)

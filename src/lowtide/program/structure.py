@@ -175,11 +175,10 @@ def _is_pytree_leaf(node: Any) -> bool:
 
 
 def _one_level(node: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The children of a container. ``tree_flatten`` leaves a reference cycle behind, which must not hold the tensors."""
-    root = [node]
-    children, spec = pytree.tree_flatten(node, is_leaf=lambda other: other is not root[0])
-    root.clear()
-    return children, spec
+    """The children of a container, itself among them, perhaps. ``tree_flatten`` leaves a reference cycle behind, which must not
+    hold the tensors: so it is the first one asked for that is no leaf."""
+    answers = iter((False,))
+    return pytree.tree_flatten(node, is_leaf=lambda _: next(answers, True))
 
 
 def _emptied(node: Any, attributes: dict[str, Any]) -> Any:

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -40,7 +41,7 @@ _INTERNAL = OWN - _SAVING  # read in every call
 _ATOMS = frozenset((*PLAIN, StandIn))  # not what is derived from them, which may have attributes
 _UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__slotnames__"})  # of what stands in a class
 _HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
-_OPAQUE = ("torch", "numpy", "logging", "threading", "re", "enum", "abc", "typing", "builtins", "lowtide")
+_OPAQUE = ("torch", "logging", "threading", "re", "enum", "abc", "typing", "builtins", "lowtide")
 
 
 class Observer:
@@ -61,7 +62,7 @@ class Observer:
     ) -> None:
         self.reads = reads
         self._noted, self.written = set[tuple[int, str]](), set[tuple[int, str]]()
-        self._thread = threading.get_ident()
+        self._thread, self._busy = threading.get_ident(), False
         self.originals: dict[int, Any] = {}  # of what the run sees, by its id
         self._copied = copies
         self._alive: list[Any] = [clone]  # no id comes again
@@ -70,7 +71,6 @@ class Observer:
         self._attributes: set[str] = set()  # that code names, of anything
         self._namespaces: dict[int, tuple[Any, str]] = {}  # classes and modules that code can reach
         self._named = (0, 0)  # how many of both were looked at
-        self._busy = False
         self._unregistered: set[int] = set()  # modules that are not of the model, as the run sees them
         self._model = (model, clone)
         self._arguments = arguments
@@ -248,10 +248,9 @@ class Observer:
 
     def _read_named(self) -> None:
         """Of tensors, and of classes and modules that code can reach, the attributes that it names."""
-        known = len(self._namespaces), len(self._attributes)
+        known, self._named = self._named, (len(self._namespaces), len(self._attributes))
         if known == self._named:
             return
-        self._named = known
         for name in sorted(self._attributes | code_names.OPERATORS):
             method = current("class", torch.Tensor, name)
             if method is not ABSENT:
@@ -275,7 +274,8 @@ class Observer:
     def _watch(self, seen: Any, original: Any, text: str) -> None:
         """Note what is read of an object from now on."""
         kind = type(seen)
-        if str(kind.__module__).partition(".")[0] in _OPAQUE or not kind.__flags__ & _HEAP_TYPE:
+        opaque = str(kind.__module__).partition(".")[0] in _OPAQUE or issubclass(kind, (np.ndarray, np.generic))
+        if opaque or not kind.__flags__ & _HEAP_TYPE:
             return
         if id(kind) not in self.originals:
             self.originals[id(kind)] = kind
