@@ -20,6 +20,7 @@ _MANY_CAPTURES = 8  # for the same shapes: said in the log
 _MOST_CAPTURES = 16  # for the same shapes, in most calls, of what may run in parts instead
 _FEW_CAPTURES = 4  # the same, where a number changes that is computed with, or what is drawn
 _DECIDED_CAPTURES, _DECIDED_CALLS = 5, 4  # the same, where draws decide, in fewer calls than so many for each capture
+_MANY_DRAWS, _OF_MANY_CAPTURES = 5, 2  # the same, where so many draws decide: there are more ways than calls will show
 _MOST_UNEXPECTED = 3  # programs for the same shapes that differ in how checks of values go
 
 
@@ -59,7 +60,8 @@ class Recaptures:
         drawn = conditions.draws is not None and not conditions.draws.come_again
         most, each = _FEW_CAPTURES if computed or drawn else _MOST_CAPTURES, 1
         if drawn and conditions.draws is not None and conditions.draws.numbers is not None:
-            most, each = _DECIDED_CAPTURES, _DECIDED_CALLS
+            many = len(conditions.draws.numbers) >= _MANY_DRAWS
+            most, each = _OF_MANY_CAPTURES if many else _DECIDED_CAPTURES, _DECIDED_CALLS
         if times >= most and each * times > sum(entry.calls for entry in entries) and may_be_apart:
             raise CaptureError(
                 f"its program depends on what changes from call to call ({why}), and was captured {times} times for the same "

@@ -93,9 +93,8 @@ class SharedBudget:
         self._end_gap(noted=False)  # whatever ran since: the optimizer, say
         pending = [one for one in self.ran if one.is_pending]
         if 2 * len(pending) <= len(self.ran):
-            self._note_step()
-            fits = self._fits()
-            if (self.exceeded or self._first_plans or not fits) and not self.postponed:
+            whole, fits = self._note_step(), self._fits()
+            if (self.exceeded or self._first_plans or not fits) and whole and not self.postponed:
                 self._replan()
             self.steps += 1
             self.gaps.clear()
@@ -274,13 +273,16 @@ class SharedBudget:
                     raise
         return as_alone(planned(settings), member)
 
-    def _note_step(self) -> None:
-        """For the plans of the next one."""
+    def _note_step(self) -> bool:
+        """For the plans of the next one. Whether that will be like it: what ran in it and is no graph any more will not."""
         if self.expected is None:
             self.record.replace(self.ran, self.gaps)
-            return
-        self.record.merge(self.ran, self.gaps, lambda one: self.member(one)[0].eager.saved_bytes)
+            return True
+        whole = all(one.graph.entries for one in self.ran)
+        if whole:
+            self.record.merge(self.ran, self.gaps, lambda one: self.member(one)[0].eager.saved_bytes)
         self.record.passes = self.expected(self.record.passes)
+        return whole
 
     def _fits(self) -> bool:
         """Whether what ran stays within the budget together. Of one in percent, a step that takes less (of a short last batch,
@@ -295,8 +297,7 @@ class SharedBudget:
         over = peak_bytes(constraints, [taken for _, taken in known]) - budget
         if known and over > 0 and not (self.exceeded or self._first_plans):  # of which that was to be expected
             _LOG.warning(
-                "the %d %s of the step exceed the budget of %d bytes by %d (code between them held up to %d): all are "
-                "replanned",
+                "the %d %s of the step exceed the budget of %d bytes by %d (code between: up to %d): all are replanned",
                 len(known), self.what, budget, over, self.record.most_between,
             )  # fmt: skip
         return over <= 0
