@@ -119,6 +119,7 @@ def line_of(row: Row) -> str:
 
 def _write(path: Path, rows: Sequence[Row], options: argparse.Namespace) -> None:
     settings = {"budget": options.budget, "steps": options.steps, "torch": torch.__version__}
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         json.dumps({"settings": settings, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n"
     )

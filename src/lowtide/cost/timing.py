@@ -8,7 +8,8 @@ step: 1.0 of the time in place for every frequent operator, against 0.3 to 0.8 w
 Not included is what the system takes to hand out zeroed pages, which happens when the process grows, not when an
 operator runs: memory freed and used again costs nothing. The lower quartile is reported: other programs on the machine
 only ever add time, and on a busy one they add it to more than half of the repetitions. So the lower half of the repetitions
-tells when there are enough: once these lie close together, more of them would not change the quartile.
+tells when there are enough: once these lie close together, more of them would not change the quartile. Sweeping takes half a
+millisecond, so of the many operators that take some microseconds each, two more or less are close.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _CACHE_SIZES = Path("/sys/devices/system/cpu/cpu0/cache")
 _USUAL_CACHE_BYTES, _LARGEST_SWEEP_BYTES = 32 << 20, 64 << 20
 _FEWEST, _MOST = 5, 25
 _FEWEST_STEADY = 9  # repetitions, from which the lower half may end them
-_STEADY = 0.05  # distance of the median from the least, over the least
+_STEADY, _STEADY_NS = 0.05, 2_000  # distance of the median from the least, over the least or at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def peak_of(call: Callable[[], Any], device: torch.device) -> int:
 
 
 def _is_steady(times: list[int]) -> bool:
-    return len(times) >= _FEWEST_STEADY and _spread(times) <= _STEADY * min(times)
+    return len(times) >= _FEWEST_STEADY and _spread(times) <= max(_STEADY * min(times), _STEADY_NS)
 
 
 def _spread(times: list[int]) -> int:

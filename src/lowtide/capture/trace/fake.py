@@ -34,7 +34,7 @@ from lowtide.capture.trace import fake_kernels as fakes
 from lowtide.capture.trace.expected import Expectations, all_close, note_expected
 from lowtide.capture.trace.layer_drop import fold_uniform
 from lowtide.capture.trace.questions import Provenance, Question
-from lowtide.capture.trace.real_strides import real_strides, with_strides
+from lowtide.capture.trace.real_strides import real_strides, tensors_among, with_strides
 from lowtide.capture.trace.sizes import SYMBOLIC, SymbolicSizes, hashable, hint
 from lowtide.errors import CaptureError
 from lowtide.program.layouts import copies_storage
@@ -176,6 +176,8 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return None, None
         if func._schema.name.split("::")[1] in UNINITIALISED or func.namespace not in ("aten", "prims"):
             return None, None
+        if any(type(one) is FakeTensor and not hasattr(one, "_lowtide_known") for one in tensors_among(args)):
+            return None, None  # as of most operators
         flat, spec = pytree.tree_flatten((tuple(args), kwargs))
         pairs = [self._known_tensor(leaf) if isinstance(leaf, torch.Tensor) else (leaf, leaf) for leaf in flat]
         known_pairs = [pair for pair in pairs if pair is not None]

@@ -11,6 +11,7 @@ counts as channels last for the convolution behind it.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,10 +34,10 @@ def real_strides(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     """The strides of each tensor that ``func`` returns, ``None`` for what is no tensor; ``None`` where the fake ones hold."""
     if func in _PRODUCTS or not (_computes(func) or _views(func)):
         return None
-    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = list(tensors_among((*args, *kwargs.values())))
     if all(_is_plain(tensor) for tensor in tensors) or not all(_can_stand_in(tensor) for tensor in tensors):
         return None
+    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     key = (func, structure, *(_key(leaf) for leaf in leaves))
     if key not in _KNOWN:
         device = torch.device("meta") if _views(func) else tensors[0].device  # a view touches no memory
@@ -61,11 +62,22 @@ def with_strides(func: Any, result: Any, strides: _Strides, mode: Any) -> Any:
     return tuple(made) if isinstance(result, tuple) else made[0]
 
 
+def tensors_among(arguments: Sequence[Any]) -> Iterator[Tensor]:
+    """Those of an operator: its tensors, and the items of its lists. Quicker than any walk over trees."""
+    for one in arguments:
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, (list, tuple)):
+            yield from (item for item in one if isinstance(item, Tensor))
+
+
+@functools.cache
 def _computes(func: Any) -> bool:
     """Whether the operator returns new memory, and nothing else happens."""
     return _is_pure(func) and not any(returned.alias_info is not None for returned in func._schema.returns)
 
 
+@functools.cache
 def _views(func: Any) -> bool:
     """Whether the operator returns a view, and nothing else happens."""
     return _is_pure(func) and len(func._schema.returns) == 1 and func._schema.returns[0].alias_info is not None
