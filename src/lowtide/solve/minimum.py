@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from lowtide.solve.search.portfolio import Portfolio
 
 _STREAMS = (60, 61, 62)  # of the runs from each starting point
+_FEW_NODES = 64
 BRIEF = 0.2  # of the iterations of a search at default effort
 _ABOVE = (1.0, 1.02)  # times the least budget: what is said of budgets at and just above it
 _ABOVE_STREAM, _ABOVE_HEATS, _ABOVE_SHARE = 50, (2.0, 0.3), 0.04
@@ -59,8 +61,19 @@ def starting_points(portfolio: Portfolio) -> list[Candidate]:
 def lowest_candidate(portfolio: Portfolio, target_bytes: int, share: float = 1.0) -> Candidate:
     """The smallest peak that runs from the lowest starting points reach, or at most ``target_bytes`` once reached.
     ``share`` of the iterations at default effort. Independent of any budget but for the early end, so that what it
-    finds can be found again."""
+    finds can be found again; and of how long operators take, in graphs of a few nodes: another run takes all times for
+    equal."""
     iterations = int(share * portfolio.iterations)
+    found = _lowered(portfolio, target_bytes, iterations)
+    if found.peak_bytes <= target_bytes or portfolio.model.nodes > _FEW_NODES:
+        return found
+    even = portfolio.with_times(replace(portfolio.costs, time_ns=np.ones_like(portfolio.costs.time_ns)))
+    again = _lowered(even, target_bytes, iterations)
+    return lowest([found, *portfolio.measure([again.codes])])
+
+
+def _lowered(portfolio: Portfolio, target_bytes: int, iterations: int) -> Candidate:
+    """What one run after the other makes of the lowest starting points."""
     plain = starting_points(portfolio)
     top = max(point.peak_bytes for point in plain)
     starts = [lowest(points) for points in (plain, portfolio.blocks(int(_BLOCKS_SHARE * top))) if points]
