@@ -223,3 +223,27 @@ def test_a_later_call_without_a_gradient() -> None:
     other = _Leaving(lambda self, y: y.detach(), _nothing)
     with pytest.raises(NoGradientError):
         lowtide.rematerialize(other, (rows(),), budget="100%")
+
+
+class _Capturing(nn.Module):
+    """Installs a hook in its first call, before what it hooks runs: every call does the same, as in ``transformers``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.part, self.hooked = nn.Linear(4, 4), nn.Tanh(), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.hooked:
+            self.part.register_forward_hook(lambda module, args, made: made * 2)
+            self.hooked = True
+        made: torch.Tensor = self.part(self.linear(x))
+        return made.sum()
+
+
+def test_hooks_that_a_call_installs_for_itself() -> None:
+    plain, planned = (steps(_Capturing, planned=planned) for planned in (False, True))
+    assert all(torch.equal(*pair) for each in zip(plain, planned, strict=True) for pair in zip(*each, strict=True))
+    model = _Capturing()
+    lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all", on_capture_error="error")
+    model(rows()).backward()
+    assert len(lowtide.plans(model)) == 1

@@ -157,7 +157,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
         learned = _learned_of_numbers(known, traced)
         if learned is not None:
             return learned
-        if effects is None and (traced.run.changes or outside):
+        if effects is None and (traced.run.changes or traced.run.rewired or outside):
             compared = [one.place for one in traced.compared()]
             effects = rehearse(call, held, traced.reads, outside, compared, known.expected)
             if effects.tensors or effects.carried:

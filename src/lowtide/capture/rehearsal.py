@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide.capture.copies import copy_without_data
 from lowtide.capture.python_state import attribute_effects, counters
 from lowtide.capture.python_state.counters import Readers
-from lowtide.capture.python_state.external_effects import ExternalEffects
+from lowtide.capture.python_state.external_effects import ExternalEffects, hooks_of
 from lowtide.capture.python_state.paths import AttributePath, named, tensors_in, texts, value_at
 from lowtide.capture.python_state.random_numbers import untouched
 from lowtide.capture.python_state.reads import Place, Read, Reads
@@ -73,6 +73,7 @@ def rehearse(
         with mode:  # inputs of their own in each call
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in wholes[count:]]
         called, before = RehearsedCall(wholes[:count], len(state.tensors), inputs), attribute_effects.snapshot(clone)
+        hooks = [hooks_of(module) for module in clone.modules()]
         args, kwargs = structure.unflatten(traced.arguments, inputs)
         outer, variables = ExternalEffects(clone, (*args, *kwargs.values())), counters.as_now(outside)
         mode.expectations.begin()
@@ -83,11 +84,18 @@ def rehearse(
             if outside or (calls or [called])[0].changes.plain:
                 with called:
                     called.differentiate(result, [*wholes[:count], *inputs])
+        called.rewired = hooks != [hooks_of(module) for module in clone.modules()]
         called.outside = {read.place for read in counters.changed(variables)}
         return called
 
     for _ in range(2):
         calls.append(call())
+    if calls[0].rewired and calls[0].operators != calls[1].operators:
+        raise CaptureError(
+            "the forward pass adds or removes hooks, or gives a module another forward method, and the next one does something "
+            "else then, which planned calls would not. Where its first call does so alone, call the model once before it is "
+            "rematerialized; otherwise do it outside of the forward pass, or run the model under lowtide.online."
+        )
     if outside or _common(calls, compared) or _other_beside_tensors(calls):
         calls.append(call())  # a third tells what goes on from what settles later
     readers = Readers(model, reads)
@@ -167,7 +175,8 @@ class _Left(NamedTuple):
 
 class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, one forward pass: what it reads or moves from attribute to attribute, what depends on its inputs, which operators
-    run on what, and what it leaves behind, or changes ``outside`` of the model.
+    run on what, and what it leaves behind, or changes ``outside`` of the model. ``rewired``: whether modules have other hooks
+    afterwards.
 
     ``state``: parameters, buffers and, after the first ``registered`` ones, tensors in attributes; ``inputs``: the tensors of
     the call. Tensors are told apart by identity.
@@ -183,6 +192,7 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.read: set[int] = set()
         self.draws = 0
         self.outside: set[Place] = set()
+        self.rewired = False
         self.changes = attribute_effects.Changes()
         self.left: dict[AttributePath, _Left] = {}
         self.kept: list[Any] = [state, inputs]

@@ -85,7 +85,7 @@ class TracedRun:
     ``result`` is the structure of a pair: what the model returned, and the attributes that are results too. Of each result:
     whether it ``requires_grad``, its entry in the ``mask``, and of what it is ``viewed``. ``changes``: of attributes;
     ``settings``: the plain values among them, and ``unknown`` those that got other ones. ``buffers``: registered or replaced.
-    ``specs``: how results are distributed. ``unlinked``: see ``Program``.
+    ``specs``: how results are distributed. ``unlinked``: see ``Program``. ``rewired``: whether modules have other hooks now.
     """
 
     result: Any
@@ -98,6 +98,7 @@ class TracedRun:
     buffers: dict[str, MadeBuffer]
     specs: tuple[Any, ...]
     unlinked: tuple[int, ...]
+    rewired: bool
 
 
 class TracedModel:
@@ -216,12 +217,9 @@ class TracedModel:
         own = {key: original for key, (original, _) in copies.items()}
         own_of = lambda value: own.get(id(value), observer.originals.get(id(value), ABSENT))  # noqa: E731
         settings, unknown = attribute_effects.settings(model, before, changes, written, own_of)
-        if hooks != [hooks_of(module) for module in model.modules()]:
-            raise CaptureError(
-                "the forward pass adds or removes hooks, or gives a module another forward method, which planned calls would "
-                "not do. Where its first call does so alone, call the model once before it is rematerialized; otherwise do it "
-                "outside of the forward pass, or run the model under lowtide.online."
-            )
+        rewired = hooks != [hooks_of(module) for module in model.modules()]
+        if rewired:
+            settings = ()  # a flag says that there are hooks now, but in the model itself there are none
         flat, result = structure.flatten_distinct((result, attribute_effects.written(model, before, self.assigned)))
         result = structure.with_argument_slots(result, structure.objects(self.call.arguments))
         result = with_originals(result, copies)
@@ -238,7 +236,8 @@ class TracedModel:
         outputs, viewed = outputs_of([*flat, *without], mask + (False,) * len(without), tensors)
         requires_grad = (*(tensor.requires_grad for tensor in flat), *(False for _ in without))
         unlinked = unreached(tensors, flat, self.call.state.parameters)
-        self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, buffers, specs, unlinked)
+        rest = buffers, specs, unlinked, rewired
+        self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, *rest)
         told, self.after_first_run = self.after_first_run, None
         if told is not None:
             told()
