@@ -171,9 +171,9 @@ def test_later_calls_find_it(case: str) -> None:
     for number, (expected, found) in enumerate(zip(plain, planned, strict=True)):
         assert len(expected) == len(found)
         assert all(map(torch.equal, expected, found)), f"in step {number}"
-    assert (
-        "in every call" in case or any(not torch.equal(plain[0][0], later[0]) for later in plain[1:]) or case in _UNSEEN
-    ), "later calls are as the first: the case is vacuous"
+    assert any(not torch.equal(plain[0][0], later[0]) for later in plain[1:]) or case in _UNSEEN, (
+        "later calls are as the first: the case is vacuous"
+    )
 
 
 _UNSEEN = {"an object of a dictionary"}  # what it leaves is the same again

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide.capture.copies import copy_without_data
 from lowtide.capture.python_state import attribute_effects, counters
 from lowtide.capture.python_state.counters import Readers
-from lowtide.capture.python_state.external_effects import ExternalEffects, hooks_of
+from lowtide.capture.python_state.external_effects import WHAT_TO_DO, ExternalEffects, hooks_of
 from lowtide.capture.python_state.paths import AttributePath, named, tensors_in, texts, value_at
 from lowtide.capture.python_state.random_numbers import untouched
 from lowtide.capture.python_state.reads import Place, Read, Reads
@@ -93,8 +93,7 @@ def rehearse(
     if calls[0].rewired and calls[0].operators != calls[1].operators:
         raise CaptureError(
             "the forward pass adds or removes hooks, or gives a module another forward method, and the next one does something "
-            "else then, which planned calls would not. Where its first call does so alone, call the model once before it is "
-            "rematerialized; otherwise do it outside of the forward pass, or run the model under lowtide.online."
+            f"else then, which planned calls would not. {WHAT_TO_DO}"
         )
     if outside or _common(calls, compared) or _other_beside_tensors(calls):
         calls.append(call())  # a third tells what goes on from what settles later

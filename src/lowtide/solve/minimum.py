@@ -61,8 +61,8 @@ def starting_points(portfolio: Portfolio) -> list[Candidate]:
 def lowest_candidate(portfolio: Portfolio, target_bytes: int, share: float = 1.0) -> Candidate:
     """The smallest peak that runs from the lowest starting points reach, or at most ``target_bytes`` once reached.
     ``share`` of the iterations at default effort. Independent of any budget but for the early end, so that what it
-    finds can be found again; and of how long operators take, in graphs of a few nodes: another run takes all times for
-    equal."""
+    finds can be found again. In graphs of a few nodes another run takes all times for equal, so that what is found hardly
+    depends on them."""
     iterations = int(share * portfolio.iterations)
     found = _lowered(portfolio, target_bytes, iterations)
     if found.peak_bytes <= target_bytes or portfolio.model.nodes > _FEW_NODES:

@@ -10,7 +10,7 @@ row, on fake tensors (``rehearsal``):
 an attribute                                           is
 =====================================================  ==========================================================
 that gets a plain value (the longest length so far)    written after every planned call
-that gets an object there is (``self.now = self.next``)  the same; what the call itself made is refused if it may be read
+that gets an object there is (``self.a = self.b``)     the same; what the call itself made is refused if it may be read
 that gets tensors in every call (an auxiliary loss)    a result of the program, written after every planned call
 ... from which the next call computes (hidden state)   an input of the program too, as a buffer is
 that gets tensors in the first call (a cached mask)    a result; the next call finds it there, and is another program

@@ -229,23 +229,23 @@ def given(arguments: Iterable[Any]) -> Iterator[Any]:
 def is_read(name: str, functions: Iterable[types.FunctionType], by_string: bool) -> bool:
     """Whether functions do more with variables or attributes of this name than to count on or in them, or to add to them; also
     where none names it, and where code may read it ``by_string``, or all of what there is."""
-    hidden = {*BY_COMPUTED_NAME, *_OWN_NAMESPACE} - (set() if by_string else {"getattr"})
-    uses: set[bool] = set()
-    for function in functions:
-        names = names_in(function.__code__)
-        uses |= _uses(function.__code__, name) | ({True} if names.all & hidden or _spells(function, name) else set())
-    return uses != {False}
+    return _uses_in(functions, name, by_string) != {False}
 
 
 def is_only_stored(name: str, functions: Sequence[types.FunctionType]) -> bool:
     """Whether functions name it, and only to put something there, as far as names tell."""
     stored = any(name in _any_names_in(function.__code__) for function in functions)
-    return stored and not any(
-        _uses(one.__code__, name)
-        or names_in(one.__code__).all & {*BY_COMPUTED_NAME, *_OWN_NAMESPACE}
-        or _spells(one, name)
-        for one in functions
-    )
+    return stored and not _uses_in(functions, name, by_string=True)
+
+
+def _uses_in(functions: Iterable[types.FunctionType], name: str, by_string: bool) -> set[bool]:
+    """For each time that functions load what has this name, or may, whether it is for more than to write to it."""
+    hidden = {*BY_COMPUTED_NAME, *_OWN_NAMESPACE} - (set() if by_string else {"getattr"})
+    uses: set[bool] = set()
+    for function in functions:
+        names = names_in(function.__code__)
+        uses |= _uses(function.__code__, name) | ({True} if names.all & hidden or _spells(function, name) else set())
+    return uses
 
 
 def _spells(function: types.FunctionType, name: str) -> bool:

@@ -47,6 +47,12 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
     return (*(hook for name in HOOKS if own[name] for hook in own[name].values()), forward)
 
 
+WHAT_TO_DO = (
+    "Where its first call does so alone, call the model once before it is rematerialized; otherwise do it outside of the "
+    "forward pass, or run the model under lowtide.online."
+)
+
+
 @contextlib.contextmanager
 def hooks_kept(model: nn.Module) -> Iterator[None]:
     """Raises ``CaptureError`` where code inside adds or removes hooks of the ``model``: a hook's handle knows the module it was
@@ -61,9 +67,7 @@ def hooks_kept(model: nn.Module) -> Iterator[None]:
             refill(hooks, then)
     if changed:
         raise CaptureError(
-            "the forward pass removes hooks of its modules, or adds some, which planned calls would not do. Where its first "
-            "call does so alone, call the model once before it is rematerialized; otherwise do it outside of the forward pass, "
-            "or run the model under lowtide.online."
+            f"the forward pass removes hooks of its modules, or adds some, which planned calls would not do. {WHAT_TO_DO}"
         )
 
 
