@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -104,6 +106,14 @@ def _trained(check: Check, factors: list[float], rows: tuple[int, ...] = (64,)) 
 def test_the_usual_answers_are_one_program(check: Check) -> None:
     _, programs = _trained(check, [1.0, 1.0, 1.0])
     assert programs == 1
+
+
+def test_a_trace_that_fails_for_a_known_reason_says_nothing_of_numbers() -> None:
+    """The first trace of a process in which pytest looks at assertions: something else changes in its backward pass."""
+    alone = [f"{__file__}::{test_the_usual_answers_are_one_program.__name__}", "-k", _asserted.__name__]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *alone]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("check", [_clamped, _large])

@@ -167,16 +167,16 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
         return error.known
     except Exception as error:
         outside = counters.changed(traced.latest_reads)
-        learned = _learned_of_numbers(known, traced, failed=True)
-        if learned is not None:
-            return learned
-        if recorder.used_otherwise(failed=True):
-            return replace(known, effects=effects)
         written = written_attributes(model, error) - known.attributes
         if written:
             return replace(known, effects=effects, follow=known.attributes | written)
         if isinstance(error, BackwardEffectError) and not error.changed & known.changed_backward:
             return replace(known, effects=effects, changed_backward=known.changed_backward | error.changed)
+        learned = _learned_of_numbers(known, traced, failed=True)
+        if learned is not None:
+            return learned
+        if recorder.used_otherwise(failed=True):
+            return replace(known, effects=effects)
         if isinstance(error, LowtideError):
             raise
         raise capture_error(error) from error
