@@ -135,11 +135,12 @@ def prepared(
     args, kwargs = copy_inputs(make_inputs(0))
     generator = torch.get_rng_state()
     run = prepare or lowtide.rematerialize
+    whole = {} if prepare else {"on_capture_error": "error"}  # parts may need less
 
     def refused(budget: int) -> int:
         """The smallest budget that the error names."""
         with pytest.raises(lowtide.InfeasibleBudgetError) as raised:
-            run(model, args, kwargs, budget=budget, **options)
+            run(model, args, kwargs, budget=budget, **(whole | options))
         assert _fingerprint(model) == before, "a failed preparation changed the model"
         return raised.value.minimum_bytes
 
