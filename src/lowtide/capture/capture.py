@@ -1,7 +1,8 @@
 """Capture: trace a model on fake tensors and convert the joint graph.
 
-``capture`` runs the model's Python once or twice on fake tensors. It executes no operator on real activations and
-changes nothing of the user's; operators that others registered are tried on made-up tensors (``convert.trial``).
+``capture`` runs the model's Python on fake tensors: once, and again where that has shown what a trace should know. It executes
+no operator on real activations and changes nothing of the user's; operators that others registered are tried on made-up
+tensors (``convert.trial``).
 """
 
 from __future__ import annotations
@@ -14,12 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch._aot_autograd import descriptors as d
-from torch._functorch._aot_autograd.schemas import OutputType
 
 from lowtide.capture.contract import Captured, Conditions, Contract
 from lowtide.capture.convert.convert import Converted, convert
-from lowtide.capture.convert.leaf_writes import without_gradients_of_writes
 from lowtide.capture.convert.nested_writes import merge_nested_writes
 from lowtide.capture.copies import State, model_state
 from lowtide.capture.known import Known
@@ -36,7 +34,6 @@ from lowtide.capture.python_state.reads import Read
 from lowtide.capture.refusals import (
     capture_error,
     check,
-    refuse_merged,
     refuse_objects,
     refuse_spent,
     written_attributes,
@@ -60,6 +57,7 @@ from lowtide.program.local import form_of, with_own_sizes
 from lowtide.program.overwrites import with_overwrites
 from lowtide.program.program import Program
 from lowtide.program.results import GradientMask, Result
+from lowtide.program.roles import Gradient, Output
 
 
 def flat_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[torch.Tensor], Any]:
@@ -82,7 +80,6 @@ class _Trace:
     """An attempt that found nothing new: the joint graph, and what was noted while it was traced."""
 
     module: torch.fx.GraphModule
-    metadata: Any
     traced: TracedModel
     held: list[torch.Tensor]
     held_inputs: HeldInputs
@@ -125,9 +122,10 @@ def capture(
 
 
 class _LearnedError(Exception):
-    """The first run of the model has shown what the next attempt should know."""
+    """The first forward pass has shown what the next attempt should know; or else that it changed something outside of the
+    model: what a second one does not change again is a cache, and the program is that of calls that find it filled."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: Known | None) -> None:
         super().__init__()
         self.known = known
 
@@ -145,14 +143,13 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
 
     def learn() -> None:  # before the joint graph is traced in vain
         learned = _learned_of_numbers(known, traced)
-        if learned is not None:
+        if learned is not None or counters.changed(traced.latest_reads):
             raise _LearnedError(learned)
 
     traced.after_first_run = learn
     try:
         with contextlib.closing(traced), hooks_kept(model):
-            module, metadata = export_joint(traced, fakes)
-        refuse_merged(metadata, fakes)
+            module = _export(traced, fakes, mode)
         outside = counters.changed(traced.latest_reads)
         learned = _learned_of_numbers(known, traced)
         if learned is not None:
@@ -164,6 +161,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
                 return replace(known, effects=effects, follow=known.attributes | effects.carried)
     except _LearnedError as error:
         outside = counters.changed(traced.latest_reads)
+        assert error.known is not None
         return error.known
     except Exception as error:
         outside = counters.changed(traced.latest_reads)
@@ -186,7 +184,16 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     traced.reads.forget(outside)
     if recorder.used_otherwise(failed=False):
         return replace(known, effects=effects)
-    return _Trace(module, metadata, traced, held, followed, effects or Effects(), tuple(mode.questions), recorder.draws)
+    return _Trace(module, traced, held, followed, effects or Effects(), tuple(mode.questions), recorder.draws)
+
+
+def _export(traced: TracedModel, fakes: Sequence[torch.Tensor], mode: AnsweringFakeMode) -> torch.fx.GraphModule:
+    try:
+        return export_joint(traced, fakes, mode)
+    except _LearnedError as error:
+        if error.known is not None:
+            raise
+        return export_joint(traced, fakes, mode)
 
 
 def _learned_of_numbers(known: Known, traced: TracedModel, *, failed: bool = False) -> Known | None:
@@ -211,7 +218,6 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.Graph
             "the parameters and inputs, and that the model is not under torch.no_grad()."
         )
     inputs = (*call.state.tensors, *call.tensors, *held)
-    without_gradients_of_writes(trace.module, inputs)
     share_casts(trace.module, [i for i, tensor in enumerate(inputs) if is_kept(tensor)], period_of_casts)
     if trace.traced.placed:
         with_own_sizes(trace.module, trace.traced.placed)
@@ -224,7 +230,7 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.Graph
     refuse_objects(Readers(call.model, trace.traced.reads).of_objects(unknown))
     attribute_effects.say_unknown(call.model, unknown)
     guards = _guards(call.model, trace, settings)
-    program = _assemble(convert(trace.module, inputs), trace.metadata, run, call.state, type(call.model).__name__)
+    program = _assemble(convert(trace.module, inputs), run, call.state, type(call.model).__name__)
     written = written_inputs(program, inputs)
     program = with_gathers(program, call.state.units, call.state.tensors)
     program = replace(program, placed=tuple(sorted(trace.traced.placed.items())))
@@ -268,21 +274,11 @@ def _guards(model: nn.Module, trace: _Trace, settings: Sequence[attribute_effect
     return guards, Guards.of(model, reads, every, held, left, compared)
 
 
-def _assemble(converted: Converted, metadata: Any, run: TracedRun, state: State, name: str) -> Program:
+def _assemble(converted: Converted, run: TracedRun, state: State, name: str) -> Program:
     builder = converted.builder
-    returned, position, results = _results(converted, metadata, run)
-    position_of: dict[Any, int] = {d.PlainAOTInput(i): i for i in range(len(converted.inputs))}
-    gradients = tuple(
-        (position_of[desc.grad_of], value)
-        for desc, value in converted.outputs.items()
-        if isinstance(desc, d.GradAOTOutput)
-    )
-    if not all(desc in position for desc in converted.tangent_outputs):
-        raise CaptureError(
-            "the forward pass writes in place into an argument that has a history (F.relu_, clamp_, say), "
-            "which a plan cannot follow. Write into a copy, outside the forward pass, or run it under lowtide.online."
-        )
-    tangents = tuple(position[desc] for desc in converted.tangent_outputs)
+    returned, position, results = _results(converted, run)
+    gradients = tuple((role.input, value) for role, value in converted.outputs.items() if isinstance(role, Gradient))
+    tangents = tuple(position[number] for number in converted.tangent_outputs)
     arriving = [op.outputs[0] for op in builder.ops if op.target == TANGENT_TARGET]
     read = {value for op in builder.ops for value in op.inputs} | set(returned)
     graph = Graph(
@@ -310,28 +306,26 @@ def _assemble(converted: Converted, metadata: Any, run: TracedRun, state: State,
         parameters=state.parameters,
         kept=tuple(converted.kept),
         unlinked=run.unlinked,
-        sums=tuple((position_of[desc.grad_of], count) for desc, count in converted.sums.items()),
+        sums=tuple((role.input, count) for role, count in converted.sums.items()),
     )
     return with_overwrites(program)
 
 
-def _results(converted: Converted, metadata: Any, run: TracedRun) -> tuple[list[int], dict[Any, int], list[Result]]:
-    """Forward outputs in the order in which the program returns them, at which of them each described one is, and how each
+def _results(converted: Converted, run: TracedRun) -> tuple[list[int], dict[int, int], list[Result]]:
+    """Forward outputs in the order in which the program returns them, at which of them each output is, and how each
     result comes from them. Those with a gradient are apart from all others."""
     returned: list[int] = []
-    positions: dict[Any, int] = {}
+    positions: dict[int, int] = {}
     results = []
     for number, (grad, viewed) in enumerate(zip(run.requires_grad, run.viewed, strict=True)):
-        descriptor, info = d.PlainAOTOutput(number), metadata.output_info[number]
-        if info.output_type in (OutputType.is_input, OutputType.alias_of_input):
-            view = viewed.view if info.output_type is OutputType.alias_of_input else None
-            results.append(Result(grad, argument=info.base_idx, view=view))
+        if viewed.argument is not None and (viewed.view is None or not grad):
+            results.append(Result(grad, argument=viewed.argument, view=viewed.view))
             continue
-        value = converted.outputs[descriptor]
+        value = converted.outputs[Output(number)]
         if grad or value not in returned:
             returned.append(value)
-            positions[descriptor] = len(returned) - 1
-        place = positions.get(descriptor, returned.index(value))
+            positions[number] = len(returned) - 1
+        place = positions.get(number, returned.index(value))
         results.append(Result(grad, place, viewed.argument, view=viewed.view))
     bases = [None if viewed.result is None else results[viewed.result].returned for viewed in run.viewed]
     return returned, positions, [replace(one, base=base) for one, base in zip(results, bases, strict=True)]

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from lowtide.capture.python_state.held_inputs import holding
 from lowtide.capture.python_state.paths import AttributePath, of_modules, tensors_in, texts
-from lowtide.capture.trace.writes import WriteError
+from lowtide.capture.trace.writes import WRITTEN_HISTORY, WriteError
 from lowtide.capture.traced_model import NO_SAVED_TENSORS_HOOKS
 from lowtide.errors import CaptureError
 from lowtide.program import Program, targets
@@ -29,7 +29,6 @@ _MEANINGS = {  # what PyTorch says, in words that help
 }
 _WRITES = (  # what PyTorch says of writes into a tensor that is no argument of the program
     "mutating a non-functional tensor with a functional tensor",
-    "aot_autograd expected to have an entirely functional graph",
 )
 
 
@@ -128,21 +127,13 @@ def refuse_spent(objects: Sequence[Any]) -> None:
         )
 
 
-def refuse_merged(metadata: Any, fakes: Sequence[torch.Tensor]) -> None:
-    """Raises ``CaptureError`` where the tracer took several inputs for one."""
-    if len(metadata.input_info) != len(fakes):
-        raise CaptureError(
-            "the forward pass writes into memory that several buffers or arguments share (a view of a buffer that is a "
-            "buffer itself, say), which a plan cannot follow. Form the view in the forward pass, pass a copy, or run it "
-            "under lowtide.online."
-        )
-
-
 def written_inputs(program: Program, inputs: Sequence[torch.Tensor]) -> frozenset[int]:
     """Those of the flat inputs that the program writes into. Raises ``CaptureError`` where a constant shares their memory."""
     calls = zip(program.graph.ops, program.calls, strict=True)
     values = {op.inputs[0] for op, call in calls if call.target is targets.update}
     written = frozenset(place for place, value in enumerate(program.inputs) if value in values)
+    if any(inputs[place].requires_grad and not inputs[place].is_leaf for place in written):
+        raise CaptureError(WRITTEN_HISTORY)
     memory = {memory_of(inputs[place]) for place in written}
     if any(memory_of(constant) in memory for constant in program.constants.values()):
         raise CaptureError(

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.copies import State, copy_without_data
 from lowtide.capture.gradient_mask import fits, guess_mask
-from lowtide.capture.python_state import attribute_effects, backward_effects, random_numbers, twice
+from lowtide.capture.python_state import attribute_effects, backward_effects, process, random_numbers, twice
 from lowtide.capture.python_state.buffer_effects import (
     MadeBuffer,
     declared_buffers,
@@ -106,9 +106,9 @@ class TracedModel:
     ones, which are in its attributes. ``assigned``: attributes that are results too; ``recorder`` follows what is drawn,
     ``numbers`` how those are compared that were read at these places, and ``expectations`` how checks of values go.
 
-    Every call runs a model of its own, since a forward pass may leave (fake) tensors in attributes, and notes what that did in
-    ``run``. What its code reads are the ``reads``, of all runs, and ``latest_reads``, of the last one. Results that no gradient
-    is expected for are detached, so that none is asked for them.
+    Every call runs a copy of the model, since a forward pass may leave (fake) tensors in attributes, and notes what that did
+    in ``run``. What its code reads, in the backward pass as well, are the ``reads``, of all runs, and ``latest_reads``, of the
+    last one. Results that no gradient is expected for are detached, so that none is asked for them.
     """
 
     def __init__(
@@ -125,10 +125,6 @@ class TracedModel:
         self.reads, self.latest_reads = Reads(), Reads()
         self.placed: dict[int, Any] = {}  # how the gradients of distributed inputs lie
         self._keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
-        self._untraced: tuple[tuple[Any, str, Any], ...] = (
-            (torch, "is_anomaly_enabled", functools.partial(bool, torch.is_anomaly_enabled())),  # the tracer sets it
-            (nn.Module, "to", staying(nn.Module.to)),
-        )
         self._call = nn.Module.__call__  # which the tracer changes, too
         self._reached: ExternalEffects | None = None  # of the first run
         self.after_first_run: Callable[[], None] | None = None
@@ -260,29 +256,30 @@ class TracedModel:
     ) -> tuple[Any, ExternalEffects]:
         """What the model returns, and what it can write outside of itself. What it left there is refused, or undone."""
         constant = _constant if self._reached is None else None
-        try:
-            # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
-            no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(NO_SAVED_TENSORS_HOOKS)
-            with (
-                self.recorder(model, self.latest_reads.contents),
-                ExternalEffects(model, (*args, *kwargs.values()), constant) as reached,
-                random_numbers.none_by(model, reached.generators),
-                observer.watching(),
-                self.call.caches.without_fakes(),
-                contextlib.ExitStack() as stack,
-                replaced(FunctionalTensor, "__repr__", torch.Tensor.__repr__),
-                no_hooks,
-                unwrapped(self.call.model),
-                periods_of_casts(self._keep_casts) as period,
-                _RecordSource(state, period, self.latest_reads),
-                RefuseWrites(),  # type: ignore[no-untyped-call]
-            ):
-                for place in self._untraced:
-                    stack.enter_context(replaced(*place))
-                stack.enter_context(origins_announced(model, self._call))
-                result = model.forward(*args, **kwargs)
-        finally:
-            self.reads.add(self.latest_reads)
+        # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
+        no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(NO_SAVED_TENSORS_HOOKS)
+        with (
+            self.recorder(model, self.latest_reads.contents),
+            ExternalEffects(model, (*args, *kwargs.values()), constant) as reached,
+            random_numbers.none_by(model, reached.generators),
+            observer.watching(),
+            self.call.caches.without_fakes(),
+            replaced(FunctionalTensor, "__repr__", torch.Tensor.__repr__),
+            replaced(nn.Module, "to", staying(nn.Module.to)),
+            no_hooks,
+            unwrapped(self.call.model),
+            periods_of_casts(self._keep_casts) as period,
+            _RecordSource(state, period, self.latest_reads),
+            RefuseWrites(),  # type: ignore[no-untyped-call]
+            origins_announced(model, self._call),
+        ):
+            modes = process.autocast(), torch.is_grad_enabled()
+            result = model.forward(*args, **kwargs)
+            if modes != (process.autocast(), torch.is_grad_enabled()):
+                raise CaptureError(
+                    "the forward pass leaves autocast or the gradient mode in another state than before, which planned calls "
+                    "would not. Enter them by a with statement."
+                )
         self._reached = self._reached or reached
         if reached.lost:
             self._reached.undo()

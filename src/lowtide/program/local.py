@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.program import sharded
+from lowtide.program.roles import Gradient
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _FORMS: Any = WeakTensorKeyDictionary()  # by distributed tensor
@@ -162,8 +162,8 @@ def with_own_sizes(joint: torch.fx.GraphModule, placed: Mapping[int, Any]) -> No
     """Let the joint graph return gradients of distributed tensors in the sizes that they have (``_Distributed``)."""
     output = next(iter(reversed(joint.graph.nodes)))
     returned = list(output.args[0])
-    for number, descriptor in enumerate(output.meta["desc"]):
-        if isinstance(descriptor, GradAOTOutput) and getattr(descriptor.grad_of, "idx", None) in placed:
+    for number, role in enumerate(output.meta["role"]):
+        if isinstance(role, Gradient) and role.input in placed:
             node = returned[number]
             if node.target is torch.ops.aten.as_strided.default and not any(node.args[2]):
                 returned[number] = node.args[0]

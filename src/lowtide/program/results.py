@@ -2,7 +2,7 @@
 
 Every result is an output of its own, so that its gradient arrives by itself, and the program sums those that arrive at several
 views of one tensor where eager's engine does. Autograd sees what it sees in eager, too: a result that is a view is one of an
-output, so that a write into it reaches the others. That is settled here and not by AOTAutograd, since it must not depend on
+output, so that a write into it reaches the others. That is settled here and not by the tracer, since it must not depend on
 which of the results a gradient is expected for: a call may go on in a program for others.
 """
 
@@ -106,7 +106,7 @@ def outputs_of(
     """What a traced model returns, a tensor per result, and of what each of these is a view.
 
     ``results``: with the ``bases`` of others. ``inputs``: all that the model was given. Results that are among them, or view
-    one without a gradient, are outputs that AOTAutograd recognises.
+    one without a gradient, are outputs that share its memory.
     """
     given = {memory_of(tensor): number for number, tensor in enumerate(inputs)}
     sharing = collections.Counter([*given, *map(memory_of, results)])
@@ -163,7 +163,7 @@ def _is_of_function(tensor: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _apart(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Tensor:
-    """The same for the program (``capture.convert``), but for AOTAutograd in memory of its own, as its gradient is: by default
+    """The same for the program (``capture.convert``), but for the tracer in memory of its own, as its gradient is: by default
     without the gaps of a view."""
     copy = torch.ops.aten.alias_copy.default(tensor)
     dense = tuple(torch.empty_like(tensor).stride())

@@ -1,4 +1,4 @@
-"""From AOTAutograd's joint FX graph to a ``Program``.
+"""From a joint graph to a ``Program``.
 
 - Multi-output operators become one op with several values; ``getitem`` and ``detach`` vanish.
 - Storages are what fake tensors share; a value whose storage was seen before is a view.
@@ -17,11 +17,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd import descriptors as d
 
 from lowtide.capture.convert.builder import Builder, owned
 from lowtide.capture.convert.gradients import Gradients
-from lowtide.capture.convert.leaf_writes import UNSEEN
 from lowtide.capture.convert.nodes import (
     ancestors,
     begins_backward,
@@ -39,6 +37,7 @@ from lowtide.capture.convert.sparse import chain_of, is_made_sparse, is_sparse
 from lowtide.capture.convert.trial import Nature, nature
 from lowtide.capture.trace.expected import EXPECT
 from lowtide.capture.trace.origins import origin
+from lowtide.capture.trace.writes import UNSEEN
 from lowtide.errors import CaptureError
 from lowtide.ir import Phase
 from lowtide.ir.graph import EXPECT_TARGET
@@ -46,6 +45,7 @@ from lowtide.program import targets
 from lowtide.program.collectives import is_collective, is_wait, waited
 from lowtide.program.foreign import is_foreign
 from lowtide.program.program import Call, Ref
+from lowtide.program.roles import Gradient, Input, Written
 
 _ATEN = torch.ops.aten
 _ALIASES = {
@@ -65,10 +65,10 @@ class Converted:
     forward_ops: int
     inputs: tuple[int, ...]
     constants: dict[int, torch.Tensor]
-    tangent_outputs: tuple[Any, ...]  # descriptor of the forward output each tangent op belongs to
-    outputs: dict[Any, int]  # descriptor -> value
+    tangent_outputs: tuple[int, ...]  # the number of the output that each tangent op belongs to
+    outputs: dict[Any, int]  # role -> value
     kept: dict[int, int]  # overwritten flat input -> value of its copy
-    sums: dict[Any, int]  # descriptor of a gradient -> of how many terms it is the sum
+    sums: dict[Any, int]  # role of a gradient -> of how many terms it is the sum
 
 
 def convert(module: fx.GraphModule, given: Sequence[torch.Tensor]) -> Converted:
@@ -82,7 +82,7 @@ class _Walk:
         self.builder = Builder()
         self.value_of: dict[fx.Node, Any] = {}  # an int, or a dict from position to value for several outputs
         self.constants: dict[int, torch.Tensor] = {}
-        self.inputs: dict[Any, int] = {}  # by descriptor, in order
+        self.inputs: list[int] = []
         self.origin: dict[int, tuple[str, str]] = {}  # autograd sequence number -> module path, source
         self.phase = Phase.FORWARD
         self.kept: dict[int, int] = {}
@@ -98,15 +98,15 @@ class _Walk:
             refuse(node, self._origin)
         split = next((i for i, n in enumerate(calls) if begins_backward(n)), len(calls))
         output = nodes[-1]
-        descriptors = dict(zip(output.meta["desc"], output.args[0], strict=True))
-        needed = ancestors(n for desc, n in descriptors.items() if not isinstance(desc, d.GradAOTOutput))
+        roles = dict(zip(output.meta["role"], output.args[0], strict=True))
+        needed = ancestors(n for role, n in roles.items() if not isinstance(role, Gradient))
         forward = [n for i, n in enumerate(calls) if i < split or n in needed]
         backward = [n for i, n in enumerate(calls) if i >= split and n not in needed]
-        gradients = Gradients(self.builder, nodes, descriptors, self.value_of)
-        self._guard_overwritten(forward, backward, descriptors)
+        gradients = Gradients(self.builder, nodes, roles, self.value_of)
+        self._guard_overwritten(forward, backward, roles)
         for node in forward:
             self._convert(node)
-        self._updates(descriptors)
+        self._updates(roles)
         forward_ops = len(self.builder.ops)
         self.phase = Phase.BACKWARD
         for node in tangents:
@@ -116,10 +116,10 @@ class _Walk:
             gradients.produced(node)
         gradients.finish()
         self._mark_unused_random(output)
-        outputs = {desc: self._value(node) for desc, node in descriptors.items() if isinstance(node, fx.Node)}
+        outputs = {role: self._value(node) for role, node in roles.items() if isinstance(node, fx.Node)}
         outputs.update(gradients.owned)
-        tangent_outputs = tuple(node.meta["desc"].output for node in tangents)
-        inputs = tuple(self.inputs.values())
+        tangent_outputs = tuple(node.meta["role"].output for node in tangents)
+        inputs = tuple(self.inputs)
         facts = self.constants, tangent_outputs, outputs, self.kept, gradients.sums
         return Converted(self.builder, forward_ops, inputs, *facts)
 
@@ -133,17 +133,17 @@ class _Walk:
             else:
                 tensor = self.given[len(self.inputs)] if is_sparse(node) else node.meta["val"]
                 self.value_of[node] = self.builder.add_value(node.name, tensor, None, external=True)
-                self.inputs[node.meta["desc"]] = self.value_of[node]
+                self.inputs.append(self.value_of[node])
         return tangents
 
     def _guard_overwritten(
-        self, forward: Sequence[fx.Node], backward: Sequence[fx.Node], descriptors: dict[Any, Any]
+        self, forward: Sequence[fx.Node], backward: Sequence[fx.Node], roles: dict[Any, Any]
     ) -> None:
         """Give operators that reach the backward pass a copy of what the forward pass overwrites."""
         later = set(backward)
         reaches = reaching(forward, later)
-        mutated = [desc.mutated_input for desc in descriptors if isinstance(desc, d.InputMutationAOTOutput)]
-        for node in [n for n in self.value_of if n.meta["desc"] in mutated]:
+        mutated = [Input(role.input) for role in roles if isinstance(role, Written)]
+        for node in [n for n in self.value_of if n.meta["role"] in mutated]:
             readers = [user for user in node.users if user in reaches or user in later]
             if any(not is_training_norm(user) for user in readers):
                 external: int = self.value_of[node]
@@ -151,13 +151,13 @@ class _Walk:
                 copy = self.builder.add_fresh(name, self.builder.next_op, meta, node.meta["val"])
                 call = Call(targets.keep_value, (Ref(external),), {})
                 self.builder.add_op(name, self.phase, call, (external,), (copy,), effect=True)
-                self.kept[list(self.inputs).index(node.meta["desc"])] = copy
+                self.kept[node.meta["role"].number] = copy
                 self.value_of[node] = copy
 
-    def _updates(self, descriptors: dict[Any, Any]) -> None:
-        for desc, node in descriptors.items():
-            if isinstance(desc, d.InputMutationAOTOutput):
-                target, value = self.inputs[desc.mutated_input], self._value(node)
+    def _updates(self, roles: dict[Any, Any]) -> None:
+        for role, node in roles.items():
+            if isinstance(role, Written):
+                target, value = self.inputs[role.input], self._value(node)
                 unseen = {"unseen": True} if UNSEEN in node.meta or is_running_statistic(node) else {}
                 call = Call(targets.update, (Ref(target), Ref(value)), unseen, ())
                 self.builder.add_op(f"update_{node.name}", self.phase, call, (target, value), (), effect=True)

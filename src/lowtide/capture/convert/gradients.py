@@ -12,12 +12,11 @@ gradients leave the program as the terms that they are the sums of, each in the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd import descriptors as d
 
 from lowtide.capture.convert.builder import Builder, owned
 from lowtide.capture.convert.nodes import is_backward
@@ -25,16 +24,9 @@ from lowtide.capture.trace.packed import refuse_later_terms
 from lowtide.ir import Phase
 from lowtide.program import layouts, targets
 from lowtide.program.program import Call, Ref, TensorMeta
+from lowtide.program.roles import Gradient, Term
 
 _ADD = torch.ops.aten.add.Tensor
-
-
-@dataclass(frozen=True)
-class Term(d.GradAOTOutput):
-    """One of the ``count`` terms that a gradient is the sum of, in the order in which the engine adds them."""
-
-    number: int
-    count: int
 
 
 def split_sums(module: fx.GraphModule, first: int = 0) -> None:
@@ -43,18 +35,17 @@ def split_sums(module: fx.GraphModule, first: int = 0) -> None:
         refuse_later_terms(module, others_add=True)
     output = next(iter(reversed(module.graph.nodes)))
     outputs: list[Any] = []
-    descriptors: list[Any] = []
-    for node, descriptor in zip(output.args[0], output.meta["desc"], strict=True):
-        of_input = isinstance(node, fx.Node) and isinstance(descriptor, d.GradAOTOutput)
-        if of_input and descriptor.grad_of.idx >= first:
+    roles: list[Any] = []
+    for node, role in zip(output.args[0], output.meta["role"], strict=True):
+        if isinstance(node, fx.Node) and isinstance(role, Gradient) and role.input >= first:
             terms = _terms(node)
             outputs += terms
-            descriptors += [Term(descriptor.grad_of, number, len(terms)) for number in range(len(terms))]
+            roles += [Term(role.input, number, len(terms)) for number in range(len(terms))]
         else:
             outputs.append(node)
-            descriptors.append(descriptor)
+            roles.append(role)
     output.args = (type(output.args[0])(outputs),)
-    output.meta["desc"] = descriptors
+    output.meta["role"] = roles
 
 
 def _terms(node: fx.Node) -> list[fx.Node]:
@@ -72,42 +63,42 @@ def _terms(node: fx.Node) -> list[fx.Node]:
 
 
 class Gradients:
-    """Follows the conversion of the backward pass; ``owned`` maps each gradient's descriptor to its final value, ``sums`` those
+    """Follows the conversion of the backward pass; ``owned`` maps each gradient's role to its final value, ``sums`` those
     of what is used several times to the number of their terms."""
 
     def __init__(
-        self, builder: Builder, nodes: Sequence[fx.Node], descriptors: dict[Any, Any], value_of: dict[fx.Node, Any]
+        self, builder: Builder, nodes: Sequence[fx.Node], roles: dict[Any, Any], value_of: dict[fx.Node, Any]
     ) -> None:
         self.builder = builder
         self.value_of = value_of
         self.owned: dict[Any, int] = {}
         self.sums: dict[Any, int] = {}
         self._taken: set[int] = set()
-        self._inputs = {n.meta["desc"]: n for n in nodes if n.op == "placeholder"}
+        self._inputs = [n for n in nodes if n.op == "placeholder"]
         self._pending: dict[fx.Node, list[Any]] = {}
-        for descriptor, node in descriptors.items():
-            if isinstance(descriptor, d.GradAOTOutput) and isinstance(node, fx.Node):
-                self._pending.setdefault(node, []).append(descriptor)
+        for role, node in roles.items():
+            if isinstance(role, Gradient) and isinstance(node, fx.Node):
+                self._pending.setdefault(node, []).append(role)
         self._last_use = _last_uses(nodes)
         self._position = {node: index for index, node in enumerate(nodes)}
 
     def produced(self, node: fx.Node) -> None:
         """``node`` was just converted: if it is a gradient, own it now."""
-        for descriptor in self._pending.pop(node, ()):
-            self._own(node, descriptor)
-            count = 1 if isinstance(descriptor, Term) else len(_terms(node))
+        for role in self._pending.pop(node, ()):
+            self._own(node, role)
+            count = 1 if isinstance(role, Term) else len(_terms(node))
             if count > 1:
-                self.sums[descriptor] = count
+                self.sums[role] = count
 
     def finish(self) -> None:
         """Gradients that no backward operator produces (a tangent itself, say)."""
         for node in list(self._pending):
             self.produced(node)
 
-    def _own(self, node: fx.Node, descriptor: Any) -> None:
+    def _own(self, node: fx.Node, role: Any) -> None:
         builder, value = self.builder, self.value_of[node]
         meta, storage = builder.metas[value], builder.values[value].storage
-        parameter = builder.metas[self.value_of[self._inputs[descriptor.grad_of]]]
+        parameter = builder.metas[self.value_of[self._inputs[role.input]]]
         if meta.shape != parameter.shape:  # of a distributed tensor, in other placements
             parameter = replace(parameter, shape=meta.shape, stride=meta.stride)
         base = builder.bases[storage]
@@ -115,17 +106,17 @@ class Gradients:
         whole = meta.storage_bytes == owned(meta).storage_bytes
         final = self._last_use.get(_storage_key(node), -1) <= self._position[node]
         taken_over = ours and whole and final and _obeys_contract(meta, parameter)
-        if isinstance(descriptor, Term):
+        if isinstance(role, Term):
             parameter = replace(parameter, stride=meta.stride)
             # What the engine adds the next terms to, in place.
-            first = descriptor.number == 0 and descriptor.count > 1
+            first = role.number == 0 and role.count > 1
             taken_over = (ours and whole and final) if first else base is not None
             taken_over = taken_over and meta.shape == parameter.shape
         if taken_over and storage not in self._taken:
             self._taken.add(storage)
         else:
             value = _copy(builder, value, parameter)
-        self.owned[descriptor] = value
+        self.owned[role] = value
 
 
 def _storage_key(node: fx.Node) -> int:

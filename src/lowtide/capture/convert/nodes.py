@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd import descriptors as d
 
 from lowtide.capture.trace.fake import UNINITIALISED
 from lowtide.capture.trace.sizes import SYMBOLIC, expression
+from lowtide.program.roles import Tangent
 
 _ATEN = torch.ops.aten
 _TRAINING_NORMS = {"_native_batch_norm_legit_functional", "_batch_norm_with_update_functional"}
@@ -61,7 +61,7 @@ def is_tangent(node: Any) -> bool:
     if node.target is _ATEN._conj.default:
         source: Any = node.args[0]  # a number, too
         return is_tangent(source) and source.op == "placeholder" and source.meta["val"].is_conj()
-    return isinstance(node.meta.get("desc"), d.TangentAOTInput)
+    return isinstance(node.meta.get("role"), Tangent)
 
 
 def ancestors(outputs: Iterable[Any]) -> set[fx.Node]:

@@ -32,8 +32,6 @@ def _reason(node: fx.Node) -> str:
         known = REFUSED.get(f"{name}.{node.target._overloadname}") or REFUSED.get(name)
         if known:
             return known
-        if node.target._schema.is_mutable and "backward" in node.meta.get("partitioner_tag", ""):
-            return "writes into a buffer or an argument in the backward pass. Write into it in the forward pass"
     if not is_known(node):
         return "reads or makes a sparse tensor, which a plan can only multiply, transpose and sum. Compute densely"
     value = node.meta.get("val")

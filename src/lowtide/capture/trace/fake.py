@@ -43,7 +43,7 @@ from lowtide.program.source import user_source
 _ATEN = torch.ops.aten
 _MAXIMUM_ELEMENTS = 1 << 24
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
-_QUESTIONS = {_ATEN._local_scalar_dense.default, _ATEN.equal.default}
+QUESTIONS = {_ATEN._local_scalar_dense.default, _ATEN.equal.default}
 # Comparisons of a number drawn uniformly from [0, 1) with a threshold outside of it have only one answer.
 
 
@@ -81,7 +81,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in _QUESTIONS:
+        if func in QUESTIONS:
             return self._answer(func, args, kwargs)
         if func is _ATEN.allclose.default and self.rehearses:
             with self:

@@ -1,7 +1,8 @@
-"""The one place that calls AOTAutograd's private entry point for the joint graph.
+"""The joint graph: forward and backward pass of a function of tensors, functional, at the level of ATen.
 
-Tracing runs without the Python dispatcher: it would replace operators by decompositions that eager does not use
-(dropout, bilinear upsampling, LSTM layers), and only symbolic shapes need it.
+The function runs once. It is given functional tensors, so that in-place operators become others, over fake ones, whose
+operators the tracer records; then PyTorch's engine differentiates what it returned, and the same tracer goes on. Operators are
+eager's: none is decomposed.
 """
 
 from __future__ import annotations
@@ -12,49 +13,35 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
-from torch import nn
-from torch._functorch import aot_autograd
+from torch import fx
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd import graph_capture
 from torch._higher_order_ops import effects
-from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, disable_functional_mode
 from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 
 from lowtide.capture.trace import collectives
 from lowtide.capture.trace.expected import expecting
+from lowtide.capture.trace.fake import QUESTIONS
 from lowtide.capture.trace.inplace import keeping_layouts
 from lowtide.capture.trace.patches import replaced, wrapped
 from lowtide.capture.trace.twins import through_twins
-from lowtide.errors import CaptureError
+from lowtide.capture.trace.writes import (
+    UNSEEN,
+    refuse_late,
+    refuse_reshaped,
+    refuse_seen,
+    refuse_shared,
+    refuse_unregistered,
+)
+from lowtide.device import plain_types
 from lowtide.program.foreign import is_foreign
+from lowtide.program.layouts import memory_of
+from lowtide.program.results import below
+from lowtide.program.roles import Gradient, Input, Output, Tangent, Written
 
-
-class _Function(nn.Module):
-    """A function of tensors in the form the entry point takes."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self._function = [function]
-
-    def forward(self, *tensors: torch.Tensor) -> Any:
-        return self._function[0](*tensors)
-
-
-@contextlib.contextmanager
-def _eager_dispatch() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for module in (aot_autograd, graph_capture):
-            if hasattr(module, "enable_python_dispatcher"):
-                stack.enter_context(replaced(module, "enable_python_dispatcher", contextlib.nullcontext))
-        if hasattr(effects, "has_effects"):
-            # Checks (of a factorisation, say) stay plain operators instead of being threaded through effect tokens.
-            stack.enter_context(replaced(effects, "has_effects", lambda *_: False))
-        # Operators made of Triton's kernels stay operators.
-        for setting, value in (("backward_pass_autocast", "off"), ("decompose_custom_triton_ops", False)):
-            if hasattr(functorch_config, setting):
-                stack.enter_context(functorch_config.patch({setting: value}))
-        yield
+Function = Callable[..., Sequence[torch.Tensor]]
 
 
 def _or_foreign(is_impure: Callable[..., bool]) -> Callable[..., bool]:
@@ -62,12 +49,28 @@ def _or_foreign(is_impure: Callable[..., bool]) -> Callable[..., bool]:
     return lambda node, *args, **kwargs: is_foreign(node.target) or is_impure(node, *args, **kwargs)
 
 
+def _asking(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """The tracer's dispatch, which leaves it to the mode of fake tensors to answer questions about values: itself it would
+    answer those about constants, and nobody would know of them."""
+
+    def run(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {})) if func in QUESTIONS else dispatch(mode, func, types, args, kwargs or {})
+
+    return run
+
+
 @contextlib.contextmanager
 def as_traced() -> Iterator[None]:
     """Inside, operators are eager's and in-place ones keep layouts, collectives are functional, random operators leave the
     caller's generator as it is, the profiler's ranges are none, and distributions do not look at the values of arguments."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_eager_dispatch())
+        if hasattr(effects, "has_effects"):
+            # Checks (of a factorisation, say) stay plain operators instead of being threaded through effect tokens.
+            stack.enter_context(replaced(effects, "has_effects", lambda *_: False))
+        if hasattr(
+            functorch_config, "decompose_custom_triton_ops"
+        ):  # operators made of Triton's kernels stay operators
+            stack.enter_context(functorch_config.patch(decompose_custom_triton_ops=False))
         stack.enter_context(wrapped(torch.fx.Node, "is_impure", _or_foreign))
         for replacing in (keeping_layouts, through_twins, collectives.refusing, expecting):
             stack.enter_context(wrapped(FunctionalTensorMode, "__torch_dispatch__", replacing))
@@ -82,25 +85,161 @@ def as_traced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unused_left_out() -> Iterator[None]:
-    """Inside, no code is generated for graphs, and no second description of tensors beside ``val`` noted: nobody reads them."""
+    """Inside, no code is generated for graphs, and neither a second description of tensors beside ``val`` noted nor PyTorch's
+    functions: nobody reads them."""
+    others = {"_extract_tensor_metadata": lambda *_: None, "TorchFunctionMetadataMode": contextlib.nullcontext}
     with contextlib.ExitStack() as stack:
         if hasattr(_lazy_graph_module, "_use_lazy_graph_module"):
             stack.enter_context(_lazy_graph_module._use_lazy_graph_module(True))
-        if hasattr(proxy_tensor, "_extract_tensor_metadata"):
-            stack.enter_context(replaced(proxy_tensor, "_extract_tensor_metadata", lambda *_: None))
+        for name, other in others.items():
+            if hasattr(proxy_tensor, name):
+                stack.enter_context(replaced(proxy_tensor, name, other))
         yield
 
 
-def export_joint(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> tuple[torch.fx.GraphModule, Any]:
-    """The joint forward and backward graph of ``function`` at ATen level, functional, without decompositions, and
-    AOTAutograd's metadata about inputs and outputs."""
-    if not hasattr(aot_autograd, "aot_export_joint_with_descriptors"):
-        raise CaptureError(
-            f"torch {torch.__version__} lacks aot_export_joint_with_descriptors; lowtide supports torch 2.11 and later."
-        )
-    module = _Function(function)
+def export_joint(function: Function, fakes: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+    """The joint graph of ``function`` of fake tensors of a ``mode``. ``meta["role"]`` says what each placeholder is, and what
+    the output node returns: what was written into inputs, the outputs, and a gradient (or ``None``) per input."""
     with contextlib.ExitStack() as stack, as_traced():
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(_unused_left_out())
-        joint = aot_autograd.aot_export_joint_with_descriptors(stack, module, tuple(fakes), decompositions={})
-        return joint.graph_module, joint._aot_state.fw_metadata
+        stack.enter_context(wrapped(proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__", _asking))
+        stack.enter_context(_alone())
+        stack.enter_context(mode)
+        stack.enter_context(FunctionalTensorMode())
+        joint = _Joint(function, fakes)
+        module = proxy_tensor.make_fx(lambda primals: joint.run(primals), {})(list(fakes))
+        joint.describe(module.graph)
+        module.graph.eliminate_dead_code()
+        refuse_unregistered(module)
+        return module
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Inside, the backward pass runs in this thread, and hooks for saved tensors that are in force stay out."""
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
+
+
+class _Joint:
+    """Forward and backward pass of a function, for a tracer; and the meaning of what went in and came out."""
+
+    def __init__(self, function: Function, fakes: Sequence[torch.Tensor]) -> None:
+        self.function, self.fakes = function, fakes
+        self.tangents: list[tuple[fx.Node, Tangent]] = []
+        self.written: list[int] = []
+        self.roles: list[Written | Output | Gradient] = []
+
+    def run(self, primals: list[torch.Tensor]) -> list[Any]:
+        functionalize = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+        with proxy_tensor.maybe_enable_thunkify(), torch._C._ExcludeDispatchKeyGuard(functionalize):
+            inputs = [FunctionalTensor.to_functional(primal) for primal in primals]
+            outputs = self._forward(inputs)
+            after = [one.from_functional() for one in inputs]
+            returned = [*(after[number] for number in self.written), *map(_inner, outputs)]
+            gradients = self._backward(inputs, outputs)
+            refuse_late(inputs, after)
+        plain, every = map(Output, range(len(outputs))), map(Gradient, range(len(inputs)))
+        self.roles = [*map(Written, self.written), *plain, *every]
+        return [*returned, *map(_inner, gradients)]
+
+    def _forward(self, inputs: Sequence[FunctionalTensor]) -> Sequence[torch.Tensor]:
+        """What the function returns; notes which inputs it has written into."""
+        history = [one.grad_fn for one in inputs]
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            outputs = self.function(*inputs)
+        for number, (one, fake, before) in enumerate(zip(inputs, self.fakes, history, strict=True)):
+            one.from_functional()  # all writes reach it
+            refuse_reshaped(one, fake)
+            if torch._functionalize_has_data_mutation(one.elem):  # type: ignore[attr-defined]
+                self.written.append(number)
+                refuse_seen(one, before)
+        refuse_shared(self.fakes, self.written)
+        return outputs
+
+    def _backward(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """Per input, its gradient, from those that arrive at the outputs that are not just inputs."""
+        given = set(map(memory_of, inputs))
+        differentiated = [
+            (number, output)
+            for number, output in enumerate(outputs)
+            if output.requires_grad
+            and memory_of(output) not in given
+            and (output._base is None or output.grad_fn is not None)
+        ]
+        wanted = [one for one in inputs if one.requires_grad]
+        tangents = [self._tangent(number, output) for number, output in differentiated]
+        found: Iterator[torch.Tensor | None] = iter(())
+        if wanted and differentiated:
+            sources = [output for _, output in differentiated]
+            with contextlib.ExitStack() as stack:
+                for kind in plain_types():
+                    stack.enter_context(torch.amp.autocast(kind, enabled=False))
+                stack.enter_context(_told_apart(sources))
+                found = iter(torch.autograd.grad(sources, wanted, tangents, allow_unused=True))
+        return [next(found, None) if one.requires_grad else None for one in inputs]
+
+    def _tangent(self, number: int, output: torch.Tensor) -> torch.Tensor:
+        """A gradient that arrives: a placeholder that is made where the shape is known."""
+        mode = proxy_tensor.get_proxy_mode()
+        assert mode is not None
+        with proxy_tensor.disable_proxy_modes_tracing(), disable_functional_mode():
+            fake = _like(_inner(output))
+        proxy = mode.tracer.create_proxy("placeholder", f"tangents_{len(self.tangents) + 1}", (), {})
+        proxy_tensor.track_tensor_tree(fake, proxy, constant=None, tracer=mode.tracer)
+        self.tangents.append((proxy.node, Tangent(number)))
+        return FunctionalTensor.to_functional(fake)
+
+    def describe(self, graph: fx.Graph) -> None:
+        """Put placeholders in front, and say what they and the outputs are."""
+        own = [node for node, _ in self.tangents]
+        inputs = [node for node in graph.find_nodes(op="placeholder") if node not in own]
+        for number, node in enumerate(inputs):
+            node.meta["role"] = Input(number)
+        for (node, tangent), before in zip(self.tangents, [*inputs[-1:], *own], strict=False):
+            node.meta["role"] = tangent
+            before.append(node)
+        output: Any = graph.output_node()
+        output.meta["role"] = self.roles
+        for value, role in zip(output.args[0], self.roles, strict=True):
+            if isinstance(role, Written) and self.fakes[role.input].requires_grad:
+                value.meta[UNSEEN] = True
+
+
+def _inner(tensor: torch.Tensor | None) -> Any:
+    """What a functional tensor stands for now."""
+    return tensor.from_functional() if isinstance(tensor, FunctionalTensor) else tensor
+
+
+def _like(output: torch.Tensor) -> torch.Tensor:
+    """A gradient as it arrives, of the same layout where one can have that."""
+    overlapping = output.layout is torch.strided and torch._debug_has_internal_overlap(output) == 1
+    if output._has_symbolic_sizes_strides or overlapping:
+        dense = torch.empty_like(output, memory_format=torch._prims_common.suggest_memory_format(output))
+    else:
+        dense = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device=output.device)
+    dense._lowtide_empty = False  # type: ignore[attr-defined]
+    gradient = torch.conj(dense) if output.is_conj() else dense
+    return torch._neg_view(gradient) if output.is_neg() else gradient
+
+
+@contextlib.contextmanager
+def _told_apart(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, the backward pass of ``outputs``: nodes get ``meta["partitioner_tag"]``, and in ``meta["seq_nr"]`` the number
+    that those of the forward pass have which they are the backward of."""
+    for node in below(outputs):
+        number = node._sequence_nr()
+        node.register_prehook(lambda *_, number=number: fx_traceback.set_grad_fn_seq_nr(number))
+        node.register_hook(lambda *_: fx_traceback.reset_grad_fn_seq_nr())
+    fx_traceback.current_meta["partitioner_tag"] = "is_backward"
+    try:
+        yield
+    finally:
+        fx_traceback.current_meta.pop("partitioner_tag", None)

@@ -1,4 +1,9 @@
-"""Writes while a model is traced: those into the user's own tensors are refused, and ``tensor.data = value`` is made one."""
+"""Writes while a model is traced: those into the user's own tensors are refused, and ``tensor.data = value`` is made one.
+
+Parameters may be written into where autograd does not look: under ``torch.no_grad()``, or through ``.data``, as by
+``nn.Embedding(max_norm=...)``, or weights that are clipped or normalized at the start of ``forward``. They stay leaves, and
+operators compute their gradients with what was written last.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,9 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import fx
+from torch._C._dynamo.guards import compute_overlapping_tensors
+from torch._functorch._aot_autograd.functional_utils import has_metadata_mutation
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +24,11 @@ from lowtide.program.keys import tensor_key
 from lowtide.program.layouts import memory_of
 from lowtide.program.local import local_of
 
+UNSEEN = "unseen"  # in the ``meta`` of what is written without a new version
+WRITTEN_HISTORY = (
+    "the forward pass writes in place into an argument that has a history (F.relu_, clamp_, say), which a plan cannot follow. "
+    "Write into a copy, outside the forward pass, or run it under lowtide.online."
+)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -60,3 +73,49 @@ def assigned_data(func: Any, args: Sequence[Any], state: Sequence[torch.Tensor])
     with torch.no_grad():
         tensor.detach().copy_(value)
     return True
+
+
+def refuse_seen(given: torch.Tensor, history: Any) -> None:
+    """Raises ``CaptureError`` where autograd has seen the writes into a tensor, whose ``grad_fn`` was ``history``."""
+    if given.grad_fn is not history:
+        raise CaptureError(WRITTEN_HISTORY)
+
+
+def refuse_reshaped(given: torch.Tensor, before: torch.Tensor) -> None:
+    """Raises ``CaptureError`` where a functional tensor has another layout or memory than ``before``."""
+    if has_metadata_mutation(given, before, check_only_storage_mutation=False):
+        raise CaptureError(
+            "the forward pass gives an argument, a parameter or a buffer another shape or other memory in place (t_(), "
+            "resize_(), set_()), which a plan cannot follow. Work on a view of it (tensor.t()), or run the model under "
+            "lowtide.online."
+        )
+
+
+def refuse_shared(given: Sequence[torch.Tensor], written: Sequence[int]) -> None:
+    """Raises ``CaptureError`` where one of the tensors that are ``written`` into, by number, overlaps with another."""
+    for number in written:
+        one = given[number]
+        others = [other for other in given if other is not one and memory_of(other) == memory_of(one)]
+        symbolic = any(tensor._has_symbolic_sizes_strides for tensor in (one, *others))
+        if any(compute_overlapping_tensors([one, other], symbolic=symbolic) for other in others):
+            raise CaptureError(
+                "the forward pass writes into memory that several buffers or arguments share (a view of a buffer that is a "
+                "buffer itself, say), which a plan cannot follow. Form the view in the forward pass, pass a copy, or run it "
+                "under lowtide.online."
+            )
+
+
+def refuse_late(given: Sequence[FunctionalTensor], before: Sequence[torch.Tensor]) -> None:
+    """Raises ``CaptureError`` where functional tensors no longer have the values that they had ``before`` the backward pass."""
+    if any(one.from_functional() is not value for one, value in zip(given, before, strict=True)):
+        raise CaptureError(
+            "the model writes into a buffer or an argument in the backward pass. Write into it in the forward pass, or run it "
+            "under lowtide.online."
+        )
+
+
+def refuse_unregistered(module: fx.GraphModule) -> None:
+    """Raises ``WriteError`` for writes into tensors that are not among those that were given."""
+    for node in module.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            raise WriteError(node.all_input_nodes[0].meta["val"])

@@ -1,0 +1,51 @@
+"""What the placeholders of a joint graph are, and what its output node returns: in ``meta["role"]``, of the latter a list.
+
+Inputs and outputs are numbered in the order in which the traced function takes and returns them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tangent:
+    """The gradient that arrives at an ``output``."""
+
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An output."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the function has written into an ``input``."""
+
+    input: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradient of an ``input``."""
+
+    input: int
+
+
+@dataclass(frozen=True, slots=True)
+class Term(Gradient):
+    """One of the ``count`` terms that a gradient is the sum of, in the order in which the engine adds them."""
+
+    number: int
+    count: int

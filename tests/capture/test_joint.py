@@ -1,0 +1,149 @@
+"""The joint graph of a function: run on real tensors it gives what eager gives, and the function runs once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.capture import capture
+from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
+from lowtide.capture.trace.joint import export_joint
+from lowtide.program.roles import Gradient, Input, Output, Tangent, Written
+
+Function = Callable[..., Sequence[torch.Tensor]]
+
+
+def _several(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Sequence[torch.Tensor]:
+    y = (x @ w).tanh()
+    return y * 2, y.sum(0), b + 1
+
+
+def _in_place(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Sequence[torch.Tensor]:
+    y = x @ w
+    y[:, 1].mul_(3)
+    return (y.t().relu_(),)
+
+
+def _writing(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Sequence[torch.Tensor]:
+    b.mul_(0.5).add_(1)
+    return (x @ w * b).exp(), b
+
+
+def _clipped(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Sequence[torch.Tensor]:
+    with torch.no_grad():
+        w.clamp_(-0.5, 0.5)
+    return ((x @ w).square(),)
+
+
+def _expanded(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (x @ w).sum(1, keepdim=True).expand(3, 4), x
+
+
+def _complex(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (torch.complex(x @ w, x).conj(),)
+
+
+@pytest.mark.parametrize("function", [_several, _in_place, _writing, _clipped, _expanded, _complex])
+def test_it_computes_what_eager_computes(function: Function) -> None:
+    torch.manual_seed(0)
+    given = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True), torch.randn(4)
+    runs = []
+
+    def counting(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        runs.append(tensors)
+        return function(*tensors)
+
+    mode = AnsweringFakeMode()
+    module = export_joint(counting, fakes_of(mode, (), given), mode)
+    assert len(runs) == 1
+    inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in given]
+    outputs = function(*inputs)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    roles = [node.meta["role"] for node in placeholders]
+    assert roles[:3] == [Input(0), Input(1), Input(2)]
+    differentiated = [role.output for role in roles[3:] if isinstance(role, Tangent)]
+    assert differentiated == [i for i, one in enumerate(outputs) if one.grad_fn is not None]
+    tangents = [torch.randn_like(outputs[i]) for i in differentiated]
+    # Numbers that are read with their conjugates arrive so.
+    tangents = [
+        t.conj_physical().conj() if outputs[i].is_conj() else t for i, t in zip(differentiated, tangents, strict=True)
+    ]
+    expected = torch.autograd.grad([outputs[i] for i in differentiated], inputs[:2], tangents, allow_unused=True)
+    found = torch.fx.Interpreter(module).run(
+        *(tensor.detach().clone() for tensor in given), *tangents, enable_io_processing=False
+    )
+    results = dict(zip(module.graph.output_node().meta["role"], found, strict=True))
+    for number, output in enumerate(outputs):
+        assert torch.equal(results[Output(number)], output)
+    for number, gradient in enumerate(expected):
+        mine = results[Gradient(number)]
+        assert (mine is None) == (gradient is None) and (gradient is None or torch.equal(mine, gradient))
+    written = {role.input for role in results if isinstance(role, Written)}
+    assert written == {i for i, (now, then) in enumerate(zip(inputs, given, strict=True)) if not torch.equal(now, then)}
+    assert all(torch.equal(results[Written(i)], inputs[i]) for i in written)
+
+
+class _Doing(nn.Module):
+    def __init__(self, what: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.what = what
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(2, 4))
+        self.register_buffer("row", self.table[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.what(self, self.linear(x)).sum()
+
+
+def _turned(model: Any, y: torch.Tensor) -> torch.Tensor:
+    return y * model.table.t_().sum()
+
+
+def _overlapping(model: Any, y: torch.Tensor) -> torch.Tensor:
+    model.row.add_(1)
+    return y * model.table.sum(0)
+
+
+def _without_gradients(model: Any, y: torch.Tensor) -> torch.Tensor:
+    torch.set_grad_enabled(False)
+    return y * 2
+
+
+def _casting(model: Any, y: torch.Tensor) -> torch.Tensor:
+    torch.set_autocast_enabled("cpu", True)
+    return y * 2
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (_turned, r"another shape or other memory in place \(t_\(\)"),
+        (_overlapping, "writes into memory that several buffers or arguments share"),
+        (_without_gradients, "leaves autocast or the gradient mode in another state"),
+        (_casting, "leaves autocast or the gradient mode in another state"),
+    ],
+)
+def test_what_no_program_does(what: Callable[..., Any], message: str) -> None:
+    model = _Doing(what)
+    try:
+        with pytest.raises(lowtide.CaptureError, match=message):
+            capture(model, (torch.randn(3, 4),))
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+
+
+def test_a_write_beside_another_buffer() -> None:
+    def beside(model: Any, y: torch.Tensor) -> torch.Tensor:
+        model.row.add_(1)
+        return y * model.other
+
+    model = _Doing(beside)
+    model.other = nn.Buffer(model.table[0])
+    del model.table
+    assert capture(model, (torch.randn(3, 4),)).program.graph.ops
