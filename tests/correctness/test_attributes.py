@@ -397,6 +397,52 @@ def test_what_changes_no_program_is_captured_once(note: Callable[..., Any], capl
     assert len(lowtide.plans(model)) == 1
 
 
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0] * ctx.scale, None
+
+
+def _by_a_function(h: torch.Tensor, scale: float) -> torch.Tensor:
+    return _Scaled.apply(h, scale)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _by_a_hook(h: torch.Tensor, scale: float) -> torch.Tensor:
+    h = h.clone()
+    h.register_hook(lambda gradient: gradient * scale)
+    return h
+
+
+def _by_a_hook_of_a_node(h: torch.Tensor, scale: float) -> torch.Tensor:
+    h = h.clone()
+    assert h.grad_fn is not None
+    h.grad_fn.register_prehook(lambda gradients: (gradients[0] * scale,))
+    return h
+
+
+@pytest.mark.parametrize("scaled", [_by_a_function, _by_a_hook, _by_a_hook_of_a_node])
+def test_what_the_first_call_sets_for_backward_passes(scaled: Callable[..., torch.Tensor]) -> None:
+    """The second call runs the same operators forward, and others back."""
+
+    class Warming(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+            self.scale = 0.5
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = scaled(self.layers(x), self.scale)
+            self.scale = 2.0
+            return h.square().mean()
+
+    _assert_trains_as_eager(Warming, "100%")
+
+
 def test_one_list_in_several_modules() -> None:
     """Is added to once, as in eager, also where a plan is made for other gradients."""
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import BackwardCFunction
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,12 +24,15 @@ from lowtide.capture.python_state.random_numbers import untouched
 from lowtide.capture.python_state.reads import Place, Read, Reads
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of, known_value
 from lowtide.capture.trace.joint import as_traced
+from lowtide.capture.trace.patches import all_wrapped
 from lowtide.capture.traced_model import TracedCall
 from lowtide.errors import CaptureError
 from lowtide.program import structure
 from lowtide.program.keys import fingerprint, layout
 from lowtide.program.local import like_form
+from lowtide.program.results import below
 
+_HOOKING = [(torch.Tensor, "register_hook"), (torch.Tensor, "register_post_accumulate_grad_hook")]
 _FEW = 16  # elements of constants that are compared by their values
 _LOG = logging.getLogger(__name__)
 
@@ -68,6 +72,7 @@ def rehearse(
     wholes = [like_form(real, fake) for real, fake in zip(reals, fakes, strict=True)]
     clone, _ = copy_without_data(model, (*state.registered, *followed), wholes[:count])
     calls: list[RehearsedCall] = []
+    readers = Readers(model, reads)
 
     def call() -> RehearsedCall:
         with mode:  # inputs of their own in each call
@@ -81,7 +86,7 @@ def rehearse(
             with called:
                 result = clone.forward(*args, **kwargs)
             called.ended(clone, before, result)
-            if outside or (calls or [called])[0].changes.plain:
+            if (outside or (calls or [called])[0].changes.plain) and called.backward_runs_code(result, readers):
                 with called:
                     called.differentiate(result, [*wholes[:count], *inputs])
         called.rewired = hooks != [hooks_of(module) for module in clone.modules()]
@@ -97,7 +102,6 @@ def rehearse(
         )
     if outside or _common(calls, compared) or _other_beside_tensors(calls):
         calls.append(call())  # a third tells what goes on from what settles later
-    readers = Readers(model, reads)
     always = [one for one in outside if all(one.place in called.outside for called in calls)]  # not by another thread
     lost = outside if outside and calls[1].operators != calls[2].operators else readers.of(always)
     if lost:
@@ -195,7 +199,29 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.changes = attribute_effects.Changes()
         self.left: dict[AttributePath, _Left] = {}
         self.kept: list[Any] = [state, inputs]
-        self._backward = False
+        self._backward = self._hooked = False
+
+    def __enter__(self) -> Self:
+        self._noting = all_wrapped(_HOOKING, self._noting_hooks)
+        self._noting.__enter__()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._noting.__exit__(*error)
+
+    def _noting_hooks(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._hooked = True
+            return register(*args, **kwargs)
+
+        return noted
+
+    def backward_runs_code(self, result: Any, readers: Readers) -> bool:
+        """Whether the backward pass may run code of Python's: all else that it does follows from the forward pass."""
+        nodes = below([tensor for tensor in structure.flatten(result)[0] if tensor.requires_grad])
+        functions = any(isinstance(node, BackwardCFunction) for node in nodes)
+        return self._hooked or functions or readers.name("grad_fn", "get_gradient_edge")
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -221,7 +247,7 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(self._numbers.get(id(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def differentiate(self, result: Any, inputs: Sequence[torch.Tensor]) -> None:
-        """Which operators run in the backward pass: numbers that a custom function keeps, or a hook reads, are seen there."""
+        """Note the operators of the backward pass: numbers that a custom function keeps, or a hook reads, are seen there."""
         outputs = [tensor for tensor in structure.flatten(result)[0] if tensor.requires_grad]
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         if outputs and wanted:

@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 from torch import nn
 
-from lowtide.capture.python_state.code_names import functions_of, is_only_stored, is_read, is_trusted
+from lowtide.capture.python_state.code_names import functions_of, is_only_stored, is_read, is_trusted, names_in
 from lowtide.capture.python_state.paths import AttributePath, leaf
 from lowtide.capture.python_state.reads import Content, Contents, Read, Reads, identical
 from lowtide.program.objects import ABSENT, MUTABLE, content, current, own_attributes, reachable, refill
@@ -61,6 +61,10 @@ class Readers:
     def of_objects(self, places: Iterable[AttributePath]) -> list[AttributePath]:
         """The same where a call puts an object of its own, which no later one need read: it may be stored alone."""
         return [place for place in places if self._may_read(place) and not is_only_stored(leaf(place), self._functions)]
+
+    def name(self, *names: str) -> bool:
+        """Whether any of them names one of these."""
+        return any(not names_in(one.__code__).all.isdisjoint(names) for one in self._functions)
 
     def _may_read(self, place: AttributePath) -> bool:
         if leaf(place) == "training":
