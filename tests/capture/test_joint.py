@@ -11,6 +11,7 @@ from torch import nn
 
 import lowtide
 from lowtide.capture import capture
+from lowtide.capture.trace import recorder
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
 from lowtide.capture.trace.joint import export_joint
 from lowtide.program.roles import Gradient, Input, Output, Tangent, Written
@@ -86,6 +87,38 @@ def test_it_computes_what_eager_computes(function: Function) -> None:
     written = {role.input for role in results if isinstance(role, Written)}
     assert written == {i for i, (now, then) in enumerate(zip(inputs, given, strict=True)) if not torch.equal(now, then)}
     assert all(torch.equal(results[Written(i)], inputs[i]) for i in written)
+
+
+class _Many(nn.Module):
+    """Operators with several results, lists of arguments, constants, random numbers, statistics, and numbers that are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.attention = nn.MultiheadAttention(36, 4, dropout=0.1, batch_first=True)
+        self.register_buffer("table", torch.arange(36.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = nn.functional.max_pool2d(self.norm(self.conv(x)).relu_(), 2).flatten(2)
+        h = h * (1 + self.table / torch.tensor(36.0).item())
+        h, _ = self.attention(h, h, h)
+        values, places = h.topk(5)
+        first, *others = torch.split(torch.cat([values, values.cumsum(1)], 1), 3, dim=1)
+        h = torch.stack([first.std(), *(other.square().mean() for other in others)])
+        return h.max(0).values + h[places.flatten()[:1] * 0].sum() * torch.tensor([1.0, 2.0])[1]
+
+
+def test_what_is_noted_in_short_is_what_the_tracer_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = []
+    for simple in (recorder._is_simple, lambda _: False):
+        monkeypatch.setattr(recorder, "_is_simple", simple)
+        torch.manual_seed(0)
+        programs.append(capture(_Many(), (torch.randn(2, 3, 14, 14),)).program)
+    short, full = programs
+    assert short.graph == full.graph
+    assert repr(short.calls) == repr(full.calls)
+    assert short.metas == full.metas and short.inputs == full.inputs and short.results == full.results
+    assert short.gradients == full.gradients and short.tangents == full.tangents
 
 
 class _Doing(nn.Module):

@@ -23,9 +23,9 @@ from torch.fx.experimental import proxy_tensor
 
 from lowtide.capture.trace import collectives
 from lowtide.capture.trace.expected import expecting
-from lowtide.capture.trace.fake import QUESTIONS
 from lowtide.capture.trace.inplace import keeping_layouts
 from lowtide.capture.trace.patches import replaced, wrapped
+from lowtide.capture.trace.recorder import recording
 from lowtide.capture.trace.twins import through_twins
 from lowtide.capture.trace.writes import (
     UNSEEN,
@@ -47,16 +47,6 @@ Function = Callable[..., Sequence[torch.Tensor]]
 def _or_foreign(is_impure: Callable[..., bool]) -> Callable[..., bool]:
     """The tracer's test of what stays although nobody reads its result: foreign operators, until they have been tried."""
     return lambda node, *args, **kwargs: is_foreign(node.target) or is_impure(node, *args, **kwargs)
-
-
-def _asking(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """The tracer's dispatch, which leaves it to the mode of fake tensors to answer questions about values: itself it would
-    answer those about constants, and nobody would know of them."""
-
-    def run(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {})) if func in QUESTIONS else dispatch(mode, func, types, args, kwargs or {})
-
-    return run
 
 
 @contextlib.contextmanager
@@ -103,7 +93,7 @@ def export_joint(function: Function, fakes: Sequence[torch.Tensor], mode: FakeTe
     with contextlib.ExitStack() as stack, as_traced():
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(_unused_left_out())
-        stack.enter_context(wrapped(proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__", _asking))
+        stack.enter_context(wrapped(proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__", recording))
         stack.enter_context(_alone())
         stack.enter_context(mode)
         stack.enter_context(FunctionalTensorMode())

@@ -1,0 +1,94 @@
+"""How the tracer notes an operator's call: in short, where it takes tensors that the tracer knows and plain values.
+
+PyTorch's own way flattens arguments several times, makes a second description of each result, and looks for what most operators
+have nothing to do with (symbolic sizes, decompositions, constants). What is left to it: operators with symbolic sizes,
+those that consist of others, that write into arguments, or that take constants.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import proxy_tensor
+
+from lowtide.capture.trace.fake import QUESTIONS
+
+_COMPOSITE = "CompositeImplicitAutograd"
+_PLAIN = frozenset(
+    {bool, complex, float, int, str, torch.device, torch.dtype, torch.layout, torch.memory_format, type(None)}
+)
+_LEFT = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.prim.device.default}
+
+
+class _UnknownError(Exception):
+    """An argument is none that can be noted in short."""
+
+
+def recording(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """The tracer's ``__torch_dispatch__``, in short where that will do. Questions about values are left to the mode of fake
+    tensors: the tracer would answer those about constants itself, and nobody would know of them."""
+
+    def run(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in QUESTIONS:
+            return func(*args, **kwargs)
+        try:
+            noted = _noted(func, mode.tracer.tensor_tracker, args, kwargs)
+        except _UnknownError:
+            return dispatch(mode, func, types, args, kwargs)
+        result = func(*args, **kwargs)
+        _follow(mode.tracer, result, mode.tracer.create_node("call_function", func, *noted, name=_name(func)))
+        return result
+
+    return run
+
+
+def _noted(func: Any, known: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not _is_simple(func):
+        raise _UnknownError
+    return tuple(_node_of(one, known) for one in args), {name: _node_of(one, known) for name, one in kwargs.items()}
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _is_simple(func: Any) -> bool:
+    if not isinstance(func, torch._ops.OpOverload) or func in _LEFT or func._schema.is_mutable:
+        return False
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(str(func.name()), _COMPOSITE)  # type: ignore[no-untyped-call]
+    return not composite and torch.Tag.data_dependent_output not in func.tags
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _name(func: Any) -> str:
+    return fx.Graph()._target_to_str(func.overloadpacket.__name__)
+
+
+def _node_of(value: Any, known: Mapping[Any, Any]) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is FakeTensor:
+        found = known.get(value)
+        if found is None or found.constant is not None or value._has_symbolic_sizes_strides:
+            raise _UnknownError
+        return found.proxy.node
+    if kind is list or kind is tuple:
+        return kind(_node_of(one, known) for one in value)
+    raise _UnknownError
+
+
+def _follow(tracer: Any, result: Any, node: fx.Node) -> None:
+    """``result`` is what ``node`` makes."""
+    node.meta["val"] = result
+    if isinstance(result, torch.Tensor):
+        known = proxy_tensor._ProxyTensor(fx.Proxy(node, tracer), None)
+        proxy_tensor.set_proxy_slot(result, tracer, known)
+    elif isinstance(result, Sequence):
+        for number, part in enumerate(result):
+            if part is not None:
+                _follow(tracer, part, tracer.create_node("call_function", operator.getitem, (node, number), {}))
