@@ -11,6 +11,7 @@ What must be free when a program's forward pass ends is told to its planner as b
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 
 from lowtide.errors import InfeasibleBudgetError
@@ -21,7 +22,8 @@ from lowtide.sharing.upgrades import upgraded
 
 _BISECTIONS = 5
 _ROUNDS, _LONGER = 2, 1  # of refinement: over all programs, and times as many plans as before it
-_RAISES = 8  # of a budget that is too small, until one is met
+_NEARLY = 1.01  # times the least budget that is known to be needed: what is as good
+_RAISES = 16  # of a budget that is too small, until one is met
 _MENU = (0.25, 0.5, 0.75, 1.0)
 _FIRST_TRIED = (0.0, 0.25, 0.5, 0.75)  # saving the least may leave too little to compute all of it again
 
@@ -66,6 +68,7 @@ class _Search:
         # By program and limit: for how much room a plan was made, and what came of it.
         self._made: dict[tuple[str, int], list[tuple[int, Assignment]]] = {}
         self._least: dict[str, int] = {}  # bytes that programs need while they run, whatever they save
+        self._needed: dict[float, int] = {}  # the budget that was found to be needed where all have this fraction
         self._plans = 0
 
     def assignments(self, fractions: Sequence[float], budget_bytes: int) -> list[Assignment]:
@@ -175,23 +178,26 @@ class _Search:
 
     def _first_that_fits(self, fractions: Sequence[float], budget_bytes: int) -> float:
         """One of ``fractions`` with which the budget is met. Raises ``InfeasibleBudgetError``: of the one that needs least."""
-        errors = []
         for fraction in fractions:
             try:
                 self.assignments([fraction] * len(self.members), budget_bytes)
                 return fraction
             except InfeasibleBudgetError as error:
-                errors.append(error)
-        raise min(errors, key=lambda error: error.minimum_bytes)
+                self._needed[fraction] = max(error.minimum_bytes, budget_bytes + 1)
+        raise _too_little(budget_bytes, min(self._needed[fraction] for fraction in fractions))
 
     def least_budget(self, budget_bytes: int) -> int:
-        """The first budget from ``budget_bytes`` on that is found to be met."""
+        """The first budget that is found to be met, from ``budget_bytes`` on: tried is the fraction that needs least, or nearly
+        so, as far as is known."""
+        fraction = 0.0
         for _ in range(_RAISES):
-            try:
-                self._first_that_fits(_FIRST_TRIED, budget_bytes)
+            needed = self._needed or {fraction: budget_bytes}
+            if needed.get(fraction, math.inf) > _NEARLY * min(needed.values()):
+                fraction = min(needed, key=needed.__getitem__)
+            budget_bytes = needed[fraction]
+            with contextlib.suppress(InfeasibleBudgetError):
+                self._first_that_fits((fraction,), budget_bytes)
                 break
-            except InfeasibleBudgetError as error:
-                budget_bytes = max(error.minimum_bytes, budget_bytes + 1)
         return budget_bytes
 
 
