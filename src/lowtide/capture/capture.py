@@ -143,7 +143,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
 
     def learn() -> None:  # before the joint graph is traced in vain
         learned = _learned_of_numbers(known, traced)
-        if learned is not None or counters.changed(traced.latest_reads):
+        if learned is not None or traced.has_filled or counters.changed(traced.latest_reads):
             raise _LearnedError(learned)
 
     traced.after_first_run = learn

@@ -127,7 +127,7 @@ class TracedModel:
         self._keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
         self._call = nn.Module.__call__  # which the tracer changes, too
         self._reached: ExternalEffects | None = None  # of the first run
-        self.after_first_run: Callable[[], None] | None = None
+        self.after_first_run: Callable[[], None] = lambda: None
         self._run: TracedRun | None = None
         self._backward = contextlib.ExitStack()
         self._modules = NotingClasses()
@@ -148,6 +148,11 @@ class TracedModel:
         """The last one."""
         assert self._run is not None
         return self._run
+
+    @property
+    def has_filled(self) -> bool:
+        """Whether the first run has left constants outside of the model."""
+        return self._reached is not None and bool(self._reached.filled)
 
     def changing_numbers(self) -> dict[Place, Read]:
         """Numbers in attributes that the last run has changed."""
@@ -234,9 +239,8 @@ class TracedModel:
         unlinked = unreached(tensors, flat, self.call.state.parameters)
         rest = buffers, specs, unlinked, rewired
         self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, *rest)
-        told, self.after_first_run = self.after_first_run, None
-        if told is not None:
-            told()
+        told, self.after_first_run = self.after_first_run, lambda: None
+        told()
         self._backward.enter_context(backward_effects.none_of(model, reached))
         self._backward.enter_context(observer.watching(backward=True))
         return outputs

@@ -247,7 +247,8 @@ class Reach:
 
 class ExternalEffects(Reach):
     """Inside, ``model`` runs; afterwards what its hooks can reach outside of it is as it was, and so is what its code can reach
-    where that put tensors. ``lost`` names these places. ``arguments``: all that it is called with.
+    where that put tensors. ``lost`` names these places, ``filled`` are those where constants stay. ``arguments``: all that it
+    is called with.
 
     ``constant`` gives real tensors for traced ones that are constant: where the code put such ones alone, the real ones stay
     there. What else the code keeps is left, too: a library may have been imported meanwhile, whose state is in more places than
@@ -257,7 +258,7 @@ class ExternalEffects(Reach):
     def __init__(self, model: nn.Module, arguments: Iterable[Any], constant: Constant | None = None) -> None:
         super().__init__(map(id, model.modules()))
         self._constant = constant
-        self._filled: list[_Holder] = []
+        self.filled: list[_Holder] = []
         self.lost: list[str] = []
         for module in [*model.modules()][1:]:
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
@@ -282,11 +283,11 @@ class ExternalEffects(Reach):
                 holder.write(holder.then)
             elif left:
                 holder.write(_exchanged(now, left))
-                self._filled.append(holder)
+                self.filled.append(holder)
 
     def undo(self) -> None:
         """Take away what was left, too."""
-        for holder in self._filled:
+        for holder in self.filled:
             holder.write(holder.then)
 
     def refuse(self) -> NoReturn:
