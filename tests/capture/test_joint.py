@@ -11,7 +11,7 @@ from torch import nn
 
 import lowtide
 from lowtide.capture import capture
-from lowtide.capture.trace import recorder
+from lowtide.capture.trace import joint, recorder
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
 from lowtide.capture.trace.joint import export_joint
 from lowtide.program.roles import Gradient, Input, Output, Tangent, Written
@@ -119,6 +119,30 @@ def test_what_is_noted_in_short_is_what_the_tracer_notes(monkeypatch: pytest.Mon
     assert repr(short.calls) == repr(full.calls)
     assert short.metas == full.metas and short.inputs == full.inputs and short.results == full.results
     assert short.gradients == full.gradients and short.tangents == full.tangents
+
+
+class _Warming(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.step = nn.Linear(4, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        y = self.linear(x)
+        return (y * 2 if self.step < 5 else y).sum()
+
+
+def test_a_number_that_changes_is_learned_of_before_the_joint_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[Any] = []
+    backward = joint._Joint._backward
+
+    def counting(self: Any, *args: Any) -> Any:
+        traced.append(args)
+        return backward(self, *args)
+
+    monkeypatch.setattr(joint._Joint, "_backward", counting)
+    assert capture(_Warming(), (torch.randn(3, 4),)).program.graph.ops
+    assert len(traced) == 1
 
 
 class _Doing(nn.Module):

@@ -141,12 +141,13 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     traced = TracedModel(call, held, effects.tensors if effects else (), recorder, numbers, mode.expectations)
     outside: list[Read] = []
 
-    def learn() -> None:  # before the joint graph is traced in vain
+    def learn() -> None:  # from the first run, before the joint graph is traced in vain
+        traced.after_run = lambda: None
         learned = _learned_of_numbers(known, traced)
         if learned is not None or traced.has_filled or counters.changed(traced.latest_reads):
             raise _LearnedError(learned)
 
-    traced.after_first_run = learn
+    traced.after_run = learn
     try:
         with contextlib.closing(traced), hooks_kept(model):
             module = _export(traced, fakes, mode)

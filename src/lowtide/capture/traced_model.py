@@ -127,7 +127,7 @@ class TracedModel:
         self._keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
         self._call = nn.Module.__call__  # which the tracer changes, too
         self._reached: ExternalEffects | None = None  # of the first run
-        self.after_first_run: Callable[[], None] = lambda: None
+        self.after_run: Callable[[], None] = lambda: None
         self._run: TracedRun | None = None
         self._backward = contextlib.ExitStack()
         self._modules = NotingClasses()
@@ -239,8 +239,7 @@ class TracedModel:
         unlinked = unreached(tensors, flat, self.call.state.parameters)
         rest = buffers, specs, unlinked, rewired
         self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, *rest)
-        told, self.after_first_run = self.after_first_run, lambda: None
-        told()
+        self.after_run()
         self._backward.enter_context(backward_effects.none_of(model, reached))
         self._backward.enter_context(observer.watching(backward=True))
         return outputs
@@ -284,6 +283,7 @@ class TracedModel:
                     "the forward pass leaves autocast or the gradient mode in another state than before, which planned calls "
                     "would not. Enter them by a with statement."
                 )
+        self.reads.add(self.latest_reads)
         self._reached = self._reached or reached
         if reached.lost:
             self._reached.undo()
