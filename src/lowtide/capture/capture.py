@@ -122,12 +122,16 @@ def capture(
 
 
 class _LearnedError(Exception):
-    """The first forward pass has shown what the next attempt should know; or else that it changed something outside of the
-    model: what a second one does not change again is a cache, and the program is that of calls that find it filled."""
+    """The first run of the model has shown what the next attempt should know."""
 
-    def __init__(self, known: Known | None) -> None:
+    def __init__(self, known: Known) -> None:
         super().__init__()
         self.known = known
+
+
+class _ChangedError(Exception):
+    """The first run has changed something outside of the model. What a second one does not change again is a cache, and the
+    program is that of calls that find it filled."""
 
 
 def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
@@ -144,13 +148,18 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     def learn() -> None:  # from the first run, before the joint graph is traced in vain
         traced.after_run = lambda: None
         learned = _learned_of_numbers(known, traced)
-        if learned is not None or traced.has_filled or counters.changed(traced.latest_reads):
+        if learned is not None:
             raise _LearnedError(learned)
+        if traced.has_filled or counters.changed(traced.latest_reads):
+            raise _ChangedError
 
     traced.after_run = learn
     try:
         with contextlib.closing(traced), hooks_kept(model):
-            module = _export(traced, fakes, mode)
+            try:
+                module = export_joint(traced, fakes, mode)
+            except _ChangedError:
+                module = export_joint(traced, fakes, mode)
         outside = counters.changed(traced.latest_reads)
         learned = _learned_of_numbers(known, traced)
         if learned is not None:
@@ -162,7 +171,6 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
                 return replace(known, effects=effects, follow=known.attributes | effects.carried)
     except _LearnedError as error:
         outside = counters.changed(traced.latest_reads)
-        assert error.known is not None
         return error.known
     except Exception as error:
         outside = counters.changed(traced.latest_reads)
@@ -186,15 +194,6 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     if recorder.used_otherwise(failed=False):
         return replace(known, effects=effects)
     return _Trace(module, traced, held, followed, effects or Effects(), tuple(mode.questions), recorder.draws)
-
-
-def _export(traced: TracedModel, fakes: Sequence[torch.Tensor], mode: AnsweringFakeMode) -> torch.fx.GraphModule:
-    try:
-        return export_joint(traced, fakes, mode)
-    except _LearnedError as error:
-        if error.known is not None:
-            raise
-        return export_joint(traced, fakes, mode)
 
 
 def _learned_of_numbers(known: Known, traced: TracedModel, *, failed: bool = False) -> Known | None:

@@ -27,9 +27,8 @@ _MEANINGS = {  # what PyTorch says, in words that help
     "proj_size: pass padded ones)",
     "use_reentrant=True": NO_SAVED_TENSORS_HOOKS,
 }
-_WRITES = (  # what PyTorch says of writes into a tensor that is no argument of the program
-    "mutating a non-functional tensor with a functional tensor",
-)
+# What PyTorch says of writes into a tensor that is no argument of the program.
+_WRITES = "mutating a non-functional tensor with a functional tensor"
 
 
 def check(model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
@@ -96,7 +95,7 @@ def capture_error(error: Exception) -> CaptureError:
             source = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
         frame = frame.tb_next
     place = f" at {source}" if source else ""
-    if isinstance(error, WriteError) or any(text in str(error) for text in _WRITES):
+    if isinstance(error, WriteError) or _WRITES in str(error):
         return CaptureError(
             f"the forward pass writes in place{place} into a tensor that is no parameter, no buffer and in no attribute "
             "of the model, which a plan cannot follow. Register it: self.register_buffer(name, tensor).",
@@ -148,7 +147,7 @@ def written_attributes(model: nn.Module, error: Exception) -> frozenset[Attribut
     """The attributes into whose tensors the forward pass writes."""
     if isinstance(error, WriteError):
         return holding(model, error.tensor)
-    if any(text in str(error) for text in _WRITES):
+    if _WRITES in str(error):
         return frozenset(place for place, value in of_modules(model) if tensors_in(value))  # of one of them, a part
     return frozenset()
 

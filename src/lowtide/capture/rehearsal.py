@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide.capture.copies import copy_without_data
 from lowtide.capture.python_state import attribute_effects, counters
 from lowtide.capture.python_state.counters import Readers
-from lowtide.capture.python_state.external_effects import WHAT_TO_DO, ExternalEffects, hooks_of
+from lowtide.capture.python_state.external_effects import WHAT_TO_DO, ExternalEffects, hooks_in
 from lowtide.capture.python_state.paths import AttributePath, named, tensors_in, texts, value_at
 from lowtide.capture.python_state.random_numbers import untouched
 from lowtide.capture.python_state.reads import Place, Read, Reads
@@ -78,7 +78,7 @@ def rehearse(
         with mode:  # inputs of their own in each call
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in wholes[count:]]
         called, before = RehearsedCall(wholes[:count], len(state.tensors), inputs), attribute_effects.snapshot(clone)
-        hooks = [hooks_of(module) for module in clone.modules()]
+        hooks = hooks_in(clone)
         args, kwargs = structure.unflatten(traced.arguments, inputs)
         outer, variables = ExternalEffects(clone, (*args, *kwargs.values())), counters.as_now(outside)
         mode.expectations.begin()
@@ -89,7 +89,7 @@ def rehearse(
             if (outside or (calls or [called])[0].changes.plain) and called.backward_runs_code(result, readers):
                 with called:
                     called.differentiate(result, [*wholes[:count], *inputs])
-        called.rewired = hooks != [hooks_of(module) for module in clone.modules()]
+        called.rewired = hooks != hooks_in(clone)
         called.outside = {read.place for read in counters.changed(variables)}
         return called
 

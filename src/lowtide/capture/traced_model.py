@@ -32,7 +32,7 @@ from lowtide.capture.python_state.buffer_effects import (
 )
 from lowtide.capture.python_state.caches import Caches, caches
 from lowtide.capture.python_state.compared import NUMBERS, ComparedNumber, CountedNumber, standing_in
-from lowtide.capture.python_state.external_effects import ExternalEffects, hooks_of
+from lowtide.capture.python_state.external_effects import ExternalEffects, hooks_in
 from lowtide.capture.python_state.noting import NotingClasses
 from lowtide.capture.python_state.observe import Observer
 from lowtide.capture.python_state.paths import AttributePath, attributes_of, locate, owned
@@ -49,7 +49,7 @@ from lowtide.capture.trace.patches import below, replaced, replaced_methods
 from lowtide.capture.trace.sizes import SymbolicSizes
 from lowtide.capture.trace.stacked import stacked
 from lowtide.capture.trace.staying import staying
-from lowtide.capture.trace.writes import RefuseWrites, assigned_data
+from lowtide.capture.trace.writes import RefuseWrites, assigned_data, refuse_required
 from lowtide.errors import CaptureError
 from lowtide.program import structure
 from lowtide.program.local import distributed, local_results
@@ -194,7 +194,7 @@ class TracedModel:
         model, copies = self._copy([*state, *held])
         declared = declared_buffers(model)
         before = attribute_effects.snapshot(model)
-        hooks = [hooks_of(module) for module in model.modules()]
+        hooks = hooks_in(model)
         self.latest_reads = Reads()
         args, kwargs = structure.unflatten(self.call.arguments, given)
         wanting = [tensor.requires_grad for tensor in tensors]
@@ -207,18 +207,14 @@ class TracedModel:
         seen = observer.originals | {id(one): one for one in given_objects}
         twice.refuse_writes(seen, copies, sources, observer.written, self.latest_reads.contents)
         extra = new_buffers(model, names, state)
-        if [tensor.requires_grad for tensor in tensors] != wanting:
-            raise CaptureError(
-                "the forward pass calls requires_grad_() on an argument or a parameter, which planned calls would not do. Call "
-                "it before the forward pass, or run the model under lowtide.online."
-            )
+        refuse_required(tensors, wanting)
         changes = attribute_effects.changes(model, before)
         paths = {id(module): path for path, module in model.named_modules()}
         written = sorted((paths[key], name) for key, name in observer.written - standing.counted if key in paths)
         own = {key: original for key, (original, _) in copies.items()}
         own_of = lambda value: own.get(id(value), observer.originals.get(id(value), ABSENT))  # noqa: E731
         settings, unknown = attribute_effects.settings(model, before, changes, written, own_of)
-        rewired = hooks != [hooks_of(module) for module in model.modules()]
+        rewired = hooks != hooks_in(model)
         if rewired:
             settings = ()  # a flag says that there are hooks now, but in the model itself there are none
         flat, result = structure.flatten_distinct((result, attribute_effects.written(model, before, self.assigned)))

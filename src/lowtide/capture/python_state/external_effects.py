@@ -47,6 +47,11 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
     return (*(hook for name in HOOKS if own[name] for hook in own[name].values()), forward)
 
 
+def hooks_in(model: nn.Module) -> list[tuple[Any, ...]]:
+    """Those of each of its modules."""
+    return [hooks_of(module) for module in model.modules()]
+
+
 WHAT_TO_DO = (
     "Where its first call does so alone, call the model once before it is rematerialized; otherwise do it outside of the "
     "forward pass, or run the model under lowtide.online."

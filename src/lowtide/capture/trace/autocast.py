@@ -17,7 +17,7 @@ from torch import fx
 
 from lowtide.capture.trace.patches import wrapped
 from lowtide.device import plain_types
-from lowtide.program.roles import Gradient, Input
+from lowtide.program.roles import Gradient
 
 _ATEN = torch.ops.aten
 _TO_COPY = _ATEN._to_copy.default
@@ -74,8 +74,8 @@ def is_kept(tensor: torch.Tensor) -> bool:
 def share_casts(module: fx.GraphModule, leaves: Collection[int], period: Callable[[fx.Node], str]) -> None:
     """Make one cast of those that eager makes once, in a joint graph, in place. ``leaves``: positions of the inputs that
     ``is_kept``; ``period``: what ``periods_of_casts`` said of a node."""
-    inputs = {node.meta["role"]: node for node in module.graph.nodes if node.op == "placeholder"}
-    kept = {inputs[Input(position)] for position in leaves}
+    inputs = [*module.graph.find_nodes(op="placeholder")]
+    kept = {inputs[position] for position in leaves}
     groups: dict[Group, list[fx.Node]] = {}
     for node in module.graph.nodes:
         if node.target is _TO_COPY and node.args[0] in kept and _is_kept_cast(node, period(node)):
@@ -91,7 +91,7 @@ def share_casts(module: fx.GraphModule, leaves: Collection[int], period: Callabl
     output: Any = module.graph.output_node()
     for role, gradient in zip(output.meta["role"], output.args[0], strict=True):
         if isinstance(role, Gradient) and isinstance(gradient, fx.Node):
-            source = inputs[Input(role.input)]
+            source = inputs[role.input]
             _regroup(gradient, {number: group for (node, number), group in group_of.items() if node is source})
     module.recompile()
 

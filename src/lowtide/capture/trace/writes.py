@@ -75,6 +75,15 @@ def assigned_data(func: Any, args: Sequence[Any], state: Sequence[torch.Tensor])
     return True
 
 
+def refuse_required(given: Sequence[torch.Tensor], before: Sequence[bool]) -> None:
+    """Raises ``CaptureError`` where other tensors require a gradient than ``before``."""
+    if [tensor.requires_grad for tensor in given] != [*before]:
+        raise CaptureError(
+            "the forward pass calls requires_grad_() on an argument or a parameter, which planned calls would not do. Call "
+            "it before the forward pass, or run the model under lowtide.online."
+        )
+
+
 def refuse_seen(given: torch.Tensor, history: Any) -> None:
     """Raises ``CaptureError`` where autograd has seen the writes into a tensor, whose ``grad_fn`` was ``history``."""
     if given.grad_fn is not history:
