@@ -63,6 +63,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._interned: dict[Any, Provenance] = {}
         self._constants: dict[int, tuple[torch.Tensor, Provenance]] = {}  # by id, which lasts as long as the tensor
         self._answering: list[weakref.ref[torch.Tensor]] = []
+        self._depth = 0  # of operators that their fake kernels are made of
 
     def forget_values(self) -> None:
         """Free the known values: fake tensors of a finished trace wait in reference cycles for Python's collector."""
@@ -80,7 +81,13 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._attach(fake, real, self._intern(("input", position), Provenance(leaf=position, depends_on_input=True)))
 
     def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        kwargs = dict(kwargs or {})
+        self._depth += 1
+        try:
+            return self._dispatched(func, types, args, dict(kwargs or {}))
+        finally:
+            self._depth -= 1
+
+    def _dispatched(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func in QUESTIONS:
             return self._answer(func, args, kwargs)
         if func is _ATEN.allclose.default and self.rehearses:
@@ -120,7 +127,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if isinstance(result, FakeTensor) and isinstance(func, torch._ops.OpOverload):
             result._lowtide_uniform = func is _ATEN.rand.default  # type: ignore[attr-defined]
             result._lowtide_empty = func._schema.name.split("::")[1] in UNINITIALISED  # type: ignore[attr-defined]
-            if is_empty(result):
+            if is_empty(result) and self._depth == 1:  # no fake kernel's, which tells nothing of values
                 self._attach_zeros(result)
         return result
 
