@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.nn.modules import module as _hooked
 
 from lowtide.capture import Captured
 from lowtide.capture.capture import flat_arguments
 from lowtide.capture.contract import Conditions
 from lowtide.capture.python_state import attribute_effects
 from lowtide.capture.trace.autocast import is_kept
+from lowtide.errors import ExecutionError
 from lowtide.ir import Schedule, simulate
 from lowtide.lower import Lowered
 from lowtide.memory.arena import Arena
@@ -27,13 +26,13 @@ from lowtide.program.keys import fingerprint, tensor_key
 from lowtide.program.local import like_form, spec_of
 from lowtide.program.results import GradientMask
 from lowtide.program.sizes import device_of_inputs
+from lowtide.runtime.modes import fixed_modes, modes_as, modes_of
 from lowtide.runtime.placed import lowered
 
 Signature = tuple[Any, ...]
 _MOST_SCHEDULES = 8  # that are offered to siblings
 _GAIN = 0.005  # of the time of a step, from which another's schedule is taken over
 Names = tuple[tuple[str, ...], ...]
-_GLOBAL_HOOKS = (_hooked._global_forward_pre_hooks, _hooked._global_forward_hooks)  # by numbers that are given out once
 
 
 def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], names: Names, tree: Any) -> Signature:
@@ -41,31 +40,16 @@ def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], name
     flags of the modules, autocast and modes."""
     device_type = device_of_inputs(inputs).type
     autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
-    einsum = torch.backends.opt_einsum  # says in which order products are taken
     return (
         names,
         fingerprint(tree),
         tuple(map(tensor_key, inputs)),
-        tuple(module.training for module in modules),
+        modes_of(modules),
+        fixed_modes(),
         any(module.__dict__.get("gradient_checkpointing") for module in modules),
         autocast and (autocast, torch.is_autocast_cache_enabled(), *map(is_kept, inputs)),
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_default_dtype(),
-        torch.is_anomaly_enabled(),
         tuple(map(type, inputs)),
         tuple(map(_attributes, inputs)),
-        tuple(map(tuple, _GLOBAL_HOOKS)),
-        # Which kernels operators may choose when they are traced; context parallelism exchanges the function itself.
-        functional.scaled_dot_product_attention,
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-        tuple(torch._C._get_sdp_priority_order()),
-        torch._C._get_cudnn_enabled(),
-        torch._C._get_mkldnn_enabled(),
-        einsum.is_available() and (einsum.enabled, einsum.strategy),
     )
 
 
@@ -85,21 +69,33 @@ def describe(inputs: Sequence[torch.Tensor], states: int) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)  # printing a tensor without memory ends the process
 class Sample:
-    """A call to capture, and the autocast state to do it in, where that is not the one of now."""
+    """A call to capture, and the autocast state to do it in, where that is not the one of now. ``given``: its values that are
+    no tensors, where the call is kept for later."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     autocast: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    given: Any = None
 
     def without_data(self, device_type: str) -> Sample:
         """The same without floating tensors' memory, in the autocast state of now. Shapes suffice to capture it again for other
         gradients, but values answer the questions, so the integers stay."""
         tensors, tree = flat_arguments(self.args, self.kwargs)
-        args, kwargs = structure.unflatten(tree, [like_form(tensor, _without_data(tensor)) for tensor in tensors])
+        hollow = [_with_attributes(like_form(each, _without_data(each)), each) for each in tensors]
+        args, kwargs = structure.unflatten(tree, hollow)
         enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         keep_casts = torch.is_autocast_cache_enabled()
         autocast = torch.autocast(device_type, dtype if enabled else None, enabled, cache_enabled=keep_casts)
-        return Sample(args, kwargs, autocast)
+        kept = Sample(args, kwargs, autocast)
+        return replace(kept, given=kept._values())
+
+    def _values(self) -> Any:
+        return fingerprint(flat_arguments(self.args, self.kwargs)[1])
+
+    @property
+    def is_as_given(self) -> bool:
+        """Whether objects among the arguments are what they were when the call was kept."""
+        return bool(self._values() == self.given)
 
 
 @dataclass(slots=True, eq=False)
@@ -129,6 +125,22 @@ class Entry:
     most_bytes: int | None = None
     read_again: tuple[int, ...] | None = None
 
+    @contextlib.contextmanager
+    def call_as_it_was(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the model and the process are in the modes of the forward pass. Raises ``ExecutionError`` where something
+        else that the program depends on has been changed since."""
+        modules, (_, _, _, modes, fixed, *_) = [*model.modules()], self.key
+        changed = "hooks of all modules" if fixed != fixed_modes() else ""
+        changed = changed or ("" if self.sample.is_as_given else "an object among its arguments")
+        changed = changed or ("" if len(modules) == len(modes[0]) else "submodules have come or gone")
+        if changed:
+            raise changed_before_backward(model, changed)
+        with modes_as(modules, modes), self.sample.autocast, torch.enable_grad():
+            changed = self.conditions[0].changed(model)
+            if changed:
+                raise changed_before_backward(model, changed)
+            yield
+
     @property
     def program(self) -> Program:
         return self.lowered.program
@@ -137,6 +149,13 @@ class Entry:
         """Whether it is for a call whose first checks of values go like this."""
         goes = self.captured.contract.conditions.go(expected)
         return goes and any(one.hold(modules, inputs, {}) for one in self.conditions)
+
+
+def changed_before_backward(model: nn.Module, changed: str) -> ExecutionError:
+    return ExecutionError(
+        f"{type(model).__name__} was changed between a forward pass and its backward pass, which needs a program of its own "
+        f"({changed}). Change it after the backward pass."
+    )
 
 
 def with_plan(entry: Entry, plan: Plan | None) -> Entry:
@@ -172,11 +191,20 @@ class Siblings:
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers and single numbers as they are, since they answer questions, and sparse ones; else a tensor of the layout
-    without memory."""
+    """Integers and single numbers as they are, since they answer questions, and sparse and conjugated ones; else a tensor of
+    the layout without memory."""
     if tensor.layout is not torch.strided:
         return tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.detach().requires_grad_(tensor.requires_grad)
     if tensor.dim() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
     hollow = layouts.without_memory(tensor)
     return hollow if tensor.is_leaf else torch.ops.aten.alias.default(hollow)
+
+
+def _with_attributes(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """With what Python code put on ``tensor``."""
+    if tensor.layout is torch.strided and spec_of(tensor) is None:
+        made.__dict__.update(vars(tensor))
+    return made

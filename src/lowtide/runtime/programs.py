@@ -300,15 +300,8 @@ class Programs:
             with (
                 attribute_effects.undone(self.model, old.before),
                 buffer_effects.as_given(self.model, old.captured.contract.buffers, old.program.state_names, inputs),
-                torch.enable_grad(),
-                old.sample.autocast,
+                old.call_as_it_was(self.model),
             ):
-                changed = old.conditions[0].changed(self.model)
-                if changed:
-                    raise ExecutionError(
-                        f"{type(self.model).__name__} was changed between a forward pass and its backward pass, which needs a "
-                        f"program of its own ({changed}). Change it after the backward pass."
-                    )
                 entry = old.for_masks[mask] = self._make(old.key, old.sample, old, mask)
         others = (one for one in self.entries.get(old.key, ()) if one is not entry and one is not old)
         self.entries[old.key] = [entry, *others]

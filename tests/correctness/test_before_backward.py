@@ -1,0 +1,166 @@
+"""What changes between a forward pass and a backward pass that needs another program than was planned: that of ``out.sum()``
+does, whose gradient comes expanded."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import lowtide
+
+Step = Callable[[nn.Module], torch.Tensor]
+
+
+class _Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        hidden = self.drop(self.norm(torch.tanh(self.first(x))))
+        for other in others:
+            hidden = hidden * (float(other[0]) if isinstance(other, np.ndarray) else other.scale)
+        return self.last(hidden) * getattr(x, "scale", 1.0)
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.first(x).view(2, 16, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        return functional.scaled_dot_product_attention(query, key, value)
+
+
+class _Conjugated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(x)) * (other.real + other.imag)
+
+
+def _evaluated(model: nn.Module) -> torch.Tensor:
+    model.train()
+    out = model(torch.ones(3, 4))
+    model.eval()
+    return out
+
+
+def _part_evaluated(model: nn.Module) -> torch.Tensor:
+    model.train()
+    out = model(torch.ones(3, 4))
+    model.drop.eval()  # type: ignore[union-attr]
+    return out
+
+
+def _in_double(model: nn.Module) -> torch.Tensor:
+    out = model(torch.ones(3, 4))
+    torch.set_default_dtype(torch.float64)
+    return out
+
+
+def _scaled(model: nn.Module) -> torch.Tensor:
+    x = torch.ones(3, 4)
+    x.scale = 2.0  # type: ignore[attr-defined]
+    return model(x)  # type: ignore[no-any-return]
+
+
+def _with_kernel(model: nn.Module) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return model(torch.linspace(-1, 1, 256).view(2, 16, 8))  # type: ignore[no-any-return]
+
+
+def _conjugated(model: nn.Module) -> torch.Tensor:
+    return model(torch.ones(3, 4), torch.full((4,), 1 + 2j).conj())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "make, step",
+    [
+        (_Dropping, _evaluated),
+        (_Dropping, _part_evaluated),
+        (_Dropping, _in_double),
+        (_Dropping, _scaled),
+        (_Attention, _with_kernel),
+        (_Conjugated, _conjugated),
+    ],
+    ids=["evaluated", "part evaluated", "default dtype", "attribute of a tensor", "kernel", "conjugated"],
+)
+def test_the_program_for_other_gradients_is_of_the_forward_pass(make: Callable[[], nn.Module], step: Step) -> None:
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = make()
+        if planned:
+            lowtide.rematerialize(model, budget="100%", planner="keep-all")
+        found.append([])
+        for number in range(4):
+            torch.manual_seed(number)
+            model.zero_grad()
+            try:
+                out = step(model)
+                out.sum().backward()
+            finally:
+                torch.set_default_dtype(torch.float32)
+            after = (torch.rand(()), model.training, *model.buffers())
+            found[-1] += [
+                out.detach().clone(),
+                *(each.grad for each in model.parameters()),
+                *map(torch.as_tensor, after),
+            ]
+            found[-1][:] = [each.clone() for each in found[-1]]
+    assert len(lowtide.plans(model)) > 0
+    assert all(map(torch.equal, *found))
+
+
+def _namespace() -> tuple[Any, Callable[[], None]]:
+    given = types.SimpleNamespace(scale=1.0)
+    return given, lambda: setattr(given, "scale", 3.0)
+
+
+def _array() -> tuple[Any, Callable[[], None]]:
+    given = np.ones(2)
+    return given, lambda: given.fill(3.0)
+
+
+@pytest.mark.parametrize("make", [_namespace, _array], ids=["object", "array"])
+def test_an_argument_that_was_changed_is_refused(make: Callable[[], tuple[Any, Callable[[], None]]]) -> None:
+    given, change = make()
+    model = _Dropping()
+    lowtide.rematerialize(model, budget="100%", planner="keep-all")
+    out = model(torch.ones(3, 4), given)
+    change()
+    with pytest.raises(lowtide.ExecutionError, match="an object among its arguments"):
+        out.sum().backward()
+
+
+def test_hooks_of_all_modules_that_are_gone_are_refused() -> None:
+    model = _Dropping()
+    lowtide.rematerialize(model, budget="100%", planner="keep-all")
+    hook = nn.modules.module.register_module_forward_hook(lambda module, given, out: None)
+    with contextlib.closing(types.SimpleNamespace(close=hook.remove)):
+        out = model(torch.ones(3, 4))
+    with pytest.raises(lowtide.ExecutionError, match="hooks of all modules"):
+        out.sum().backward()
+
+
+def test_submodules_that_are_new_are_refused() -> None:
+    model = _Dropping()
+    lowtide.rematerialize(model, budget="100%", planner="keep-all")
+    out = model(torch.ones(3, 4))
+    model.more = nn.Linear(2, 2)
+    with pytest.raises(lowtide.ExecutionError, match="submodules have come or gone"):
+        out.sum().backward()
