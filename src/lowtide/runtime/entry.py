@@ -134,11 +134,11 @@ class Entry:
         changed = changed or ("" if self.sample.is_as_given else "an object among its arguments")
         changed = changed or ("" if len(modules) == len(modes[0]) else "submodules have come or gone")
         if changed:
-            raise changed_before_backward(model, changed)
+            raise _changed_before_backward(model, changed)
         with modes_as(modules, modes), self.sample.autocast, torch.enable_grad():
             changed = self.conditions[0].changed(model)
             if changed:
-                raise changed_before_backward(model, changed)
+                raise _changed_before_backward(model, changed)
             yield
 
     @property
@@ -151,7 +151,7 @@ class Entry:
         return goes and any(one.hold(modules, inputs, {}) for one in self.conditions)
 
 
-def changed_before_backward(model: nn.Module, changed: str) -> ExecutionError:
+def _changed_before_backward(model: nn.Module, changed: str) -> ExecutionError:
     return ExecutionError(
         f"{type(model).__name__} was changed between a forward pass and its backward pass, which needs a program of its own "
         f"({changed}). Change it after the backward pass."
