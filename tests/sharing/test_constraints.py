@@ -20,6 +20,14 @@ def test_a_program_that_runs_twice_saves_twice() -> None:
     assert [constraint.total_bytes([FIRST]) for constraint in constraints] == [40, 50, 50, 60]
 
 
+def test_programs_within_the_backward_pass_of_others() -> None:
+    """The first waits while the second and the third run, one after the other, from one pass to the other."""
+    waiting: list[tuple[int, ...]] = [(), (0,), (0,)]
+    constraints = sequential_constraints([0, 1, 1], [(1, 2), (3, 4), (5, 6)], [0, 100, 0], waiting)
+    totals = [constraint.total_bytes([FIRST, SECOND]) for constraint in constraints]
+    assert totals == [1 + 40, 2 + 50, 3 + 10 + 70, 4 + 100 + 10 + 60, 5 + 10 + 70, 6 + 10 + 60]
+
+
 def test_between_programs() -> None:
     """Where none runs: what is saved."""
     assert Constraint(5, -1, True, (0, 1)).total_bytes([FIRST, SECOND]) == 35

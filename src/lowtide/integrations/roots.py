@@ -28,7 +28,7 @@ from lowtide.memory.allocators import PeakWindow, meter_of
 from lowtide.planning import Plan
 from lowtide.runtime.differentiated import WHY
 from lowtide.runtime.model import Rematerialized
-from lowtide.runtime.parts import is_one_operator
+from lowtide.runtime.submodules import is_one_operator
 from lowtide.runtime.transforms import is_transformed
 
 _Call = Callable[..., Any]

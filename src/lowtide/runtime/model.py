@@ -28,10 +28,11 @@ from lowtide.runtime.differentiated import DifferentiatedAgain
 from lowtide.runtime.entry import Entry, Names, Sample, Signature
 from lowtide.runtime.kin import Kins
 from lowtide.runtime.online_calls import OnlineCalls
-from lowtide.runtime.parts import Parts, can_run_in_parts
+from lowtide.runtime.parts import Parts
 from lowtide.runtime.placed import lowered
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.sharded_root import ShardedRoot
+from lowtide.runtime.submodules import can_run_in_parts
 from lowtide.runtime.waiting import WaitingCalls
 from lowtide.settings import Settings
 from lowtide.sharing.order import CollectiveOrder
@@ -286,6 +287,8 @@ class Rematerialized(Planned):
     def end(self) -> None:
         """End the searches for better plans, and the online mode, where a capture error began it."""
         super().end()
+        if self.parts is not None:
+            self.parts.backward.leave()
         if self._root is not None:
             self._root.end()
             self.given_forward = self._root.forward

@@ -102,7 +102,7 @@ class OutsideWatch:
             one.check()
 
     def _level(self) -> int:
-        return allocated_bytes(self.shared.device) or 0
+        return allocated_bytes(self.shared.between.device) or 0
 
     def to_run_again(self, missing_bytes: int) -> list[str]:
         """Names of submodules that free so much more where they run again, or all that help where that is not to be had."""

@@ -33,6 +33,7 @@ from lowtide.program import Program
 from lowtide.program.results import GradientMask
 from lowtide.program.sharded import is_sharded
 from lowtide.program.sizes import outside_of_model
+from lowtide.runtime.backward_calls import BackwardCalls
 from lowtide.runtime.eager_steps import EagerSteps
 from lowtide.runtime.entry import Entry, Sample, Signature
 from lowtide.runtime.forward_pass import ForwardPass
@@ -43,12 +44,12 @@ from lowtide.runtime.recomputed import Recomputation
 from lowtide.runtime.shared import SharedBudget
 from lowtide.runtime.sharing_forward import SharingForward, device_of
 from lowtide.runtime.step_record import StepRecord
+from lowtide.runtime.submodules import can_run_in_parts, forwards_given, is_tried
 from lowtide.settings import Settings
 from lowtide.sharing import Constraint, Member
 
 _LOG = logging.getLogger(__name__)
 _MOST_NEW = 3  # programs in a row that are planned for calls none of which comes again
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, torch.jit.ScriptModule)
 
 
 class Part(SharingForward):
@@ -69,9 +70,12 @@ class Part(SharingForward):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
+            self.parts.backward.hidden = True
             return self.original_forward(*args, **kwargs)
         if not self.parts.running or _saves_otherwise():
             return self.original_forward(*args, **kwargs)
+        nested = self.parts.backward.are_under_way
+        self.parts.backward.found |= nested
         if self.outside is None:
             with self.parts.lifted(self.model):
                 try:
@@ -84,6 +88,8 @@ class Part(SharingForward):
                     _LOG.info("%s runs as it is, its submodules are tried as parts: %s", self.name, error)
                 collect_young()
                 self.shared.go_on()
+        if nested:  # whatever it keeps is soon let go
+            return self.original_forward(*args, **kwargs)
         if self.runs_again:
             with self.parts.paused():
                 return self._recomputation.run(self.model, self.original_forward, args, kwargs, self.shared.in_backward)
@@ -103,6 +109,10 @@ class Part(SharingForward):
     def _captured(self, sample: Sample, mask: GradientMask | None) -> Captured:
         self._count(1 if self.may_change else _MOST_NEW)
         return super()._captured(sample, mask)
+
+    def entry_for(self, mask: GradientMask, old: Entry, inputs: Sequence[torch.Tensor]) -> Entry:
+        with self.parts.lifted(self.model):  # the backward pass may call submodules
+            return super().entry_for(mask, old, inputs)
 
     def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
         found = super()._member(key, sample)
@@ -171,6 +181,7 @@ class Parts:
         self._calls = self._steps = 0
         self._paused = False
         self._eager = EagerSteps()
+        self.backward = BackwardCalls(self.shared, self._standing)
         self.device = device_of(model_state(model).tensors)
         self._has_any = can_run_in_parts(model)
         if not self._has_any:
@@ -184,8 +195,8 @@ class Parts:
 
     @property
     def running(self) -> bool:
-        """Whether a call of the model is under way."""
-        return self._calls > 0 and not self._paused
+        """Whether a call of the model is under way, or a backward pass that may call submodules."""
+        return (self._calls > 0 or self.backward.are_under_way) and not self._paused
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -195,6 +206,12 @@ class Parts:
             yield
         finally:
             self._paused = False
+
+    @property
+    def model(self) -> nn.Module:
+        found = self._model()
+        assert found is not None
+        return found
 
     def _run_more_again(self, missing_bytes: int) -> bool:
         """The plans of the parts do not fit: have further submodules that are no parts run again; whether there are any."""
@@ -210,9 +227,7 @@ class Parts:
 
     def _with_siblings(self, passes: list[ForwardPass]) -> list[ForwardPass]:
         """With passes of modules that have not run yet, such as dropped layers: as those of their kind in the same list."""
-        model = self._model()
-        assert model is not None
-        parts = list(self._in_order(model))
+        parts = list(self._in_order())
         numbers: dict[Planned, int] = {part: number for number, part in enumerate(parts)}
         met = {one.graph for one in passes}
         like = {one.graph.kind: one for one in passes if isinstance(one.graph, Part)}
@@ -226,8 +241,8 @@ class Parts:
             found.insert(after[-1] + 1 if after else 0, one)
         return found
 
-    def _in_order(self, model: nn.Module) -> Iterator[Part]:
-        return (self._parts[module] for _, module in model.named_modules() if module in self._parts)
+    def _in_order(self) -> Iterator[Part]:
+        return (self._parts[module] for _, module in self.model.named_modules() if module in self._parts)
 
     def decides_sizes_of(self, part: Part) -> bool:
         """Whether a module around it hands it what depends on data: rows that were chosen, say."""
@@ -252,6 +267,7 @@ class Parts:
     def ran(self, result: Any) -> None:
         """A call that returned this."""
         self._eager.returned(result)
+        self.backward.returned(result)
 
     def outside(self) -> dict[str, str]:
         """Names of submodules that are no part, and why."""
@@ -263,35 +279,38 @@ class Parts:
         if self._calls:  # the model calls itself
             yield
             return
-        model = self._model()
-        assert model is not None
+        self.backward.leave()
         self._steps += 1
-        known = (
-            self._steps == 1 + self._has_any
-        )  # only then whether anything of it can be planned, or held to the budget
+        known = self._steps == 1 + self._has_any  # whether anything of it can be planned, or held to the budget
         if known and not (self.planned() if self._has_any else self._eager.are_its_own):
             _LOG.warning(
                 "%s runs without a plan, whatever the budget: nothing of it can be planned. lowtide.online takes any program, "
                 "with all of a step inside: %s",
-                type(model).__name__, self.why,
+                type(self.model).__name__, self.why,
             )  # fmt: skip
         if not self._has_any:
             self._eager.begin(self.device)
-        tried = [(name, module) for name, module in model.named_modules() if name and _is_tried(module)]
-        parts = [(module, self._part(name, module)) for name, module in tried]
         self._calls += 1
         try:
-            with self.shared.call(self.device), caches_remembered(), _forwards(parts):
+            with self.shared.call(self.device), caches_remembered(), self._standing():
                 yield
             self.watch.end()
             self.shared.postponed = self._steps == 1 and any(part.may_change for part in self.planned())
         finally:
             self._calls -= 1
 
+    @contextlib.contextmanager
+    def _standing(self) -> Iterator[None]:
+        """Inside, parts stand in the place of submodules."""
+        tried = [(name, module) for name, module in self.model.named_modules() if name and is_tried(module)]
+        with forwards_given([(module, self._part(name, module)) for name, module in tried]):
+            yield
+
     def _part(self, name: str, module: nn.Module) -> Part:
         """The part that a submodule is, made anew where its code has been replaced since."""
         part = self._parts.get(module)
-        if part is None or part.given_forward != module.forward:
+        stands = part is not None and module.__dict__.get("forward") is part
+        if part is None or not (stands or part.given_forward == module.forward):
             self._parts[module] = part = Part(module, self, name)
         return part
 
@@ -299,45 +318,11 @@ class Parts:
         """Inside, the submodules of a part are as they are outside of calls."""
         installed = ((module, module.__dict__.get("forward")) for module in part.modules() if module is not part)
         ours = [(module, own) for module, own in installed if isinstance(own, Part) and own.parts is self]
-        return _forwards([(module, own.original_forward if own.had_instance_forward else None) for module, own in ours])
-
-
-@contextlib.contextmanager
-def _forwards(given: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
-    """Inside, modules have these in the place of their class's ``forward``, or with ``None`` that one."""
-    before = [(module, module.__dict__.get("forward")) for module, _ in given]
-    try:
-        for module, forward in given:
-            _set(module, forward)
-        yield
-    finally:
-        for module, forward in before:
-            _set(module, forward)
+        return forwards_given(
+            [(module, own.original_forward if own.had_instance_forward else None) for module, own in ours]
+        )
 
 
 def _saves_otherwise() -> bool:
     """Whether code between parts checkpoints or packs what is saved: it runs again without parts, as it must have run then."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def _set(module: nn.Module, forward: Any) -> None:
-    if forward is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = forward
-
-
-def can_run_in_parts(model: nn.Module) -> bool:
-    """Whether it has submodules to try."""
-    return not any(map(is_sharded, model.modules())) and any(map(_is_tried, list(model.modules())[1:]))
-
-
-def _is_tried(module: nn.Module) -> bool:
-    """Whether a plan for the module alone could free anything."""
-    return not isinstance(module, _CONTAINERS) and not is_one_operator(module)
-
-
-def is_one_operator(module: nn.Module) -> bool:
-    """Whether it is a layer of PyTorch's own, of which there is nothing to run again."""
-    plain = type(module).__module__.startswith("torch.nn.modules.") and next(module.children(), None) is None
-    return plain and not isinstance(module, nn.RNNBase)  # which computes step by step

@@ -29,11 +29,11 @@ import torch
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Costs
-from lowtide.memory.allocators import PeakWindow, allocated_bytes, meter_of
 from lowtide.pipeline import FIRST_PLANNER, make_program_plan, program_costs, share_planners
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.sizes import Outside, check_device
+from lowtide.runtime.between import HeldBetween
 from lowtide.runtime.call import ModelCall
 from lowtide.runtime.entry import Entry
 from lowtide.runtime.forward_pass import ForwardPass, gradients_of, left_gradient_bytes
@@ -52,8 +52,7 @@ class SharedBudget:
     What waits from earlier steps (a loss that is kept) is a part of every step. ``outside`` of a total budget are taken."""
 
     def __init__(self, settings: Settings, what: str = "graphs") -> None:
-        self.settings = settings
-        self.what = what  # the programs are, for messages
+        self.settings, self.what = settings, what  # what: the programs are, for messages
         self.outside = Outside()
         self.give_way: Callable[[int], bool] | None = None  # asked for so many bytes, whether the next step needs less
         self.steps = 0
@@ -62,19 +61,16 @@ class SharedBudget:
         self.record = StepRecord()
         # Whether steps differ, so that all are planned as the fullest: adds what may run as well to the passes of a record.
         self.expected: Callable[[list[ForwardPass]], list[ForwardPass]] | None = None
-        self.exceeded = self._said_over = self._met = False  # met: all were planned together within the budget
+        # Met: all were planned together within the budget. First plans: whether the current step runs by one.
+        self.exceeded = self._said_over = self._met = self._first_plans = False
         self.postponed = False  # planning all together waits for a step: what runs may be none of the graphs then
         self._granted_bytes = 0  # of a budget in percent, or beyond one that cannot be met, for the step that took most
         self.must_fit = False  # since something else can be done where they do not
         self.fraction = 0.0  # of what graphs would save, the part that they save by the plans in force
-        self._first_plans = False  # whether the current step runs by one
-        self.device = torch.device("cpu")
-        self._between_bytes = 0
+        self.between = HeldBetween()
         self._known: dict[Entry, tuple[Member, Footprint]] = {}  # what each takes by its plan
-        self._level_bytes: int | None = None  # when the latest forward pass had ended, or the step began
-        self._start_bytes = 0  # level when the step began, but for what waited from earlier ones
-        self._window: PeakWindow | None = None
-        self._ending = self._within = False  # told of the end of a backward pass; in a call that says when it begins
+        # Told of the end of a backward pass; in a call that says when it begins; in a backward pass that graphs run in.
+        self._ending = self._within = self._nested = False
 
     @contextlib.contextmanager
     def call(self, device: torch.device) -> Iterator[None]:
@@ -86,55 +82,62 @@ class SharedBudget:
         finally:
             self._within = False
 
+    def begin_nested(self) -> None:
+        """In the backward pass, code between the graphs runs until ``end_nested`` that may call some of them."""
+        self._nested = True
+
+    def end_nested(self) -> None:
+        self._nested = False
+        self._end_gap()
+
     def _begin(self, device: torch.device) -> None:
         """In a new step where most of what ran waits no more for its backward pass."""
-        self.device = device
+        self.between.device = device
         self._ending = False  # also after a backward pass that failed
         self._end_gap(noted=False)  # whatever ran since: the optimizer, say
-        pending = [one for one in self.ran if one.is_pending]
+        pending = self._pending()
         if 2 * len(pending) <= len(self.ran):
             whole, fits = self._note_step(), self._fits()
             if (self.exceeded or self._first_plans or not fits) and whole and not self.postponed:
                 self._replan()
             self.steps += 1
             self.gaps.clear()
-            self._between_bytes = 0
             for one in pending:
                 one.backward_between_bytes = None
-            self._level_bytes = allocated_bytes(device)
-            self._start_bytes = (self._level_bytes or 0) - self._saved_bytes(pending)
+            self.between.begin_step(self._saved_bytes(pending))
         else:
-            self._count_between()
+            self.between.count()
         self.ran = pending
-        self._begin_gap()
+        self.between.watch()
 
     def enter(self, device: torch.device) -> None:
         """A graph is about to run."""
-        if not self._within:
+        if not self._within and not self._nested:
             self._begin(device)
             self._end_gap()
             return
-        self.device = device
+        self.between.device = device
         self._end_gap()
-        self._count_between()
+        self.count()
 
-    def _count_between(self) -> None:
-        level = allocated_bytes(self.device)
-        if level is not None and self._level_bytes is not None:
-            self._between_bytes += level - self._level_bytes
-        self._level_bytes = level
+    def count(self) -> None:
+        """Whatever is allocated now is held by code between the graphs."""
+        if self._nested:
+            self.between.count_all(self._saved_bytes(self._pending()))
+        else:
+            self.between.count()
 
-    def set_aside(self, kept_bytes: int) -> None:
-        """Planning keeps so much (constants, workspaces of libraries), which is no memory of code between graphs."""
-        self._start_bytes += kept_bytes
-        self._level_bytes = None if self._level_bytes is None else self._level_bytes + kept_bytes
+    def _pending(self) -> list[ForwardPass]:
+        return [one for one in self.ran if one.is_pending]
 
     def add(self, graph: Planned, entry: Entry, inputs: Sequence[torch.Tensor], call: ModelCall | None) -> None:
         """``graph`` ran by ``entry``."""
         if call is not None:
             gradients = tuple(gradients_of(entry, inputs, self.ran))
             key = (id(graph), sum(1 for other in self.ran if other.graph is graph))
-            one = ForwardPass(key, graph, entry, weakref.ref(call), max(self._between_bytes, 0), gradients)
+            waiting = tuple(one.key for one in self._pending()) if self._nested else None
+            between = max(self.between.bytes, 0)
+            one = ForwardPass(key, graph, entry, weakref.ref(call), between, gradients, waiting=waiting)
             call.on_backward = functools.partial(self._measure_between, one)
             call.on_end = self._begin_gap
             self.ran.append(one)
@@ -142,25 +145,18 @@ class SharedBudget:
 
     def go_on(self) -> None:
         """Code between the graphs goes on."""
-        self._level_bytes = allocated_bytes(self.device)
-        self._begin_gap()
+        self._end_gap()
+        self.between.go_on()
 
     def _begin_gap(self) -> None:
         self._end_gap()
-        meter = meter_of(self.device)
-        self._window = None if meter is None else PeakWindow(meter)
+        self.between.watch()
 
     def _end_gap(self, noted: bool = True) -> None:
         """Note what code between graphs held at most, beside what graphs wait with."""
-        window, self._window = self._window, None
-        if window is None:
-            return
-        peak_bytes = window.start_bytes + window.peak_bytes
-        window.close()
-        if not noted:
-            return
-        waiting = tuple(one for one in self.ran if one.is_pending)
-        self.gaps.append((max(peak_bytes - self._start_bytes - self._saved_bytes(waiting), 0), waiting))
+        peak_bytes, waiting = self.between.watched(), tuple(self._pending())
+        if peak_bytes is not None and noted:
+            self.gaps.append((max(peak_bytes - self._saved_bytes(waiting), 0), waiting))
 
     def _saved_bytes(self, waiting: Sequence[ForwardPass]) -> int:
         return sum(self.member(one)[1].saved_bytes for one in waiting)
@@ -174,20 +170,24 @@ class SharedBudget:
     def _backward_over(self) -> None:
         self._ending = False
         self._end_gap()
+        if self._nested:
+            self.between.watch()
 
     def _measure_between(self, one: ForwardPass) -> None:
         """Its backward pass is about to begin: what is held by nobody that the plans know of?"""
         self._end_gap()
         self.in_backward()
-        level = allocated_bytes(self.device)
-        if level is None or self._level_bytes is None or one not in self.ran or len(self.ran) < 2:
+        now = self.between.now()
+        if now is None or one not in self.ran or (len(self.ran) < 2 and one.waiting is None):
             return
         place = self.ran.index(one)
         (member, _), *later = map(self.member, self.ran[place:])
         expected = left_gradient_bytes(self.ran, sums=False)[place] + member.arriving_bytes
-        released = sum(taken.saved_bytes for _, taken in later)
-        found = max(self._between_bytes, 0) + level - self._level_bytes + released - expected
-        one.backward_between_bytes = max(found, one.backward_between_bytes or 0)
+        if any(other.waiting is not None for other in self.ran[place:]):  # the order is another one
+            now = self.between.beside(self._saved_bytes(self._pending())) or 0
+        else:
+            now += sum(taken.saved_bytes for _, taken in later)
+        one.backward_between_bytes = max(now - expected, one.backward_between_bytes or 0)
 
     def member(self, one: ForwardPass) -> tuple[Member, Footprint]:
         """The program of a pass, and what it takes by its plan."""
@@ -243,7 +243,7 @@ class SharedBudget:
     def _before(self, replaced: Entry | None) -> tuple[list[ForwardPass], int]:
         """What ran before ``replaced``, or before now, and what code between held then."""
         found = ((self.ran[:place], one.between_bytes) for place, one in enumerate(self.ran) if one.entry is replaced)
-        return next(found, (self.ran, max(self._between_bytes, 0)))
+        return next(found, (self._pending() if self._nested else self.ran, max(self.between.bytes, 0)))
 
     def _planned(self, member: Member, room: int, fraction: float, *, must_fit: bool = True) -> Plan:
         """A plan within ``room`` bytes that saves about this fraction of what the program would save without one, or more where

@@ -51,12 +51,18 @@ class SharingForward(Planned):
     def _make(
         self, key: Signature, sample: Sample, old: Entry | None = None, mask: GradientMask | None = None
     ) -> Entry:
-        before = allocated_bytes(self.shared.device) or 0
+        collect_young()  # of what code between programs has left
+        self.shared.count()
+        before = allocated_bytes(self.shared.between.device) or 0
         try:
             return super()._make(key, sample, old, mask)
         finally:
             collect_young()  # which is neither kept nor memory of code between programs
-            self.shared.set_aside((allocated_bytes(self.shared.device) or 0) - before)
+            kept = (allocated_bytes(self.shared.between.device) or 0) - before
+            if kept >= 0:
+                self.shared.between.set_aside(kept)
+            else:  # of older garbage, some has been collected
+                self.shared.count()
 
     def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
         program = finish(fused(captured.program, self.settings))

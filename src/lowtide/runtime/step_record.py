@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.planning import Plan
 from lowtide.runtime.entry import Entry, with_plan
-from lowtide.runtime.forward_pass import ForwardPass, left_gradient_bytes
+from lowtide.runtime.forward_pass import ForwardPass, left_gradient_bytes, waiting_places
 from lowtide.sharing import Constraint, sequential_constraints
 
 Key = tuple[int, int]
@@ -74,13 +74,14 @@ class StepRecord:
 
     def constraints(self, order: Sequence[int]) -> list[Constraint]:
         """Of the passes, by members in this ``order``, and of the gaps between."""
-        places = {one.key: place + 1 for place, one in enumerate(self.passes)}
-        gaps = [
-            Constraint(held, -1, False, tuple(order[: places.get(last, 0) if last else 0]))
-            for last, held in self.gaps.items()
-        ]
+        places, waiting = {one.key: place for place, one in enumerate(self.passes)}, waiting_places(self.passes)
+
+        def held(last: Key | None) -> tuple[int, ...]:
+            return (*(order[one] for one in waiting[places[last]]), order[places[last]]) if last in places else ()
+
+        gaps = [Constraint(most, -1, False, held(last)) for last, most in self.gaps.items()]
         between = [one.between for one in self.passes]
-        return sequential_constraints(order, between, left_gradient_bytes(self.passes)) + gaps
+        return sequential_constraints(order, between, left_gradient_bytes(self.passes), waiting) + gaps
 
     def infeasible(self, error: InfeasibleBudgetError, what: str, budget: int) -> InfeasibleBudgetError:
         """``error`` of planning all passes together, in words. ``what`` they are."""

@@ -57,16 +57,20 @@ def peak_bytes(constraints: Iterable[Constraint], footprints: Sequence[Footprint
 
 
 def sequential_constraints(
-    order: Sequence[int], bases: Sequence[tuple[int, int]], gradients: Sequence[int]
+    order: Sequence[int],
+    bases: Sequence[tuple[int, int]],
+    gradients: Sequence[int],
+    waiting: Sequence[Sequence[int]] | None = None,
 ) -> list[Constraint]:
     """Of a step that runs the members in ``order`` (a member may come several times), and backward in reverse.
 
     For each run, ``bases`` are the bytes that no member holds in its forward and in its backward pass, and ``gradients``
-    the bytes that later runs have left when its backward pass begins.
+    the bytes that later runs have left when its backward pass begins. ``waiting`` are the places in ``order`` of the runs that
+    hold what they saved meanwhile: all before it, unless some have both of their passes within the backward pass of the step.
     """
     found = []
     for index, (forward, backward) in enumerate(bases):
-        saved = tuple(order[:index])
+        saved = tuple(order[:index]) if waiting is None else tuple(order[place] for place in waiting[index])
         found.append(Constraint(forward, order[index], False, saved))
         found.append(Constraint(backward + gradients[index], order[index], True, saved))
     return found

@@ -1,0 +1,184 @@
+"""Reversible layers: what their own backward pass calls runs by plans, equal to eager to the bit and within the budget."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+
+WIDTH, ROWS = 64, 512
+
+
+class _FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.dropout(torch.tanh(F.gelu(self.up(x))), 0.1, self.training))
+
+
+class _Coupling(torch.autograd.Function):
+    """Additive coupling, of which the outputs alone are kept (Gomez et al., The Reversible Residual Network, section 3.2)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, first: nn.Module, second: nn.Module) -> torch.Tensor:
+        ctx.blocks, ctx.states = (first, second), []
+        left, right = x.chunk(2, dim=-1)
+        with torch.no_grad():
+            ctx.states.append(torch.get_rng_state())
+            left = left + first(right)
+            ctx.states.append(torch.get_rng_state())
+            right = right + second(left)
+        found = torch.cat((left, right), -1)
+        ctx.save_for_backward(found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *arriving: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (found,), (first, second) = ctx.saved_tensors, ctx.blocks
+        left, right = found.chunk(2, dim=-1)
+        to_left, to_right = arriving[0].chunk(2, dim=-1)
+        now = torch.get_rng_state()
+        right, to_left = _taken_back(second, ctx.states[1], left, right, to_right, to_left)
+        left, to_right = _taken_back(first, ctx.states[0], right, left, to_left, to_right)
+        torch.set_rng_state(now)
+        return torch.cat((to_left, to_right), -1), None, None
+
+
+def _taken_back(
+    block: nn.Module,
+    state: torch.Tensor,
+    given: torch.Tensor,
+    other: torch.Tensor,
+    to_other: torch.Tensor,
+    to: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``other`` as it was before the block's result was added, and the gradient of what was ``given`` to the block."""
+    with torch.enable_grad():
+        torch.set_rng_state(state)
+        given = given.detach().requires_grad_()
+        result = block(given)
+        result.backward(to_other)
+    assert given.grad is not None
+    return other - result.detach(), to + given.grad
+
+
+class _Reversible(nn.Module):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_FeedForward() for _ in range(2 * depth))
+        self.head = nn.Linear(2 * WIDTH, 1)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first, second in zip(self.blocks[::2], self.blocks[1::2], strict=True):
+            x = _Coupling.apply(x.requires_grad_() if x.is_leaf else x, first, second)
+        if self.fails:
+            x.register_hook(_fail)
+        return self.head(x)
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise RuntimeError("in the backward pass")
+
+
+def _steps(model: nn.Module, count: int = 4) -> list[Any]:
+    """Of each step the peak in bytes, the loss and the gradients."""
+    found = []
+    for number in range(count):
+        torch.manual_seed(number)
+        x, losses = torch.randn(ROWS, 2 * WIDTH), list[torch.Tensor]()
+        model.zero_grad()
+
+        def step(x: torch.Tensor = x, losses: list[torch.Tensor] = losses) -> None:
+            losses.append(model(x).square().mean())
+            losses[0].backward()
+
+        peak_bytes = lowtide.measure(step).peak_bytes
+        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        found.append((peak_bytes, losses[0].detach(), gradients))
+    return found
+
+
+def _assert_equal(found: list[Any], wanted: list[Any]) -> None:
+    for (_, loss, grads), (_, expected, wanted_grads) in zip(found, wanted, strict=True):
+        assert torch.equal(loss, expected)
+        assert len(grads) == len(wanted_grads)
+        assert all(map(torch.equal, grads, wanted_grads))
+
+
+def test_what_the_backward_pass_calls_is_planned() -> None:
+    model = _Reversible()
+    plain = _steps(copy.deepcopy(model))
+    budget = int(0.75 * plain[-1][0])
+    lowtide.rematerialize(model, (torch.randn(ROWS, 2 * WIDTH),), budget=budget)
+    found = _steps(model, 6)
+    _assert_equal(found[:4], plain)
+    assert len(lowtide.plans(model)) == len(model.blocks)
+    assert max(peak for peak, *_ in found[2:]) <= budget
+
+
+def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
+    model = _Reversible()
+    plain = _steps(copy.deepcopy(model))
+    lowtide.rematerialize(model, (torch.randn(ROWS, 2 * WIDTH),), budget="90%")
+    _steps(model, 2)
+    model.fails = True
+    with pytest.raises(RuntimeError, match="in the backward pass"):
+        _steps(model, 1)
+    assert all("forward" in block.__dict__ for block in model.blocks)
+    model.fails = False
+    _assert_equal(_steps(model), plain)
+    assert not any("forward" in block.__dict__ for block in model.blocks)
+
+
+class _Distilled(nn.Module):
+    """Another module is evaluated for what it should return, and decided about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.student, self.head = _FeedForward().eval(), _FeedForward(), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.head(x)
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        return F.mse_loss(self.student(x), wanted) if float(wanted.sum()) > -1e9 else x.sum()
+
+
+def test_modules_called_without_gradients_in_the_forward_pass_alone() -> None:
+    model = _Distilled()
+    plain = _steps(copy.deepcopy(model))
+    lowtide.rematerialize(model, (torch.randn(ROWS, 2 * WIDTH),), budget="90%")
+    _assert_equal(_steps(model), plain)
+    (plan,) = lowtide.plans(model)
+    assert plan.graph.name == "_FeedForward"
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(2 * WIDTH, WIDTH), nn.ModuleList(_FeedForward() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            if float(x.detach().sum()) > -1e9:
+                x = x + checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+def test_checkpoints_that_run_again_in_a_backward_pass_of_their_own() -> None:
+    model = _Checkpointed()
+    plain = _steps(copy.deepcopy(model))
+    lowtide.rematerialize(model, (torch.randn(ROWS, 2 * WIDTH),), budget="75%")
+    _assert_equal(_steps(model), plain)
+    assert len(lowtide.plans(model)) == len(model.blocks)
