@@ -44,7 +44,7 @@ class InfeasibleBudgetError(PlanError):
     ``source`` the user's ``file:line`` of that op. ``budget_bytes`` is what the planner was given, 0 where that is not known;
     ``aside_bytes`` what is reserved or resident beside it, and part of ``minimum_bytes``. ``overheads`` are budgets from
     ``minimum_bytes`` on, each with the overhead of a schedule that a brief search found within it (0.5: half again the time
-    without rematerialization); empty where none is known.
+    without rematerialization); empty where none is known. ``proven``: no schedule that keeps the order fits.
     """
 
     _: KW_ONLY
@@ -54,6 +54,7 @@ class InfeasibleBudgetError(PlanError):
     budget_bytes: int = 0
     aside_bytes: int = 0
     overheads: tuple[tuple[int, float], ...] = ()
+    proven: bool = False
 
     def beside(self, aside_bytes: int, what: str = "") -> InfeasibleBudgetError:
         """The error for a budget of which ``aside_bytes`` are not the pass's; ``what`` they are."""
@@ -73,6 +74,7 @@ class InfeasibleBudgetError(PlanError):
             budget_bytes=self.budget_bytes,
             aside_bytes=aside_bytes,
             overheads=tuple((budget_bytes + aside_bytes, overhead) for budget_bytes, overhead in self.overheads),
+            proven=self.proven,
         )
 
 

@@ -9,7 +9,17 @@ from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Compute, Costs, Graph, Schedule, keep_all_schedule, simulate
 from lowtide.place import solve_placed
 from lowtide.planning.plan import Plan, storages_outside
-from lowtide.solve import Problem, Progress, Solution, format_spec, get_planner, minimum_peak, solve, times_above
+from lowtide.solve import (
+    Problem,
+    Progress,
+    Solution,
+    Status,
+    format_spec,
+    get_planner,
+    minimum_peak,
+    solve,
+    times_above,
+)
 from lowtide.units import format_bytes
 
 Better = Callable[[int, Callable[[], Plan | None]], None]
@@ -125,6 +135,7 @@ def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner
         source=op.source,
         budget_bytes=problem.budget_bytes,
         overheads=overheads,
+        proven=solution.status is Status.INFEASIBLE,
     )
 
 

@@ -248,7 +248,7 @@ class SharedBudget:
     def _planned(self, member: Member, room: int, fraction: float, *, must_fit: bool = True) -> Plan:
         """A plan within ``room`` bytes that saves about this fraction of what the program would save without one, or more where
         that cannot be. Raises ``InfeasibleBudgetError``, after a brief search unless it ``must_fit`` or nearly does."""
-        between = max(room - member.limit_bytes(fraction) - member.arriving_bytes, 0) if fraction < 1 else 0
+        between = first = max(room - member.limit_bytes(fraction) - member.arriving_bytes, 0) if fraction < 1 else 0
         while True:
             try:
                 return self._within_room(member, room, between, briefly=between > 0 or not must_fit)
@@ -256,7 +256,7 @@ class SharedBudget:
                 if not between:
                     raise
                 missing = error.minimum_bytes - room
-                between = between - missing if missing < between / 2 else 0
+                between = between - missing if missing < between / 2 and between == first else 0
 
     def _within_room(self, member: Member, room: int, between: int, *, briefly: bool) -> Plan:
         settings = dataclasses.replace(
@@ -269,7 +269,7 @@ class SharedBudget:
                 self._first_plans = self._first_plans or plan.overhead > 0
                 return as_alone(plan, member)
             except InfeasibleBudgetError as error:
-                if briefly and error.minimum_bytes > _NEARLY * room:
+                if error.proven or (briefly and error.minimum_bytes > _NEARLY * room):
                     raise
         return as_alone(planned(settings), member)
 
