@@ -40,7 +40,10 @@ _LOG = logging.getLogger(__name__)
 Finish = Callable[[Program], Program]
 _QUICK_SEARCH = "auto{effort=1}"
 _FEW_OPS = 100  # up to which the whole search takes about a second
-FIRST_PLANNER = "auto{effort=0}"  # for a start, where the search goes on in the background
+FIRST_PLANNER = "auto{effort=0}"  # for a start
+START_PLANNER = (
+    "auto{effort=0,lowest=3}"  # the same, which meets all budgets that the search meets that goes on from it
+)
 _COSTLY = 0.15  # overhead of a plan of kernels, from which operators one by one are planned as well
 
 
@@ -293,20 +296,15 @@ def _searched(request: PlanRequest, on_progress: Progress | None = None) -> Plan
 
 
 def _first_plan(request: PlanRequest) -> Plan | None:
-    """What was found for ``request`` before, or else a plan at once that the search goes on from; ``None`` where that meets no
-    budget, so that the search must, or nothing can, or where the search takes no longer than a process takes to start."""
+    """What was found for ``request`` before, or else a plan at once that the search goes on from; ``None`` where no plan at all
+    can be had, or the search takes no longer than a process takes to start. Raises ``InfeasibleBudgetError``."""
     if len(request.graph.ops) <= _FEW_OPS or working_set_bound(request.graph, request.costs) > request.budget_bytes:
         return None
-    quick = dataclasses.replace(request, planner=FIRST_PLANNER)
+    quick = dataclasses.replace(request, planner=FIRST_PLANNER if is_brief(request.planner) else START_PLANNER)
     known, begun = (PlanCache().get(one) if enabled() else None for one in (request, quick))
     if known is not None:
         return known
-    try:
-        return (begun or quick.make()).begun()
-    except InfeasibleBudgetError:
-        if is_brief(request.planner):  # which looks no further down
-            raise
-        return None
+    return (begun or quick.make()).begun()
 
 
 def _budget(

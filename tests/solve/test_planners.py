@@ -167,3 +167,16 @@ def test_no_planner_needs_more_than_keeping_everything(name: str) -> None:
         solution = solve(Problem(graph, costs, 1), _BRIEF.get(name, name))
         assert not solution.status.solved
         assert solution.minimum_bytes is None or solution.minimum_bytes <= budget_of(graph, costs, 1.0), seed
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_start_meets_every_budget_that_the_search_meets(seed: int) -> None:
+    """And names the same least one; starting points alone (of seed 0) do not."""
+    graph, costs = random_graph(seed, 60)
+    least = solve(Problem(graph, costs, 1), "auto").minimum_bytes
+    assert least is not None
+    start = "auto{effort=0,lowest=3}"
+    assert solve(Problem(graph, costs, 1), start).minimum_bytes == least
+    assert solve(Problem(graph, costs, least), start).peak_bytes <= least
+    assert solve(Problem(graph, costs, least), start).status.solved
+    assert seed or not solve(Problem(graph, costs, least), "auto{effort=0}").status.solved

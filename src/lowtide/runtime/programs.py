@@ -21,7 +21,15 @@ from lowtide.capture.python_state.held_inputs import held_tensors
 from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.memory.arena import Arena, new_arena
-from lowtide.pipeline import FIRST_PLANNER, Finish, adapted_plan, captured_program, plan_request, planned_program
+from lowtide.pipeline import (
+    FIRST_PLANNER,
+    START_PLANNER,
+    Finish,
+    adapted_plan,
+    captured_program,
+    plan_request,
+    planned_program,
+)
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.local import spec_of
@@ -43,7 +51,10 @@ from lowtide.solve import format_spec, get_planner
 from lowtide.stage_times import itemised, stage, stage_seconds
 
 _LOG = logging.getLogger(__name__)
-_FIRST = (format_spec(get_planner(FIRST_PLANNER)), "adapted")  # plans that a search may improve
+_FIRST = (
+    *(format_spec(get_planner(one)) for one in (FIRST_PLANNER, START_PLANNER)),
+    "adapted",
+)  # plans that a search may improve
 _MOST_CONDITIONS = 16  # kept, of each
 
 

@@ -40,10 +40,12 @@ from lowtide.solve.search.portfolio import Portfolio, make_portfolio
 
 @dataclass(frozen=True, slots=True)
 class Auto(Options):
-    """``effort``: 0 (starting points alone), 1 (quick) to 5 (patient). ``exact``: solve graphs of a few nodes exactly."""
+    """``effort``: 0 (starting points alone), 1 (quick) to 5 (patient). ``exact``: solve graphs of a few nodes exactly.
+    ``lowest``: where no starting point fits, search for one that does with this effort, if it is the larger one."""
 
     effort: int = between(3, min(EFFORTS), max(EFFORTS))
     exact: bool = True
+    lowest: int = between(0, min(EFFORTS), max(EFFORTS))
     moves: ClassVar[bool] = True
 
     def solve(self, problem: Problem) -> Solution:
@@ -79,12 +81,13 @@ class Auto(Options):
 
     def _searched(self, problem: Problem, portfolio: Portfolio, beaten_ns: int | None) -> Solution:
         """What the search finds; where nothing, what it finds among schedules that compute outputs again."""
-        solution = search_sequences(problem, portfolio, self.effort, beaten_ns=beaten_ns)
+        efforts = self.effort, max(self.effort, self.lowest)
+        solution = search_sequences(problem, portfolio, *efforts, beaten_ns=beaten_ns)
         lowest = solution.lowest_schedule
         if solution.status.solved or lowest is None or not outputs_in_the_way(problem.graph, problem.costs, lowest):
             return solution
         released = make_portfolio(problem.graph, problem.costs, problem.seed, released=True)
-        found = search_sequences(problem, released, self.effort, beaten_ns=beaten_ns)
+        found = search_sequences(problem, released, *efforts, beaten_ns=beaten_ns)
         if found.status.solved or (found.minimum_bytes or 0) >= (solution.minimum_bytes or 0):
             return found if found.status.solved else solution
         proven = Status.INFEASIBLE in (solution.status, found.status)

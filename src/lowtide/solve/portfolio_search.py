@@ -37,12 +37,14 @@ _WIDE_BOUND, _WIDE_PLAN = 0.05, 0.1
 _PATIENCE = 20  # generations without anything better
 
 
-def search_sequences(problem: Problem, portfolio: Portfolio, effort: int, *, beaten_ns: int | None = None) -> Solution:
+def search_sequences(
+    problem: Problem, portfolio: Portfolio, effort: int, lower_effort: int, *, beaten_ns: int | None = None
+) -> Solution:
     """The quickest schedule that runs of an ``effort`` of 0 (starting points alone) to 5 find, and a bound, which ends the
-    search where it is met. ``beaten_ns``: what else there is takes so long; where the bound is no less, the quickest starting
-    point is the answer."""
+    search where it is met. ``lower_effort``: that of the search for a starting point that fits. ``beaten_ns``: what else there
+    is takes so long; where the bound is no less, the quickest starting point is the answer."""
     nodes = portfolio.model.nodes
-    fitting = _fitting(problem, portfolio, effort)
+    fitting = _fitting(problem, portfolio, effort, lower_effort)
     if fitting[0].peak_bytes > problem.budget_bytes:
         solution = answer("auto", problem, [portfolio.schedule(fitting[0])])
         over = working_set_bound(problem.graph, problem.costs) > problem.budget_bytes
@@ -83,7 +85,7 @@ def search_candidate(
     """The quickest sequence that runs find, without a bound; where none is within the budget, the lowest. ``known``: op ids in
     the order in which they are computed, the starting points where one of them fits. ``patience``: how many generations
     without anything better end it."""
-    fitting = _fitting(problem, portfolio, effort, known)
+    fitting = _fitting(problem, portfolio, effort, effort, known)
     best = quickest(fitting, 1)[0]
     if effort == 0 or best.peak_bytes > problem.budget_bytes:
         return best
@@ -92,16 +94,16 @@ def search_candidate(
 
 
 def _fitting(
-    problem: Problem, portfolio: Portfolio, effort: int, known: Iterable[Sequence[int]] = ()
+    problem: Problem, portfolio: Portfolio, effort: int, lower_effort: int, known: Iterable[Sequence[int]] = ()
 ) -> list[Candidate]:
     """Starting points within the budget, those that are ``known`` where one of them is; without any, the lowest alone."""
     problem.progress("starting points", 0.0)
     given = portfolio.measure(encode(portfolio.model, ops) for ops in known)
     fitting = [point for point in given if point.peak_bytes <= problem.budget_bytes]
-    fitting = fitting or _starting(problem, portfolio, first=effort == 0)
+    fitting = fitting or _starting(problem, portfolio, first=effort == 0, all_kinds=lower_effort > 0)
     if not fitting:
         problem.progress("lowering the peak", 0.05)
-        fitting = [_lowest(problem, portfolio, _LOWER_EFFORT[effort])]
+        fitting = [_lowest(problem, portfolio, _LOWER_EFFORT[lower_effort])]
     return fitting
 
 
@@ -115,8 +117,9 @@ def _lowest(problem: Problem, portfolio: Portfolio, share: float) -> Candidate:
     return lowest([found, lowest_candidate(portfolio, budget, share)])
 
 
-def _starting(problem: Problem, portfolio: Portfolio, *, first: bool) -> list[Candidate]:
-    """The starting points within the budget; ``first``: those of the kinds that take long only where no other fits."""
+def _starting(problem: Problem, portfolio: Portfolio, *, first: bool, all_kinds: bool) -> list[Candidate]:
+    """The starting points within the budget; ``first``: those of the kinds that take long only where no other fits, and those
+    that take longest only if it is to be ``all_kinds``."""
 
     def fit(points: list[Candidate]) -> list[Candidate]:
         return [point for point in points if point.peak_bytes <= budget]
@@ -127,7 +130,7 @@ def _starting(problem: Problem, portfolio: Portfolio, *, first: bool) -> list[Ca
         return found
     heard = _offer_annealed(problem, portfolio, found)
     found += fit(portfolio.blocks(budget, lambda some: _offer_best(problem, portfolio, fit(some))))
-    if portfolio.model.nodes > _HOT_NODES and portfolio.chains.has_blocks and not first:
+    if portfolio.model.nodes > _HOT_NODES and portfolio.chains.has_blocks and all_kinds and not (first and found):
         found += fit(portfolio.tables_of_rockmate())  # what few moves per node cannot make up for
     if found and not first and quickest([*found, *heard], 1)[0] is quickest(found, 1)[0]:
         _offer_annealed(problem, portfolio, found)
