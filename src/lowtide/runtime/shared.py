@@ -29,7 +29,7 @@ import torch
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Costs
-from lowtide.pipeline import FIRST_PLANNER, make_program_plan, program_costs, share_planners
+from lowtide.pipeline import program_costs, share_planners
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.sizes import Outside, check_device
@@ -38,13 +38,13 @@ from lowtide.runtime.call import ModelCall
 from lowtide.runtime.entry import Entry
 from lowtide.runtime.forward_pass import ForwardPass, gradients_of, left_gradient_bytes
 from lowtide.runtime.planned import Planned
+from lowtide.runtime.room import plan_in_room
 from lowtide.runtime.step_record import Gap, StepRecord
 from lowtide.settings import Settings, searches
 from lowtide.sharing import Constraint, Footprint, Member, choose, peak_bytes, sequential_constraints
-from lowtide.sharing.assignment import as_alone, plan_alone, saved_fraction
+from lowtide.sharing.assignment import plan_alone, saved_fraction
 
 _LOG = logging.getLogger(__name__)
-_NEARLY = 1.1  # times the room: what a longer search may find a way within
 
 
 class SharedBudget:
@@ -224,7 +224,8 @@ class SharedBudget:
             room = max(room, own.keep_all.forward_bytes, own.keep_all.backward_bytes)
         must_fit = not earlier and not known_later and not (self.give_way is not None and between > 0)
         try:
-            return self._planned(own, max(room, 1), self._fraction_of(graph) if more_follow else 1.0, must_fit=must_fit)
+            fraction = self._fraction_of(graph) if more_follow else 1.0
+            plan = plan_in_room(own, self.settings, max(room, 1), fraction, must_fit=must_fit)
         except InfeasibleBudgetError as error:
             if must_fit:
                 raise error.beside(reserve + between) from None
@@ -233,7 +234,9 @@ class SharedBudget:
                 self.what.removesuffix("s"), len(members), error.minimum_bytes, room,
             )  # fmt: skip
             self.exceeded = True
-            return self._planned(own, error.minimum_bytes, 0.0)
+            plan = plan_in_room(own, self.settings, error.minimum_bytes, 0.0)
+        self._first_plans = self._first_plans or (plan.overhead > 0 and searches(self.settings.planner))
+        return plan
 
     def _fraction_of(self, graph: Planned) -> float:
         """Of what a program of ``graph`` would save, the part that it may: as much as it saves in the fullest step."""
@@ -244,34 +247,6 @@ class SharedBudget:
         """What ran before ``replaced``, or before now, and what code between held then."""
         found = ((self.ran[:place], one.between_bytes) for place, one in enumerate(self.ran) if one.entry is replaced)
         return next(found, (self._pending() if self._nested else self.ran, max(self.between.bytes, 0)))
-
-    def _planned(self, member: Member, room: int, fraction: float, *, must_fit: bool = True) -> Plan:
-        """A plan within ``room`` bytes that saves about this fraction of what the program would save without one, or more where
-        that cannot be. Raises ``InfeasibleBudgetError``, after a brief search unless it ``must_fit`` or nearly does."""
-        between = first = max(room - member.limit_bytes(fraction) - member.arriving_bytes, 0) if fraction < 1 else 0
-        while True:
-            try:
-                return self._within_room(member, room, between, briefly=between > 0 or not must_fit)
-            except InfeasibleBudgetError as error:
-                if not between:
-                    raise
-                missing = error.minimum_bytes - room
-                between = between - missing if missing < between / 2 and between == first else 0
-
-    def _within_room(self, member: Member, room: int, between: int, *, briefly: bool) -> Plan:
-        settings = dataclasses.replace(
-            self.settings, budget=room, total_budget=None, reserve=0, between_bytes=between, planning="wait"
-        )
-        planned = functools.partial(make_program_plan, member.program, costs=member.costs)
-        if searches(self.settings.planner):
-            try:
-                plan = planned(dataclasses.replace(settings, planner=FIRST_PLANNER))
-                self._first_plans = self._first_plans or plan.overhead > 0
-                return as_alone(plan, member)
-            except InfeasibleBudgetError as error:
-                if error.proven or (briefly and error.minimum_bytes > _NEARLY * room):
-                    raise
-        return as_alone(planned(settings), member)
 
     def _note_step(self) -> bool:
         """For the plans of the next one. Whether that will be like it: what ran in it and is no graph any more will not."""
@@ -313,8 +288,9 @@ class SharedBudget:
         entries = list(members)
         constraints = self.record.constraints([entries.index(one.entry) for one in passes])
         budget, reserve = self.budget_for([*members.values()], constraints)
-        settings = dataclasses.replace(self.settings, budget=budget, total_budget=None, reserve=0)
-        planning, quick = share_planners(settings)
+        planning, quick = share_planners(
+            dataclasses.replace(self.settings, budget=budget, total_budget=None, reserve=0)
+        )
         if quick is not None and self.settings.planning == "background":  # rather than have training wait
             planning, quick = quick, None
         try:
