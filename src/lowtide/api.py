@@ -11,6 +11,7 @@ from torch import nn
 
 from lowtide import pipeline
 from lowtide.capture.copies import model_state, planned_forward
+from lowtide.capture.refusals import require_module
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import PlanError
 from lowtide.planning import Plan
@@ -133,7 +134,7 @@ def _planning(given: str | None, planner: str, compiler: str) -> str:
 
 def _require_plannable(model: nn.Module) -> None:
     """Raises ``PlanError`` for a model that cannot be given a planned forward pass."""
-    pipeline.require_module(model, "rematerialize")
+    require_module(model, "rematerialize")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise PlanError("rematerialize the model inside: DistributedDataParallel(lowtide.rematerialize(model, ...)).")
     if runtime_of(model) is not None:
@@ -233,7 +234,7 @@ def plan(
         raise PlanError(
             "a plan is made outside of lowtide.online; inside, whatever runs is kept within the budget as it comes."
         )
-    pipeline.require_module(model, "plan")
+    require_module(model, "plan")
     given: dict[str, Any] = {"offload": offload, "offload_budget": offload_budget, "chunked_loss": chunked_loss}
     settings = Settings(budget=budget, planner=planner, seed=seed, **given)
     with told(type(model).__name__, on_progress) as tell:

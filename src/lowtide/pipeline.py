@@ -19,7 +19,7 @@ from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.collectives import measure_collectives
 from lowtide.cost.scaled import Measured, scaled_costs
 from lowtide.cost.workspaces import with_generator_states, with_room_between, with_state_transfers
-from lowtide.errors import InfeasibleBudgetError, PlanError
+from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Costs, Schedule, keep_all_schedule
 from lowtide.offload import with_offload
 from lowtide.planning import Plan, plan_from
@@ -300,11 +300,18 @@ def _first_plan(request: PlanRequest) -> Plan | None:
     can be had, or the search takes no longer than a process takes to start. Raises ``InfeasibleBudgetError``."""
     if len(request.graph.ops) <= _FEW_OPS or working_set_bound(request.graph, request.costs) > request.budget_bytes:
         return None
-    quick = dataclasses.replace(request, planner=FIRST_PLANNER if is_brief(request.planner) else START_PLANNER)
+    quick = dataclasses.replace(request, planner=START_PLANNER if searches(request.planner) else FIRST_PLANNER)
     known, begun = (PlanCache().get(one) if enabled() else None for one in (request, quick))
     if known is not None:
         return known
-    return (begun or quick.make()).begun()
+    try:
+        return (begun or quick.make()).begun()
+    except InfeasibleBudgetError:
+        if searches(request.planner) or is_brief(
+            request.planner
+        ):  # which meets no budget either that a first plan does not
+            raise
+        return None
 
 
 def _budget(
@@ -339,10 +346,3 @@ def _planning(settings: Settings, **own: Any) -> Planning:
         return make_program_plan(member.program, dataclasses.replace(settings, **given), costs=member.costs)
 
     return planned
-
-
-def require_module(model: object, verb: str) -> None:
-    """Raises ``PlanError`` for what is not an ``nn.Module``."""
-    if not isinstance(model, nn.Module):
-        given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise PlanError(f"{verb} takes a torch.nn.Module, not {given}.")

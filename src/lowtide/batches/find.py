@@ -15,11 +15,11 @@ from lowtide.batches.search import largest
 from lowtide.batches.verify import measured_peak
 from lowtide.budget import is_amount, is_percentage, parse_budget
 from lowtide.capture import Captured
+from lowtide.capture.refusals import require_module
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.ir import plain_time_ns, simulate
 from lowtide.memory.allocators import free_memory
 from lowtide.notebook import Shown
-from lowtide.pipeline import require_module
 from lowtide.planning import Plan, make_plan
 from lowtide.program.sizes import program_device
 from lowtide.progress import Progress, told

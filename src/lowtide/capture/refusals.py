@@ -15,7 +15,7 @@ from lowtide.capture.python_state.held_inputs import holding
 from lowtide.capture.python_state.paths import AttributePath, of_modules, tensors_in, texts
 from lowtide.capture.trace.writes import WRITTEN_HISTORY, WriteError
 from lowtide.capture.traced_model import NO_SAVED_TENSORS_HOOKS
-from lowtide.errors import CaptureError
+from lowtide.errors import CaptureError, PlanError
 from lowtide.program import Program, targets
 from lowtide.program.layouts import memory_of
 from lowtide.program.sharded import GatheredForm, is_sharded
@@ -160,3 +160,10 @@ def refuse_objects(places: Sequence[AttributePath]) -> None:
             "planned calls would not make them. Where its first call does so alone, call the model once before it is "
             "rematerialized; otherwise keep tensors or plain values there, or run the model under lowtide.online."
         )
+
+
+def require_module(model: object, verb: str) -> None:
+    """Raises ``PlanError`` for what is not an ``nn.Module``."""
+    if not isinstance(model, nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise PlanError(f"{verb} takes a torch.nn.Module, not {given}.")

@@ -20,6 +20,7 @@ from lowtide.solve import (
     solve,
     times_above,
 )
+from lowtide.solve.auto import Auto
 from lowtide.units import format_bytes
 
 Better = Callable[[int, Callable[[], Plan | None]], None]
@@ -117,11 +118,13 @@ def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner
     step = lowest.steps[run.peak_step]
     op = problem.graph.ops[step.op] if isinstance(step, Compute) else problem.graph.ops[0]
     place = (f" of {op.module}" if op.module else "") + (f" ({op.source})" if op.source else "")
-    searched = planner.startswith("auto")
-    hint = "" if searched else " Planner auto may reach less."
+    chosen = get_planner(planner)
+    hint = "" if isinstance(chosen, Auto) else " Planner auto may reach less."
     percent = 100 * (minimum or 0) / max(unconstrained, 1)
     times = (
-        times_above(problem.graph, problem.costs, lowest, problem.seed) if searched else [(minimum or 0, run.time_ns)]
+        times_above(problem.graph, problem.costs, lowest, problem.seed)
+        if isinstance(chosen, Auto) and max(chosen.effort, chosen.lowest) > 0
+        else [(minimum or 0, run.time_ns)]
     )
     whole = max(simulate(problem.graph, problem.costs, keep_all_schedule(problem.graph)).time_ns, 1)
     overheads = tuple((least, time_ns / whole - 1) for least, time_ns in times)

@@ -68,6 +68,7 @@ class _Search:
         # By program and limit: for how much room a plan was made, and what came of it.
         self._made: dict[tuple[str, int], list[tuple[int, Assignment]]] = {}
         self._least: dict[str, int] = {}  # bytes that programs need while they run, whatever they save
+        self._met: dict[str, int] = {}  # bytes that do where they save what they like
         self._needed: dict[float, int] = {}  # the budget that was found to be needed where all have this fraction
         self._plans = 0
 
@@ -116,19 +117,32 @@ class _Search:
     def _planned(self, member: Member, room: int, key: tuple[str, int], budget_bytes: int) -> Assignment:
         """By a plan that takes ``room`` while it runs and saves what the ``key`` says, or more where that cannot be."""
         program, limit = key
-        between, again = max(room - limit - member.arriving_bytes, 0), False
-        while True:
-            share = Share(room, between)
-            try:
-                plan = self.planning(member, share)
-                return Assignment(member.footprint(plan.schedule), share, plan)
-            except InfeasibleBudgetError as error:
-                missing = error.minimum_bytes - room
-                if not between:
-                    self._least[program] = max(self._least[program], error.minimum_bytes)
-                if again or not between:
-                    raise _too_little(budget_bytes, budget_bytes + missing) from error
-            between, again = max(between - missing, 0), True
+        between = max(room - limit - member.arriving_bytes, 0)
+        try:
+            return self._by_a_plan(member, Share(room, between))
+        except InfeasibleBudgetError as error:
+            least, missing = error.minimum_bytes, error.minimum_bytes - room
+        try:
+            if between and (missing >= between or not self._is_met(program, room)):
+                free = self._by_a_plan(member, Share(room, 0))
+                self._met[program] = room
+                if missing >= between:
+                    return free
+            if between:
+                return self._by_a_plan(member, Share(room, between - missing))
+        except InfeasibleBudgetError as error:
+            least = error.minimum_bytes
+        if not self._is_met(program, room):
+            self._least[program] = max(self._least[program], least)
+        raise _too_little(budget_bytes, budget_bytes + least - room)
+
+    def _is_met(self, program: str, room: int) -> bool:
+        """Whether ``room`` is known to do where it saves what it likes."""
+        return self._met.get(program, math.inf) <= room
+
+    def _by_a_plan(self, member: Member, share: Share) -> Assignment:
+        plan = self.planning(member, share)
+        return Assignment(member.footprint(plan.schedule), share, plan)
 
     def common_fraction(self, budget_bytes: int) -> list[float]:
         """About the largest that all members can have. Raises ``InfeasibleBudgetError``."""

@@ -16,6 +16,7 @@ from torch import nn
 from lowtide.budget import parse_budget
 from lowtide.capture import capture
 from lowtide.capture.capture import flat_arguments
+from lowtide.capture.refusals import require_module
 from lowtide.cost import analytical_costs
 from lowtide.cost.analytical import LinkOf
 from lowtide.cost.devices import DEVICES, get_device
@@ -24,7 +25,6 @@ from lowtide.errors import CostError, InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, Graph, SecondMemory, keep_all_schedule, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.ir.second_memory import check_second_memory
-from lowtide.pipeline import require_module
 from lowtide.planning import make_plan
 from lowtide.program import Program
 from lowtide.program.optimizer_state import Optimizer, optimizer_state_bytes
