@@ -29,7 +29,7 @@ def measured_peak(model: nn.Module, captured: Captured, plan: Plan, sample: Samp
     state = model_state(model)
     parameters = [t.detach().requires_grad_(t.requires_grad) for t in state.tensors[: state.parameters]]
     buffers = [t.detach().clone() for t in state.tensors[state.parameters :]]
-    tensors, _ = flat_arguments(*sample)
+    tensors, _ = flat_arguments(*sample, state.tensors)
     own = [*parameters, *buffers, *tensors]
     found = captured.contract.flat_inputs(model, own)
     assert found is not None  # the model is as it was captured

@@ -60,16 +60,19 @@ from lowtide.program.results import GradientMask, Result
 from lowtide.program.roles import Gradient, Output
 
 
-def flat_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[torch.Tensor], Any]:
-    """The call's distinct tensors, of distributed ones the forms, and the structure that rebuilds ``(args, kwargs)``."""
+def flat_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any] | None, state: Sequence[torch.Tensor] = ()
+) -> tuple[list[torch.Tensor], Any]:
+    """The call's distinct tensors beside those of the model's ``state``, of distributed ones the forms; and the structure that
+    rebuilds ``(args, kwargs)`` of the state and these."""
     if isinstance(args, (torch.Tensor, str)) or not isinstance(args, Sequence):
         raise PlanError(
             f"args is a {type(args).__name__}, but stands for all positional arguments of the model: give a tuple, say (x,)."
         )
     if not isinstance(kwargs, Mapping | None):
         raise PlanError(f"kwargs is a {type(kwargs).__name__}, not a dictionary of the model's keyword arguments.")
-    tensors, arguments = structure.flatten_distinct((tuple(args), dict(kwargs or {})))
-    return [form_of(tensor) for tensor in tensors], arguments
+    tensors, arguments = structure.flatten((tuple(args), dict(kwargs or {})))
+    return structure.distinct([form_of(tensor) for tensor in tensors], arguments, state)
 
 
 _LOCK = threading.RLock()  # tracing changes PyTorch's state, and Python's generators, for the whole process
@@ -110,7 +113,7 @@ def capture(
     # A trace makes few cycles and many objects: the collector would look at all of the process again and again.
     with _LOCK, collector_held():
         state = model_state(model)
-        tensors, arguments = flat_arguments(args, kwargs)
+        tensors, arguments = flat_arguments(args, kwargs, state.tensors)
         check(model, (*state.tensors, *tensors))
         refuse_spent(structure.objects(arguments))
         call = TracedCall(model, state, tensors, arguments, mask, sizes)

@@ -17,6 +17,7 @@ from torch import nn
 
 from lowtide.capture.capture import capture, flat_arguments
 from lowtide.capture.contract import Captured
+from lowtide.capture.copies import model_state
 from lowtide.capture.known import Known
 from lowtide.capture.rehearsal import Effects
 from lowtide.capture.trace.questions import Provenance
@@ -47,7 +48,7 @@ def capture_family(
     """
     sizes = SymbolicSizes(varying, apart)
     captured = capture(model, args, kwargs, mask=mask, rewrite=rewrite, known=known, sizes=sizes)
-    return SymbolicFamily(captured, sizes, flat_arguments(args, kwargs)[0])
+    return SymbolicFamily(captured, sizes, flat_arguments(args, kwargs, model_state(model).tensors)[0])
 
 
 class SymbolicFamily:

@@ -79,7 +79,7 @@ def rehearse(
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in wholes[count:]]
         called, before = RehearsedCall(wholes[:count], len(state.tensors), inputs), attribute_effects.snapshot(clone)
         hooks = hooks_in(clone)
-        args, kwargs = structure.unflatten(traced.arguments, inputs)
+        args, kwargs = structure.unflatten(traced.arguments, [*wholes[: len(state.tensors)], *inputs])
         outer, variables = ExternalEffects(clone, (*args, *kwargs.values())), counters.as_now(outside)
         mode.expectations.begin()
         with as_traced(), untouched(), traced.caches.without_fakes(), outer, mode:

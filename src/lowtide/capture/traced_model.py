@@ -65,9 +65,9 @@ NO_SAVED_TENSORS_HOOKS = (
 
 @dataclass(frozen=True, slots=True)
 class TracedCall:
-    """``model(*args, **kwargs)`` taken apart: the model's ``state``, the call's distinct ``tensors``, and the structure of the
-    ``arguments``. ``mask`` says which results a gradient is expected for, by default those of ``guess_mask``. ``sizes``:
-    the symbols that the tensors' sizes are, where the trace is to stand for other calls too."""
+    """``model(*args, **kwargs)`` taken apart: the model's ``state``, the call's distinct ``tensors`` beside that, and the
+    structure of the ``arguments``, which are of both. ``mask`` says which results a gradient is expected for, by default those
+    of ``guess_mask``. ``sizes``: the symbols that the tensors' sizes are, where the trace is to stand for other calls too."""
 
     model: nn.Module
     state: State
@@ -196,7 +196,7 @@ class TracedModel:
         before = attribute_effects.snapshot(model)
         hooks = hooks_in(model)
         self.latest_reads = Reads()
-        args, kwargs = structure.unflatten(self.call.arguments, given)
+        args, kwargs = structure.unflatten(self.call.arguments, [*state, *given])
         wanting = [tensor.requires_grad for tensor in tensors]
         with standing_in(self.numbers, copies) as standing:
             noting = self.latest_reads, self._modules, standing

@@ -97,12 +97,19 @@ def _is_closed(node: Any) -> bool:
 
 def flatten_distinct(tree: Any) -> tuple[list[torch.Tensor], Any]:
     """As ``flatten``, with a tensor that occurs several times listed once."""
-    tensors, structure = flatten(tree)
-    distinct = {id(tensor): tensor for tensor in tensors}
-    position = dict(zip(distinct, itertools.count(), strict=False))
+    return distinct(*flatten(tree))
+
+
+def distinct(
+    tensors: Sequence[torch.Tensor], structure: Any, known: Sequence[torch.Tensor] = ()
+) -> tuple[list[torch.Tensor], Any]:
+    """Each of the tensors once, but for those that are ``known``; and the structure, whose slots count the known ones first."""
+    position = dict(zip(map(id, known), itertools.count(), strict=False))
+    new = {id(tensor): tensor for tensor in tensors if id(tensor) not in position}
+    position |= zip(new, itertools.count(len(known)), strict=False)
     slot_of = [Slot(position[id(tensor)]) for tensor in tensors]
     renumbered = replaced(structure, lambda leaf: slot_of[leaf.index] if isinstance(leaf, Slot) else leaf)
-    return list(distinct.values()), renumbered
+    return list(new.values()), renumbered
 
 
 def unflatten(structure: Any, tensors: Sequence[Any], given: Sequence[Any] = ()) -> Any:

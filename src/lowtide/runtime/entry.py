@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from lowtide.capture import Captured
 from lowtide.capture.capture import flat_arguments
 from lowtide.capture.contract import Conditions
+from lowtide.capture.copies import model_state
 from lowtide.capture.python_state import attribute_effects
 from lowtide.capture.trace.autocast import is_kept
 from lowtide.errors import ExecutionError
@@ -67,35 +68,41 @@ def describe(inputs: Sequence[torch.Tensor], states: int) -> str:
     return ", ".join(tensors) or "no tensors"
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)  # printing a tensor without memory ends the process
-class Sample:
-    """A call to capture, and the autocast state to do it in, where that is not the one of now. ``given``: its values that are
-    no tensors, where the call is kept for later."""
+class Sample(NamedTuple):
+    """A call to capture."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    autocast: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
-    given: Any = None
 
-    def without_data(self, device_type: str) -> Sample:
-        """The same without floating tensors' memory, in the autocast state of now. Shapes suffice to capture it again for other
-        gradients, but values answer the questions, so the integers stay."""
-        tensors, tree = flat_arguments(self.args, self.kwargs)
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)  # printing a tensor without memory ends the process
+class KeptSample:
+    """A call to capture again, for other gradients, in the ``autocast`` state that it had. Shapes suffice for that, so of its
+    floating ``tensors`` the memory is not kept; but values answer questions, so the integers stay. ``given``: its values that
+    are no tensors."""
+
+    tensors: Sequence[torch.Tensor]
+    arguments: Any
+    given: Any
+    autocast: contextlib.AbstractContextManager[Any]
+
+    @staticmethod
+    def of(sample: Sample, model: nn.Module, device_type: str) -> KeptSample:
+        tensors, arguments = flat_arguments(*sample, model_state(model).tensors)
         hollow = [_with_attributes(like_form(each, _without_data(each)), each) for each in tensors]
-        args, kwargs = structure.unflatten(tree, hollow)
         enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         keep_casts = torch.is_autocast_cache_enabled()
         autocast = torch.autocast(device_type, dtype if enabled else None, enabled, cache_enabled=keep_casts)
-        kept = Sample(args, kwargs, autocast)
-        return replace(kept, given=kept._values())
+        return KeptSample(hollow, arguments, fingerprint(arguments), autocast)
 
-    def _values(self) -> Any:
-        return fingerprint(flat_arguments(self.args, self.kwargs)[1])
+    def on(self, model: nn.Module) -> Sample:
+        """The call, with the parameters and buffers of now where they are arguments."""
+        return Sample(*structure.unflatten(self.arguments, [*model_state(model).registered, *self.tensors]))
 
     @property
     def is_as_given(self) -> bool:
         """Whether objects among the arguments are what they were when the call was kept."""
-        return bool(self._values() == self.given)
+        return bool(fingerprint(self.arguments) == self.given)
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +120,7 @@ class Entry:
     plan: Plan
     lowered: Lowered
     conditions: list[Conditions]
-    sample: Sample
+    sample: KeptSample
     for_masks: dict[GradientMask, Entry]
     before: list[attribute_effects.Before] = field(default_factory=list)
     siblings: Siblings | None = None

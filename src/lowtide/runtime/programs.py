@@ -37,7 +37,7 @@ from lowtide.program.results import GradientMask
 from lowtide.program.sizes import program_device
 from lowtide.progress import shown
 from lowtide.runtime.changing import ChangingInputs
-from lowtide.runtime.entry import Entry, Names, Sample, Signature, describe
+from lowtide.runtime.entry import Entry, KeptSample, Names, Sample, Signature, describe
 from lowtide.runtime.fitting import fitted, with_updates
 from lowtide.runtime.improving import Improving, ImprovingTogether
 from lowtide.runtime.kin import FamilyCall, Kin, Kins
@@ -108,8 +108,8 @@ class Programs:
 
     def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Names, Any]:
         """Parameters, buffers and the call's tensors; the names of the model's, and the structure of the call's arguments."""
-        tensors, tree = flat_arguments(args, kwargs)
         state = model_state(self.model)
+        tensors, tree = flat_arguments(args, kwargs, state.tensors)
         return [*state.tensors, *tensors], state.names, tree
 
     def _make(
@@ -140,7 +140,7 @@ class Programs:
             with stage("lowering"):
                 runs = lowered(program, plan, arena)
         conditions, for_masks = ([captured.contract.conditions], {}) if old is None else (old.conditions, old.for_masks)
-        kept = sample.without_data(program_device(program).type)
+        kept = KeptSample.of(sample, self.model, program_device(program).type)
         entry = Entry(
             key, captured, plan, runs, conditions, kept, for_masks, arena=arena, most_bytes=self.settings.most_bytes
         )
@@ -288,7 +288,7 @@ class Programs:
         if same is not None:
             return self.rescue.within(same)
         with stage_seconds() as taken, shown(type(self.model).__name__), torch.enable_grad(), entry.sample.autocast:
-            program, plan = self._fitting(key, entry.captured, entry.sample)
+            program, plan = self._fitting(key, entry.captured, entry.sample.on(self.model))
             runs = lowered(program, plan, entry.arena)
         made = Entry(key, entry.captured, plan, runs, entry.conditions, entry.sample, {}, arena=entry.arena)
         made.most_bytes = self.settings.most_bytes
@@ -313,7 +313,7 @@ class Programs:
                 buffer_effects.as_given(self.model, old.captured.contract.buffers, old.program.state_names, inputs),
                 old.call_as_it_was(self.model),
             ):
-                entry = old.for_masks[mask] = self._make(old.key, old.sample, old, mask)
+                entry = old.for_masks[mask] = self._make(old.key, old.sample.on(self.model), old, mask)
         others = (one for one in self.entries.get(old.key, ()) if one is not entry and one is not old)
         self.entries[old.key] = [entry, *others]
         return self.rescue.within(entry)

@@ -16,6 +16,7 @@ from torch import nn
 from lowtide.budget import parse_budget
 from lowtide.capture import capture
 from lowtide.capture.capture import flat_arguments
+from lowtide.capture.copies import model_state
 from lowtide.capture.refusals import require_module
 from lowtide.cost import analytical_costs
 from lowtide.cost.analytical import LinkOf
@@ -121,7 +122,7 @@ def _without_plan(
     with torch.enable_grad(), contextlib.nullcontext() if name == "auto" else FusedAttention():
         program = capture(model, args, kwargs).program
     graph, costs = program.graph, analytical_costs(program, name, between)
-    inputs, _ = flat_arguments(args, kwargs)
+    inputs, _ = flat_arguments(args, kwargs, model_state(model).tensors)
     whole = simulate(graph, costs, keep_all_schedule(graph))
     arriving = {op.outputs[0] for op in graph.ops if op.target == TANGENT_TARGET}
     fit = Fit(

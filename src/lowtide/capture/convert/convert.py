@@ -23,11 +23,11 @@ from lowtide.capture.convert.gradients import Gradients
 from lowtide.capture.convert.nodes import (
     ancestors,
     begins_backward,
+    depends_on,
     fills_empty,
     is_running_statistic,
     is_size,
     is_tangent,
-    is_training_norm,
     is_whole,
     owned_layout,
     reaching,
@@ -141,11 +141,10 @@ class _Walk:
     ) -> None:
         """Give operators that reach the backward pass a copy of what the forward pass overwrites."""
         later = set(backward)
-        reaches = reaching(forward, later)
+        reaches = reaching(forward, later) | later
         mutated = [Input(role.input) for role in roles if isinstance(role, Written)]
         for node in [n for n in self.value_of if n.meta["role"] in mutated]:
-            readers = [user for user in node.users if user in reaches or user in later]
-            if any(not is_training_norm(user) for user in readers):
+            if depends_on(node, reaches):
                 external: int = self.value_of[node]
                 name, meta = f"{node.name}_before", owned(self.builder.metas[external])
                 copy = self.builder.add_fresh(name, self.builder.next_op, meta, node.meta["val"])

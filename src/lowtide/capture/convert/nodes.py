@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from lowtide.program.roles import Tangent
 
 _ATEN = torch.ops.aten
 _TRAINING_NORMS = {"_native_batch_norm_legit_functional", "_batch_norm_with_update_functional"}
+_STATISTICS = slice(3, 5)  # among their arguments, and those of their backward
+_NORMS_BACKWARD = ("aten.native_batch_norm_backward.", "aten.batch_norm_backward.")
 
 
 def is_whole(node: fx.Node) -> bool:
@@ -88,6 +90,24 @@ def reaching(forward: Sequence[fx.Node], backward: set[fx.Node]) -> set[fx.Node]
 def is_training_norm(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.name.split("::")[1] in _TRAINING_NORMS
+
+
+def depends_on(given: fx.Node, reaches: Set[fx.Node]) -> bool:
+    """Whether what ``reaches`` the backward pass is computed from the values of ``given``. Norms make others of their running
+    statistics, and hand them to their backward pass, but compute with neither."""
+    readers = [user for user in given.users if user in reaches]
+    norms = [user for user in readers if is_training_norm(user) or str(user.target).startswith(_NORMS_BACKWARD)]
+    if any(user not in norms or given not in user.args[_STATISTICS] or given in user.args[:3] for user in readers):
+        return True
+    return any(depends_on(each, reaches) for user in norms for each in _running_statistics(user))
+
+
+def _running_statistics(norm: fx.Node) -> list[fx.Node]:
+    """Those that it makes: its last two results."""
+    if not is_training_norm(norm):
+        return []
+    first: int = len(norm.target._schema.returns) - 2  # type: ignore[union-attr]
+    return [user for user in norm.users if user.args[1] >= first]  # type: ignore[operator]
 
 
 def is_running_statistic(node: fx.Node) -> bool:
