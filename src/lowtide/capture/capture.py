@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.capture.arguments import flat_arguments
 from lowtide.capture.contract import Captured, Conditions, Contract
 from lowtide.capture.convert.convert import Converted, convert
 from lowtide.capture.convert.nested_writes import merge_nested_writes
@@ -47,33 +48,17 @@ from lowtide.capture.trace.origins import period_of_casts
 from lowtide.capture.trace.packed import refuse_later_terms
 from lowtide.capture.trace.sizes import SymbolicSizes
 from lowtide.capture.traced_model import TracedCall, TracedModel, TracedRun
-from lowtide.errors import CaptureError, LowtideError, NoGradientError, PlanError
+from lowtide.errors import CaptureError, LowtideError, NoGradientError
 from lowtide.ir import Graph
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.memory.collector import collector_held
 from lowtide.program import structure
 from lowtide.program.gathers import with_gathers
-from lowtide.program.local import form_of, with_own_sizes
+from lowtide.program.local import with_own_sizes
 from lowtide.program.overwrites import with_overwrites
 from lowtide.program.program import Program
 from lowtide.program.results import GradientMask, Result
 from lowtide.program.roles import Gradient, Output
-
-
-def flat_arguments(
-    args: Sequence[Any], kwargs: Mapping[str, Any] | None, state: Sequence[torch.Tensor] = ()
-) -> tuple[list[torch.Tensor], Any]:
-    """The call's distinct tensors beside those of the model's ``state``, of distributed ones the forms; and the structure that
-    rebuilds ``(args, kwargs)`` of the state and these."""
-    if isinstance(args, (torch.Tensor, str)) or not isinstance(args, Sequence):
-        raise PlanError(
-            f"args is a {type(args).__name__}, but stands for all positional arguments of the model: give a tuple, say (x,)."
-        )
-    if not isinstance(kwargs, Mapping | None):
-        raise PlanError(f"kwargs is a {type(kwargs).__name__}, not a dictionary of the model's keyword arguments.")
-    tensors, arguments = structure.flatten((tuple(args), dict(kwargs or {})))
-    return structure.distinct([form_of(tensor) for tensor in tensors], arguments, state)
-
 
 _LOCK = threading.RLock()  # tracing changes PyTorch's state, and Python's generators, for the whole process
 

@@ -15,7 +15,8 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
-from lowtide.capture.capture import capture, flat_arguments
+from lowtide.capture.arguments import flat_arguments
+from lowtide.capture.capture import capture
 from lowtide.capture.contract import Captured
 from lowtide.capture.copies import model_state
 from lowtide.capture.known import Known

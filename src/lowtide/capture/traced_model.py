@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.capture.arguments import call_of, put_on, refuse_marks
 from lowtide.capture.copies import State, copy_without_data
 from lowtide.capture.gradient_mask import fits, guess_mask
 from lowtide.capture.python_state import attribute_effects, backward_effects, process, random_numbers, twice
@@ -49,7 +50,7 @@ from lowtide.capture.trace.patches import below, replaced, replaced_methods
 from lowtide.capture.trace.sizes import SymbolicSizes
 from lowtide.capture.trace.stacked import stacked
 from lowtide.capture.trace.staying import staying
-from lowtide.capture.trace.writes import RefuseWrites, assigned_data, refuse_required
+from lowtide.capture.trace.writes import RefuseWrites, assigned_data, refuse_gradients, refuse_required
 from lowtide.errors import CaptureError
 from lowtide.program import structure
 from lowtide.program.local import distributed, local_results
@@ -196,12 +197,12 @@ class TracedModel:
         before = attribute_effects.snapshot(model)
         hooks = hooks_in(model)
         self.latest_reads = Reads()
-        args, kwargs = structure.unflatten(self.call.arguments, [*state, *given])
-        wanting = [tensor.requires_grad for tensor in tensors]
+        args, kwargs = call_of(self.call.arguments, state, given)
+        wanting, marks = [tensor.requires_grad for tensor in tensors], list(map(put_on, wholes))
         with standing_in(self.numbers, copies) as standing:
             noting = self.latest_reads, self._modules, standing
             observer = Observer(self.call.model, model, copies, *noting, [*parts_of((args, kwargs))])
-            result, reached = self._forward(model, args, kwargs, state, observer)
+            result, reached = self._forward(model, args, kwargs, (state, given), observer)
         sources = dict(zip(map(id, (*state, *held)), (*self.call.state.registered, *self.held), strict=True))
         given_objects = reachable([args, kwargs], lambda one: is_open(one) or isinstance(one, CONTAINERS))
         seen = observer.originals | {id(one): one for one in given_objects}
@@ -221,6 +222,7 @@ class TracedModel:
         result = structure.with_argument_slots(result, structure.objects(self.call.arguments))
         result = with_originals(result, copies)
         left = with_states(flat, extra)
+        refuse_marks(wholes, marks, flat)
         flat, specs = local_results(flat, {id(whole): local for whole, local in zip(wholes, tensors, strict=True)})
         hidden = bases(flat, tensors)
         guess = guess_mask(flat, result, left.values()) + (False,) * len(hidden)
@@ -250,7 +252,7 @@ class TracedModel:
         model: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        state: Sequence[torch.Tensor],
+        tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
         observer: Observer,
     ) -> tuple[Any, ExternalEffects]:
         """What the model returns, and what it can write outside of itself. What it left there is refused, or undone."""
@@ -268,7 +270,7 @@ class TracedModel:
             no_hooks,
             unwrapped(self.call.model),
             periods_of_casts(self._keep_casts) as period,
-            _RecordSource(state, period, self.latest_reads),
+            _RecordSource(*tensors, period, self.latest_reads),
             RefuseWrites(),  # type: ignore[no-untyped-call]
             origins_announced(model, self._call),
         ):
@@ -293,7 +295,6 @@ def _constant(traced: torch.Tensor) -> torch.Tensor | None:
     return real if real is not None and real.device == traced.device else None
 
 
-_GET_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
 _VALUES = (torch.Tensor.tolist, *_ARRAYS, *_TEXTS)
@@ -301,11 +302,14 @@ _VALUES = (torch.Tensor.tolist, *_ARRAYS, *_TEXTS)
 
 class _RecordSource(torch.overrides.TorchFunctionMode):
     """Notes the user's line at every call of a torch function, and the ``period`` of its casts; in ``reads`` constant tensors
-    whose values become numbers of Python's. ``state``: what must not be given other data."""
+    whose values become numbers of Python's. ``state``: what must not be given other data; its gradients, and those of
+    ``others``, are the user's."""
 
-    def __init__(self, state: Sequence[torch.Tensor], period: Period, reads: Reads) -> None:
+    def __init__(
+        self, state: Sequence[torch.Tensor], others: Sequence[torch.Tensor], period: Period, reads: Reads
+    ) -> None:
         super().__init__()
-        self.state = state
+        self.state, self.given = state, [*state, *(other for other in others if other.requires_grad)]
         self.period = period
         self.reads = reads
         self.replaced = replaced_methods()
@@ -325,11 +329,7 @@ class _RecordSource(torch.overrides.TorchFunctionMode):
                 f"the forward pass asks how many entries a sparse tensor has ({user_source()}), which no plan knows. Pass the "
                 "number as an argument, or run the model under lowtide.online."
             )
-        if func == _GET_GRADIENT and any(args[0] is tensor for tensor in self.state):
-            raise CaptureError(
-                "the forward pass reads .grad of a parameter or a buffer, which no program can follow. Read it outside of the "
-                "forward pass and pass what it decides, or run the model under lowtide.online."
-            )
+        refuse_gradients(func, args, self.given)
         if func in _ARRAYS or func in _TEXTS:
             real = read_values(args[0])
             if real is not None:

@@ -11,6 +11,7 @@ import enum
 import hashlib
 import sys
 import types
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,6 +46,19 @@ def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_conj(), tensor.is_neg())
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Same:
+    """Equal for one tensor alone."""
+
+    tensor: torch.Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.tensor is other.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
+
 class _Visit:
     """Goes through a structure. An object that is met again is told by when it was met first, so cycles end."""
 
@@ -63,6 +77,8 @@ class _Visit:
             return (str(node.spec), kind, tuple(map(self.key, node.leaves)))
         if isinstance(node, OpenObject):
             return (type(node.prototype), self._items(node.attributes))
+        if isinstance(node, torch.Tensor):
+            return ("held", _Same(node), None if node.is_inference() else node._version, tensor_key(node))
         parts, more = _parts(node), beside(node)
         if not parts and not more:
             return (type(node), *_told(node))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lowtide.capture import Captured
-from lowtide.capture.capture import flat_arguments
+from lowtide.capture.arguments import call_of, flat_arguments
 from lowtide.capture.contract import Conditions
 from lowtide.capture.copies import model_state
 from lowtide.capture.python_state import attribute_effects
@@ -22,7 +22,7 @@ from lowtide.ir import Schedule, simulate
 from lowtide.lower import Lowered
 from lowtide.memory.arena import Arena
 from lowtide.planning import Plan
-from lowtide.program import Program, layouts, structure
+from lowtide.program import Program, layouts
 from lowtide.program.keys import fingerprint, tensor_key
 from lowtide.program.local import like_form, spec_of
 from lowtide.program.results import GradientMask
@@ -50,12 +50,13 @@ def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], name
         any(module.__dict__.get("gradient_checkpointing") for module in modules),
         autocast and (autocast, torch.is_autocast_cache_enabled(), *map(is_kept, inputs)),
         tuple(map(type, inputs)),
-        tuple(map(_attributes, inputs)),
+        tuple(map(_attributes, inputs[: len(names)])),
+        tuple(map(spec_of, inputs[len(names) :])),
     )
 
 
 def _attributes(tensor: torch.Tensor) -> Any:
-    """What Python code put on a tensor, or how it is distributed."""
+    """What Python code put on a tensor of the model's, or how it is distributed."""
     own, spec = vars(tensor), spec_of(tensor)
     if spec is not None:
         return spec
@@ -89,7 +90,7 @@ class KeptSample:
     @staticmethod
     def of(sample: Sample, model: nn.Module, device_type: str) -> KeptSample:
         tensors, arguments = flat_arguments(*sample, model_state(model).tensors)
-        hollow = [_with_attributes(like_form(each, _without_data(each)), each) for each in tensors]
+        hollow = [like_form(each, _without_data(each)) for each in tensors]
         enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         keep_casts = torch.is_autocast_cache_enabled()
         autocast = torch.autocast(device_type, dtype if enabled else None, enabled, cache_enabled=keep_casts)
@@ -97,7 +98,7 @@ class KeptSample:
 
     def on(self, model: nn.Module) -> Sample:
         """The call, with the parameters and buffers of now where they are arguments."""
-        return Sample(*structure.unflatten(self.arguments, [*model_state(model).registered, *self.tensors]))
+        return Sample(*call_of(self.arguments, model_state(model).registered, self.tensors))
 
     @property
     def is_as_given(self) -> bool:
@@ -208,10 +209,3 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
     hollow = layouts.without_memory(tensor)
     return hollow if tensor.is_leaf else torch.ops.aten.alias.default(hollow)
-
-
-def _with_attributes(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """With what Python code put on ``tensor``."""
-    if tensor.layout is torch.strided and spec_of(tensor) is None:
-        made.__dict__.update(vars(tensor))
-    return made

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lowtide.capture import Known
-from lowtide.capture.capture import flat_arguments
+from lowtide.capture.arguments import flat_arguments
 from lowtide.capture.contract import Captured
 from lowtide.capture.copies import model_state
 from lowtide.capture.python_state import attribute_effects, buffer_effects

@@ -29,6 +29,8 @@ WRITTEN_HISTORY = (
     "the forward pass writes in place into an argument that has a history (F.relu_, clamp_, say), which a plan cannot follow. "
     "Write into a copy, outside the forward pass, or run it under lowtide.online."
 )
+_GRADIENT: Any = torch.Tensor.grad
+_OF_GRADIENT = (_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -73,6 +75,15 @@ def assigned_data(func: Any, args: Sequence[Any], state: Sequence[torch.Tensor])
     with torch.no_grad():
         tensor.detach().copy_(value)
     return True
+
+
+def refuse_gradients(func: Any, args: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
+    """Raises ``CaptureError`` for a call that reads or sets the gradient of one of the tensors ``given``."""
+    if func in _OF_GRADIENT and any(args[0] is tensor for tensor in given):
+        raise CaptureError(
+            "the forward pass reads or sets .grad of a parameter, a buffer or an argument, which no program can follow. Do "
+            "that outside of the forward pass and pass what it decides, or run the model under lowtide.online."
+        )
 
 
 def refuse_required(given: Sequence[torch.Tensor], before: Sequence[bool]) -> None:

@@ -1,0 +1,83 @@
+"""The tensors of a call, and the structure around them.
+
+What code has put on a tensor (``x.mask = mask``) belongs to the call: tensors among that are inputs as others are. A tensor of
+the model's own among the arguments is that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from lowtide.errors import CaptureError, PlanError
+from lowtide.program import structure
+from lowtide.program.local import form_of
+
+_KINDS = (torch.Tensor, nn.Parameter, FunctionalTensor)
+_PYTORCH = "elem"  # that PyTorch puts on a functional tensor
+
+
+def flat_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any] | None, state: Sequence[torch.Tensor] = ()
+) -> tuple[list[torch.Tensor], Any]:
+    """The call's distinct tensors beside those of the model's ``state``, of distributed ones the forms; and the structure that
+    ``call_of`` takes."""
+    if isinstance(args, (torch.Tensor, str)) or not isinstance(args, Sequence):
+        raise PlanError(
+            f"args is a {type(args).__name__}, but stands for all positional arguments of the model: give a tuple, say (x,)."
+        )
+    if not isinstance(kwargs, Mapping | None):
+        raise PlanError(f"kwargs is a {type(kwargs).__name__}, not a dictionary of the model's keyword arguments.")
+    call = tuple(args), dict(kwargs or {})
+    found, arguments = _flat((call, ()), state)
+    attributes = [put_on(tensor) for tensor in found]
+    return _flat((call, attributes), state) if any(attributes) else (found, arguments)
+
+
+def _flat(tree: Any, state: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+    tensors, arguments = structure.flatten(tree)
+    return structure.distinct([form_of(tensor) for tensor in tensors], arguments, state)
+
+
+def call_of(
+    arguments: Any, state: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """``(args, kwargs)`` of such a call of these ``tensors``, which get what belongs to them."""
+    (args, kwargs), attributes = structure.unflatten(arguments, [*state, *tensors])
+    for tensor, own in zip(tensors, attributes, strict=False):  # the rest are in attributes themselves
+        vars(tensor).update(own)
+    return args, kwargs
+
+
+def put_on(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that code of Python's has given a plain tensor, or a traced one."""
+    own = vars(tensor) if type(tensor) in _KINDS else {}
+    return {name: value for name, value in own.items() if name != _PYTORCH} if own else own
+
+
+def refuse_marks(
+    given: Sequence[torch.Tensor], before: Sequence[Mapping[str, Any]], results: Sequence[torch.Tensor]
+) -> None:
+    """Raises ``CaptureError`` where traced tensors that were ``given`` have others than ``before``, or hooks, or a result has
+    some: what a forward pass leaves on tensors, planned calls would not."""
+    if any(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None) for tensor in given):
+        raise CaptureError(
+            "the forward pass registers a hook on a parameter, a buffer or an argument, which stays there and is called for "
+            "gradients of other calls, too. Register it once, outside of the forward pass, or on a view "
+            "(weight.view_as(weight)), or run the model under lowtide.online."
+        )
+    now, known = [put_on(tensor) for tensor in given], set(map(id, given))
+    same = all(
+        was.keys() == own.keys() and all(was[name] is own[name] for name in own)
+        for was, own in zip(before, now, strict=True)
+    )
+    if not same or any(put_on(tensor) for tensor in results if id(tensor) not in known):
+        raise CaptureError(
+            "the forward pass gives attributes to a parameter, a buffer, an argument or a result (weight.seen = True), which "
+            "planned calls would not. Keep them in attributes of the module, or return them, or run the model under "
+            "lowtide.online."
+        )
