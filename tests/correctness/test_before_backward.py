@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lowtide
+from tests.support.training import make
 
 Step = Callable[[nn.Module], torch.Tensor]
 
@@ -87,7 +88,7 @@ def _conjugated(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "make, step",
+    "factory, step",
     [
         (_Dropping, _evaluated),
         (_Dropping, _part_evaluated),
@@ -98,11 +99,11 @@ def _conjugated(model: nn.Module) -> torch.Tensor:
     ],
     ids=["evaluated", "part evaluated", "default dtype", "attribute of a tensor", "kernel", "conjugated"],
 )
-def test_the_program_for_other_gradients_is_of_the_forward_pass(make: Callable[[], nn.Module], step: Step) -> None:
+def test_the_program_for_other_gradients_is_of_the_forward_pass(factory: Callable[[], nn.Module], step: Step) -> None:
     found = []
     for planned in (False, True):
         torch.manual_seed(0)
-        model = make()
+        model = factory()
         if planned:
             lowtide.rematerialize(model, budget="100%", planner="keep-all")
         found.append([])
@@ -130,9 +131,9 @@ def _array() -> tuple[Any, Callable[[], None]]:
     return given, lambda: given.fill(3.0)
 
 
-@pytest.mark.parametrize("make", [_namespace, _array], ids=["object", "array"])
-def test_an_argument_that_was_changed_is_refused(make: Callable[[], tuple[Any, Callable[[], None]]]) -> None:
-    given, change = make()
+@pytest.mark.parametrize("argument", [_namespace, _array], ids=["object", "array"])
+def test_an_argument_that_was_changed_is_refused(argument: Callable[[], tuple[Any, Callable[[], None]]]) -> None:
+    given, change = argument()
     model = _Dropping()
     lowtide.rematerialize(model, budget="100%", planner="keep-all")
     out = model(torch.ones(3, 4), given)
@@ -158,3 +159,43 @@ def test_submodules_that_are_new_are_refused() -> None:
     model.more = nn.Linear(2, 2)
     with pytest.raises(lowtide.ExecutionError, match="submodules have come or gone"):
         out.sum().backward()
+
+
+class _Powers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.factor = nn.Linear(4, 4), nn.Parameter(torch.full((4, 4), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.first(x)
+        for _ in range(4):
+            out = torch.tanh(out @ self.factor) + torch.sin(out)
+        return out.square().sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_other_data_of_a_parameter_in_the_backward_pass(planned: bool) -> None:
+    """Linear layers have views of the former; what multiplies with the parameter itself reads the latter, as in eager."""
+    gradients = []
+    for model in (make(_Powers), make(_Powers)):
+        if planned and gradients:
+            lowtide.rematerialize(model, budget="100%", planner="keep-all")
+        loss = model(torch.ones(3, 4))
+        for each in model.parameters():
+            each.data = torch.ones_like(each)
+        loss.backward()
+        gradients.append([each.grad for each in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("budget, passes", [("100%", 2), ("60%", 1)], ids=["again", "recomputed"])
+def test_other_data_that_would_be_computed_with_again_are_refused(budget: str, passes: int) -> None:
+    model: Any = make(_Powers)
+    x = torch.ones(64, 4)
+    lowtide.rematerialize(model, (x,), budget=budget, planner="greedy")
+    out = model(x)
+    if passes > 1:
+        out.backward(retain_graph=True)
+    model.factor.data = torch.ones(4, 4)
+    with pytest.raises(lowtide.ExecutionError, match="factor was modified in place, or given other data"):
+        out.backward()

@@ -52,10 +52,11 @@ class Lowered:
     names the gradients of the i-th yield after the forward outputs; ``terms`` are, for each gradient, the flat input that it is
     of, and how many terms of the same came before it. ``tangents`` are the values of the gradients that arrive;
     ``random`` tells whether a generator is read. ``reads`` are the flat inputs that the program reads and does not update,
-    ``reads_after`` those of them that its backward pass reads, themselves or views of them, and ``reads_outputs`` the forward
-    outputs that it reads; ``writes`` are the flat inputs that its forward pass updates. ``inner`` are the forward outputs that
-    others are computed from. ``addresses``: where what is allocated goes, if there is an arena: reserved before a pass; whoever
-    resumes the generator ends the latest operator (``AddressTable.end``) when that comes back.
+    ``reads_after`` those of them that its backward pass reads, themselves or views of them, ``reads_again`` those that
+    operators of the forward pass read again in it, and ``reads_outputs`` the forward outputs that it reads; ``writes`` are the
+    flat inputs that its forward pass updates. ``inner`` are the forward outputs that others are computed from. ``addresses``:
+    where what is allocated goes, if there is an arena: reserved before a pass; whoever resumes the generator ends the latest
+    operator (``AddressTable.end``) when that comes back.
     """
 
     program: Program
@@ -67,6 +68,7 @@ class Lowered:
     random: bool
     reads: tuple[int, ...]
     reads_after: tuple[int, ...]
+    reads_again: tuple[int, ...]
     reads_outputs: tuple[int, ...]
     writes: tuple[int, ...]
     inner: tuple[int, ...]
@@ -278,11 +280,12 @@ class _Generator:
             self._drop(self.graph.storages[storage].values)
         self.lines.append("yield out")
 
-    def _reads_after(self, but: Collection[str] = ()) -> set[int]:
-        """What the backward program reads, without operators of the targets ``but``."""
+    def _reads_after(self, but: Collection[str] = (), again: bool = False) -> set[int]:
+        """What the backward program reads, without operators of the targets ``but``; or those of the forward pass alone."""
         steps = self.schedule.steps[self.schedule.boundary :]
         ops = (self.graph.ops[step.op] for step in steps if isinstance(step, Compute))
-        return {value for op in ops if op.target not in but for value in op.inputs}
+        last = self.graph.forward_ops if again else len(self.graph.ops)
+        return {value for op in ops if op.id < last and op.target not in but for value in op.inputs}
 
     def _argument(self, argument: Any) -> str:
         if isinstance(argument, Ref):
@@ -308,7 +311,7 @@ class _Generator:
         filename = f"<lowtide step {next(_FILES)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         exec(compile(source, filename, "exec"), self.namespace)
-        after = self._storages(self._reads_after(but=_AS_IT_IS))
+        after, again = self._storages(self._reads_after(but=_AS_IT_IS)), self._reads_after(again=True)
         # What the program updates itself is read again by operators that do not use its value (see capture.convert).
         updated = self._storages(op.inputs[0] for op in self.graph.ops if op.target == UPDATE_TARGET)
         storages = [(i, self.graph.values[v].storage) for i, v in enumerate(self.program.inputs) if v is not None]
@@ -323,6 +326,7 @@ class _Generator:
             random=any(op.random for op in self.graph.ops),
             reads=(*(i for i, storage in storages if storage not in updated), *self.program.reduced),
             reads_after=(*(i for i, storage in storages if storage in after - updated), *self.program.reduced),
+            reads_again=tuple(i for i, value in enumerate(self.program.inputs) if value in again),
             reads_outputs=tuple(i for i, value in outputs if self.graph.values[value].storage in after),
             writes=tuple(i for i, storage in storages if storage in updated),
             inner=self._inner_outputs(),

@@ -74,6 +74,14 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return own if whole is tensor else own + whole._version
 
 
+def address_of(tensor: torch.Tensor) -> int | None:
+    """Where its data lie; ``None`` where that is in several places, or in others from time to time."""
+    try:
+        return None if type(tensor) is sharded.GatheredForm else tensor.data_ptr()
+    except RuntimeError:  # sparse
+        return None
+
+
 def hooked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Arguments of a call as the hooks on a model that is distributed itself, not in its modules alone, hand them on."""
     if not any(map(is_distributed, model.parameters(recurse=False))):

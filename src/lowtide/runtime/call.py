@@ -15,7 +15,7 @@ from lowtide.errors import ExecutionError
 from lowtide.lower import GradientGroup, Lowered, Step
 from lowtide.memory.arena import AddressTable
 from lowtide.program import generators, layouts
-from lowtide.program.local import has_forms, spec_for, version_of
+from lowtide.program.local import address_of, has_forms, spec_for, version_of
 from lowtide.program.results import GradientMask
 from lowtide.program.sizes import device_of_inputs
 from lowtide.runtime.arriving import expected, place, prepared, wanted
@@ -53,6 +53,7 @@ class ModelCall:
     tangents: list[torch.Tensor] = field(default_factory=list)
     gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     versions: list[int | None] = field(default_factory=list)
+    addresses: list[int | None] = field(default_factory=list)
     output_versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     rng_state: generators.SavedState | None = None
@@ -97,6 +98,7 @@ class ModelCall:
         own = len(outputs) - len(kept)
         self.kept = dict(zip(kept, outputs[own:], strict=True))
         self.versions = [version_of(tensor) for tensor in self.inputs]
+        self.addresses = [address_of(tensor) for tensor in self.inputs]
         self.output_versions = [(outputs[i].detach(), outputs[i]._version) for i in lowered.reads_outputs]
         return outputs[:own]
 
@@ -118,9 +120,10 @@ class ModelCall:
         lowered, updated = self.lowered, self.lowered.program.updated
         updates = self.optimizer is not None and self.optimizer.begin(self, node, updated)
         keeps = bool(updated) and not updates
-        self.superseded = self.superseded and not self._modified(lowered.reads)  # which it could not run again with
+        whole = lowered.reads, lowered.reads
+        self.superseded = self.superseded and not self._changed(*whole)  # which it could not run again with
         again = self.generator is None or self.received or keeps or self.superseded or not expected(lowered, gradients)
-        self._check_unmodified(lowered.reads if again else lowered.reads_after)
+        self._check_unmodified(*(whole if again else (lowered.reads_after, lowered.reads_again)))
         self.gradients.clear()
         self.next_node = 0
         if again:
@@ -219,7 +222,7 @@ class ModelCall:
         before have handed out."""
         if self.rescue is None:
             return None
-        changed = self._modified(lowered.reads)
+        changed = self._changed(lowered.reads, lowered.reads)
         reason = f"{changed} was modified since the forward pass ended" if changed else None
         if self.optimizer is not None and self.optimizer.has_updated(self):
             reason = "parameters have been updated in it already"
@@ -275,18 +278,21 @@ class ModelCall:
                 self._take(restart)
             lowered = restart
 
-    def _modified(self, read: Sequence[int]) -> str:
-        """The names of those of the flat inputs that were written into since the forward pass ended."""
-        changed = [i for i in read if version_of(self.inputs[i]) != self.versions[i] and i not in self.copies]
+    def _changed(self, read: Sequence[int], again: Sequence[int]) -> str:
+        """The names of those of the flat inputs ``read`` that were written into since the forward pass ended, and of those that
+        it is to read ``again`` and that were given other memory. Eager has views of the one that they had."""
+        changed = {i for i in read if version_of(self.inputs[i]) != self.versions[i]}
+        changed |= {i for i in again if address_of(self.inputs[i]) != self.addresses[i]}
         names = self.lowered.program.state_names
-        return ", ".join(names[i][0] if i < len(names) else f"argument {i - len(names)}" for i in changed)
+        found = sorted(changed - self.copies.keys())
+        return ", ".join(names[i][0] if i < len(names) else f"argument {i - len(names)}" for i in found)
 
-    def _check_unmodified(self, read: Sequence[int]) -> None:
-        what = self._modified(read)
+    def _check_unmodified(self, read: Sequence[int], again: Sequence[int]) -> None:
+        what = self._changed(read, again)
         if what or any(tensor._version != version for tensor, version in self.output_versions):
             raise ExecutionError(
-                f"{what or 'an output of the model'} was modified in place between the forward and the backward pass, "
-                "which needs the value it had. Modify it after the backward pass, or modify a clone."
+                f"{what or 'an output of the model'} was modified in place, or given other data, between the forward and "
+                "the backward pass, which needs the value it had. Do that after the backward pass, or modify a clone."
             )
 
 
