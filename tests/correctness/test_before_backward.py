@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lowtide
+from tests.support.beside import assert_as_eager
 from tests.support.training import make
 
 Step = Callable[[nn.Module], torch.Tensor]
@@ -199,3 +200,68 @@ def test_other_data_that_would_be_computed_with_again_are_refused(budget: str, p
     model.factor.data = torch.ones(4, 4)
     with pytest.raises(lowtide.ExecutionError, match="factor was modified in place, or given other data"):
         out.backward()
+
+
+class _Scaling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, model: Any) -> torch.Tensor:
+        ctx.model = model
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _scaled_by(gradient, ctx.model.strength * ctx.model.seen), None
+
+
+_FACTORS = [2.0]
+
+
+def _scaled_by(gradient: torch.Tensor, strength: float) -> torch.Tensor:
+    return gradient * strength * _FACTORS[0]
+
+
+class _Reading(nn.Module):
+    """Its backward pass reads a variable and attributes, one of which the forward pass sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.strength, self.factor, self.seen = nn.Linear(4, 4), 3.0, 1.5, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = len(x)
+        out = _Scaling.apply(torch.tanh(self.first(x)), self) * self.factor  # type: ignore[no-untyped-call]
+        out.register_hook(lambda gradient: gradient * self.strength)
+        return out.square().sum()  # type: ignore[no-any-return]
+
+
+def _weaker(model: Any) -> None:
+    model.strength /= 2
+
+
+def _of_another_factor(model: Any) -> None:
+    _FACTORS[0] /= 2
+
+
+@pytest.mark.parametrize("change", [_weaker, _of_another_factor], ids=["attribute", "variable"])
+def test_what_code_reads_in_the_backward_pass_was_changed_before(
+    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}._FACTORS", [2.0])
+    model = make(_Reading)
+    lowtide.rematerialize(model, (torch.ones(3, 4),), budget="100%", planner="keep-all")
+    model(torch.ones(3, 4)).backward()
+    out = model(torch.ones(3, 4))
+    change(model)
+    with pytest.raises(lowtide.ExecutionError, match="Code reads it in the backward pass"):
+        out.backward()
+
+
+def test_what_code_reads_in_the_forward_pass_alone_may_be_changed_before_the_backward_pass() -> None:
+    def step(model: Any, number: int) -> torch.Tensor:
+        model.zero_grad()
+        out: torch.Tensor = model(torch.ones(3 + number // 2, 4))
+        model.factor /= 2
+        out.backward()
+        return out
+
+    assert_as_eager(_Reading, step)

@@ -25,7 +25,7 @@ def flat_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any] | None, state: Sequence[torch.Tensor] = ()
 ) -> tuple[list[torch.Tensor], Any]:
     """The call's distinct tensors beside those of the model's ``state``, of distributed ones the forms; and the structure that
-    ``call_of`` takes."""
+    ``rebuilt`` takes."""
     if isinstance(args, (torch.Tensor, str)) or not isinstance(args, Sequence):
         raise PlanError(
             f"args is a {type(args).__name__}, but stands for all positional arguments of the model: give a tuple, say (x,)."
@@ -43,7 +43,7 @@ def _flat(tree: Any, state: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor],
     return structure.distinct([form_of(tensor) for tensor in tensors], arguments, state)
 
 
-def call_of(
+def rebuilt(
     arguments: Any, state: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """``(args, kwargs)`` of such a call of these ``tensors``, which get what belongs to them."""

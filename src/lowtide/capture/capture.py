@@ -29,7 +29,7 @@ from lowtide.capture.python_state.counters import Readers
 from lowtide.capture.python_state.external_effects import hooks_kept
 from lowtide.capture.python_state.guards import Guards
 from lowtide.capture.python_state.held_inputs import HeldInputs, inputs_at
-from lowtide.capture.python_state.paths import AttributePath, sharing
+from lowtide.capture.python_state.paths import AttributePath, leaf, sharing
 from lowtide.capture.python_state.random_numbers import RandomNumbers, RandomRecorder
 from lowtide.capture.python_state.reads import Read
 from lowtide.capture.refusals import (
@@ -226,7 +226,9 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.Graph
     count = len(inputs) - len(held)
     followed = HeldInputs(trace.held_inputs.places, frozenset(i for i in range(len(held)) if count + i not in read))
     expected = tuple(trace.traced.expectations.answers)
-    conditions = Conditions(trace.questions, guards, trace.draws, followed, written, expected)
+    names = trace.traced.late.difference(map(leaf, (*run.changes.plain, *run.changes.tensors)))
+    late = tuple(read for read in guards[0].reads if read.name in names)
+    conditions = Conditions(trace.questions, guards, trace.draws, followed, written, expected, late)
     left = settings, trace.traced.counted(), run.buffers
     return Captured(program, Contract(run.result, conditions, effects, *left, run.specs))
 

@@ -31,7 +31,8 @@ from lowtide.program.local import formed
 class Conditions:
     """What a program depends on beside the layouts of its inputs: the answers to ``questions`` about their values, what the
     model is like, in one of several ways (``guards``), and what Python and NumPy draw. ``written``: flat inputs that it writes
-    into, whose memory no other input may share. ``expected``: how checks of values go, which the program looks at itself."""
+    into, whose memory no other input may share. ``expected``: how checks of values go, which the program looks at itself.
+    ``late``: what code reads in the backward pass, which must be the same when that comes."""
 
     questions: tuple[Any, ...] = ()
     guards: tuple[Guards, ...] = (Guards(),)
@@ -39,6 +40,7 @@ class Conditions:
     held_inputs: HeldInputs = field(default_factory=HeldInputs)
     written: frozenset[int] = frozenset()
     expected: tuple[bool, ...] = ()
+    late: tuple[Read, ...] = ()
 
     def hold(self, modules: Sequence[nn.Module], inputs: list[torch.Tensor], memo: dict[int, Any]) -> bool:
         """Whether a call now has this program. ``modules``: all of the model's, itself first; ``inputs``: flat, without those
@@ -70,6 +72,10 @@ class Conditions:
     def changed(self, model: nn.Module) -> str:
         """In words, what of the model is not as it has to be."""
         return "" if self.fit(list(model.modules())) else self.guards[-1].broken(model)
+
+    def changed_since(self) -> str:
+        """In words, what code that runs in the backward pass would find to be another one than in the forward pass."""
+        return next((text for text, _ in self.guards[0].changed(self.late)), "")
 
     def other_tensors(self, model: nn.Module) -> set[AttributePath]:
         """Attributes whose tensors are not those that they have to be."""

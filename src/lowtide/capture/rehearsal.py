@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.capture.arguments import call_of
+from lowtide.capture.arguments import rebuilt
 from lowtide.capture.copies import copy_without_data
 from lowtide.capture.python_state import attribute_effects, counters
 from lowtide.capture.python_state.counters import Readers
@@ -80,7 +80,7 @@ def rehearse(
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in wholes[count:]]
         called, before = RehearsedCall(wholes[:count], len(state.tensors), inputs), attribute_effects.snapshot(clone)
         hooks = hooks_in(clone)
-        args, kwargs = call_of(traced.arguments, wholes[: len(state.tensors)], inputs)
+        args, kwargs = rebuilt(traced.arguments, wholes[: len(state.tensors)], inputs)
         outer, variables = ExternalEffects(clone, (*args, *kwargs.values())), counters.as_now(outside)
         mode.expectations.begin()
         with as_traced(), untouched(), traced.caches.without_fakes(), outer, mode:

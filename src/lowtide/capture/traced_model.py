@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.capture.arguments import call_of, put_on, refuse_marks
+from lowtide.capture.arguments import put_on, rebuilt, refuse_marks
 from lowtide.capture.copies import State, copy_without_data
 from lowtide.capture.gradient_mask import fits, guess_mask
-from lowtide.capture.python_state import attribute_effects, backward_effects, process, random_numbers, twice
+from lowtide.capture.python_state import attribute_effects, backward_effects, late, process, random_numbers, twice
 from lowtide.capture.python_state.buffer_effects import (
     MadeBuffer,
     declared_buffers,
@@ -124,6 +124,7 @@ class TracedModel:
         self.expectations = expectations
         self.call, self.held, self.assigned, self.recorder, self.numbers = call, held, assigned, recorder, numbers
         self.reads, self.latest_reads = Reads(), Reads()
+        self.late = set[str]()  # names of what code reads in the backward pass
         self.placed: dict[int, Any] = {}  # how the gradients of distributed inputs lie
         self._keep_casts = torch.is_autocast_cache_enabled()  # the tracer switches that off
         self._call = nn.Module.__call__  # which the tracer changes, too
@@ -183,6 +184,7 @@ class TracedModel:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self._end_run()
+        self._backward.enter_context(late.named(self.late))
         self.expectations.begin()
         self._modules.add(nn.Module)
         names = self.call.state.names
@@ -197,7 +199,7 @@ class TracedModel:
         before = attribute_effects.snapshot(model)
         hooks = hooks_in(model)
         self.latest_reads = Reads()
-        args, kwargs = call_of(self.call.arguments, state, given)
+        args, kwargs = rebuilt(self.call.arguments, state, given)
         wanting, marks = [tensor.requires_grad for tensor in tensors], list(map(put_on, wholes))
         with standing_in(self.numbers, copies) as standing:
             noting = self.latest_reads, self._modules, standing

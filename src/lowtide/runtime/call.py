@@ -39,8 +39,8 @@ class ModelCall:
     comes to it and when it leaves it.
     ``rescue`` lowers the plan where memory runs out. A backward program that began again has other groups of gradients than the
     nodes: ``ends[i]`` of them must have run for the i-th node, and ``ran`` have. ``arrived``: the gradients of the outputs, for
-    that. ``next_node`` is the one that a backward pass comes to next. ``copied``: see ``runtime.changing``. ``superseded``:
-    whether its gradients are to leave in terms, see ``runtime.waiting``.
+    that. ``next_node`` is the one that a backward pass comes to next. ``copied``: see ``runtime.changing``;
+    ``late``: see ``runtime.step``. ``superseded``: whether its gradients are to leave in terms, see ``runtime.waiting``.
     """
 
     begun: ClassVar[int] = 0  # forward passes by plans, in this process
@@ -62,6 +62,7 @@ class ModelCall:
     optimizer: UpdatingOptimizer | None = None
     copied: Copied = ((), None)
     copies: dict[int, torch.Tensor] = field(default_factory=dict)
+    late: Callable[[], str] | None = None
     rescue: Rescue | None = None
     rescues: int = 0
     superseded: bool = False
@@ -114,6 +115,12 @@ class ModelCall:
         """
         if self.on_backward is not None:
             self.on_backward()
+        changed = "" if self.late is None else self.late()
+        if changed:
+            raise ExecutionError(
+                f"{changed}, but was another one in the forward pass. Code reads it in the backward pass (that of an autograd "
+                "function, or a hook), which in a planned call has done so before. Change it after the backward pass."
+            )
         copied, note = self.copied
         if note is not None:
             note([i for i in copied if version_of(self.inputs[i]) != self.versions[i]])

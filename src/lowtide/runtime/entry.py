@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lowtide.capture import Captured
-from lowtide.capture.arguments import call_of, flat_arguments
+from lowtide.capture.arguments import flat_arguments, rebuilt
 from lowtide.capture.contract import Conditions
 from lowtide.capture.copies import model_state
 from lowtide.capture.python_state import attribute_effects
@@ -98,7 +98,7 @@ class KeptSample:
 
     def on(self, model: nn.Module) -> Sample:
         """The call, with the parameters and buffers of now where they are arguments."""
-        return Sample(*call_of(self.arguments, model_state(model).registered, self.tensors))
+        return Sample(*rebuilt(self.arguments, model_state(model).registered, self.tensors))
 
     @property
     def is_as_given(self) -> bool:

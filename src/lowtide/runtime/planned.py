@@ -181,7 +181,8 @@ class Planned(Programs):
 
         copied = self.changing.copied(entry, inputs, self.model, self.shares_budget)
         noted = functools.partial(self.changing.note, entry) if copied else None
-        return run(entry.lowered, inputs, for_mask, self.terms_from, self.optimizer, self.rescue, (copied, noted))
+        late = entry.conditions[0].changed_since if entry.conditions[0].late else None
+        return run(entry.lowered, inputs, for_mask, self.terms_from, self.optimizer, self.rescue, (copied, noted), late)
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Entry | None:
         """The planned program for this call, made now if it is new; ``None`` where there is to be none."""

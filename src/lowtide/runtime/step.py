@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -91,15 +91,17 @@ def run(
     optimizer: UpdatingOptimizer | None = None,
     rescue: Rescue | None = None,
     copied: Copied = ((), None),
+    late: Callable[[], str] | None = None,
 ) -> list[torch.Tensor]:
     """Forward outputs of the program on the flat ``inputs``, linked to them in the autograd graph. ``terms_from``: the flat
     input from which on gradients leave as the terms of their sums. ``rescue`` lowers the plan where memory runs out.
-    ``copied``: which inputs are copied, and whom to tell which of them have been written into before the backward pass."""
+    ``copied``: which inputs are copied, and whom to tell which of them have been written into before the backward pass.
+    ``late`` says what code would find changed that eager runs in the backward pass."""
     rescues = 0
     while True:
         nodes, device_type = _nodes(lowered, inputs, terms_from), device_of_inputs(inputs).type
         call = ModelCall(lowered, for_mask, list(inputs), nodes, device_type, optimizer=optimizer, copied=copied)
-        call.rescue, call.rescues = rescue, rescues
+        call.rescue, call.rescues, call.late = rescue, rescues, late
         try:
             return _linked(call, inputs)
         except UnexpectedValueError:

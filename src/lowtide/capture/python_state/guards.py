@@ -8,7 +8,7 @@ some ten nanoseconds a value.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,17 +118,21 @@ class Guards:
 
     def _broken(self, modules: Sequence[nn.Module]) -> Iterator[tuple[str, Read | None]]:
         yield from ((text, None) for text in _rewired(self.wiring, modules))
-        met = Met()
-        for read in self.reads:
-            value = current(*read[:3])
-            if not _same(self.contents, read.value, value, met):
-                yield f"{read.text}{self._difference(read.value, value)}", read
+        yield from self.changed(self.reads)
         for module, parts in self.hidden:
             if not identical(parts, put_together(module)):
                 yield f"{type(module).__name__} has other parameters, buffers, hooks or submodules", None
         for file, state in self.files.items():
             if file.state() != state:
                 yield f"the file {file.path} is another one", None
+
+    def changed(self, reads: Iterable[Read]) -> Iterator[tuple[str, Read]]:
+        """Those of its ``reads`` that would find other values, and in words which."""
+        met = Met()
+        for read in reads:
+            value = current(*read[:3])
+            if not _same(self.contents, read.value, value, met):
+                yield f"{read.text}{self._difference(read.value, value)}", read
 
     def _difference(self, kept: Any, value: Any) -> str:
         """In words, where in two values that are not the same the difference lies."""
