@@ -135,16 +135,18 @@ def test_results_are_as_in_eager(sharing: str) -> None:
             assert (places[0][0] == places[0][1]) == (places[1][0] == places[1][1])
 
 
-def test_a_write_into_a_view_reaches_the_others() -> None:
+@pytest.mark.parametrize(("written", "read"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize("sharing", ["a row", "a row before", "two views"])
+def test_a_write_into_one_result_reaches_the_others(sharing: str, written: int, read: int) -> None:
     torch.manual_seed(0)
-    plain = _Model("a row", False)
+    plain = _Model(sharing, False)
     model, x = copy.deepcopy(plain), torch.randn(4, 16)
     lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all")
     for _ in range(2):
         for one in (plain, model):
-            h, row = one(x)
-            row.mul_(2)
-            _weighted(h).backward()
+            results = one(x)
+            results[written].mul_(2)
+            _weighted(results[read]).backward()
     for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, its.grad)  # type: ignore[arg-type]
 

@@ -305,8 +305,15 @@ class ModelCall:
 
 def call_of(outputs: Sequence[torch.Tensor]) -> ModelCall | None:
     """The one that returned these; ``None`` where none of them has a gradient."""
-    calls = (getattr(output.grad_fn, "call", None) for output in outputs)
-    return next((call for call in calls if isinstance(call, ModelCall)), None)
+    return next((call for call in map(maker_of, outputs) if isinstance(call, ModelCall)), None)
+
+
+def maker_of(tensor: torch.Tensor) -> Any:
+    """The call that returned it, if one did: views are aliases of what its node returned."""
+    node = tensor.grad_fn
+    if node is not None and node.name() == "AliasBackward0":
+        node = node.next_functions[0][0]
+    return getattr(node, "call", None)
 
 
 def resumed(generator: Step) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from lowtide.runtime.call import ModelCall
+from lowtide.runtime.call import ModelCall, maker_of
 from lowtide.runtime.entry import Entry
 from lowtide.runtime.planned import Planned
 
@@ -50,8 +50,8 @@ def gradients_of(
     makers = {id(call): one.key for one in ran if (call := one.call()) is not None}
     graph, sizes = entry.program.graph, entry.plan.costs.storage_bytes
     for position, value in dict(reversed(entry.program.gradients)).items():  # one of the terms of each
-        made_by = inputs[position].grad_fn
-        owner = id(inputs[position]) if made_by is None else makers.get(id(getattr(made_by, "call", None)))
+        tensor = inputs[position]
+        owner = id(tensor) if tensor.grad_fn is None else makers.get(id(maker_of(tensor)))
         yield int(sizes[graph.values[value].storage]), owner
 
 

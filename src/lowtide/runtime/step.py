@@ -130,8 +130,10 @@ def _linked(call: ModelCall, inputs: Sequence[torch.Tensor]) -> list[torch.Tenso
     outputs: list[torch.Tensor] = list(OutputNode.apply(call, fixed, token))  # type: ignore[no-untyped-call]
     for result in program.results:
         if result.returned is not None and result.view is not None:
-            # Views of a function's outputs may not be written into.
+            # Views of a function's outputs may not be written into, nor may what they are views of, but for the first one's.
             _set_creation_meta(outputs[result.returned], CreationMeta.DEFAULT)
+            if result.requires_grad and result.returned > 0:
+                outputs[result.returned] = torch.ops.aten.alias.default(outputs[result.returned])
     for index in call.lowered.inner:
         refuse_hooks(outputs[index])
     return outputs
