@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import weakref
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import lowtide
+from tests.support.beside import assert_as_eager
 from tests.support.networks import WithLoss, perceptron, rows
 from tests.support.records import assert_same_records, run_training, training_step
 from tests.support.training import compare_training, make, prepared
@@ -220,3 +222,22 @@ def test_inputs_are_let_go_when_their_gradients_are_made() -> None:
     loss.backward()
     assert alive() is None
     assert loss.grad_fn is not None
+
+
+def _swapping_step(model: Any, number: int) -> torch.Tensor:
+    """``swap_tensors`` refuses tensors that weak references are left of, in garbage too."""
+    if number == 2:
+        torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.ones(4, 4)))
+    model.zero_grad()
+    out: torch.Tensor = model(torch.ones(3, 4))
+    out.sum().backward()
+    return out
+
+
+def test_parameters_are_swapped() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        assert_as_eager(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()), _swapping_step)
+    finally:
+        gc.enable()

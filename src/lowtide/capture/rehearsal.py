@@ -112,6 +112,7 @@ def rehearse(
             "call. Change that outside of the forward pass and pass it as a tensor, keep it in a buffer "
             "(self.register_buffer(...), self.steps.add_(1)), or run the model under lowtide.online."
         )
+    mode.forget_values()
     return _effects(calls, compared, readers)
 
 

@@ -66,7 +66,9 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._depth = 0  # of operators that their fake kernels are made of
 
     def forget_values(self) -> None:
-        """Free the known values: fake tensors of a finished trace wait in reference cycles for Python's collector."""
+        """Free the known values, and weak references to real tensors, which cannot be swapped as long as there are any: what a
+        finished trace made waits in reference cycles for Python's collector."""
+        self.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
         for ref in self._answering:
             fake = ref()
             if fake is not None and hasattr(fake, "_lowtide_known"):
