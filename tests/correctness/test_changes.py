@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
+from tests.support.beside import assert_as_eager
 
 
 class _Slotted:
@@ -545,3 +546,32 @@ def test_arrays_among_the_arguments() -> None:
     lowtide.rematerialize(model, (x, masks[0]), budget="100%", planner="greedy")
     for mask in masks:
         assert torch.equal(model(x, mask), plain(x, mask))
+
+
+def _doubling(module: Any, args: Any, *others: Any) -> torch.Tensor:
+    """Registered to take keyword arguments, it is given them before the result."""
+    result: torch.Tensor = others[-1]
+    return result * (2 if len(others) == 1 else 3)
+
+
+def _hooked_step(model: Any, number: int, with_kwargs: bool) -> torch.Tensor:
+    hook = model[0].register_forward_hook(_doubling, with_kwargs=with_kwargs)
+    model.zero_grad()
+    out: torch.Tensor = model(torch.ones(3, 4)).square().sum()
+    out.backward()
+    hook.remove()
+    return out
+
+
+def _hookable() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
+def test_a_hook_that_is_registered_in_each_step_takes_no_capture(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="lowtide"):
+        assert_as_eager(_hookable, lambda model, number: _hooked_step(model, number, with_kwargs=False), steps=6)
+    assert not [text for text in caplog.messages if "captured again" in text]
+
+
+def test_whether_a_hook_takes_keyword_arguments_is_noticed() -> None:
+    assert_as_eager(_hookable, lambda model, number: _hooked_step(model, number, with_kwargs=number % 3 == 1), steps=6)

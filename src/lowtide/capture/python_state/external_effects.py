@@ -39,12 +39,14 @@ _STORES_GLOBAL, _STORES_OUTSIDE = dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_DE
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """All forward and backward hooks of a module, and a forward method of its own: where plans run in its place, that one."""
+    """All forward and backward hooks of a module, with whether they take keyword arguments, and a forward method of its own:
+    where plans run in its place, that one."""
     own = module.__dict__
     forward: Any = own.get("forward")
     while getattr(type(forward), "_lowtide_runtime", False):
         forward = forward.original_forward if forward.had_instance_forward else None
-    return (*(hook for name in HOOKS if own[name] for hook in own[name].values()), forward)
+    filled = [(own[name], own.get(f"{name}_with_kwargs", ())) for name in HOOKS if own[name]]
+    return (*(part for hooks, flags in filled for key, hook in hooks.items() for part in (hook, key in flags)), forward)
 
 
 def hooks_in(model: nn.Module) -> list[tuple[Any, ...]]:

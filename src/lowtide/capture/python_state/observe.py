@@ -136,8 +136,8 @@ class Observer:
     def _reach_hooks(self, seen: nn.Module, original: nn.Module, text: str) -> None:
         for registry in FORWARD_HOOKS:
             hooks, copied = ((own_attributes(one) or {})[registry] for one in (original, seen))
-            for key, hook in hooks.items():
-                self.reads.note("item", hooks, key, hook, f"{text}'s hook")
+            for number, (key, hook) in enumerate(hooks.items()):  # registered anew, it has another key
+                self.reads.note("place", hooks, str(number), hook, f"{text}'s hook")
                 self._reach(copied.get(key, hook), hook, f"{text}'s hook")
 
     def _drain(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lowtide.capture.python_state.compared import Comparisons
-from lowtide.capture.python_state.external_effects import HOOKS
+from lowtide.capture.python_state.external_effects import HOOKS, hooks_of
 from lowtide.capture.python_state.files import File
 from lowtide.capture.python_state.reads import Contents, Read, put_together
 from lowtide.program.keys import tensor_key
@@ -88,7 +88,12 @@ class Unchanged:
         """Classes, children in their order, and hooks; the model's own are around its planned forward."""
         inner = modules[1:]
         registries = [module._modules for module in modules]
-        registries += [vars(module)[name] for module in inner for name in HOOKS]
+        for module in inner:
+            hooks = [vars(module)[name] for name in HOOKS]
+            if any(hooks):
+                self._items.append((hooks_of, (module,), hooks_of(module)))
+            else:
+                registries += hooks
         filled: list[Any] = [registry for registry in registries if registry]
         self._empty = [registry for registry in registries if not registry]
         self._items.append((_values, tuple(filled), _values(*filled)))
