@@ -33,3 +33,14 @@ def test_operators_are_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatc
 def test_other_operators_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(refused.REFUSED, "aten::roll.dims", "is another overload")
     capture(_Rolling(), (torch.randn(3, 4),))
+
+
+def _with_compiled(compiled: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), compiled, nn.Linear(8, 4), _Rolling())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_modules_with_parameters_are_refused_for_that() -> None:
+    with pytest.raises(lowtide.CaptureError, match=r"module '1' is compiled \(torch.jit\) and has parameters"):
+        capture(_with_compiled(torch.jit.script(nn.Linear(8, 8))), (torch.randn(3, 4),))
+    capture(_with_compiled(torch.jit.script(nn.GELU())), (torch.randn(3, 4),))

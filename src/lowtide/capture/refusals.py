@@ -47,6 +47,11 @@ def check(model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
                 f"module {name or type(model).__name__!r} has sparse gradients (sparse=True), which a plan cannot hold. Create "
                 "it with sparse=False, or run the model under lowtide.online."
             )
+        if isinstance(module, torch.jit.ScriptModule) and [*module.parameters(), *module.buffers()]:
+            raise CaptureError(
+                f"module {name or type(model).__name__!r} is compiled (torch.jit) and has parameters or buffers, which "
+                "compiled code reads where no capture sees it. Use the module that it was compiled from."
+            )
         if name and (module._backward_hooks or module._backward_pre_hooks):
             raise CaptureError(
                 f"submodule {name!r} has backward hooks, which a planned backward pass cannot call. Put them on the model "
