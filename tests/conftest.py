@@ -1,5 +1,5 @@
 """Settings that must stand before torch is imported, what the marks ``gpu`` and ``slow`` mean, a heap that is quick to walk,
-costs that are quick to measure."""
+costs that are quick to measure, plans that are quick to find."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lowtide.solve.auto import Auto
 from tests.support import wide
 
 # Tests are of planners as they are, not of plans made before.
@@ -54,4 +55,17 @@ def _warm_caches() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "_sweep_buffer", lambda: np.zeros(1, dtype=np.int64))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def brief_searches() -> Iterator[None]:
+    """Where no effort is asked for, the first plan that fits is taken, and nothing searches for a better one in the background.
+
+    How well plans are searched for is tested where this is overridden: elsewhere it is their execution that matters, and it
+    has to be right for all of them. With the slow tests, all searches are as long as they are by default.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not wide.is_wide():
+            patch.setattr(Auto.__init__, "__defaults__", (0, *Auto.__init__.__defaults__[1:]))
         yield

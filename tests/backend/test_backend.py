@@ -18,11 +18,12 @@ from torch import nn
 import lowtide
 from lowtide.backend import backend
 from lowtide.backend.compile import _BUDGETS, SharingGraph, shared_budget
+from tests.support.training import QUICK
 
 # Dynamo looks at .grad of what one graph hands to the next.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
-PLANNER = "auto{effort=1}"
+PLANNER = QUICK
 ROWS, WIDTH = 256, 32
 
 

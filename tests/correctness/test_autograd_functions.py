@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import lowtide
 from tests.support.stepping import LeftBehind, assert_same, steps
+from tests.support.training import QUICK
 
 WIDTH = 64
 _SAMPLE = torch.zeros(8, 32, WIDTH)
@@ -279,7 +280,7 @@ def _compare(function: Function, share: float) -> tuple[nn.Module, float]:
     expected = _steps(plain)
     budget = int(share * max(peak for _, _, peak in expected))
     _forgotten()
-    lowtide.rematerialize(model, (_SAMPLE,), budget=budget, planner="auto{effort=1}")
+    lowtide.rematerialize(model, (_SAMPLE,), budget=budget, planner=QUICK)
     found = _steps(model)
     assert_same(expected, found)
     return model, found[-1][2] / budget

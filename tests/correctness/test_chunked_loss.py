@@ -17,7 +17,7 @@ import lowtide
 from lowtide.cli.main import main
 from lowtide.planning.chunked import ChunkedLoss
 from tests.support.records import relative_difference
-from tests.support.training import compare_training, make
+from tests.support.training import QUICK, compare_training, make
 
 CLASSES, WIDTH, BATCH, LENGTH = 90, 12, 4, 25
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -211,7 +211,7 @@ def test_the_peak_falls_by_what_logits_take() -> None:
     assert least[1] < logits // 4 + 3 * 4 * width * classes
     (outcome,) = compare_training(
         lambda: Projection(width, classes), inputs, budgets=(least[1],), tolerance=2e-6, chunked_loss=True,
-        planner="auto{effort=1}",
+        planner=QUICK,
     )  # fmt: skip
     assert outcome.measured_bytes == lowtide.plans(outcome.model)[0].peak_bytes
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import lowtide
 from lowtide.ir.graph import OPTIMIZER_TARGET
 from tests.support.networks import WithLoss
+from tests.support.training import QUICK
 
 WIDTH = 32
 Make = Callable[[nn.Module], optim.Optimizer]
@@ -574,7 +575,7 @@ def test_no_budget_is_out_of_reach_because_of_updates(caplog: pytest.LogCaptureF
         return model, _sgd(model)
 
     x = torch.randn(2, 4, 16, 16)
-    planner: dict[str, Any] = {"planner": "auto{effort=1}", "planning": "wait"}
+    planner: dict[str, Any] = {"planner": QUICK, "planning": "wait"}
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
         lowtide.rematerialize(made()[0], (x,), budget=1000, **planner)
     plain, planned = made(), made()

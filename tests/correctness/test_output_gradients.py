@@ -12,7 +12,7 @@ import lowtide
 from lowtide.capture import capture
 from tests.support.networks import BATCH, generator, perceptron, rows
 from tests.support.records import Step
-from tests.support.training import compare_training
+from tests.support.training import QUICK, compare_training
 
 _GRADIENT = torch.randn(BATCH, 32, generator=generator(77))
 _GRADIENTS = {
@@ -78,7 +78,7 @@ def test_output_gradient_that_becomes_a_parameter_gradient(name: str) -> None:
         assert torch.equal(given, before), "the parameter's gradient shares memory with the caller's"
         return y
 
-    options = {"budgets": ("60%",), "planner": "auto{effort=1}"}  # greedy meets that with some measured times only
+    options = {"budgets": ("60%",), "planner": QUICK}  # greedy meets that with some measured times only
     compare_training(_Linear, rows(requires_grad=True), step=step, check_peak=False, **options)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import lowtide
 from lowtide.capture import capture
-from tests.support.training import make
+from tests.support.training import QUICK, make
 from tests.support.wide import pairs
 
 
@@ -304,7 +304,7 @@ def test_losses_that_own_more_than_their_element(loss: Callable[..., torch.Tenso
     model(x).backward()
     expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
-    lowtide.rematerialize(model, (x,), budget=budget, planner="auto{effort=1}")
+    lowtide.rematerialize(model, (x,), budget=budget, planner=QUICK)
     (plan,) = lowtide.plans(model)
     measured = lowtide.measure(lambda: model(x).backward()).peak_bytes
     assert measured == plan.peak_bytes <= plan.budget_bytes

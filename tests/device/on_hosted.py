@@ -29,6 +29,7 @@ from lowtide.offload.host import HostMemory
 from lowtide.runtime.moving_states import AwayState
 from tests.device import hosted
 from tests.support.leases import let_go_inside_a_lease
+from tests.support.training import QUICK
 
 hosted.register()
 
@@ -456,7 +457,7 @@ def test_a_device_with_less_than_the_budget(name: str, where: str, caplog: pytes
     """The pass runs again within what it held and what was free, by the device's own generator; a further step fits at once."""
     model, x = case(name)
     expected = trained(copy.deepcopy(model), x)
-    budgeted = lowtide.rematerialize(copy.deepcopy(model), (x,), budget="90%", planner="auto{effort=1}")
+    budgeted = lowtide.rematerialize(copy.deepcopy(model), (x,), budget="90%", planner=QUICK)
     (before,) = lowtide.plans(budgeted)
     if where == "forward":
         room = int(0.7 * before.peak_bytes)

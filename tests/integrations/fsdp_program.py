@@ -28,9 +28,10 @@ from lowtide.program.sharded import Gather
 from tests.integrations.launch import say
 from tests.integrations.scenarios import perform
 from tests.integrations.tp_program import BATCH, LENGTH, VOCABULARY, Llama, parallel
+from tests.support.training import QUICK
 
 SHAPE = Shape(layers=4, width=64, heads=2, context=64, batch=4)
-_PLANNER = "auto{effort=1}"
+_PLANNER = QUICK
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from lowtide.ir.graph import GATHER_TARGET, REDUCE_TARGET
 from lowtide.units import format_bytes
 from tests.integrations.launch import ranks_of, torchrun
 from tests.integrations.trainers import gpt2, text
+from tests.support.training import QUICK
 
 _PROGRAM = "tests.integrations.fsdp_program"
 
@@ -86,7 +87,7 @@ def step(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
 def test_a_plan_gathers_and_reduces() -> None:
     """The program's own operators, counted with all that they make; losses and gradients are those of FSDP2."""
     model, reference, rows = sharded(), sharded(), text(4).columns["input_ids"]
-    lowtide.rematerialize(model, (), {"input_ids": rows, "labels": rows}, budget="40%", planner="auto{effort=1}")
+    lowtide.rematerialize(model, (), {"input_ids": rows, "labels": rows}, budget="40%", planner=QUICK)
     (plan,) = lowtide.plans(model)
     targets = [op.target for op in plan.graph.ops]
     assert targets.count(GATHER_TARGET) == targets.count(REDUCE_TARGET) == len(model.transformer.h) + 1
@@ -115,7 +116,7 @@ def test_a_total_budget_counts_shards() -> None:
 def test_shards_that_are_written_between_the_passes() -> None:
     """A backward pass that would gather other values says so."""
     model, rows = sharded(), text(4).columns["input_ids"]
-    lowtide.rematerialize(model, (), {"input_ids": rows, "labels": rows}, budget="40%", planner="auto{effort=1}")
+    lowtide.rematerialize(model, (), {"input_ids": rows, "labels": rows}, budget="40%", planner=QUICK)
     loss = model(input_ids=rows, labels=rows).loss
     with torch.no_grad():
         next(model.parameters()).mul_(2)
@@ -134,7 +135,7 @@ def test_hooks_on_blocks_and_on_the_root() -> None:
     for one in (model, reference):
         one.transformer.h[0].register_forward_hook(doubled)
     before = [dict(hooks) for hooks in (model._forward_pre_hooks, model._forward_hooks)]
-    lowtide.rematerialize(model, (), {"input_ids": rows, "labels": rows}, budget="50%", planner="auto{effort=1}")
+    lowtide.rematerialize(model, (), {"input_ids": rows, "labels": rows}, budget="50%", planner=QUICK)
     assert torch.equal(step(model, rows), step(reference, rows))
     lowtide.restore(model)
     assert [dict(hooks) for hooks in (model._forward_pre_hooks, model._forward_hooks)] == before
@@ -145,7 +146,7 @@ def test_hooks_on_blocks_and_on_the_root() -> None:
 def test_sharded_after_it_was_rematerialized() -> None:
     """As trainers do: the plan of its first call, inside of FSDP2's own hooks, is that of the sharded model."""
     reference, rows = sharded(), text(4).columns["input_ids"]
-    model = lowtide.rematerialize(gpt2(), budget="40%", planner="auto{effort=1}")
+    model = lowtide.rematerialize(gpt2(), budget="40%", planner=QUICK)
     for block in model.transformer.h:
         fully_shard(block)
     fully_shard(model)

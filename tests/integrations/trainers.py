@@ -14,10 +14,11 @@ from torch import nn
 import lowtide
 from lowtide.demo.gpt2 import Shape, build_model, draw_batches, load_corpus
 from lowtide.integrations.transformers import LowtideCallback
+from tests.support.training import QUICK
 
 SHAPE = Shape(layers=3, width=64, heads=2, context=64, batch=4)
 BUDGET = "40%"
-PLANNER = "auto{effort=1}"
+PLANNER = QUICK
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

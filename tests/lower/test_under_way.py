@@ -22,6 +22,7 @@ from lowtide.runtime.placed import lowered
 from lowtide.solve.moving.early import improved
 from lowtide.solve.moving.placing import place_transfers
 from tests.support.networks import WithLoss
+from tests.support.training import QUICK
 
 
 class Collective:
@@ -67,7 +68,7 @@ def test_bits_and_peaks(budget: str) -> None:
     model = WithLoss(nn.Sequential(*layers))
     eager = copy.deepcopy(model)
     args = (torch.randn(128, 32),)
-    lowtide.rematerialize(model, args, budget=budget, planner="auto{effort=1}")
+    lowtide.rematerialize(model, args, budget=budget, planner=QUICK)
     ((entry,),) = _planned(model).entries.values()
     plan, program = entry.plan, entry.program
 

@@ -17,6 +17,7 @@ import lowtide
 from lowtide.memory import cpu_allocator
 from lowtide.memory.allocators import PeakWindow, reserved_meter
 from lowtide.memory.arena import AddressTable, Arena
+from tests.support.training import QUICK
 
 COUNTER = cpu_allocator.install()
 pytestmark = pytest.mark.skipif(COUNTER is None, reason="this build of PyTorch takes no allocator in front of its own")
@@ -134,7 +135,7 @@ def test_all_that_is_planned_lies_in_the_arena(make: Callable[[], nn.Module]) ->
 
 @pytest.mark.parametrize("percent", [50, 65, 80])
 def test_the_budget_is_for_addresses(percent: int) -> None:
-    model = _planned(_transformer(), f"{percent}%", planner="auto{effort=1}")
+    model = _planned(_transformer(), f"{percent}%", planner=QUICK)
     (plan,) = lowtide.plans(model)
     assert plan.peak_bytes <= plan.reserved_bytes <= plan.budget_bytes
 

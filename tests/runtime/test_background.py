@@ -30,6 +30,11 @@ BUDGET = "50%"
 STEP = training_step(scalar_loss)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def brief_searches() -> None:
+    """Searches that go on."""
+
+
 def _network(blocks: int = 5) -> nn.Module:
     """With dropout, and so many operators that the first plan is not the best."""
 

@@ -17,6 +17,7 @@ from lowtide.pipeline import in_flight_planners, program_costs
 from lowtide.planning import Plan
 from lowtide.settings import Settings
 from lowtide.sharing.in_flight import plan_in_flight
+from tests.support.training import QUICK
 
 
 def blocks() -> nn.Module:
@@ -31,9 +32,7 @@ BATCHES = torch.randn(4, 64, 32).unbind()
 
 
 def planned(budget: int | str, in_flight: int, **options: Any) -> tuple[nn.Module, Plan]:
-    model = lowtide.rematerialize(
-        blocks(), (SAMPLE,), budget=budget, in_flight=in_flight, planner="auto{effort=1}", **options
-    )
+    model = lowtide.rematerialize(blocks(), (SAMPLE,), budget=budget, in_flight=in_flight, planner=QUICK, **options)
     (plan,) = lowtide.plans(model)
     return model, plan
 

@@ -18,7 +18,7 @@ from lowtide.solve.milp.stages import StageModel
 from lowtide.solve.model.compact import compact
 from tests.solve.brute_force import brute_force
 from tests.solve.small_graphs import chain, small_graph
-from tests.support.wide import is_wide
+from tests.support.wide import is_wide, seeds
 
 pytest.importorskip("highspy")
 
@@ -51,7 +51,7 @@ def agrees(seed: int, ops: int, planner: str) -> None:
             assert solution.peak_bytes <= budget
 
 
-@pytest.mark.parametrize("first", range(0, 300, 50))
+@pytest.mark.parametrize("first", range(0, seeds(100, 300).stop, 50))
 def test_the_full_form_equals_brute_force(first: int) -> None:
     for seed in range(first, first + 50):
         agrees(seed, 5 + seed % 3, COLD)
@@ -79,7 +79,7 @@ def test_the_full_form_equals_brute_force_on_chains(length: int) -> None:
 def test_the_programs_alone_bracket_the_optimum() -> None:
     """Without the shortest path: any order is never above, ordered never below, and both nearly always equal it."""
     cases = below = above = 0
-    for seed in range(60):
+    for seed in seeds(30, 60):
         graph, costs = small_graph(seed, 6)
         model = compact(graph, costs)
         for budget in budgets(seed, 6):
@@ -97,7 +97,7 @@ def test_the_programs_alone_bracket_the_optimum() -> None:
 
 
 def test_the_least_peak_equals_brute_force() -> None:
-    for seed in range(100):
+    for seed in seeds(40, 100):
         graph, costs = small_graph(seed, 5 + seed % 3)
         least = brute_force(graph, costs, None)
         solution = solve(Problem(graph, costs, 10**6), "checkmate{objective=peak,warm-start=false}")
@@ -108,8 +108,8 @@ def test_the_least_peak_equals_brute_force() -> None:
 
 
 def test_the_reduced_form_claims_only_what_holds_for_the_full_problem() -> None:
-    solved = 0
-    for seed in range(60):
+    solved, chosen = 0, seeds(30, 60)
+    for seed in chosen:
         graph, costs = small_graph(seed, 6)
         for budget in budgets(seed, 6):
             optimum = brute_force(graph, costs, budget)
@@ -121,7 +121,7 @@ def test_the_reduced_form_claims_only_what_holds_for_the_full_problem() -> None:
             if solution.lower_bound_ns is not None and optimum is not None:
                 assert solution.lower_bound_ns <= optimum
             solved += solution.status.solved
-    assert solved > 60
+    assert solved > len(chosen)
 
 
 def test_scaling_bytes_changes_nothing() -> None:
@@ -143,7 +143,7 @@ def test_scaling_bytes_changes_nothing() -> None:
 
 
 def test_the_warm_start_is_never_worsened() -> None:
-    for seed in range(20):
+    for seed in seeds(5, 20):
         graph, costs = chain(12, times=tuple(1 + (7 * i + seed) % 5 for i in range(24)))
         problem = Problem(graph, costs, 28)
         warm, solution = solve(problem, "auto{effort=1}"), solve(problem, "checkmate{time-limit=0.2}")
@@ -188,6 +188,7 @@ def test_optima_and_infeasible_budgets_of_vgg16_are_proven() -> None:
 
 
 @published
+@pytest.mark.slow  # the same of small graphs: test_the_least_peak_equals_brute_force
 def test_the_least_peak_of_vgg16_is_proven() -> None:
     graph, costs = load_instance(FOLDER / "vgg16_176.json")
     least = Checkmate(time_limit=300.0, form="full", warm_start=False).least_peak(Problem(graph, costs, 0))

@@ -42,7 +42,7 @@ def test_the_program_bounds_every_schedule_and_nearly_always_equals_the_best() -
             check(graph, proof.schedule)
             run = simulate(graph, costs, proof.schedule)
             assert run.peak_bytes > budget or (optimum is not None and run.time_ns >= optimum)
-    assert equal >= 0.9 * len(met) > 100
+    assert equal >= 0.9 * len(met) > 3 * len(SEEDS)
 
 
 def test_the_planner_agrees_with_every_schedule() -> None:

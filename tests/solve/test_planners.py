@@ -12,6 +12,7 @@ from lowtide.solve import Problem, Solution, Status, minimum_peak, planner_names
 from tests.solve.small_graphs import chain, small_graph
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
+from tests.support.wide import seeds
 
 QUICK = "auto{effort=1}"
 _BRIEF = {"auto": QUICK, "checkmate": "checkmate{time-limit=1}", "checkmate-approx": "checkmate-approx{time-limit=1}"}
@@ -32,7 +33,7 @@ def test_without_need_nothing_is_recomputed() -> None:
 
 
 def test_more_budget_is_never_slower() -> None:
-    for seed in range(25):
+    for seed in seeds(12, 25):
         graph, costs = small_graph(seed, 7)
         top = budget_of(graph, costs, 1.0)
         times = [s.time_ns for s in (solve(Problem(graph, costs, b)) for b in range(1, top + 1)) if s.schedule]
@@ -146,15 +147,15 @@ def test_planners_on_graphs_that_overwrite(name: str) -> None:
     """Whatever is answered holds in the simulator, and the smallest budget that is named is met."""
     if name.startswith("checkmate"):
         pytest.importorskip("highspy")
-    met = 0
-    for seed in range(4):
+    met, chosen = 0, seeds(2, 4)
+    for seed in chosen:
         graph, costs = overwriting(*random_graph(seed, 24), seed)
         for fraction in (0.9, 0.75, 0.6):
             solution = solve(Problem(graph, costs, budget_of(graph, costs, fraction)), _BRIEF.get(name, name))
             if not solution.status.solved and solution.minimum_bytes is not None:
                 assert solve(Problem(graph, costs, solution.minimum_bytes), _BRIEF.get(name, name)).status.solved, seed
                 met += 1
-    assert met >= 9
+    assert met >= 9 * len(chosen) // 4
 
 
 @pytest.mark.parametrize("name", planner_names())
@@ -162,7 +163,7 @@ def test_no_planner_needs_more_than_keeping_everything(name: str) -> None:
     """However small the budget, the smallest that a planner names is not above the peak without recomputation."""
     if name.startswith("checkmate"):
         pytest.importorskip("highspy")
-    for seed in range(8):
+    for seed in seeds(4, 8):
         graph, costs = random_graph(seed, 24)
         solution = solve(Problem(graph, costs, 1), _BRIEF.get(name, name))
         assert not solution.status.solved

@@ -14,9 +14,7 @@ from lowtide.api import runtime_of
 from lowtide.memory import cpu_allocator
 from tests.support.networks import WithLoss, rows
 from tests.support.records import scalar_loss
-from tests.support.training import copy_inputs, make
-
-QUICK = "auto{effort=1}"
+from tests.support.training import QUICK, copy_inputs, make
 
 
 @contextlib.contextmanager

@@ -44,7 +44,8 @@ BUDGETS = ("70%", "45%")
 ITERATIONS = 3
 # Quick ones, in turn: what is compared here is the execution of schedules, not their quality. What greedy eviction can meet
 # depends on what operators were measured to take, so where it meets no budget, the other one must.
-PLANNERS = ("greedy", "auto{effort=1}")
+QUICK = f"auto{{effort={int(is_wide())}}}"  # which meet the same budgets
+PLANNERS = ("greedy", QUICK)
 # The smallest budget that the planner can meet, whatever that is.
 MINIMUM = "minimum"
 

@@ -1,21 +1,24 @@
 """How widely tests look: ``make test`` takes some of the seeds and budgets that ``make test-all`` takes.
 
-``tests/conftest.py`` calls ``narrow`` where slow tests are left out, before any test is imported.
+``tests/conftest.py`` calls ``narrow`` where slow tests are left out, before any test is imported. Processes that tests start
+look as widely as the tests do.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable
 from typing import Any
 
-_wide = True
+_NARROW = "LOWTIDE_TESTS_NARROW"
+_wide = _NARROW not in os.environ
 
 
 def narrow() -> None:
     """Look at less, for the whole session."""
     global _wide
-    _wide = False
+    _wide, os.environ[_NARROW] = False, "1"
 
 
 def is_wide() -> bool:

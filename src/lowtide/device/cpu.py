@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 
@@ -29,6 +30,7 @@ def _pages(name: str) -> int | None:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf(name) if hasattr(os, "sysconf") else None
 
 
+@functools.cache
 def _processor() -> str:
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         for line in lines:
