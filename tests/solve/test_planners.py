@@ -8,7 +8,18 @@ import pytest
 
 from lowtide.errors import ScheduleError
 from lowtide.ir import Costs, keep_all_schedule, schedule_from_sequence, simulate
-from lowtide.solve import Problem, Solution, Status, minimum_peak, planner_names, solve, threads, working_set_bound
+from lowtide.solve import (
+    Problem,
+    Solution,
+    Status,
+    greedy,
+    minimum_peak,
+    planner_names,
+    solve,
+    threads,
+    working_set_bound,
+)
+from lowtide.solve.search import portfolio
 from tests.solve.small_graphs import chain, small_graph
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
@@ -63,6 +74,17 @@ def test_the_number_of_cores_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
         found.append(solve(Problem(graph, costs, budget_of(graph, costs, 0.7)), QUICK).schedule)
     assert found[0] is not None
     assert found[0] == found[1] == found[2]
+
+
+def test_what_runs_without_threads_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of programs so small that threads would take longer."""
+    graph, costs = random_graph(6, 60)
+    problem = Problem(graph, costs, budget_of(graph, costs, 0.9))
+    alone = [solve(problem, planner).schedule for planner in ("greedy", QUICK)]
+    monkeypatch.setattr(greedy, "_BRIEF_NODES", 0)
+    monkeypatch.setattr(portfolio, "_BRIEF_ITERATIONS", 0)
+    assert alone == [solve(problem, planner).schedule for planner in ("greedy", QUICK)]
+    assert None not in alone
 
 
 def test_chain_at_small_budgets() -> None:

@@ -21,6 +21,7 @@ from lowtide.solve.threads import in_threads
 
 _LIMITS = (1.0, 0.97, 0.93, 0.88, 0.8, 0.7, 0.6, 0.5)
 _STEPS_PER_NODE = 6
+_BRIEF_NODES = 250  # a millisecond or two for all limits
 
 
 def greedy_sequences(model: CompactGraph, budget_bytes: int, limits: int = len(_LIMITS)) -> list[Indices]:
@@ -30,7 +31,8 @@ def greedy_sequences(model: CompactGraph, budget_bytes: int, limits: int = len(_
     def run(limit: float) -> Indices:
         return core.greedy_sequence(model, int(room * limit), _STEPS_PER_NODE * (model.nodes + 1))
 
-    return [codes for codes in in_threads(run, _LIMITS[: max(limits, 1)]) if len(codes)]
+    found = in_threads(run, _LIMITS[: max(limits, 1)], brief=model.nodes <= _BRIEF_NODES)
+    return [codes for codes in found if len(codes)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ _MANY_NODES = 4000  # from which on the iterations grow more slowly than the pro
 _STRICT = 1000.0  # times the pressure: more than a step back over the budget could save
 _COLD = 0.01  # last temperature, in mean node times
 _SOME = 16  # sequences of block programs that are handed on together
+_BRIEF_ITERATIONS = 200  # of a run, so that a round takes a millisecond or two
 
 
 class AnnealRun(NamedTuple):
@@ -171,7 +172,8 @@ class Portfolio:
                 settings = settings._replace(pressure=_STRICT * settings.pressure, rate=1.0)
             return self._run(run.start, settings, run.stream)
 
-        return [candidate for candidate in in_threads(anneal, runs) if candidate is not None]
+        found = in_threads(anneal, runs, brief=iterations <= _BRIEF_ITERATIONS)
+        return [candidate for candidate in found if candidate is not None]
 
     def lower(self, start: Candidate, target_bytes: int, iterations: int, stream: int) -> Candidate:
         """The lowest peak that a run meets, which ends early at ``target_bytes``."""
