@@ -35,6 +35,11 @@ def _load(path: Path) -> ModuleType:
 execute = _load(DOCS / "execute.py")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def brief_searches() -> None:
+    """Pages say what is found by default."""
+
+
 def _executed(page: Path) -> object:
     return pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in _SLOW else [])
 

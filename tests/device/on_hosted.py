@@ -30,6 +30,7 @@ from lowtide.runtime.moving_states import AwayState
 from tests.device import hosted
 from tests.support.leases import let_go_inside_a_lease
 from tests.support.training import QUICK
+from tests.support.wide import pairs
 
 hosted.register()
 
@@ -185,8 +186,7 @@ def test_clock_and_generator(device: torch.device) -> None:
 # --- planned -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("device", [FIRST, SECOND])
+@pytest.mark.parametrize(("name", "device"), pairs(CASES, (FIRST, SECOND)))
 def test_rematerialized(name: str, device: torch.device) -> None:
     """Equal to the bit, with dropout from the device's generator; the measured peak is the predicted one."""
     model, x = case(name, device)
@@ -203,8 +203,7 @@ def test_rematerialized(name: str, device: torch.device) -> None:
     assert step_peak(budgeted, x) == plan.peak_bytes <= plan.budget_bytes
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("device", [FIRST, SECOND])
+@pytest.mark.parametrize(("name", "device"), pairs(CASES, (FIRST, SECOND)))
 def test_moved_to_the_host(name: str, device: torch.device) -> None:
     """By streams of their own, and back; also while several calls wait for their backward passes."""
     model, x = case(name, device)
@@ -396,8 +395,7 @@ def test_max_batch() -> None:
 # --- online ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("device", [FIRST, SECOND])
+@pytest.mark.parametrize(("name", "device"), pairs(CASES, (FIRST, SECOND)))
 def test_online(name: str, device: torch.device) -> None:
     """Equal to the bit; once every signature was seen, within the budget."""
     model, x = case(name, device)
@@ -451,8 +449,7 @@ def test_a_device_that_is_full() -> None:
     assert equal(trained(budgeted, x), expected)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "where"), pairs(CASES, ("forward", "backward")))
 def test_a_device_with_less_than_the_budget(name: str, where: str, caplog: pytest.LogCaptureFixture) -> None:
     """The pass runs again within what it held and what was free, by the device's own generator; a further step fits at once."""
     model, x = case(name)

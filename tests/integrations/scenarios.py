@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import sys
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ def perform(*scenarios: Callable[[], None]) -> None:
     """Those of ``scenarios`` whose names the command line gives."""
     known = {scenario.__name__: scenario for scenario in scenarios}
     torch.set_num_threads(1)
+    gc.freeze()  # measurements collect garbage: the modules that are loaded are none
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=8))
     for name in sys.argv[1:]:
         known[name]()

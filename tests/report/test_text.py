@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from lowtide.ir import Graph
 from lowtide.ir.serial import dag_from_json
 from lowtide.planning import make_plan
@@ -12,6 +14,11 @@ from lowtide.units import format_bytes, format_percent, format_time
 from tests.support.chains import chain_dag
 
 GRAPH, COSTS = dag_from_json(chain_dag(4))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def brief_searches() -> None:
+    """The bound of a search is shown."""
 
 
 def _with_modules(graph: Graph) -> Graph:
