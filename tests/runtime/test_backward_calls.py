@@ -182,3 +182,30 @@ def test_checkpoints_that_run_again_in_a_backward_pass_of_their_own() -> None:
     lowtide.rematerialize(model, (torch.randn(ROWS, 2 * WIDTH),), budget="75%")
     _assert_equal(_steps(model), plain)
     assert len(lowtide.plans(model)) == len(model.blocks)
+
+
+class _Flow(nn.Module):
+    """Steps along the gradient of an energy, which are differentiated, and a head. Its argument is made to require gradients,
+    so it is no single program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(
+            nn.Linear(2 * WIDTH, 64), nn.Softplus(), nn.Linear(64, 64), nn.Softplus(), nn.Linear(64, 1)
+        )
+        self.first, self.head = nn.Linear(2 * WIDTH, WIDTH), _FeedForward()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for _ in range(2):
+            (slope,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+            x = x + 0.1 * slope
+        return self.head(self.first(x))
+
+
+def test_parts_that_the_model_differentiates_twice_run_as_they_are() -> None:
+    model = _Flow()
+    plain = _steps(copy.deepcopy(model))
+    lowtide.rematerialize(model, (torch.randn(ROWS, 2 * WIDTH),), budget="90%")
+    _assert_equal(_steps(model), plain)
+    assert [plan.graph.name for plan in lowtide.plans(model)] == ["_FeedForward"]

@@ -31,16 +31,27 @@ class DifferentiatedAgain:
         self._name = name
         self._watches: bool | None = None  # None: the code around the first call has not been asked
         self._kinds: dict[Any, bool] = {}
+        self._run = set[Any]()  # kinds of calls
 
-    def may_be(self, inputs: Sequence[torch.Tensor], caller: types.FrameType | None) -> bool:
-        """Whether a call on these flat inputs, which the code in ``caller`` makes, is one of them, or may be."""
+    def may_be(
+        self, inputs: Sequence[torch.Tensor], caller: types.FrameType | None, within: types.CodeType | None = None
+    ) -> bool:
+        """Whether a call on these flat inputs, which the code in ``caller`` makes, is one of them, or may be. Of who calls
+        ``within`` nothing is asked."""
         if self._watches is None:
-            self._watches = is_named(caller)
+            self._watches = is_named(caller, within)
         return self._watches and self._kinds.get(_kind(inputs), True)
+
+    def is_new(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether a call on these flat inputs is the first one of its kind that runs like this."""
+        return _kind(inputs) not in self._run
 
     def run(self, forward: Callable[..., Any], inputs: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
         """``forward(*args, **kwargs)``; listens to the backward passes through what it returns."""
-        result, heard = forward(*args, **kwargs), functools.partial(self._heard, _kind(inputs))
+        kind = _kind(inputs)  # as they are before the call
+        self._run.add(kind)
+        heard = functools.partial(self._heard, kind)
+        result = forward(*args, **kwargs)
         for node in {tensor.grad_fn for tensor in structure.flatten(result)[0]}:
             if node is not None:
                 node.register_prehook(heard)
@@ -64,10 +75,10 @@ def _kind(inputs: Sequence[torch.Tensor]) -> tuple[tuple[bool, bool], ...]:
     return tuple((tensor.requires_grad, tensor.is_leaf) for tensor in inputs)
 
 
-def is_named(frame: types.FrameType | None) -> bool:
+def is_named(frame: types.FrameType | None, within: types.CodeType | None = None) -> bool:
     """Whether code on the stack from here on, or code in the modules that it belongs to, says ``create_graph``."""
     modules: dict[int, dict[str, Any]] = {}
-    while frame is not None:
+    while frame is not None and frame.f_code is not within:
         root = str(frame.f_globals.get("__name__")).partition(".")[0]
         if root != "lowtide" and _says(frame.f_code):
             return True

@@ -137,7 +137,7 @@ class Rematerialized(Planned):
             else:
                 with self.parts.installed():
                     began = True
-                    result = self.original_forward(*args, **kwargs)
+                    result = self.parts.call(self.original_forward, args, kwargs)
                 self.parts.ran(result)
         except Exception as error:
             if isinstance(error, InfeasibleBudgetError) and not began and self._was_whole:

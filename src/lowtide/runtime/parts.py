@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +35,9 @@ from lowtide.program.results import GradientMask
 from lowtide.program.sharded import is_sharded
 from lowtide.program.sizes import outside_of_model
 from lowtide.runtime.backward_calls import BackwardCalls
+from lowtide.runtime.differentiated import DifferentiatedAgain
 from lowtide.runtime.eager_steps import EagerSteps
-from lowtide.runtime.entry import Entry, Sample, Signature
+from lowtide.runtime.entry import Entry, Names, Sample, Signature
 from lowtide.runtime.forward_pass import ForwardPass
 from lowtide.runtime.kin import FamilyCall, Kin
 from lowtide.runtime.outside import OutsideWatch
@@ -65,6 +67,7 @@ class Part(SharingForward):
         self.runs_again = False
         self.keeps_nothing = False  # that could be freed, nor do its submodules
         self.changes = False  # it is none because its program is another one in every call
+        self.differentiated = DifferentiatedAgain(name)  # by code of the model around it
         self._recomputation = Recomputation()
         self._new = 0  # programs, since one came again
 
@@ -96,6 +99,14 @@ class Part(SharingForward):
         alone = self.parts.paused() if self.keeps_nothing else contextlib.nullcontext()
         with self.parts.watch.call(self.name, (args, kwargs)), alone:
             return self.original_forward(*args, **kwargs)
+
+    def _run(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Any:
+        if not self.differentiated.may_be(inputs, sys._getframe(1), Parts.call.__code__):
+            return super()._run(sample, inputs, names, tree)
+        self.shared.unlike = self.shared.unlike or self.differentiated.is_new(inputs)
+        result = self.differentiated.run(self.original_forward, inputs, sample.args, sample.kwargs)
+        self.shared.go_on()
+        return result
 
     def _is_trained(self) -> bool:
         return True
@@ -263,6 +274,10 @@ class Parts:
             return None
         budget_bytes, _ = self.shared.budget_for([], [Constraint(peak_bytes, -1, False, ())])
         return budget_bytes if peak_bytes > budget_bytes or at_once else None
+
+    def call(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The model's own, inside of ``installed``."""
+        return forward(*args, **kwargs)
 
     def ran(self, result: Any) -> None:
         """A call that returned this."""

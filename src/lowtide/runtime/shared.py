@@ -64,6 +64,9 @@ class SharedBudget:
         # Met: all were planned together within the budget. First plans: whether the current step runs by one.
         self.exceeded = self._said_over = self._met = self._first_plans = False
         self.postponed = False  # planning all together waits for a step: what runs may be none of the graphs then
+        self.unlike = (
+            False  # what ran as it is in the current step is to run by plans: it tells nothing of the next one
+        )
         self._granted_bytes = 0  # of a budget in percent, or beyond one that cannot be met, for the step that took most
         self.must_fit = False  # since something else can be done where they do not
         self.fraction = 0.0  # of what graphs would save, the part that they save by the plans in force
@@ -100,7 +103,7 @@ class SharedBudget:
             whole, fits = self._note_step(), self._fits()
             if (self.exceeded or self._first_plans or not fits) and whole and not self.postponed:
                 self._replan()
-            self.steps += 1
+            self.steps, self.unlike = self.steps + 1, False
             self.gaps.clear()
             for one in pending:
                 one.backward_between_bytes = None
@@ -250,6 +253,8 @@ class SharedBudget:
 
     def _note_step(self) -> bool:
         """For the plans of the next one. Whether that will be like it: what ran in it and is no graph any more will not."""
+        if self.unlike:
+            return False
         if self.expected is None:
             self.record.replace(self.ran, self.gaps)
             return True
