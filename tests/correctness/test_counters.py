@@ -310,7 +310,7 @@ def _closing(generator: Iterator[int]) -> Callable[[], int]:
 
 def test_a_generator_in_a_closure() -> None:
     model = Computes(lambda s, y, x: y * s.count(), lambda s: setattr(s, "count", _closing(_generated())))
-    with pytest.raises(lowtide.CaptureError, match=r"outside of the model \(generator in"):
+    with pytest.raises(lowtide.CaptureError, match=r"generators \(generator in"):
         lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all", on_capture_error="error")
 
 

@@ -178,6 +178,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     finally:
         counters.put_back(outside, traced.reads)
         mode.forget_values()
+    traced.reads.prefer(traced.latest_reads)
     traced.reads.forget(outside)
     if recorder.used_otherwise(failed=False):
         return replace(known, effects=effects)
@@ -215,6 +216,7 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.Graph
     merge_nested_writes(trace.module)
     settings = tuple(setting for setting in run.settings if setting.place not in effects.counted)
     unknown = [place for place in run.unknown if place not in effects.counted]
+    trace.traced.reads.refuse_unknown()
     refuse_objects(Readers(call.model, trace.traced.reads).of_objects(unknown))
     attribute_effects.say_unknown(call.model, unknown)
     guards = _guards(call.model, trace, settings)

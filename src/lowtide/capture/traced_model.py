@@ -153,8 +153,9 @@ class TracedModel:
 
     @property
     def has_filled(self) -> bool:
-        """Whether the first run has left constants outside of the model."""
-        return self._reached is not None and bool(self._reached.filled)
+        """Whether the first run has left constants outside of the model, or others in the caches of functions."""
+        cached = any(results.are_more for results in self.latest_reads.caches.values())
+        return cached or (self._reached is not None and bool(self._reached.filled))
 
     def changing_numbers(self) -> dict[Place, Read]:
         """Numbers in attributes that the last run has changed."""

@@ -26,6 +26,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from lowtide.program import opaque
+
 
 class _Absent(enum.Enum):
     ABSENT = enum.auto()
@@ -40,20 +42,11 @@ CLOSED = (
     nn.Module, torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, np.ndarray, types.ModuleType, types.FunctionType,
     types.MethodType, type,
 )  # fmt: skip
-_HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
-_STATELESS = getattr(object, "__getstate__", None)
-
-
-def _state_of_iterator(value: Any) -> tuple[Any, ...]:
-    try:
-        return tuple(value.__reduce__())
-    except Exception:  # noqa: BLE001  # a generator, say, has no state that could be read
-        return ()
 
 
 def _bytes(value: Any) -> tuple[Any, ...]:
     view = memoryview(value)
-    return view.format, bytes(view.cast("B"))
+    return view.format, bytes(view.cast("B")), getattr(value, "_objects", None)  # what a pointer of ctypes points to
 
 
 def _array(value: np.ndarray) -> tuple[Any, ...]:
@@ -145,15 +138,10 @@ def content(value: Any) -> tuple[Any, ...] | None:
         return None
     if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, type, types.FunctionType, types.ModuleType)):
         return None
-    if not kind.__flags__ & _HEAP_TYPE:
-        if getattr(kind, "__getstate__", _STATELESS) is not _STATELESS:
-            return (value.__getstate__(),)  # a stream in memory, or an XML element
-        if isinstance(value, Iterator):
-            return _state_of_iterator(value)
     try:
-        return (type(value).__name__, *_bytes(value))
+        return (kind.__name__, *_bytes(value))
     except (TypeError, ValueError, BufferError):
-        return None
+        return opaque.state(value) if opaque.is_of_c(kind) else None
 
 
 def exact(value: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,10 +18,49 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from lowtide.capture.python_state.code_names import is_library
 from lowtide.capture.trace.patches import replaced
+from lowtide.program.objects import PLAIN
 
 _CACHE = type(functools.lru_cache(len))
+_NO_RESULT = (*PLAIN, type, types.FunctionType, types.BuiltinFunctionType, torch.Tensor)  # or one that is no object
 _DEPTH = 3  # from the cache through its entry to a tensor, or to a container of tensors
+
+
+class Results:
+    """The objects that a cache holds, numbers, texts and tensors excepted. Called: which of them it holds still."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self.then = self._results()
+
+    def __call__(self) -> tuple[Any, ...]:
+        held = {*map(id, self._held())}
+        return tuple(one for one in self.then if id(one) in held)
+
+    @property
+    def are_more(self) -> bool:
+        """Whether others have come since."""
+        return not {*map(id, self._results())} <= {*map(id, self.then)}
+
+    def _table(self) -> dict[Any, Any]:
+        """By their arguments, the results, or links to them in a cache of limited size, which refers to results itself."""
+        own = self._cache.__dict__
+        return [one for one in gc.get_referents(self._cache) if type(one) is dict and one is not own][-1]
+
+    def _held(self) -> list[Any]:
+        return [*gc.get_referents(self._cache), *self._table().values()]
+
+    def _results(self) -> tuple[Any, ...]:
+        own, table = self._cache.__dict__, self._table()
+        beside = {*map(id, (own, table, *own.values(), *table))}
+        found = (one for one in self._held() if id(one) not in beside and not isinstance(one, _NO_RESULT))
+        return tuple(one for one in found if type(one).__qualname__ not in ("object", "_lru_list_elem"))
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is a cached function of the user's."""
+    return type(value) is _CACHE and not is_library(value)
 
 
 class Caches:

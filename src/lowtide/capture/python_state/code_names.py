@@ -6,19 +6,17 @@ module there, the attributes that code names anywhere. Libraries that are instal
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import operator
-import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
-from lowtide.capture.python_state import process
+from lowtide.capture.python_state.asked import Named, asked_by, asked_under
 from lowtide.capture.python_state.installed import is_installed
 from lowtide.program.objects import CONTAINERS, cell_value, reachable
 
@@ -37,18 +35,6 @@ _COUNTING = re.compile(
     r"LOAD_(CONST|FAST|SMALL_INT) BINARY_OP ((SWAP |LOAD_FAST )?STORE_(?P<place>GLOBAL|NAME|DEREF|ATTR)) "
     r"|LOAD_(CONST|FAST|SMALL_INT) COPY COPY BINARY_(SUBSCR|OP) LOAD_(CONST|FAST|SMALL_INT) BINARY_OP SWAP SWAP STORE_SUBSCR "
 )
-# What a process is asked for under these names, where no variable shows the answer.
-_ENVIRONMENT = {"environ", "environb", "getenv", "expandvars", "expanduser"}
-_ASKED: dict[str, Callable[[], Any]] = {
-    **dict.fromkeys(("getcwd", "cwd", "abspath", "resolve"), os.getcwd),
-    **dict.fromkeys(("backends", "allow_tf32", "get_fastpath_enabled"), process.backends),
-    **dict.fromkeys(("is_initialized", "get_rank", "get_world_size", "get_backend"), process.ranks),
-    **dict.fromkeys(("is_autocast_enabled", "get_autocast_dtype"), process.autocast),
-    **dict.fromkeys(("decimal", "Decimal", "getcontext"), process.decimals),
-    "is_anomaly_enabled": torch.is_anomaly_enabled,
-    "get_float32_matmul_precision": torch.get_float32_matmul_precision,
-    "get_swap_module_params_on_conversion": torch.__future__.get_swap_module_params_on_conversion,
-}
 
 
 class Names(NamedTuple):
@@ -143,22 +129,15 @@ def full_name(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
-class Named(NamedTuple):
-    """A variable by its ``owner``, a namespace, cell or function that has it under the ``name``; ``text`` for messages."""
-
-    kind: str
-    owner: Any
-    name: str
-    text: str
-
-
 def variables_of(function: types.FunctionType) -> Iterator[Named]:
-    """The variables that a function reads when it runs, and its defaults. Of an installed one, only what it closes over."""
+    """The variables that a function reads when it runs, and its defaults. Of an installed one, only what it closes over
+    and asks for."""
     where = full_name(function)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if name != "__class__":
             yield Named("cell", cell, name, f"{name} in {where}")
     if is_installed(function.__code__.co_filename):
+        yield from asked_by(function)
         return
     for name in ("__code__", "__defaults__", "__kwdefaults__"):
         yield Named("made of", function, name, f"{where}.{name}")
@@ -167,14 +146,11 @@ def variables_of(function: types.FunctionType) -> Iterator[Named]:
     anything = variables.keys() if names.variables & _OWN_NAMESPACE else ()
     for name in sorted(names.variables.union(anything)):  # one that is not there yet would hide a built-in
         yield Named("item", variables, name, f"{variables.get('__name__')}.{name}")
+        if name not in variables:
+            yield Named("item", vars(builtins), name, f"builtins.{name}")
     for name in sorted(names.modules.union(_found_by_name(function))):
         yield Named("item", sys.modules, name, f"the module {name}")
-    if names.all & _ENVIRONMENT:
-        yield Named("item", vars(os.environ), "_data", "os.environ")
-    if "argv" in names.all:
-        yield Named("item", vars(sys), "argv", "sys.argv")
-    for name in sorted(names.all & _ASKED.keys()):
-        yield Named("answer", _ASKED[name], "", f"the answer of {name}()")
+    yield from asked_under(names.all)
 
 
 def value_in(copied: types.FunctionType, variable: Named, value: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import contextlib
 import contextvars
+import io
 import threading
 import types
 from collections import defaultdict
@@ -21,7 +22,7 @@ from torch import nn
 
 from lowtide.capture.python_state.code_names import functions_of, is_only_stored, is_read, is_trusted, names_in
 from lowtide.capture.python_state.paths import AttributePath, leaf
-from lowtide.capture.python_state.reads import Content, Contents, Read, Reads, identical
+from lowtide.capture.python_state.reads import Contents, Read, Reads, identical
 from lowtide.program.objects import ABSENT, MUTABLE, content, current, own_attributes, reachable, refill
 
 _OF_OBJECTS = ("attribute", "slot", "class")
@@ -78,28 +79,38 @@ class Readers:
 
 def put_back(counters: Iterable[Read], reads: Reads) -> None:
     """Make them what they were when they were first read; ``reads`` has what was in holders then."""
+    rewound: dict[int, Any] = {}
     for counter in counters:
         read = reads.values.get(counter.place, counter)
-        known = reads.contents.get(id(read.value))
-        value = _rewound(known) if known is not None and isinstance(read.value, Iterator) else read.value
+        value = _rewound(read.value, reads, rewound)
         if current(*read[:3]) is not value:
             assign(*read[:3], value)
         for holder in reachable([value], lambda one: content(one) is not None):
             known = reads.contents.get(id(holder))
-            if known is not None and not identical(content(holder) or (), known.items):
-                _fill(*known)
+            if known is not None:
+                items = [_rewound(item, reads, rewound) for item in known.items]
+                if not identical(content(holder) or (), items):
+                    _fill(holder, items)
 
 
-def _rewound(known: Content) -> Any:
-    """An iterator where this one was."""
+def _rewound(value: Any, reads: Reads, rewound: dict[int, Any]) -> Any:
+    """An iterator where this one was, one for each, also in a tuple; anything else itself."""
+    if type(value) is tuple:
+        items = tuple(_rewound(one, reads, rewound) for one in value)
+        return value if identical(value, items) else items
+    known = reads.contents.get(id(value)) if isinstance(value, Iterator) else None
+    if known is None or id(value) in rewound or Contents(reads.contents).same(value, value):
+        return rewound.get(id(value), value)
+    rewound[id(value)] = value
     try:
         make, arguments, *state = known.items
-        iterator = make(*arguments)
+        iterator = make(*_rewound(arguments, reads, rewound))
         for one in state:
-            iterator.__setstate__(one)
+            iterator.__setstate__(_rewound(one, reads, rewound))
+        rewound[id(value)] = iterator
     except (AttributeError, TypeError, ValueError):  # one that cannot be made again, a generator say
-        return known.holder
-    return iterator
+        pass
+    return rewound[id(value)]
 
 
 def assign(kind: str, owner: Any, name: str, value: Any) -> None:
@@ -135,6 +146,10 @@ def _fill(holder: Any, items: Sequence[Any]) -> None:
         holder.set(items[0])
     elif isinstance(holder, types.CellType):
         holder.cell_contents = items[0]
+    elif isinstance(holder, (io.BytesIO, io.StringIO)):
+        cast(Any, holder).__setstate__(items[0])
+    elif isinstance(holder, io.IOBase) and isinstance(items[1], int):
+        holder.seek(items[1])
     elif isinstance(holder, (bytearray, array.array, np.ndarray)):
         with contextlib.suppress(
             StopIteration, TypeError, ValueError

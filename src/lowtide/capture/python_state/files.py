@@ -14,12 +14,20 @@ from typing import Any, NamedTuple
 
 from lowtide.capture.python_state.code_names import is_standard
 from lowtide.capture.python_state.installed import is_installed
-from lowtide.capture.trace.patches import wrapped
+from lowtide.capture.trace.patches import all_wrapped
 
 _CODE = (".pyc", ".so", ".pyd", ".dll")
 _READING = ("open", "os.listdir", "os.scandir")  # events
 _SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/")
-_WHETHER = {"exists", "isfile", "isdir", "is_file", "is_dir"}  # functions that ask whether something is there
+_WHETHER = {
+    "exists",
+    "isfile",
+    "isdir",
+    "is_file",
+    "is_dir",
+    "islink",
+    "is_symlink",
+}  # functions that ask whether something is there
 _watching = threading.local()
 
 
@@ -48,7 +56,7 @@ def opened(found: dict[File, Any]) -> Iterator[None]:
     outer = getattr(_watching, "found", None)
     _watching.found = found
     try:
-        with wrapped(os, "stat", _noting):
+        with all_wrapped([(os, name) for name in ("stat", "lstat", "access")], _noting):
             yield
     finally:
         _watching.found = outer

@@ -9,7 +9,6 @@ user's own objects, not of the copies.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import enum
 import functools
@@ -26,20 +25,24 @@ import torch
 from torch import nn
 
 from lowtide.capture.python_state import code_names, files
+from lowtide.capture.python_state.asked import Named, asked_by, asked_under
+from lowtide.capture.python_state.caches import Results, is_cache
 from lowtide.capture.python_state.compared import StandIn, Standing
 from lowtide.capture.python_state.installed import is_installed
+from lowtide.capture.python_state.namespaces import Namespaces
 from lowtide.capture.python_state.noting import NotingClasses
 from lowtide.capture.python_state.paths import FORWARD_HOOKS, OWN
 from lowtide.capture.python_state.reads import Content, Contents, Reads, decided_by, put_together
+from lowtide.program import opaque
 from lowtide.program.objects import ABSENT, PLAIN, content, current, fields, own_attributes, part_name
 
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
+_PAST = frozenset({"__getattribute__", "getattr_static"})  # read past what a class says
 _SAVING = frozenset({"_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"})  # of a module
 _ASKING = (nn.Module.__module__, "functools")  # who reads these for their own ends: to find one, to register a buffer
 _INHERITED = frozenset(vars(nn.Module)) - {"forward"} - _WHOLE
 _INTERNAL = OWN - _SAVING  # read in every call
 _ATOMS = frozenset((*PLAIN, StandIn))  # not what is derived from them, which may have attributes
-_UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__slotnames__"})  # of what stands in a class
 _HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
 _OPAQUE = ("torch", "logging", "threading", "re", "enum", "abc", "typing", "builtins", "lowtide")
 
@@ -68,9 +71,7 @@ class Observer:
         self._alive: list[Any] = [clone]  # no id comes again
         self._modules, self._classes, self._numbers = modules, NotingClasses(), numbers
         self._waiting: deque[tuple[Any, Any, str]] = deque()
-        self._attributes: set[str] = set()  # that code names, of anything
-        self._namespaces: dict[int, tuple[Any, str]] = {}  # classes and modules that code can reach
-        self._named = (0, 0)  # how many of both were looked at
+        self._namespaces = Namespaces(reads, self._reach)
         self._unregistered: set[int] = set()  # modules that are not of the model, as the run sees them
         self._model = (model, clone)
         self._arguments = arguments
@@ -147,7 +148,7 @@ class Observer:
             while self._waiting:
                 while self._waiting:
                     self._look(*self._waiting.popleft())
-                self._read_named()
+                self._namespaces.read_named()
         finally:
             self._busy = busy
 
@@ -164,9 +165,7 @@ class Observer:
         elif isinstance(seen, type):
             self._look_at_class(seen)
         elif isinstance(seen, types.ModuleType):
-            self._namespaces.setdefault(id(seen), (seen, seen.__name__))
-            if not code_names.is_library(seen):
-                self._reach(vars(seen).get("__getattr__"), None, "")
+            self._look_at_namespace(seen)
         elif isinstance(seen, nn.Module):
             self._look_at_module(seen, original, text)
         elif isinstance(seen, enum.Enum):
@@ -174,10 +173,28 @@ class Observer:
             self._texts[id(original)] = text
             self._note_whole(seen, original)
         else:
-            items = content(original)
-            if items is not None:
-                self._look_into(seen, original, items, text)
-            self._watch(seen, original, text)
+            self._look_at_object(seen, original, text)
+
+    def _look_at_object(self, seen: Any, original: Any, text: str) -> None:
+        if is_cache(original):
+            self._look_at_cache(original, text)
+        if isinstance(original, types.BuiltinFunctionType):
+            self._read(original, asked_by(original))
+        items = content(original)
+        if opaque.is_unknown(original, items):
+            self.reads.unknown[id(original)] = (
+                f"{text or 'an item'}, a {type(original).__module__}.{type(original).__name__}"
+            )
+            self.reads.refuse_unknown()
+        if items is not None:
+            self._look_into(seen, original, items, text)
+        self._watch(seen, original, text)
+
+    def _look_at_cache(self, cache: Any, text: str) -> None:
+        results = self.reads.caches.setdefault(id(cache), Results(cache))
+        if results.then:
+            self.reads.note("answer", results, "", results.then, f"what the cache of {text} holds")
+            self._reach(results.then, results.then, f"the cache of {text}")
 
     def _look_into(self, seen: Any, original: Any, items: tuple[Any, ...], text: str) -> None:
         self.reads.contents.setdefault(id(original), Content(original, items))
@@ -200,39 +217,38 @@ class Observer:
     def _sources(self) -> set[int]:
         return {id(original) for original, _ in self._copied.values()}
 
+    def _look_at_namespace(self, module: types.ModuleType) -> None:
+        self._namespaces.add(module, module.__name__)
+        self._read(module, asked_under({*module.__name__.split(".")}))
+        self._reach(type(module), type(module), "")
+        if not code_names.is_library(module):
+            self._reach(vars(module).get("__getattr__"), None, "")
+
     def _look_at_function(self, seen: types.FunctionType, function: types.FunctionType) -> None:
-        self._attributes |= code_names.attributes_named(function)
+        self._namespaces.attributes |= code_names.attributes_named(function)
         self._numbers.met(function)
         theirs = function.__globals__.get("__name__") in self._defining
-        for variable in (*code_names.variables_of(function), *(code_names.called_by(function) if theirs else ())):
+        self._read(seen, (*code_names.variables_of(function), *(code_names.called_by(function) if theirs else ())))
+        if vars(function) and not is_installed(function.__code__.co_filename):
+            self._texts[id(function)] = code_names.full_name(function)
+            self._note_whole(function, function)
+
+    def _read(self, seen: Any, variables: Iterable[Named]) -> None:
+        """``seen``: the function whose code reads them."""
+        for variable in variables:
             value = current(variable.kind, variable.owner, variable.name)
             self.reads.note(variable.kind, variable.owner, variable.name, value, variable.text)
             if value is not ABSENT:
                 self._reach(code_names.value_in(seen, variable, value), value, variable.text)
-        if vars(function) and not is_installed(function.__code__.co_filename):
-            self._texts[id(function)] = code_names.full_name(function)
-            self._note_whole(function, function)
 
     def _look_at_class(self, kind: type) -> None:
         """Methods that Python looks up in a class are read where nobody sees it: all that stands there is noted."""
         for base in kind.__mro__:
             if not code_names.is_library(base):
-                self._look_at_namespace(base)
+                self._namespaces.add_class(base)
                 self._reach(type(base), type(base), "")
                 for function in code_names.functions_of(base):
                     self._reach(function, function, "")
-
-    def _look_at_namespace(self, kind: type) -> None:
-        if id(kind) in self._namespaces:
-            return
-        self._namespaces[id(kind)] = (kind, kind.__qualname__)
-        for name in vars(kind).keys() - _UNREAD:
-            self.reads.note("class", kind, name, vars(kind)[name], f"{kind.__qualname__}.{name}")
-        self._note_names(kind, current("names", kind, ""))
-        self.reads.note("made of", kind, "__mro__", kind.__mro__, f"the bases of {kind.__qualname__}")
-        if isinstance(kind, abc.ABCMeta):
-            token = abc.get_cache_token
-            self.reads.note("answer", token, "", token(), "what is registered as a subclass")
 
     def _look_at_module(self, seen: nn.Module, original: nn.Module, text: str) -> None:
         """One that is not registered in the model: what it is made of counts where it is read itself."""
@@ -245,29 +261,6 @@ class Observer:
                 self._alive.append(inner)
                 self._reach(type(inner), type(inner), f"{text}.{name}")
             self._reach_hooks(inner, own, f"{text}.{name}")
-
-    def _read_named(self) -> None:
-        """Of tensors, and of classes and modules that code can reach, the attributes that it names."""
-        known, self._named = self._named, (len(self._namespaces), len(self._attributes))
-        if known == self._named:
-            return
-        for name in sorted(self._attributes | code_names.OPERATORS):
-            method = current("class", torch.Tensor, name)
-            if method is not ABSENT:
-                self.reads.note("class", torch.Tensor, name, method, f"torch.Tensor.{name}")
-        for owner, text in [*self._namespaces.values()]:
-            own = vars(owner)
-            named = sorted(self._attributes & own.keys())
-            if isinstance(owner, types.ModuleType):  # of a class, all is noted already
-                if code_names.is_library(owner):
-                    named = [name for name in named if code_names.is_code(own[name])]
-                anything = self._attributes & code_names.BY_COMPUTED_NAME and not code_names.is_library(owner)
-                for name in sorted(own) if anything else named:
-                    self.reads.note("item", own, name, own[name], f"{text}.{name}")
-            for name in named:
-                if (id(owner), name) not in self._noted:
-                    self._noted.add((id(owner), name))
-                    self._reach(own[name], own[name], f"{text}.{name}")
 
     # What is read of objects
 
@@ -282,7 +275,7 @@ class Observer:
             self._look_at_class(kind)  # while it is as its author left it
         self._texts[id(original)] = text
         self.reads.note("type", original, "", type(original), f"the class of {text}")
-        if not self._classes.add(kind) or "__getattribute__" in self._attributes:
+        if not self._classes.add(kind) or not _PAST.isdisjoint(self._namespaces.attributes):
             self._note_whole(seen, original)
 
     @functools.cached_property
@@ -332,13 +325,7 @@ class Observer:
                 self._note_one(seen, original, name)
         own = own_attributes(original)
         if own is not None and not isinstance(original, nn.Module):
-            self._note_names(original, own)
-
-    def _note_names(self, owner: Any, found: Iterable[str]) -> None:
-        names = tuple(found)
-        self.reads.contents[id(names)] = Content(names, names)
-        text = owner.__qualname__ if isinstance(owner, type) else self._texts[id(owner)]
-        self.reads.note("names", owner, "", names, f"the attributes of {text}")
+            self.reads.note_names(original, own, self._texts[id(original)])
 
     def _note_one(self, seen: Any, original: Any, name: str) -> None:
         text = f"{self._texts.get(id(original), type(original).__name__)}.{name}"

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import decimal
+import locale
+import logging
+import threading
+import time
 from typing import Any
 
 import torch
@@ -46,3 +50,22 @@ def decimals() -> str:
     """How decimal numbers are computed with, but not which flags that has raised."""
     context = decimal.getcontext()
     return str((context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp))
+
+
+def levels() -> str:
+    """From which level on loggers say something, of those to which that was told."""
+    loggers = logging.root.manager.loggerDict
+    told = {name: one.level for name, one in loggers.items() if isinstance(one, logging.Logger) and one.level}
+    disabled = [name for name, one in loggers.items() if isinstance(one, logging.Logger) and one.disabled]
+    return str((logging.root.level, logging.root.manager.disable, told, disabled))
+
+
+def thread() -> str:
+    """Which thread this is."""
+    own = threading.current_thread()
+    return str((own.name, own.ident, own.daemon))
+
+
+def culture() -> str:
+    """How numbers and texts are written, and which hour of the day a time is."""
+    return str((locale.setlocale(locale.LC_ALL), time.tzname, time.timezone))

@@ -19,10 +19,11 @@ from lowtide.capture.python_state.compared import Comparisons
 from lowtide.capture.python_state.external_effects import HOOKS, hooks_of
 from lowtide.capture.python_state.files import File
 from lowtide.capture.python_state.reads import Contents, Read, put_together
+from lowtide.program import opaque
 from lowtide.program.keys import tensor_key
 from lowtide.program.objects import ABSENT, READERS, content, current, own_attributes
 
-_IMMUTABLE = (tuple, frozenset, types.MethodType, types.BuiltinMethodType, functools.partial)
+_IMMUTABLE = (tuple, frozenset, types.MethodType, types.BuiltinMethodType, functools.partial, *opaque.FIXED)
 _IN_CELL = operator.attrgetter("cell_contents")
 _IN_ORDER = operator.methodcaller("values")  # dict.values would not see that an OrderedDict was reordered
 _EXACT = frozenset((bytes, str, int))  # equal ones of these are the same

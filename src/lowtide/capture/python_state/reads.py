@@ -12,9 +12,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from lowtide.capture.python_state.caches import Results
 from lowtide.capture.python_state.external_effects import hooks_of
 from lowtide.capture.python_state.files import File
+from lowtide.capture.python_state.paths import named
 from lowtide.capture.trace.patches import STANDS_FOR
+from lowtide.errors import CaptureError
 from lowtide.program.keys import tensor_key
 from lowtide.program.objects import MUTABLE, PLAIN, beside, class_attribute, content, exact, own_attributes
 
@@ -128,11 +131,18 @@ class Reads:
     contents: dict[int, Content] = field(default_factory=dict)
     hidden: dict[int, tuple[nn.Module, list[Any]]] = field(default_factory=dict)  # modules that are registered nowhere
     files: dict[File, Any] = field(default_factory=dict)
+    caches: dict[int, Results] = field(default_factory=dict)  # of the user's functions, by their ids
+    unknown: dict[int, str] = field(default_factory=dict)  # objects that do not show what they hold, or give it away
 
     def add(self, later: Reads) -> None:
         """Those of a later run, where nothing is known from earlier ones."""
         for mine, others in zip(vars(self).values(), vars(later).values(), strict=True):
             mine.update({key: value for key, value in others.items() if key not in mine})
+
+    def prefer(self, later: Reads) -> None:
+        """What a later run found, where an earlier one has changed it: the program is the later run's."""
+        for mine, others in zip(vars(self).values(), vars(later).values(), strict=True):
+            mine.update(others)
 
     def forget(self, some: Iterable[Read]) -> None:
         for read in some:
@@ -142,6 +152,23 @@ class Reads:
         if type(value) is types.FunctionType:
             value = value.__dict__.get(STANDS_FOR, value)  # what is there when nothing is captured
         self.values.setdefault((kind, id(owner), name), Read(kind, owner, name, value, text))
+
+    def refuse_unknown(self) -> None:
+        """Raises ``CaptureError`` where such objects were read; at once, since a capture cannot put back what it takes there,
+        and once more at the end, since the user's code may have caught that."""
+        if self.unknown:
+            raise CaptureError(
+                "the forward pass reads objects of native code that do not show what they hold, or generators "
+                f"({named([*self.unknown.values()])}): a capture could not leave them as they were, nor a planned call know "
+                "whether they still are so. Read them outside of the forward pass and keep or pass what they say, or run the "
+                "model under lowtide.online."
+            )
+
+    def note_names(self, owner: Any, found: Iterable[str], text: str) -> None:
+        """That ``owner`` has attributes of these names."""
+        names = tuple(found)
+        self.contents[id(names)] = Content(names, names)
+        self.note("names", owner, "", names, f"the attributes of {text}")
 
 
 def put_together(module: nn.Module) -> list[Any]:
