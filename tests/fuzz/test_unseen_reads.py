@@ -20,6 +20,8 @@ import operator
 import os
 import socket
 import sqlite3
+import struct
+import subprocess
 import sys
 import threading
 import types
@@ -81,6 +83,11 @@ def listed() -> list[float]:
     return [1.0]
 
 
+@functools.cache
+def scaled() -> float:
+    return _TABLE["number"]
+
+
 def first() -> float:
     return _LIST[0]
 
@@ -123,6 +130,7 @@ _CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any],
     "object in a cache of limited size": (lambda: settings_for.cache_clear(), lambda s: settings_for(1).number, lambda s: setattr(settings_for(1), "number", 2.0)),
     "cached list": (lambda: listed.cache_clear(), lambda s: listed()[0], lambda s: operator.setitem(listed(), 0, 2.0)),
     "cache that was filled anew": (lambda: operator.setitem(listed(), 0, 3.0), lambda s: listed()[0], lambda s: listed.cache_clear()),
+    "number that was cached before it was cleared": (lambda: (scaled.cache_clear(), scaled()), lambda s: scaled(), lambda s: (_TABLE.update(number=2.0), scaled.cache_clear())),
     "environment by another name": (lambda: None, lambda s: float(_getenv("LOWTIDE_TEST_NUMBER", "1")), lambda s: os.environ.update(LOWTIDE_TEST_NUMBER="2")),
     "working directory by another name": (lambda: None, lambda s: len(_getcwd()), lambda s: os.chdir("/")),
     "limit by another name": (lambda: sys.setrecursionlimit(2000), lambda s: _depth() / 1000, lambda s: sys.setrecursionlimit(3000)),
@@ -202,13 +210,20 @@ _PROCESS = ctypes.CDLL(None).getpid
         lambda s: _DATABASE.execute("select 1.0").fetchone()[0],
         lambda s: _DIGEST.digest()[0] + 1,
         lambda s: _PROCESS(),
+        lambda s: sqlite3.connect(":memory:").execute("select 1.0").fetchone()[0],
+        lambda s: float(subprocess.check_output(["echo", "1"])),
     ],
-    ids=["database", "digest", "function of a shared library"],
+    ids=["database", "digest", "function of a shared library", "new database", "another process"],
 )
 def test_what_shows_nothing_is_refused(read: Any) -> None:
     model = Reader(None, read)
-    with pytest.raises(CaptureError, match="native code"):
+    with pytest.raises(CaptureError, match=r"native code|another process"):
         lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all", on_capture_error="error")
+
+
+def test_constants_that_cannot_be_copied() -> None:
+    state = [torch.finfo(torch.float32), struct.Struct("b"), threading.RLock()]
+    follows(Reader(state, lambda s: s[1].size), lambda model: operator.setitem(state, 1, struct.Struct("h")))
 
 
 _ITERATORS: dict[str, Callable[[], Any]] = {

@@ -19,10 +19,12 @@ from lowtide.capture.sharded import copy_module
 from lowtide.errors import CaptureError
 from lowtide.program.local import form_of
 from lowtide.program.objects import CONTAINERS, GENERATORS, cell_value, closed_over, functions_in, reachable
+from lowtide.program.opaque import CONSTANT
 from lowtide.program.sharded import Unit, begun
 
 _SHARED = (  # by a copy and its original
     ModuleType, CustomOpDef, torch._ops.OpOverload, torch._ops.OpOverloadPacket, staticmethod, classmethod,
+    torch.finfo, torch.iinfo, *CONSTANT,
 )  # fmt: skip
 
 

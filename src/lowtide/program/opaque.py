@@ -7,6 +7,7 @@ their attributes show. Of those that tell nothing a program cannot know when the
 from __future__ import annotations
 
 import contextvars
+import copyreg
 import ctypes
 import datetime
 import decimal
@@ -17,6 +18,7 @@ import operator
 import os
 import re
 import struct
+import sys
 import threading
 import types
 from collections.abc import Iterator
@@ -37,7 +39,7 @@ _SHOWN = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _HIDDEN = {"__class__", "__dict__", "__doc__", "__weakref__"}
 _STATELESS = getattr(object, "__getstate__", None)
 # What nobody changes, or nobody reads anything of.
-_CONSTANT = (
+CONSTANT = (
     types.CodeType, types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType,
     *_SHOWN, type(...), type(NotImplemented), types.GenericAlias, types.UnionType, range, re.Pattern, struct.Struct,
     types.FrameType, types.TracebackType, contextvars.Token, np.dtype, type(threading.RLock()), type(functools.cache(len)),
@@ -60,7 +62,7 @@ def is_of_c(kind: Any) -> bool:
 def state(value: Any) -> tuple[Any, ...] | None:
     """What there is to tell of an object made in C; ``None`` where it is constant, or tells nothing."""
     kind: Any = type(value)
-    if issubclass(kind, _CONSTANT) or _root(kind) == "torch":
+    if issubclass(kind, CONSTANT) or _root(kind) == "torch":
         return None
     if issubclass(kind, io.IOBase) and not hasattr(kind, "getvalue"):
         return _of_file(value)
@@ -68,7 +70,10 @@ def state(value: Any) -> tuple[Any, ...] | None:
         found = value.__getstate__()
         if found is not None:
             return (found,)
-    made = _made_of(value)
+    brief = (
+        _root(kind) in sys.stdlib_module_names or _root(kind) in _LIBRARIES
+    )  # others may write down all that they have
+    made = _made_of(value) if brief else None
     return _held_by(value) if made is None else made
 
 
@@ -79,11 +84,11 @@ def is_unknown(value: Any, items: tuple[Any, ...] | None) -> bool:
         return value.gi_frame is not None
     if isinstance(value, _OF_LIBRARY) or any(_root(base) in _ELSEWHERE for base in kind.__mro__):
         return True
-    if not is_of_c(kind) or issubclass(kind, (*_CONSTANT, io.IOBase)) or _root(kind) in _LIBRARIES:
+    if not is_of_c(kind) or issubclass(kind, (*CONSTANT, io.IOBase)) or _root(kind) in _LIBRARIES:
         return False
     if isinstance(value, Iterator):
         return _made_of(value) is None
-    return items is None and _root(kind) not in _KNOWN
+    return items is None and _root(kind) not in _KNOWN and _made_of(value) is None
 
 
 def _root(kind: type) -> str:
@@ -93,10 +98,10 @@ def _root(kind: type) -> str:
 def _made_of(value: Any) -> tuple[Any, ...] | None:
     """The function that makes such an object, its arguments, and what else there is to say."""
     kind: Any = type(value)
-    if all(getattr(kind, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__")):
-        return None
+    own = any(getattr(kind, name) is not getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
+    make = copyreg.dispatch_table.get(kind) or (operator.methodcaller("__reduce_ex__", 2) if own else None)
     try:
-        made = value.__reduce_ex__(2)
+        made = None if make is None else make(value)
     except Exception:  # noqa: BLE001  # a class of anybody's, which may refuse in any way
         return None
     return made if isinstance(made, tuple) else None

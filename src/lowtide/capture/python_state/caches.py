@@ -28,15 +28,16 @@ _DEPTH = 3  # from the cache through its entry to a tensor, or to a container of
 
 
 class Results:
-    """The objects that a cache holds, numbers, texts and tensors excepted. Called: which of them it holds still."""
+    """The objects that a cache holds, numbers, texts and tensors excepted. Called: whether it has not been cleared since, and
+    which of them it holds still."""
 
     def __init__(self, cache: Any) -> None:
-        self._cache = cache
+        self._cache, self._misses = cache, cache.cache_info().misses
         self.then = self._results()
 
     def __call__(self) -> tuple[Any, ...]:
-        held = {*map(id, self._held())}
-        return tuple(one for one in self.then if id(one) in held)
+        held = {*map(id, self._held())} if self.then else ()
+        return self._cache.cache_info().misses >= self._misses, *(one for one in self.then if id(one) in held)
 
     @property
     def are_more(self) -> bool:

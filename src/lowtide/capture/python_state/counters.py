@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 from torch import nn
 
+from lowtide.capture.python_state.caches import Results
 from lowtide.capture.python_state.code_names import functions_of, is_only_stored, is_read, is_trusted, names_in
 from lowtide.capture.python_state.paths import AttributePath, leaf
 from lowtide.capture.python_state.reads import Contents, Read, Reads, identical
@@ -31,7 +32,10 @@ _OF_OBJECTS = ("attribute", "slot", "class")
 def changed(reads: Reads) -> list[Read]:
     """Of what one run read, what it left otherwise."""
     before = Contents(reads.contents)
-    return [read for read in reads.values.values() if not before.same(read.value, current(*read[:3]))]
+    some = (
+        read for read in reads.values.values() if type(read.owner) is not Results
+    )  # which are cleared for a capture's sake
+    return [read for read in some if not before.same(read.value, current(*read[:3]))]
 
 
 def as_now(some: Iterable[Read]) -> Reads:

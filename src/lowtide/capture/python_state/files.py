@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 from lowtide.capture.python_state.code_names import is_standard
 from lowtide.capture.python_state.installed import is_installed
 from lowtide.capture.trace.patches import all_wrapped
+from lowtide.errors import CaptureError
 
 _CODE = (".pyc", ".so", ".pyd", ".dll")
-_READING = ("open", "os.listdir", "os.scandir")  # events
+_ELSEWHERE = ("subprocess.Popen", "sqlite3.connect", "socket.connect")
+_READING = ("open", "os.listdir", "os.scandir", *_ELSEWHERE)  # events
 _SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/")
 _WHETHER = {
     "exists",
@@ -70,8 +72,23 @@ def _install() -> None:
 def _note(event: str, args: tuple[Any, ...]) -> None:
     if not _READING or event not in _READING:  # at the end of the process names of modules are gone
         return
-    if isinstance(args[0], (str, bytes, os.PathLike)):
+    if event in _ELSEWHERE:
+        if getattr(_watching, "found", None) is not None and _asking_code(sys._getframe(1))[0]:
+            raise CaptureError(
+                f"the forward pass asks another process or a database ({event}), whose answer may be another one in every "
+                "call. Ask outside of the forward pass and keep or pass the answer, or run the model under lowtide.online."
+            )
+    elif isinstance(args[0], (str, bytes, os.PathLike)):
         _keep(os.fsdecode(args[0]))
+
+
+def _asking_code(frame: Any) -> tuple[bool, set[str]]:
+    """Whether the user's code asks, by functions of Python's own or by itself, and the names of these."""
+    names = set()
+    while frame.f_back is not None and is_standard(str(frame.f_globals.get("__name__"))):
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return not is_installed(frame.f_code.co_filename), names
 
 
 def _keep(path: str, whole: bool = True) -> None:
@@ -86,11 +103,8 @@ def _keep(path: str, whole: bool = True) -> None:
 
 def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     def asked(path: Any, *args: Any, **kwargs: Any) -> Any:
-        frame, names = sys._getframe(2), set()
-        while frame.f_back is not None and is_standard(str(frame.f_globals.get("__name__"))):
-            names.add(frame.f_code.co_name)
-            frame = frame.f_back
-        if isinstance(path, (str, bytes, os.PathLike)) and not is_installed(frame.f_code.co_filename):
+        theirs, names = _asking_code(sys._getframe(2))
+        if isinstance(path, (str, bytes, os.PathLike)) and theirs:
             _keep(os.fsdecode(path), whole=not names & _WHETHER)
         return function(path, *args, **kwargs)
 

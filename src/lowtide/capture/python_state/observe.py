@@ -192,9 +192,9 @@ class Observer:
 
     def _look_at_cache(self, cache: Any, text: str) -> None:
         results = self.reads.caches.setdefault(id(cache), Results(cache))
-        if results.then:
-            self.reads.note("answer", results, "", results.then, f"what the cache of {text} holds")
-            self._reach(results.then, results.then, f"the cache of {text}")
+        found = results()
+        self.reads.note("answer", results, "", found, f"what the cache of {text} holds")
+        self._reach(found, found, f"the cache of {text}")
 
     def _look_into(self, seen: Any, original: Any, items: tuple[Any, ...], text: str) -> None:
         self.reads.contents.setdefault(id(original), Content(original, items))
