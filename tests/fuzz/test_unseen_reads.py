@@ -228,6 +228,8 @@ def test_constants_that_cannot_be_copied() -> None:
 
 _ITERATORS: dict[str, Callable[[], Any]] = {
     "list": lambda: [iter([1.0, 2.0, 3.0, 4.0])],
+    "list of one": lambda: [iter([3.0])],
+    "list of three": lambda: [iter([3.0, 4.0, 5.0])],
     "count": lambda: {"next": itertools.count(1)},
     "cycle": lambda: [itertools.cycle([1.0, 2.0])],
     "generator": lambda: [(float(number) for number in range(1, 9))],
@@ -239,7 +241,7 @@ _STREAMS: Any = None
 
 def _next_of_streams(state: Any) -> float:
     stream = [*_STREAMS.values()][-1] if isinstance(_STREAMS, dict) else _STREAMS[-1]
-    found = next(stream)
+    found = next(stream, 1.0)
     return float(found[0] if isinstance(found, (tuple, list)) else found)
 
 
@@ -250,7 +252,7 @@ def test_iterators_in_containers_are_where_they_were(make: Callable[[], Any]) ->
         _STREAMS = make()
         return Reader(None, _next_of_streams)
 
-    plain, planned = (steps(made, planned=planned, count=2) for planned in (False, True))
+    plain, planned = (steps(made, planned=planned, count=5) for planned in (False, True))
     assert all(
         torch.equal(*pair) for one, other in zip(plain, planned, strict=True) for pair in zip(one, other, strict=True)
     )

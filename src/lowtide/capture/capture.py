@@ -138,7 +138,9 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
         learned = _learned_of_numbers(known, traced)
         if learned is not None:
             raise _LearnedError(learned)
-        if traced.has_filled or counters.changed(traced.latest_reads):
+        changed = counters.changed(traced.latest_reads)
+        counters.refuse(counters.spent(changed, traced.latest_reads))
+        if traced.has_filled or changed:
             raise _ChangedError
 
     traced.after_run = learn

@@ -20,7 +20,7 @@ from lowtide.capture.copies import copy_without_data
 from lowtide.capture.python_state import attribute_effects, counters
 from lowtide.capture.python_state.counters import Readers
 from lowtide.capture.python_state.external_effects import WHAT_TO_DO, ExternalEffects, hooks_in
-from lowtide.capture.python_state.paths import AttributePath, named, tensors_in, texts, value_at
+from lowtide.capture.python_state.paths import AttributePath, tensors_in, texts, value_at
 from lowtide.capture.python_state.random_numbers import untouched
 from lowtide.capture.python_state.reads import Place, Read, Reads
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of, known_value
@@ -105,13 +105,7 @@ def rehearse(
         calls.append(call())  # a third tells what goes on from what settles later
     always = [one for one in outside if all(one.place in called.outside for called in calls)]  # not by another thread
     lost = outside if outside and calls[1].operators != calls[2].operators else readers.of(always)
-    if lost:
-        names = named([one.text for one in lost])
-        raise CaptureError(
-            f"the program depends on what its own forward pass changes outside of the model ({names}), or may do so in a later "
-            "call. Change that outside of the forward pass and pass it as a tensor, keep it in a buffer "
-            "(self.register_buffer(...), self.steps.add_(1)), or run the model under lowtide.online."
-        )
+    counters.refuse(lost)
     mode.forget_values()
     return _effects(calls, compared, readers)
 

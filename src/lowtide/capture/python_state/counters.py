@@ -11,6 +11,7 @@ import array
 import contextlib
 import contextvars
 import io
+import itertools
 import threading
 import types
 from collections import defaultdict
@@ -22,10 +23,12 @@ from torch import nn
 
 from lowtide.capture.python_state.caches import Results
 from lowtide.capture.python_state.code_names import functions_of, is_only_stored, is_read, is_trusted, names_in
-from lowtide.capture.python_state.paths import AttributePath, leaf
+from lowtide.capture.python_state.paths import AttributePath, leaf, named
 from lowtide.capture.python_state.reads import Contents, Read, Reads, identical
+from lowtide.errors import CaptureError
 from lowtide.program.objects import ABSENT, MUTABLE, content, current, own_attributes, reachable, refill
 
+_ENDLESS = (itertools.count, itertools.cycle, itertools.repeat)
 _OF_OBJECTS = ("attribute", "slot", "class")
 
 
@@ -36,6 +39,30 @@ def changed(reads: Reads) -> list[Read]:
         read for read in reads.values.values() if type(read.owner) is not Results
     )  # which are cleared for a capture's sake
     return [read for read in some if not before.same(read.value, current(*read[:3]))]
+
+
+def spent(some: Iterable[Read], reads: Reads) -> list[Read]:
+    """Of what a run left otherwise, what has an iterator in it that comes to an end: later runs may find it there."""
+    before = Contents(reads.contents)
+
+    def comes_closer(one: Any) -> bool:
+        ends = isinstance(one, Iterator) and not isinstance(one, (io.IOBase, *_ENDLESS))
+        return ends and id(one) in reads.contents and not before.same(one, one)
+
+    return [
+        read for read in some if any(map(comes_closer, reachable([read.value], lambda one: content(one) is not None)))
+    ]
+
+
+def refuse(lost: Sequence[Read]) -> None:
+    """Raises ``CaptureError`` for what every call changes outside of the model, and which planned calls would not."""
+    if lost:
+        raise CaptureError(
+            "the program depends on what its own forward pass changes outside of the model "
+            f"({named([one.text for one in lost])}), or may do so in a later call. Change that outside of the forward pass and "
+            "pass it as a tensor, keep it in a buffer (self.register_buffer(...), self.steps.add_(1)), or run the model under "
+            "lowtide.online."
+        )
 
 
 def as_now(some: Iterable[Read]) -> Reads:
