@@ -26,6 +26,7 @@ from lowtide.capture.python_state.code_names import functions_of, is_only_stored
 from lowtide.capture.python_state.paths import AttributePath, leaf, named
 from lowtide.capture.python_state.reads import Contents, Read, Reads, identical
 from lowtide.errors import CaptureError
+from lowtide.program import opaque
 from lowtide.program.objects import ABSENT, MUTABLE, content, current, own_attributes, reachable, refill
 
 _ENDLESS = (itertools.count, itertools.cycle, itertools.repeat)
@@ -116,12 +117,17 @@ def put_back(counters: Iterable[Read], reads: Reads) -> None:
         value = _rewound(read.value, reads, rewound)
         if current(*read[:3]) is not value:
             assign(*read[:3], value)
-        for holder in reachable([value], lambda one: content(one) is not None):
+        for holder in reachable([value], _can_be_filled):
             known = reads.contents.get(id(holder))
             if known is not None:
                 items = [_rewound(item, reads, rewound) for item in known.items]
                 if not identical(content(holder) or (), items):
                     _fill(holder, items)
+
+
+def _can_be_filled(value: Any) -> bool:
+    items = content(value)
+    return items is not None and not opaque.is_told_by_parts(items, value)
 
 
 def _rewound(value: Any, reads: Reads, rewound: dict[int, Any]) -> Any:
