@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 
 @dataclass(eq=False, repr=False)
@@ -44,7 +45,8 @@ class InfeasibleBudgetError(PlanError):
     ``source`` the user's ``file:line`` of that op. ``budget_bytes`` is what the planner was given, 0 where that is not known;
     ``aside_bytes`` what is reserved or resident beside it, and part of ``minimum_bytes``. ``overheads`` are budgets from
     ``minimum_bytes`` on, each with the overhead of a schedule that a brief search found within it (0.5: half again the time
-    without rematerialization); empty where none is known. ``proven``: no schedule that keeps the order fits.
+    without rematerialization); empty where none is known. ``proven``: no schedule that keeps the order fits. ``plan``: the
+    ``Plan`` of the pass by which ``minimum_bytes``, less those beside it, are enough, where one was made.
     """
 
     _: KW_ONLY
@@ -55,6 +57,7 @@ class InfeasibleBudgetError(PlanError):
     aside_bytes: int = 0
     overheads: tuple[tuple[int, float], ...] = ()
     proven: bool = False
+    plan: Any = None
 
     def beside(self, aside_bytes: int, what: str = "") -> InfeasibleBudgetError:
         """The error for a budget of which ``aside_bytes`` are not the pass's; ``what`` they are."""
@@ -75,6 +78,7 @@ class InfeasibleBudgetError(PlanError):
             aside_bytes=aside_bytes,
             overheads=tuple((budget_bytes + aside_bytes, overhead) for budget_bytes, overhead in self.overheads),
             proven=self.proven,
+            plan=self.plan,
         )
 
 

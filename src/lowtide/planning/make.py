@@ -139,6 +139,9 @@ def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner
         budget_bytes=problem.budget_bytes,
         overheads=overheads,
         proven=solution.status is Status.INFEASIBLE,
+        plan=Plan(
+            problem.graph, problem.costs, lowest, planner, minimum or 0, run.peak_bytes, unconstrained, run.time_ns
+        ),
     )
 
 

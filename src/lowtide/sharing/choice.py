@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 
 from lowtide.errors import InfeasibleBudgetError
+from lowtide.planning import Plan
 from lowtide.sharing.agreement import program_key
 from lowtide.sharing.assignment import Assignment, Planning, Share
 from lowtide.sharing.constraints import Constraint, Member, peak_bytes
@@ -22,8 +23,6 @@ from lowtide.sharing.upgrades import upgraded
 
 _BISECTIONS = 5
 _ROUNDS, _LONGER = 2, 1  # of refinement: over all programs, and times as many plans as before it
-_NEARLY = 1.01  # times the least budget that is known to be needed: what is as good
-_RAISES = 16  # of a budget that is too small, until one is met
 _MENU = (0.25, 0.5, 0.75, 1.0)
 _FIRST_TRIED = (0.0, 0.25, 0.5, 0.75)  # saving the least may leave too little to compute all of it again
 
@@ -45,11 +44,10 @@ def choose(
     search = _Search(members, constraints, quick or planning)
     try:
         fractions = search.refined(search.common_fraction(budget_bytes), budget_bytes)
-    except InfeasibleBudgetError as error:
-        least = min(search.least_budget(error.minimum_bytes), peak_bytes(constraints, eager))
-        raise _too_little(budget_bytes, least) from None
-    last = search if quick is None else _Search(members, constraints, planning)
-    chosen = last.assignments(fractions, budget_bytes)
+        last = search if quick is None else _Search(members, constraints, planning)
+        chosen = last.assignments(fractions, budget_bytes)
+    except InfeasibleBudgetError:
+        chosen = search.lowest(budget_bytes)
     return upgraded(members, constraints, chosen, search.menus(chosen, budget_bytes), budget_bytes)
 
 
@@ -69,7 +67,6 @@ class _Search:
         self._made: dict[tuple[str, int], list[tuple[int, Assignment]]] = {}
         self._least: dict[str, int] = {}  # bytes that programs need while they run, whatever they save
         self._met: dict[str, int] = {}  # bytes that do where they save what they like
-        self._needed: dict[float, int] = {}  # the budget that was found to be needed where all have this fraction
         self._plans = 0
 
     def assignments(self, fractions: Sequence[float], budget_bytes: int) -> list[Assignment]:
@@ -141,8 +138,7 @@ class _Search:
         return self._met.get(program, math.inf) <= room
 
     def _by_a_plan(self, member: Member, share: Share) -> Assignment:
-        plan = self.planning(member, share)
-        return Assignment(member.footprint(plan.schedule), share, plan)
+        return _as_assigned(member, share, self.planning(member, share))
 
     def common_fraction(self, budget_bytes: int) -> list[float]:
         """About the largest that all members can have. Raises ``InfeasibleBudgetError``."""
@@ -191,28 +187,49 @@ class _Search:
         return best
 
     def _first_that_fits(self, fractions: Sequence[float], budget_bytes: int) -> float:
-        """One of ``fractions`` with which the budget is met. Raises ``InfeasibleBudgetError``: of the one that needs least."""
-        for fraction in fractions:
-            try:
+        """The first of ``fractions`` with which the budget is met. Raises ``InfeasibleBudgetError``."""
+        for fraction in fractions[:-1]:
+            with contextlib.suppress(InfeasibleBudgetError):
                 self.assignments([fraction] * len(self.members), budget_bytes)
                 return fraction
-            except InfeasibleBudgetError as error:
-                self._needed[fraction] = max(error.minimum_bytes, budget_bytes + 1)
-        raise _too_little(budget_bytes, min(self._needed[fraction] for fraction in fractions))
+        self.assignments([fractions[-1]] * len(self.members), budget_bytes)
+        return fractions[-1]
 
-    def least_budget(self, budget_bytes: int) -> int:
-        """The first budget that is found to be met, from ``budget_bytes`` on: tried is the fraction that needs least, or nearly
-        so, as far as is known."""
-        fraction = 0.0
-        for _ in range(_RAISES):
-            needed = self._needed or {fraction: budget_bytes}
-            if needed.get(fraction, math.inf) > _NEARLY * min(needed.values()):
-                fraction = min(needed, key=needed.__getitem__)
-            budget_bytes = needed[fraction]
-            with contextlib.suppress(InfeasibleBudgetError):
-                self._first_that_fits((fraction,), budget_bytes)
-                break
-        return budget_bytes
+    def lowest(self, budget_bytes: int) -> list[Assignment]:
+        """Assignments whose peak is about the least that there is. Raises ``InfeasibleBudgetError`` where it is too large."""
+        first = {program: index for index, program in reversed([*enumerate(self._programs)])}
+        options = {program: self._lowest(index) for program, index in first.items()}
+        chosen = {program: own[0] for program, own in options.items()}
+
+        def peak(**changed: Assignment) -> int:
+            tried = chosen | changed
+            return peak_bytes(self.constraints, [tried[program].footprint for program in self._programs])
+
+        for program in [*options] * _ROUNDS:
+            chosen[program] = min(options[program], key=lambda own: peak(**{program: own}))
+        if peak() > budget_bytes:
+            raise _too_little(budget_bytes, peak())
+        return [chosen[program] for program in self._programs]
+
+    def _lowest(self, index: int) -> list[Assignment]:
+        """Ways to run a member that take little: the one that takes least while it runs, the one that does and saves little
+        where it waits, and the one without a plan."""
+        member = self.members[index]
+        share, found = Share(member.least_bytes, 0), [Assignment(member.eager)]
+        for _ in range(2 if index in self._waiting else 1):
+            room = share.budget_bytes
+            try:
+                found.append(self._by_a_plan(member, share))
+            except InfeasibleBudgetError as error:
+                room = error.minimum_bytes
+                if error.plan is not None:
+                    found.append(_as_assigned(member, share, error.plan))
+            share = Share(room, max(room - self._limit(index, 0.0) - member.arriving_bytes, 0))
+        return found[::-1]
+
+
+def _as_assigned(member: Member, share: Share, plan: Plan) -> Assignment:
+    return Assignment(member.footprint(plan.schedule), share, plan)
 
 
 def _time_ns(assignments: Sequence[Assignment]) -> int:
