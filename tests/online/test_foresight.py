@@ -373,7 +373,7 @@ def test_other_threads_read_what_is_evicted_while_searches_begin(monkeypatch: py
 
     def materialize(*args: Any) -> Any:
         found = rebuilt(*args)
-        time.sleep(0.03)  # in which the program evicts, if it can
+        time.sleep(0.01)  # in which the program evicts, if it can
         return found
 
     monkeypatch.setattr(OnlineRun, "materialize", materialize)

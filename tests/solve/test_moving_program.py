@@ -31,8 +31,8 @@ def drawn(seed: int) -> list[tuple[Graph, Costs, int, int | None]]:
 
 
 def test_the_program_bounds_every_schedule_and_nearly_always_equals_the_best() -> None:
-    met = [(*make(seed), budget, optimum) for seed in SEEDS for budget, optimum in cases(seed)]
-    met += [case for seed in MOVING[::3] for case in drawn(seed)]
+    met = [(*make(seed), budget, optimum) for seed in SEEDS[::2] for budget, optimum in cases(seed)]
+    met += [case for seed in MOVING[::6] for case in drawn(seed)]
     equal = 0
     for graph, costs, budget, optimum in met:
         proof = solve_with_transfers(Problem(graph, costs, budget), SolverOptions(), optimum)
@@ -42,7 +42,7 @@ def test_the_program_bounds_every_schedule_and_nearly_always_equals_the_best() -
             check(graph, proof.schedule)
             run = simulate(graph, costs, proof.schedule)
             assert run.peak_bytes > budget or (optimum is not None and run.time_ns >= optimum)
-    assert equal >= 0.9 * len(met) > 3 * len(SEEDS)
+    assert equal >= 0.9 * len(met) > 3 * len(SEEDS[::2])
 
 
 def test_the_planner_agrees_with_every_schedule() -> None:
