@@ -267,7 +267,7 @@ def _validate_storage(graph: Graph, storage: Storage) -> None:
 def _validate_overwrites(graph: Graph, costs: Costs) -> None:
     for op, own in zip(graph.ops, graph.owned, strict=True):
         for value in op.overwrites:
-            if value not in op.inputs:
+            if index(value, len(graph.values), f"op {op.name}") not in op.inputs:
                 raise PlanError(f"op {op.name} is to overwrite value {value}, which it does not read.")
             size = costs.storage_bytes[graph.values[value].storage]
             if len(own) != 1 or costs.storage_bytes[own[0]] != size:
