@@ -25,6 +25,7 @@ from lowtide.ir.parser import parse_graph, parse_schedule
 from tests.support.chains import chain_dag
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
+from tests.support.wide import is_wide
 
 _JUNK = [None, True, -1, 10**6, 10**30, 1.5, float("nan"), float("inf"), "x", "", [], [[]], {}, [0], [-1], "absent"]
 
@@ -54,8 +55,8 @@ def _replaced(data: dict[str, Any], path: tuple[Any, ...], junk: Any) -> dict[st
 def test_junk_anywhere_is_refused_or_harmless(tmp_path: Path, data: dict[str, Any]) -> None:
     path = tmp_path / "junk.json"
     refused = 0
-    for place in _paths(data):
-        for junk in _JUNK:
+    for number, place in enumerate(_paths(data)):
+        for junk in _JUNK if is_wide() else _JUNK[number % 3 :: 3]:
             path.write_text(json.dumps(_replaced(data, place, junk)))
             try:
                 graph, costs = load_instance(path)
