@@ -10,10 +10,11 @@ quickest so far with choices around that of its own.
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -45,9 +46,23 @@ _GAIN = 1000  # refinement ends where two rounds gain less than one part in so m
 _FAILURES = 2  # searches in vain, from the most that may move on, until the others are not tried
 _CLOSE = 400  # a schedule within one part in so many of the program's time is good enough
 _ALWAYS = 2  # but for the first rounds, up to the programs over blocks
-
+_OTHER_ROUNDS = 5  # than those of ``_STARTS`` and ``_ROUNDS``
 
 Still = Callable[[int], Schedule | None]  # asked with the time of the quickest that is known
+Attempts = Iterator[None]
+"""Searches that are made while it is gone through, one at a step."""
+
+
+class _Movable(NamedTuple):
+    """A storage that may move. ``ratio``: its operator's time in those of its fetch, infinite where that may not run again."""
+
+    storage: int
+    bytes: int
+    fetch_ns: int
+    ratio: float
+
+    def price(self, choice: Choice) -> int:
+        return int(choice.share * self.fetch_ns) + 1
 
 
 class _Found(NamedTuple):
@@ -65,18 +80,18 @@ class _Model(NamedTuple):
     portfolio: Portfolio
 
 
+_time_of = operator.attrgetter("time_ns")
+
+
 @dataclass(slots=True)
 class _Moves:
-    """The problem, what is known of its storages, and what has been tried."""
+    """The problem, what is known of its storages, and what has been tried. ``found`` and ``starts``: the quickest first."""
 
     problem: Problem
     memory: SecondMemory
     portfolio: Portfolio | None  # without, nothing is computed again
     program: Program
-    sizes: Mapping[int, int]
-    fetch_ns: Mapping[int, int]
-    ratios: Mapping[int, float]  # storage -> its operator's time in those of its fetch
-    order: Sequence[int]  # in which storages are made
+    movable: Mapping[int, _Movable]  # by storage, in the order in which they are made
     found: list[_Found] = field(default_factory=list)
     starts: list[_Found] = field(default_factory=list)
     tried: dict[tuple[Choice, int, int], Steps | None] = field(default_factory=dict)  # with where each started
@@ -89,36 +104,39 @@ class _Moves:
     def of(cls, problem: Problem, memory: SecondMemory, portfolio: Portfolio | None) -> _Moves:
         graph, costs = problem.graph, problem.costs
         # What the backward pass writes over its inputs stays: moving it would take the place of both.
-        over = {value for op in graph.ops[graph.forward_ops :] if op.overwrites for value in op.outputs}
-        written = {graph.values[value].storage for value in over}
-        sizes = {
-            storage: int(costs.storage_bytes[storage])
-            for storage in movable_storages(graph, costs)
-            if storage not in written
-        }
-        fetch_ns = {storage: max(memory.fetch_ns(size), 1) for storage, size in sizes.items()}
-        ratios = {}
-        for storage in sizes:
-            base = graph.storages[storage].base
-            again = base is not None and graph.ops[base].recomputable and portfolio is not None
-            ratios[storage] = int(costs.time_ns[base]) / fetch_ns[storage] if again else float("inf")
-        order = sorted(sizes, key=lambda one: (graph.storages[one].base or 0, one))
-        return cls(problem, memory, portfolio, program_of(graph, costs), sizes, fetch_ns, ratios, order)
+        over = (op for op in graph.ops[graph.forward_ops :] if op.overwrites)
+        written = graph.storages_of(value for op in over for value in op.outputs)
+        movable = []
+        for storage in movable_storages(graph, costs):
+            size, base = int(costs.storage_bytes[storage]), graph.storages[storage].base or 0
+            fetch_ns = max(memory.fetch_ns(size), 1)
+            again = graph.ops[base].recomputable and portfolio is not None
+            ratio = int(costs.time_ns[base]) / fetch_ns if again else float("inf")
+            if storage not in written:
+                movable.append((base, _Movable(storage, size, fetch_ns, ratio)))
+        made = {one.storage: one for _, one in sorted(movable)}
+        return cls(problem, memory, portfolio, program_of(graph, costs), made)
 
     def prices(self, choice: Choice) -> dict[int, int]:
         """Of the storages that may move, in the order in which they are made, as many as the second memory holds."""
         ratio, room = (0.0 if self.moves_only else choice.ratio), choice.limit * self.problem.costs.total_time_ns
-        order = [storage for storage in self.order if self.ratios[storage] >= ratio]
-        taken = itertools.accumulate(self.fetch_ns[storage] for storage in order)
-        within = itertools.takewhile(lambda one: one[1] <= room, zip(order, taken, strict=True))
-        held = self.memory.held((storage, self.sizes[storage]) for storage, _ in within)
-        return {storage: int(choice.share * self.fetch_ns[storage]) + 1 for storage in held}
+        chosen = [one for one in self.movable.values() if one.ratio >= ratio]
+        taken = itertools.accumulate(one.fetch_ns for one in chosen)
+        within = (one for one, time_ns in zip(chosen, taken, strict=True) if time_ns <= room)
+        held = self.memory.held((one.storage, one.bytes) for one in within)
+        return {storage: self.movable[storage].price(choice) for storage in held}
 
-    def attempt(self, choice: Choice, effort: int = 0, start: Steps | None = None) -> None:
+    def search(self, choices: Iterable[Choice], effort: int, start: Steps | None = None) -> Attempts:
+        """A search for each choice, from ``start`` where there is one."""
+        for choice in choices:
+            self.attempt(choice, effort, start)
+            yield
+
+    def attempt(self, choice: Choice, effort: int, start: Steps | None) -> None:
         """Search for a schedule in which the choice decides what moves, from ``start`` where there is one."""
         problem, prices = self.problem, self.prices(choice)
         for storage in start.fetched if start is not None else ():
-            prices.setdefault(storage, int(choice.share * self.fetch_ns[storage]) + 1)
+            prices.setdefault(storage, self.movable[storage].price(choice))
         hopeless = not self.found and self.failures >= _FAILURES
         if (choice, effort, id(start)) in self.tried or not prices or hopeless:
             return
@@ -160,7 +178,7 @@ class _Moves:
         if run.peak_bytes > problem.budget_bytes or (room is not None and run.second_peak_bytes > room):
             return None
         before, found = self.least_ns, _Found(run.time_ns, steps, choice)
-        self.found.append(found)
+        bisect.insort(self.found, found, key=_time_of)
         if run.time_ns < before:
             problem.better(run.time_ns, lambda: answer("auto", problem, [decoded(steps)]))
         return found
@@ -173,7 +191,7 @@ class _Moves:
     @property
     def least_ns(self) -> int:
         """The time of the quickest."""
-        return min((each.time_ns for each in self.found), default=INFEASIBLE_NS)
+        return self.found[0].time_ns if self.found else INFEASIBLE_NS
 
     def _note_lowest(self, steps: Steps) -> None:
         peak = run_steps(self.program, steps).peak_bytes
@@ -182,37 +200,26 @@ class _Moves:
 
     def best(self, count: int) -> list[Choice]:
         """The choices behind the quickest schedules."""
-        choices = [each.choice for each in _ranked(self.found) if each.choice is not None]
+        choices = [each.choice for each in self.found if each.choice is not None]
         return [*dict.fromkeys(choices)][:count]
 
     def start(self, place: int) -> Steps | None:
         """The quickest to start from, or the one in that place after it; none that takes far longer than the quickest."""
-        starts = _ranked(self.starts)
-        if place >= len(starts):
+        if place >= len(self.starts):
             return None
-        least = self.problem.costs.total_time_ns
-        return starts[place].steps if starts[place].time_ns - least <= _FAR * (self.least_ns - least) else None
+        start, least = self.starts[place], self.problem.costs.total_time_ns
+        return start.steps if start.time_ns - least <= _FAR * (self.least_ns - least) else None
 
     @property
     def first(self) -> Steps | None:
         """The quickest."""
-        return min(self.found, key=_time).steps if self.found else None
+        return self.found[0].steps if self.found else None
 
     @property
     def answer(self) -> Schedule | None:
         """The quickest within the budget; without one, the lowest."""
-        if self.found:
-            return decoded(min(self.found, key=_time).steps)
-        return None if self.lowest is None else decoded(self.lowest[1])
-
-
-def _time(found: _Found) -> int:
-    return found.time_ns
-
-
-def _ranked(found: Iterable[_Found]) -> list[_Found]:
-    """The quickest first, then that which was found first."""
-    return sorted(found, key=_time)
+        steps = self.first if self.found or self.lowest is None else self.lowest[1]
+        return None if steps is None else decoded(steps)
 
 
 def _exactly(portfolio: Portfolio, budget_bytes: int) -> Schedule | None:
@@ -240,36 +247,44 @@ def moving_schedule(
         return None
     moves = _Moves.of(problem, memory, portfolio)
     least = least_time_ns(problem)
-    rounds = [*_rounds(moves, effort, still)]
-    for number, round_of_attempts in enumerate(rounds):
-        problem.progress("transfers", number / len(rounds))
+    rounds = _OTHER_ROUNDS + _STARTS[effort] + _ROUNDS[effort]
+    for number, attempts in enumerate(_rounds(moves, effort, still)):
+        problem.progress("transfers", number / rounds)
         enough = least if number < _ALWAYS else least + least // _CLOSE
-        for attempt in round_of_attempts():
-            attempt()
+        for _ in attempts:
             if moves.least_ns <= enough:
                 return moves.answer
     return moves.answer
 
 
-Attempts = Callable[[], Iterable[Callable[[], None]]]
-
-
 def _rounds(moves: _Moves, effort: int, still: Still) -> Iterator[Attempts]:
     """What is tried one after the other, each round in the knowledge of those before."""
-    yield lambda: _from(moves, None, QUICK, 0)
+    yield moves.search(QUICK, 0)
     if not moves.moves_only:
-        yield lambda: _on_chains(moves, effort)
+        yield _on_chains(moves, effort)
     if effort == 0:
         return
-    ladder = SHORT if effort == 1 else LADDER
-    yield lambda: _from(moves, _still(moves), ladder, _WARM[effort])
+    ladder, warm = SHORT if effort == 1 else LADDER, _WARM[effort]
+    yield moves.search(ladder, warm, _still(moves))
     for place in range(_STARTS[effort]):
-        yield lambda place=place: _from_start(moves, place, ladder, _WARM[effort])  # type: ignore[misc]
+        if (start := moves.start(place)) is not None:
+            yield moves.search(ladder, warm, start)
     for number in range(_ROUNDS[effort], 0, -1):
-        step = _STEPS[number % len(_STEPS)]
-        yield lambda step=step: _refined(moves, step, _WARM[effort])  # type: ignore[misc]
-    yield lambda: _from(moves, moves.first, moves.best(_PATIENT[effort]), effort)
-    yield lambda: _from_still(moves, still, ladder, _WARM[effort])
+        if _worth_refining(moves):
+            yield moves.search(around(moves.best(1), _STEPS[number % len(_STEPS)]), warm, moves.first)
+    yield moves.search(moves.best(_PATIENT[effort]), effort, moves.first)
+    quieter = still(moves.least_ns)
+    if quieter is not None:  # to go on from, where it is quicker than all that moves
+        start = encoded(quieter)
+        if run_steps(moves.program, start).time_ns < moves.least_ns:
+            yield moves.search(ladder, warm, start)
+
+
+def _worth_refining(moves: _Moves) -> bool:
+    """Not where the latest rounds of refinement were of little use."""
+    gained = moves.marks[-len(_STEPS)] - moves.least_ns if len(moves.marks) >= len(_STEPS) else INFEASIBLE_NS
+    moves.marks.append(moves.least_ns)
+    return gained >= moves.problem.costs.total_time_ns // _GAIN
 
 
 def _still(moves: _Moves) -> Steps | None:
@@ -282,11 +297,14 @@ def _still(moves: _Moves) -> Steps | None:
     return encoded(moves.portfolio.schedule(found)) if found.peak_bytes <= problem.budget_bytes else None
 
 
-def _on_chains(moves: _Moves, effort: int) -> Iterator[Callable[[], None]]:
+def _on_chains(moves: _Moves, effort: int) -> Attempts:
     """Those of the dynamic programs over blocks, and whatever ``rotor`` and ``pofo`` answer."""
     problem = moves.problem
-    if effort:
-        yield lambda: _note_all(moves, _rotor(moves))
+    rotor = Rotor().solve(problem).schedule if effort else None
+    if rotor is not None:
+        steps = encoded(rotor)
+        _note_all(moves, [(steps, run_steps(moves.program, steps))])
+        yield
     assert moves.portfolio is not None, "blocks run again"
     chains = moves.portfolio.chains
     builders = menu_builders(chains)
@@ -294,48 +312,12 @@ def _on_chains(moves: _Moves, effort: int) -> Iterator[Callable[[], None]]:
     builders = [*builders, *(pofo_builders(chains) if effort else ())]
     programs = ChainPrograms(problem, chains.model, moves.program)
     for builder in builders:
-        yield lambda builder=builder: _note_all(moves, programs.schedules(builder, _CELLS, moves.least_ns))  # type: ignore[misc]
-
-
-def _rotor(moves: _Moves) -> Iterator[tuple[Steps, Run]]:
-    """The answer of ``rotor``, if it has one."""
-    schedule = Rotor().solve(moves.problem).schedule
-    if schedule is not None:
-        steps = encoded(schedule)
-        yield steps, run_steps(moves.program, steps)
+        _note_all(moves, programs.schedules(builder, _CELLS, moves.least_ns))
+        yield
 
 
 def _note_all(moves: _Moves, schedules: Iterable[tuple[Steps, Run]]) -> None:
     """The best of them is one to start from."""
     fitting = [found for steps, run in schedules if (found := moves.note(steps, run)) is not None]
     if fitting:
-        moves.starts.append(min(fitting, key=_time))
-
-
-def _from(moves: _Moves, start: Steps | None, choices: Iterable[Choice], effort: int) -> Iterator[Callable[[], None]]:
-    """Searches from a schedule."""
-    return (partial(moves.attempt, choice, effort, start) for choice in choices)
-
-
-def _from_start(moves: _Moves, place: int, choices: Iterable[Choice], effort: int) -> Iterable[Callable[[], None]]:
-    start = moves.start(place)
-    return () if start is None else _from(moves, start, choices, effort)
-
-
-def _from_still(moves: _Moves, still: Still, choices: Iterable[Choice], effort: int) -> Iterable[Callable[[], None]]:
-    """Searches from what moves nothing, if it is quicker than all that moves."""
-    schedule = still(moves.least_ns)
-    if schedule is None:
-        return ()
-    start = encoded(schedule)
-    run = run_steps(moves.program, start)
-    return _from(moves, start, choices, effort) if run.time_ns < moves.least_ns else ()
-
-
-def _refined(moves: _Moves, step: float, effort: int) -> Iterable[Callable[[], None]]:
-    """Searches from the quickest, unless the latest rounds of them were of little use."""
-    gained = moves.marks[-len(_STEPS)] - moves.least_ns if len(moves.marks) >= len(_STEPS) else INFEASIBLE_NS
-    moves.marks.append(moves.least_ns)
-    if gained < moves.problem.costs.total_time_ns // _GAIN:
-        return ()
-    return _from(moves, moves.first, around(moves.best(1), step), effort)
+        bisect.insort(moves.starts, min(fitting, key=_time_of), key=_time_of)
