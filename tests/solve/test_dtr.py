@@ -69,5 +69,5 @@ def test_a_chain_at_a_root_of_its_memory() -> None:
 
 
 def test_unknown_heuristic() -> None:
-    with pytest.raises(PlanError, match="no heuristic is named 'clock'"):
+    with pytest.raises(PlanError, match="heuristic is clock, but must be one of dtr-eq, dtr,"):
         get_planner("dtr{heuristic=clock}")

@@ -31,7 +31,7 @@ from lowtide.solve.minimum import outputs_in_the_way, smallest_exactly
 from lowtide.solve.moving.bound import bounded
 from lowtide.solve.moving.search import moving_schedule
 from lowtide.solve.options import Options, between
-from lowtide.solve.outcome import answer, keeping_all, least_time_ns
+from lowtide.solve.outcome import answer, least_time_ns
 from lowtide.solve.portfolio_search import EFFORTS, search_sequences
 from lowtide.solve.problem import Problem, Solution, Status
 from lowtide.solve.search.exact import affordable, shortest
@@ -48,10 +48,7 @@ class Auto(Options):
     lowest: int = between(0, min(EFFORTS), max(EFFORTS))
     moves: ClassVar[bool] = True
 
-    def solve(self, problem: Problem) -> Solution:
-        kept = keeping_all("auto", problem)
-        if kept.status is Status.OPTIMAL:
-            return kept
+    def search(self, problem: Problem) -> Solution:
         if problem.costs.second_memory is not None:
             return self._with_moves(problem)
         return self._recomputing(problem, make_portfolio(problem.graph, problem.costs, problem.seed))

@@ -24,7 +24,7 @@ from lowtide.solve.model.compact import compact
 from lowtide.solve.moving.bound import moving_bound
 from lowtide.solve.moving.early import improved
 from lowtide.solve.moving.placing import place_transfers
-from lowtide.solve.outcome import answer, least_time_ns
+from lowtide.solve.outcome import answer, bounded_by, least_time_ns
 from lowtide.solve.problem import Planner, Problem, Solution, Status
 
 _HIDDEN = 0.02  # the price of a collective that is hidden
@@ -84,9 +84,7 @@ def solve_beside(problem: Problem, planner: Planner) -> Solution:
         proven = first.status is Status.INFEASIBLE and free
         status = Status.INFEASIBLE if proven else Status.UNSOLVED
         return dataclasses.replace(solution, status=status, lower_bound_ns=None)
-    bound = min(_bound(problem, getattr(planner, "effort", 0), solution.time_ns), solution.time_ns)
-    status = Status.OPTIMAL if solution.time_ns <= bound else Status.FEASIBLE
-    return dataclasses.replace(solution, status=status, lower_bound_ns=bound)
+    return bounded_by(solution, _bound(problem, getattr(planner, "effort", 0), solution.time_ns))
 
 
 def _tries(problem: Problem, planner: Planner) -> Sequence[tuple[float, int]]:

@@ -38,7 +38,7 @@ class BlockProgram(Options):
     def builders(self, chains: BlockChains) -> list[Builder]:
         """The tables, one builder per way to cut."""
 
-    def solve(self, problem: Problem) -> Solution:
+    def search(self, problem: Problem) -> Solution:
         """The quickest schedule that fits; else unsolved with the lowest peak of all sequences."""
         return quickest_fitting(self.name, problem, self._sequences, _SIMULATED)
 

@@ -49,7 +49,7 @@ from lowtide.solve.minimum import minimum_peak, working_set_bound
 from lowtide.solve.model.compact import bounding_model
 from lowtide.solve.moving.exact import solve_with_transfers
 from lowtide.solve.options import Options, above_zero, one_of, option
-from lowtide.solve.outcome import among_moving, answer, keeping_all, least_time_ns, within_second_memory
+from lowtide.solve.outcome import among_moving, answer, least_time_ns, within_second_memory
 from lowtide.solve.problem import Problem, Solution, Status
 from lowtide.solve.registry import get_planner
 
@@ -73,17 +73,17 @@ class Checkmate(Options):
     moves: ClassVar[bool] = True
 
     def solve(self, problem: Problem) -> Solution:
-        if self.objective == "peak":
-            solution = self._least_peak(problem)
-            return solution if problem.costs.second_memory is None else among_moving(problem, solution)
+        if self.objective == "time":
+            return Options.solve(self, problem)
+        solution = self._least_peak(problem)
+        return solution if problem.costs.second_memory is None else among_moving(problem, solution)
+
+    def search(self, problem: Problem) -> Solution:
         return self._least_time(problem) if problem.costs.second_memory is None else self._with_moves(problem)
 
     def _with_moves(self, problem: Problem) -> Solution:
         """The least time within the budget with transfers; what the programs find without them takes part."""
         began = time.perf_counter()
-        kept = keeping_all("checkmate", problem)
-        if kept.status is Status.OPTIMAL:
-            return kept
         still = dataclasses.replace(problem, costs=dataclasses.replace(problem.costs, second_memory=None))
         known = [dataclasses.replace(self, time_limit=self.time_limit * _STILL).solve(still)]
         if self.warm_start:
@@ -112,9 +112,6 @@ class Checkmate(Options):
     def _least_time(self, problem: Problem) -> Solution:
         """The least time within the budget."""
         began = time.perf_counter()
-        kept = keeping_all("checkmate", problem)
-        if kept.status is Status.OPTIMAL:
-            return kept
         search = self._search(problem, problem.budget_bytes, began)
         known = [keep_all_schedule(problem.graph)]
         if self.warm_start:

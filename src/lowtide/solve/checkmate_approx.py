@@ -31,8 +31,8 @@ from lowtide.solve.milp.stages import StageModel
 from lowtide.solve.model.compact import CompactGraph, Indices, encode_keep_all
 from lowtide.solve.model.reach import recompute_columns
 from lowtide.solve.options import Options, above_zero, one_of, option
-from lowtide.solve.outcome import answer, keeping_all
-from lowtide.solve.problem import Problem, Solution, Status
+from lowtide.solve.outcome import answer
+from lowtide.solve.problem import Problem, Solution
 from lowtide.solve.search.portfolio import make_portfolio
 
 RESERVES = (0.1, 0.05, 0.0, 0.15, 0.2, 0.3, 0.4, 0.5)
@@ -52,10 +52,7 @@ class CheckmateApprox(Options):
     samples: int = option(50, lambda samples: samples >= 1, "must be at least 1")
     time_limit: float = above_zero(60.0)
 
-    def solve(self, problem: Problem) -> Solution:
-        kept = keeping_all("checkmate-approx", problem)
-        if kept.status is Status.OPTIMAL:
-            return kept
+    def search(self, problem: Problem) -> Solution:
         solution = self._attempt(problem)
         return solution if solution.status.solved else self._reachable(problem, solution)
 
@@ -65,7 +62,7 @@ class CheckmateApprox(Options):
         candidates = portfolio.measure(self._sequences(portfolio.model, problem))
         budget = problem.budget_bytes
         best = min(candidates, key=lambda c: (max(c.peak_bytes - budget, 0), c.recompute_ns, c.peak_bytes))
-        return answer("checkmate-approx", problem, [portfolio.schedule(best)])
+        return answer(self.name, problem, [portfolio.schedule(best)])
 
     def _sequences(self, model: CompactGraph, problem: Problem) -> Iterator[Indices]:
         """Encoded sequences, those that do not depend on the budget first."""

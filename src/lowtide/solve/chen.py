@@ -41,6 +41,7 @@ import numpy as np
 from lowtide.solve.model.checkpoints import Readers, kept_sequence, make_readers, nothing_kept_sequence
 from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.structure import articulation_points
+from lowtide.solve.options import Options
 from lowtide.solve.outcome import quickest_fitting
 from lowtide.solve.problem import Planner, Problem, Solution
 
@@ -90,19 +91,17 @@ def moved_back(sets: Iterable[list[int]], points: Sequence[int]) -> Iterator[lis
         yield sorted({points[place] for place in places if place >= 0})
 
 
-def checkpointing(class_name: str, planner: str, sequences: Callable[[Readers], Iterable[Indices]]) -> type[Planner]:
+def checkpointing(class_name: str, sequences: Callable[[Readers], Iterable[Indices]]) -> type[Planner]:
     """The planner class, without options, whose answer is the quickest of the sequences that fits."""
 
-    def solve(self: object, problem: Problem) -> Solution:
-        return quickest_fitting(planner, problem, lambda model: sequences(make_readers(model)), _SIMULATED)
+    def search(self: Options, problem: Problem) -> Solution:
+        return quickest_fitting(self.name, problem, lambda model: sequences(make_readers(model)), _SIMULATED)
 
-    namespace = {"solve": solve, "__doc__": "No options.", "__module__": __name__}
-    return dataclasses.make_dataclass(class_name, [], namespace=namespace, frozen=True)
+    namespace = {"search": search, "__doc__": "No options.", "__module__": __name__}
+    return dataclasses.make_dataclass(class_name, [], bases=(Options,), namespace=namespace, frozen=True)
 
 
-def _keeping(
-    class_name: str, planner: str, sets: Callable[[CompactGraph, Sequence[int]], Iterable[Sequence[int]]]
-) -> type[Planner]:
+def _keeping(class_name: str, sets: Callable[[CompactGraph, Sequence[int]], Iterable[Sequence[int]]]) -> type[Planner]:
     """The planner that keeps the checkpoints of each set, each once; ``sets`` is given the articulation points too."""
 
     def sequences(readers: Readers) -> Iterator[Indices]:
@@ -110,20 +109,18 @@ def _keeping(
         for checkpoints in dict.fromkeys(tuple(chosen) for chosen in sets(model, articulation_points(model))):
             yield kept_sequence(readers, checkpoints)
 
-    return checkpointing(class_name, planner, sequences)
+    return checkpointing(class_name, sequences)
 
 
 def _nodes(model: CompactGraph) -> range:
     return range(model.boundary)
 
 
-ChenSqrt = _keeping("ChenSqrt", "chen-sqrt", lambda model, points: moved_back(every_root(model, _nodes(model)), points))
-ChenGreedy = _keeping(
-    "ChenGreedy", "chen-greedy", lambda model, points: moved_back(greedy_sets(model, _nodes(model)), points)
-)
-ApSqrt = _keeping("ApSqrt", "ap-sqrt", every_root)
-ApGreedy = _keeping("ApGreedy", "ap-greedy", greedy_sets)
-LinearizedSqrt = _keeping("LinearizedSqrt", "linearized-sqrt", lambda model, _: every_root(model, _nodes(model)))
-LinearizedGreedy = _keeping("LinearizedGreedy", "linearized-greedy", lambda model, _: greedy_sets(model, _nodes(model)))
-CheckpointAllAp = _keeping("CheckpointAllAp", "checkpoint-all-ap", lambda _, points: [points])
-CheckpointLast = checkpointing("CheckpointLast", "checkpoint-last", lambda readers: [nothing_kept_sequence(readers)])
+ChenSqrt = _keeping("ChenSqrt", lambda model, points: moved_back(every_root(model, _nodes(model)), points))
+ChenGreedy = _keeping("ChenGreedy", lambda model, points: moved_back(greedy_sets(model, _nodes(model)), points))
+ApSqrt = _keeping("ApSqrt", every_root)
+ApGreedy = _keeping("ApGreedy", greedy_sets)
+LinearizedSqrt = _keeping("LinearizedSqrt", lambda model, _: every_root(model, _nodes(model)))
+LinearizedGreedy = _keeping("LinearizedGreedy", lambda model, _: greedy_sets(model, _nodes(model)))
+CheckpointAllAp = _keeping("CheckpointAllAp", lambda _, points: [points])
+CheckpointLast = checkpointing("CheckpointLast", lambda readers: [nothing_kept_sequence(readers)])

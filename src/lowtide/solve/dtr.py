@@ -20,10 +20,10 @@ from functools import partial
 
 import numpy as np
 
-from lowtide.errors import LowtideError, PlanError
-from lowtide.eviction import Entry, Pool, heuristic_named
+from lowtide.eviction import HEURISTICS, Entry, Pool
 from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.ragged import rows
+from lowtide.solve.options import Options, one_of
 from lowtide.solve.outcome import quickest_eviction
 from lowtide.solve.problem import Problem, Solution
 
@@ -32,20 +32,14 @@ _STEPS_PER_NODE = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Dtr:
-    """``heuristic``: dtr-eq, dtr, dtr-local, e-star, lru, size, msps or random. ``sample``: look at a random
+class Dtr(Options):
+    """``heuristic``: one of ``lowtide.eviction``'s. ``sample``: look at a random
     sample of the storages that could be evicted, and at none below 1 % of the mean size, as the paper's prototype does."""
 
-    heuristic: str = "dtr-eq"
+    heuristic: str = one_of("dtr-eq", tuple(HEURISTICS))
     sample: bool = False
 
-    def __post_init__(self) -> None:
-        try:
-            heuristic_named(self.heuristic)
-        except LowtideError as error:
-            raise PlanError(f"dtr: {error}; write 'dtr{{heuristic=lru}}'") from error
-
-    def solve(self, problem: Problem) -> Solution:
+    def search(self, problem: Problem) -> Solution:
         def sequences(model: CompactGraph, budget_bytes: int, limits: Sequence[float] = _LIMITS) -> Iterator[Indices]:
             room = max(budget_bytes - model.fixed_bytes, 0)
             for limit in limits:
@@ -53,7 +47,7 @@ class Dtr:
                 if run.finish():
                     yield np.array(run.codes, np.int32)
 
-        return quickest_eviction("dtr", problem, sequences, partial(sequences, limits=_LIMITS[:1]))
+        return quickest_eviction(self.name, problem, sequences, partial(sequences, limits=_LIMITS[:1]))
 
 
 class _Run:

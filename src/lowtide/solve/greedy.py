@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from lowtide.native import core
 from lowtide.solve.model.compact import CompactGraph, Indices
+from lowtide.solve.options import Options
 from lowtide.solve.outcome import quickest_eviction
 from lowtide.solve.problem import Problem, Solution
 from lowtide.solve.threads import in_threads
@@ -36,13 +37,13 @@ def greedy_sequences(model: CompactGraph, budget_bytes: int, limits: int = len(_
 
 
 @dataclass(frozen=True, slots=True)
-class Greedy:
+class Greedy(Options):
     """``limits``: how many limits at and below the budget are tried."""
 
     limits: int = len(_LIMITS)
 
-    def solve(self, problem: Problem) -> Solution:
+    def search(self, problem: Problem) -> Solution:
         def sequences(model: CompactGraph, budget_bytes: int) -> list[Indices]:
             return greedy_sequences(model, budget_bytes, self.limits)
 
-        return quickest_eviction("greedy", problem, sequences, sequences)
+        return quickest_eviction(self.name, problem, sequences, sequences)

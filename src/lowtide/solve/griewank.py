@@ -127,4 +127,4 @@ class _Slots(LiveResults):
         return computed
 
 
-Griewank = checkpointing("Griewank", "griewank", _all_sequences)
+Griewank = checkpointing("Griewank", _all_sequences)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowtide.solve.options import Options
 from lowtide.solve.outcome import keeping_all
 from lowtide.solve.problem import Problem, Solution
 
 
 @dataclass(frozen=True, slots=True)
-class KeepAll:
+class KeepAll(Options):
     """No options."""
 
-    def solve(self, problem: Problem) -> Solution:
-        return keeping_all("keep-all", problem)
+    def search(self, problem: Problem) -> Solution:
+        return keeping_all(self.name, problem)

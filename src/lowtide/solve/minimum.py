@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lowtide.ir import Compute, Costs, Graph, Schedule, keep_all_schedule, needed_ops, simulate
+from lowtide.solve.bounds import peak_bound
+from lowtide.solve.model.compact import compact
 from lowtide.solve.model.split import split_for_nothing
 from lowtide.solve.model.sweep import Candidate, lowest, quickest
+from lowtide.solve.search.exact import affordable, shortest
+from lowtide.solve.search.portfolio import AnnealRun, Portfolio, make_portfolio
 from lowtide.solve.threads import in_threads
-
-if TYPE_CHECKING:
-    from lowtide.solve.search.portfolio import Portfolio
 
 _STREAMS = (60, 61, 62)  # of the runs from each starting point
 _FEW_NODES = 64
@@ -26,8 +26,6 @@ _BLOCKS_SHARE = 0.25  # of the peak without recomputation: the budget that block
 def minimum_peak(graph: Graph, costs: Costs, seed: int = 0) -> tuple[int, Schedule]:
     """The smallest peak reached and a schedule that has it; ``auto`` with the same seed reaches it too. Exact for
     graphs of a few nodes, a search from nested segment checkpointing for others."""
-    from lowtide.solve.search.portfolio import make_portfolio
-
     portfolio = make_portfolio(graph, costs, seed)
     exact = smallest_exactly(portfolio)
     found = exact or portfolio.schedule(lowest_candidate(portfolio, 0))
@@ -47,8 +45,6 @@ def outputs_in_the_way(graph: Graph, costs: Costs, schedule: Schedule) -> bool:
 
 def smallest_exactly(portfolio: Portfolio) -> Schedule | None:
     """A schedule of the least peak; ``None`` where the graph is too large for the exact search."""
-    from lowtide.solve.search.exact import affordable, shortest
-
     optimum = shortest(portfolio.exact, None) if affordable(portfolio.exact) else None
     return portfolio.schedule_of(optimum.nodes) if optimum is not None else None
 
@@ -87,25 +83,21 @@ def _lowered(portfolio: Portfolio, target_bytes: int, iterations: int) -> Candid
     return lowest(in_threads(lower, starts))
 
 
-def sequence_within(graph: Graph, costs: Costs, budget_bytes: int, seed: int = 0) -> tuple[int, tuple[int, ...]]:
+def sequence_within(graph: Graph, costs: Costs, budget_bytes: int) -> tuple[int, tuple[int, ...]]:
     """Op ids in the order in which they are computed, and the peak of their schedule: fast, for whoever has to go on and
     cannot wait for a good one. The quickest of the greedy sequences that fit; where none does, the lowest that a search
     meets until it fits, so that a peak above the budget says that none was found, and proves nothing. Deterministic."""
-    from lowtide.solve.search.portfolio import make_portfolio
-
-    portfolio = make_portfolio(graph, costs, seed)
+    portfolio = make_portfolio(graph, costs, seed=0)
     found = _greedy(portfolio, budget_bytes) or lowest_candidate(portfolio, budget_bytes, BRIEF)
     schedule = portfolio.schedule(found)
     computes = tuple(step.op for step in schedule.steps if isinstance(step, Compute))
     return simulate(graph, costs, schedule).peak_bytes, computes
 
 
-def greedy_within(graph: Graph, costs: Costs, budget_bytes: int, seed: int = 0) -> Schedule | None:
+def greedy_within(graph: Graph, costs: Costs, budget_bytes: int) -> Schedule | None:
     """The quickest of the greedy schedules that fit, in a fraction of a second; ``None`` where none does, which proves
     nothing. Deterministic."""
-    from lowtide.solve.search.portfolio import make_portfolio
-
-    portfolio = make_portfolio(graph, costs, seed)
+    portfolio = make_portfolio(graph, costs, seed=0)
     found = _greedy(portfolio, budget_bytes)
     return None if found is None else portfolio.schedule(found)
 
@@ -119,8 +111,6 @@ def _greedy(portfolio: Portfolio, budget_bytes: int) -> Candidate | None:
 def times_above(graph: Graph, costs: Costs, lowest_schedule: Schedule, seed: int = 0) -> list[tuple[int, int]]:
     """Budgets in bytes, the peak of ``lowest_schedule`` and 2 % more, each with the time in ns of a schedule within it: what a
     brief search makes of ``lowest_schedule``, far from the best but mostly far quicker than that. Deterministic."""
-    from lowtide.solve.search.portfolio import AnnealRun, make_portfolio
-
     portfolio = make_portfolio(graph, costs, seed)
     least = simulate(graph, costs, lowest_schedule)
     best, best_ns = portfolio.of_schedule(lowest_schedule), least.time_ns
@@ -139,9 +129,6 @@ def times_above(graph: Graph, costs: Costs, lowest_schedule: Schedule, seed: int
 
 def peak_lower_bound(graph: Graph, costs: Costs) -> int:
     """No schedule peaks below this: the larger of the two bounds."""
-    from lowtide.solve.bounds import peak_bound
-    from lowtide.solve.model.compact import compact
-
     working_set = working_set_bound(graph, costs)
     if costs.second_memory is not None:
         parts = split_for_nothing(graph, costs)

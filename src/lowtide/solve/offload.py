@@ -13,9 +13,9 @@ from typing import ClassVar
 from lowtide.ir import keep_all_schedule
 from lowtide.solve.moving.search import moving_schedule
 from lowtide.solve.options import Options, between
-from lowtide.solve.outcome import answer, keeping_all
+from lowtide.solve.outcome import answer
 from lowtide.solve.portfolio_search import EFFORTS
-from lowtide.solve.problem import Problem, Solution, Status
+from lowtide.solve.problem import Problem, Solution
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,7 @@ class Offload(Options):
     effort: int = between(3, min(EFFORTS), max(EFFORTS))
     moves: ClassVar[bool] = True
 
-    def solve(self, problem: Problem) -> Solution:
-        kept = keeping_all("offload", problem)
-        if kept.status is Status.OPTIMAL:
-            return kept
+    def search(self, problem: Problem) -> Solution:
         moving = moving_schedule(problem, self.effort, None)
         candidates = [keep_all_schedule(problem.graph), *([] if moving is None else [moving])]
-        return answer("offload", problem, candidates)
+        return answer(self.name, problem, candidates)

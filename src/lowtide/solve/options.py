@@ -1,13 +1,17 @@
-"""Options of planners: what lies out of range is refused with a message that says what may stand there."""
+"""What planners have in common: options that are refused out of range, with a message that says what may stand there, and that
+nothing is searched for where the program as written fits."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from lowtide.errors import PlanError
+from lowtide.solve.outcome import keeping_all
+from lowtide.solve.problem import Problem, Solution, Status
 
 Value = TypeVar("Value")
 
@@ -31,7 +35,7 @@ def above_zero(default: float) -> float:
 
 
 class Options:
-    """The base of a planner's dataclass, which refuses options out of range. Raises ``PlanError``."""
+    """The base of a planner's dataclass, whose fields are its options. Raises ``PlanError`` for those out of range."""
 
     __slots__ = ()
 
@@ -39,6 +43,15 @@ class Options:
     def name(self) -> str:
         """The planner's."""
         return re.sub("(?<!^)(?=[A-Z])", "-", type(self).__name__).lower()
+
+    def solve(self, problem: Problem) -> Solution:
+        """The program as written, which is optimal where it fits; else what the planner finds."""
+        kept = keeping_all(self.name, problem)
+        return kept if kept.status is Status.OPTIMAL else self.search(problem)
+
+    @abc.abstractmethod
+    def search(self, problem: Problem) -> Solution:
+        """The answer to a problem that the program as written is no answer to."""
 
     def __post_init__(self) -> None:
         planner = self.name

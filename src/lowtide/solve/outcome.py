@@ -37,6 +37,12 @@ def keeping_all(planner: str, problem: Problem) -> Solution:
     return answer(planner, problem, [keep_all_schedule(problem.graph)], found=Status.OPTIMAL)
 
 
+def bounded_by(solution: Solution, bound_ns: int) -> Solution:
+    """``solution``, which is solved, with a proven bound; it is an optimum where it meets that."""
+    status = Status.OPTIMAL if solution.time_ns <= bound_ns else Status.FEASIBLE
+    return replace(solution, status=status, lower_bound_ns=min(bound_ns, solution.time_ns))
+
+
 def least_time_ns(problem: Problem) -> int:
     """Nanoseconds that every schedule takes, whatever the budget: those of computing once what anyone needs, and of the
     collectives among that, where these run beside it."""
@@ -50,9 +56,6 @@ def quickest_fitting(
 ) -> Solution:
     """The quickest of the encoded sequences that fits, the program as written included; ``simulated`` of them at most. The
     sequences must not depend on the budget. Where none fits, ``minimum_bytes`` is the lowest peak among them."""
-    kept = keeping_all(planner, problem)
-    if kept.status is Status.OPTIMAL:
-        return kept
     model = compact(problem.graph, problem.costs)
     found = [sweep(model, codes) for codes in (encode_keep_all(model), *sequences(model))]
     fitting = (one for one in found if one.peak_bytes <= problem.budget_bytes - model.fixed_bytes)
@@ -64,9 +67,7 @@ def quickest_fitting(
 def among_moving(problem: Problem, solution: Solution) -> Solution:
     """The answer of a planner that moves nothing, where others may: what it proved does not hold for them."""
     if solution.status.solved:
-        least = least_time_ns(problem)
-        status = Status.OPTIMAL if solution.time_ns <= least else Status.FEASIBLE
-        return replace(solution, status=status, lower_bound_ns=least)
+        return bounded_by(solution, least_time_ns(problem))
     return replace(solution, status=Status.UNSOLVED, lower_bound_ns=None)
 
 

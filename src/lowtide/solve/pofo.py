@@ -34,8 +34,8 @@ from lowtide.solve.model.compact import compact
 from lowtide.solve.moving.chains import ChainPrograms, pofo_builders
 from lowtide.solve.moving.steps import decoded, program_of
 from lowtide.solve.options import Options, between
-from lowtide.solve.outcome import answer, keeping_all
-from lowtide.solve.problem import Problem, Solution, Status
+from lowtide.solve.outcome import answer
+from lowtide.solve.problem import Problem, Solution
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,7 @@ class Pofo(Options):
     cells: int = between(12, 1, 64)
     moves: ClassVar[bool] = True
 
-    def solve(self, problem: Problem) -> Solution:
-        kept = keeping_all("pofo", problem)
-        if kept.status is Status.OPTIMAL:
-            return kept
+    def search(self, problem: Problem) -> Solution:
         rotor = Rotor().solve(problem)
         found = [schedule for schedule in (rotor.schedule, rotor.lowest_schedule) if schedule is not None]
         chains = BlockChains(compact(problem.graph, problem.costs))
@@ -59,4 +56,4 @@ class Pofo(Options):
         programs = ChainPrograms(problem, chains.model, program_of(problem.graph, problem.costs))
         for builder in pofo_builders(chains, self.blocks, self.slots):
             found += [decoded(steps) for steps, _ in programs.schedules(builder, self.cells, below_ns)]
-        return answer("pofo", problem, [keep_all_schedule(problem.graph), *found])
+        return answer(self.name, problem, [keep_all_schedule(problem.graph), *found])

@@ -10,7 +10,7 @@ from lowtide.solve.bounds import prove_time, proven_infeasible
 from lowtide.solve.minimum import BRIEF, lowest_candidate, starting_points, working_set_bound
 from lowtide.solve.model.compact import encode
 from lowtide.solve.model.sweep import Candidate, lowest, quickest
-from lowtide.solve.outcome import answer
+from lowtide.solve.outcome import answer, bounded_by
 from lowtide.solve.problem import Problem, Solution, Status
 from lowtide.solve.search.anneal import make_state
 from lowtide.solve.search.portfolio import AnnealRun, Portfolio
@@ -68,11 +68,8 @@ def search_sequences(
     if _far(portfolio, reached, bound.ns, _WIDE_BOUND):
         problem.progress("proving a bound", 1.0)
         bound = bound.refined(effort, portfolio.time_ns(reached))
-    bound_ns = bound.ns
     problem.progress("done", 1.0)
-    solution = answer("auto", problem, [portfolio.schedule(point) for point in quickest(found, 6)])
-    status = Status.OPTIMAL if solution.time_ns <= bound_ns else solution.status
-    return dataclasses.replace(solution, status=status, lower_bound_ns=min(bound_ns, solution.time_ns))
+    return bounded_by(answer("auto", problem, [portfolio.schedule(point) for point in quickest(found, 6)]), bound.ns)
 
 
 def search_candidate(

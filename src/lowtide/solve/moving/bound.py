@@ -25,7 +25,7 @@ import numpy as np
 from lowtide.solve.bounds import INFEASIBLE_NS, prove_time, proven_infeasible
 from lowtide.solve.model.compact import CompactGraph, Numbers, compact
 from lowtide.solve.model.split import all_movable, split, split_for_nothing
-from lowtide.solve.outcome import least_time_ns
+from lowtide.solve.outcome import bounded_by, least_time_ns
 from lowtide.solve.problem import Problem, Solution, Status
 
 _FIRST = ((0.003, 0.0), (0.03, 0.0), (0.1, 0.0), (0.3, 0.0), (0.01, 0.1), (0.03, 0.1))  # w, u
@@ -48,8 +48,7 @@ def bounded(problem: Problem, solution: Solution, effort: int) -> Solution:
     if effort and solution.time_ns > least:
         effort = min(max(effort - 1, 1), 3) if len(problem.graph.ops) <= _MOST_OPS else 1
         bound = max(bound, moving_bound(problem, effort, solution.time_ns))
-    status = Status.OPTIMAL if solution.time_ns <= bound else Status.FEASIBLE
-    return replace(solution, status=status, lower_bound_ns=min(bound, solution.time_ns))
+    return bounded_by(solution, bound)
 
 
 def moving_bound(problem: Problem, effort: int, known_ns: int | None = None) -> int:
