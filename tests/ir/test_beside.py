@@ -25,12 +25,12 @@ from lowtide.ir import (
     graph_from_json,
     graph_to_json,
     keep_all_schedule,
-    parse_graph,
     schedule_from_sequence,
     simulate,
 )
 from lowtide.solve.moving.placing import place_transfers
 from tests.ir.lanes import run_tasks, tasks_of
+from tests.ir.text_parser import parse_graph
 from tests.solve.brute_force_moves import memory_like
 from tests.solve.small_graphs import chain
 from tests.support.overwriting import overwriting

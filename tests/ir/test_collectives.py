@@ -24,9 +24,9 @@ from lowtide.ir import (
     is_view,
     keep_all_schedule,
     load_instance,
-    parse_graph,
     schedule_from_sequence,
 )
+from tests.ir.text_parser import parse_graph
 from tests.solve.small_graphs import chain
 
 _AGAIN = [0, 1, 2, 1, 3, 4, 5]

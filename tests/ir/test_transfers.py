@@ -26,12 +26,11 @@ from lowtide.ir import (
     graph_from_json,
     graph_to_json,
     load_instance,
-    parse_graph,
-    parse_schedule,
     schedule_from_json,
     schedule_to_json,
     simulate,
 )
+from tests.ir.text_parser import parse_graph, parse_schedule
 from tests.solve.small_graphs import chain
 
 _SLOW = SecondMemory(500_000_000, 250_000_000, latency_ns=3)  # 4 bytes: 11 ns there, 19 ns back

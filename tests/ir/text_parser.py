@@ -1,4 +1,4 @@
-"""Reads the text forms of graphs and schedules (``ir.text``) back."""
+"""Reads the text forms of graphs and schedules (``lowtide.ir.text``) back: they leave nothing out."""
 
 from __future__ import annotations
 
