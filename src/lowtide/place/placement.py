@@ -81,14 +81,10 @@ def place(
     began, load = time.perf_counter(), buffers.load_bytes
     offsets, found = np.zeros(len(buffers), np.int64), [Placement(Status.OPTIMAL, np.zeros(0, np.int64), 0, 0, 0.0)]
     for part in _apart(buffers):
-        piece = Buffers(buffers.lower[part], buffers.upper[part], buffers.size[part], buffers.alignment)
-        tops = np.cumsum(piece.padded)
-        if tops[-1] <= load and (capacity is None or load <= capacity):
-            offsets[part] = tops - piece.padded  # simply one on the other
-            continue
+        piece = Buffers(buffers.lower[part], buffers.upper[part], buffers.padded[part])
         left = seconds - (time.perf_counter() - began)
-        enough = max(one.reserved_bytes for one in found)
-        run = _Run(piece, capacity, seed, left, most_visits, max(enough, load))
+        enough = max(load, *(one.reserved_bytes for one in found))
+        run = _Run(piece, capacity, seed, left, most_visits, enough)
         if start is not None:
             run.keep(start[part])
         found.append(run.placement())
@@ -100,8 +96,9 @@ def place(
 
 
 def _apart(buffers: Buffers) -> list[Indices]:
-    """The buffers in groups of which no two have members that are live at the same time."""
-    order = np.argsort(buffers.lower, kind="stable")
+    """The buffers that have bytes, as the others lie anywhere, in groups of which no two have members live at one time."""
+    there = np.flatnonzero(buffers.size)
+    order = there[np.argsort(buffers.lower[there], kind="stable")]
     ends = np.maximum.accumulate(buffers.upper[order])
     cuts = np.flatnonzero(buffers.lower[order][1:] >= ends[:-1]) + 1
     return [group.astype(np.int32) for group in np.split(order, cuts) if len(group)]
@@ -131,37 +128,35 @@ class _Run:
     ) -> None:
         self.began = time.perf_counter()
         self.buffers, self.capacity, self.seconds, self.visits_left = buffers, capacity, seconds, most_visits
-        self.there = np.flatnonzero(buffers.size)  # those with bytes; the others lie anywhere
-        self.seed = seed
-        self.solid = solid = Buffers(buffers.lower[self.there], buffers.upper[self.there], buffers.padded[self.there])
-        found = sections(solid)
+        self.seed, self.enough = seed, enough
+        tops = np.cumsum(buffers.size)
+        self.offsets, self.reserved = tops - buffers.size, int(tops[-1])  # simply one on the other
+        found = sections(buffers)
+        self.lower = int(found.load_bytes.max())
+        if self.flat():
+            return
         _check_pairs(found)
-        self.grain = int(np.gcd.reduce(solid.size)) if len(solid) else 1  # offsets are sums of sizes
-        self.keys = order_keys(solid, found)
-        self.native = core.Buffers(found.first, found.last, solid.size)
+        self.grain = int(np.gcd.reduce(buffers.size))  # offsets are sums of sizes
+        self.keys = order_keys(buffers, found)
+        self.native = core.Buffers(found.first, found.last, buffers.size)
         self.attempts = Search(self.native, self.keys, seed)
-        self.lower = int(found.load_bytes.max(initial=0))
-        self.offsets: Numbers | None = None if len(solid) else np.zeros(len(buffers), np.int64)
-        self.reserved = 0
-        self.enough = enough
+
+    def flat(self) -> bool:
+        """Whether a lower placement is of no use."""
+        fits = self.capacity is None or self.reserved <= self.capacity
+        return fits and self.reserved <= max(self.lower, self.enough)
 
     def done(self) -> bool:
-        target = max(self.lower, self.enough) if self.capacity is None else self.capacity
-        return self.offsets is not None and self.reserved <= target
+        return self.flat() or (self.capacity is not None and self.reserved <= self.capacity)
 
     def hopeless(self) -> bool:
         return self.capacity is not None and self.lower > self.capacity
 
     def keep(self, offsets: Numbers) -> None:
-        """Take offsets of all buffers where they are the best so far."""
+        """Take offsets where they are the best so far."""
         reserved = self.buffers.reserved_bytes(offsets)
-        if self.offsets is None or reserved < self.reserved:
+        if reserved < self.reserved:
             self.offsets, self.reserved = offsets, reserved
-
-    def keep_of_those_with_bytes(self, offsets: Numbers) -> None:
-        whole = np.zeros(len(self.buffers), np.int64)
-        whole[self.there] = offsets
-        self.keep(whole)
 
     def out_of_time(self) -> bool:
         return self.visits_left <= 0 or self.seconds_left() <= 0
@@ -171,23 +166,23 @@ class _Run:
 
     def try_orders(self) -> None:
         for offsets in simple_placements(self.native, self.keys):
-            self.keep_of_those_with_bytes(offsets)
+            self.keep(offsets)
             if self.done() or self.seconds_left() <= 0:
                 return
 
     def try_large_first(self) -> None:
         """Search for a placement of the large buffers alone, of which there are fewer, and put the small ones into the gaps."""
-        size = self.solid.size
+        size = self.buffers.size
         for share in _LARGE:
             large = np.flatnonzero(size >= share * self.lower)
             if len(large) > 0.9 * len(size) or self.done() or self.out_of_time():
                 continue
-            alone = Buffers(self.solid.lower[large], self.solid.upper[large], size[large])
+            alone = Buffers(self.buffers.lower[large], self.buffers.upper[large], size[large])
             visits = min(self.visits_left / 4, MOST_VISITS / 4)
             found = place(alone, seed=self.seed, seconds=self.seconds_left() / 4, most_visits=visits)
             small = np.setdiff1d(np.arange(len(size)), large)
             order = np.concatenate([large[np.argsort(found.offsets)], small[np.argsort(-size[small], kind="stable")]])
-            self.keep_of_those_with_bytes(self.native.fit(order.astype(np.int32), Rule.FIRST))
+            self.keep(self.native.fit(order.astype(np.int32), Rule.FIRST))
 
     def search(self) -> None:
         while not (self.done() or self.hopeless() or self.out_of_time()):
@@ -199,7 +194,7 @@ class _Run:
                 if found.status is Status.INFEASIBLE:
                     self.lower = max(self.lower, capacity + self.grain)
                 elif found.status is Status.FEASIBLE:
-                    self.keep_of_those_with_bytes(found.offsets)
+                    self.keep(found.offsets)
 
     def capacities(self) -> list[int]:
         """What the next attempts try: the capacity; without one the bound, and some way from there to the best."""
@@ -210,13 +205,11 @@ class _Run:
         return [least + int(gap * way) // self.grain * self.grain for way in _WAYS]
 
     def placement(self) -> Placement:
-        if not self.done():
+        if not self.flat():
             self.try_orders()
             self.try_large_first()
             self.search()
         offsets = self.offsets
-        if offsets is None:
-            raise ScheduleError("no placement was made, which is a defect of lowtide")
         status = Status.OPTIMAL if self.reserved <= self.lower else Status.FEASIBLE
         if self.capacity is not None and self.reserved > self.capacity:
             status = Status.INFEASIBLE if self.hopeless() else Status.UNSOLVED

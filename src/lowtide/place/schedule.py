@@ -8,7 +8,6 @@ the step, where the caller names them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from lowtide.ir import Allocation, Compute, Costs, Fetch, Graph, Kind, Schedule,
 from lowtide.ir.simulator import resident_bytes
 from lowtide.notebook import Shown
 from lowtide.place.buffers import Buffers
-from lowtide.place.placement import MOST_VISITS, Placement, place
+from lowtide.place.placement import Placement, place
 from lowtide.units import format_bytes
 
 DEVICE_ALIGNMENT = 64
@@ -59,11 +58,8 @@ class Layout(Shown):
             if each.storage is not None and offset is not None:
                 made.setdefault(each.first, []).append(offset)
         making = (i for i, step in enumerate(self.schedule.steps) if isinstance(step, (Compute, Fetch)))
-        return [_one_or_all(made.get(i, [])) for i in making]
-
-
-def _one_or_all(offsets: list[int]) -> Offsets:
-    return offsets if len(offsets) > 1 else next(iter(offsets), None)
+        there = (made.get(i, []) for i in making)
+        return [offsets if len(offsets) > 1 else next(iter(offsets), None) for offsets in there]
 
 
 def lay_out(
@@ -75,8 +71,6 @@ def lay_out(
     capacity: int | None = None,
     apart: Collection[int] = (),
     seed: int = 0,
-    seconds: float = math.inf,
-    most_visits: float = MOST_VISITS,
 ) -> Layout:
     """Offsets for a valid schedule, as low as ``place`` finds them, or within ``capacity`` bytes, what has no place included:
     where that is not found, ``placement`` says so and all offsets are ``None``. ``alignment``: ``DEVICE_ALIGNMENT`` by default,
@@ -87,9 +81,7 @@ def lay_out(
     buffers, members = buffers_of(schedule, allocations, alignment, apart)
     without = (each for each, member in zip(allocations, members, strict=True) if member is None)
     outside = max(resident_bytes(((e.first, e.last, e.bytes) for e in without), len(schedule.steps)))
-    found = place(
-        buffers, None if capacity is None else capacity - outside, seed=seed, seconds=seconds, most_visits=most_visits
-    )
+    found = place(buffers, None if capacity is None else capacity - outside, seed=seed)
     there = found.status.solved
     offsets = tuple(int(found.offsets[member]) if there and member is not None else None for member in members)
     return Layout(schedule, allocations, offsets, found.reserved_bytes + outside, found)
