@@ -3,7 +3,7 @@
 The forward pass is cut into blocks (``lowtide.solve.blocks.partition``), every block gets options, and a table
 (``lowtide.solve.blocks.table``, with the recurrence) chooses among them. All are heuristics: feasible or unsolved. Several
 nominal budgets are tried (``lowtide.solve.blocks.sequences``). For L blocks, K options, M slots a table takes
-O(L^3 M + L^2 K M) time.
+O(L^3 M + L^2 K M) time. ``docs/planners/blocks.md`` has the sources and what is done otherwise than there.
 """
 
 from __future__ import annotations
@@ -51,15 +51,12 @@ class BlockProgram(Options):
 @dataclass(frozen=True, slots=True)
 class Rotor(BlockProgram):
     """Blocks between articulation points modulo cheap long-lived storages; a block either saves everything or the chain
-    stores a block's input and runs on. On a chain with exact bytes the table's time is the least of any
-    memory-persistent schedule (one in which what is stored stays until its backward use) that treats blocks so.
+    stores a block's input and runs on (Beaumont et al. 2019, arXiv 1911.13214). On a chain with exact bytes the table's time is
+    the least of any memory-persistent schedule (what is stored stays until its backward use) that treats blocks so.
 
-    Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova 2019, arXiv 1911.13214 (its optimal persistent schedules).
-    Deviations: what crosses a cut may be several storages; gradients that stay (those of weights) are counted when they
-    are there; ``trim`` gives the last forward of a nested segment a variant without its output, which nobody needs again.
-
-    ``slots``: memory is counted in so many parts of the budget, rounded up; 0 counts bytes. ``trim``: see above.
-    ``blocks``: at most so many, the quickest neighbours merged; half, a quarter and so on of them are tried too.
+    ``slots``: memory is counted in so many parts of the budget, rounded up; 0 counts bytes. ``trim``: the last forward of a
+    nested segment runs without its output, which nobody needs again. ``blocks``: at most so many, the quickest neighbours
+    merged; half, a quarter and so on of them are tried too.
     """
 
     slots: int = between(500, 0, 5000)
@@ -78,11 +75,7 @@ class Rotor(BlockProgram):
 @dataclass(frozen=True, slots=True)
 class Rockmate(BlockProgram):
     """Blocks as for ``rotor``; every distinct block gets a menu of (saved bytes, peaks, time) options, from everything
-    saved to nothing (``lowtide.solve.blocks.menu``), which takes O(n^3) for n nodes.
-
-    Source: Zhao, Le Hellard, Eyraud-Dubois, Gusak, Beaumont 2023 (ICML), arXiv 2307.01236. Deviations: options come from
-    a greedy line of ever smaller saved sets, not from a mixed-integer program under a grid of budgets; the chain is cut
-    several times, from about sixty blocks to about six, as too coarse a menu makes feasible budgets look infeasible.
+    saved to nothing (``lowtide.solve.blocks.menu``), which takes O(n^3) for n nodes (Zhao et al. 2023, arXiv 2307.01236).
 
     ``options``: per block, about. ``slots``: as for ``rotor``. ``block_nodes``: above so many forward nodes a block
     is cut again before its menu is made; half as many are tried too.
@@ -101,15 +94,9 @@ class Rockmate(BlockProgram):
 
 @dataclass(frozen=True, slots=True)
 class HRockmate(BlockProgram):
-    """Any graph partitioned recursively, options composed upwards, a dynamic program at the top.
-
-    The forward pass is cut into parts of a few nodes where fewest bytes cross, whatever crosses (long skips, U-Nets and
-    encoder-decoders included), which are bundled; each bundle's menu is made from its halves', equal parts once
-    (``lowtide.solve.blocks.compose``), and the table chooses among the bundles' options.
-
-    Source: Gusak, Zhao, Le Hellard, Li, Eyraud-Dubois, Beaumont, H-Rockmate (HAL 04403844) and HiRemate (ICML 2025).
-    Deviations: parts are intervals of the program order, halves are joined by enumeration instead of a mixed-integer
-    program per subgraph, and the top level is a dynamic program over intervals. For n nodes in parts of p nodes the menus
+    """Any graph is cut into parts of a few nodes where fewest bytes cross, whatever crosses, and these are bundled; each
+    bundle's menu is made from its halves', equal parts once (``lowtide.solve.blocks.compose``), and the table chooses among the
+    bundles' options (Gusak et al., H-Rockmate, HAL 04403844, and HiRemate, ICML 2025). For n nodes in parts of p nodes menus
     take about O(n p^2 + n K^2 log n) steps of a sweep.
 
     ``options``: per part, about. ``part_nodes``: forward nodes of the smallest parts, at most. ``top``: bundles at

@@ -1,17 +1,15 @@
 """``checkmate-approx``: linear relaxation and two-phase rounding (Jain et al., MLSys 2020, arXiv 1910.02653, section 5,
 algorithm 2).
 
-Solves Checkmate's program (``lowtide.solve.milp.stages``, reduced form) as a linear one for a part of the budget
-(the paper: 0.9 of it, that is a reserve of 0.1), rounds which storages are kept, completes with the least recomputation
-and rejects what peaks above the budget. What a stage must hand on and what its node reads is taken from what is stored,
-else recomputed, which asks for inputs in turn (the closed form of algorithm 2). Stages are walked backwards; what cannot be
-recomputed is kept from where it was made, so that every rounding gives a valid sequence. A heuristic: no guarantee of cost
-or feasibility, and no bound, since the reduced form is a restriction. Completion is linear in nodes x reads.
+Solves Checkmate's program (``lowtide.solve.milp.stages``, reduced form) as a linear one for a part of the budget, rounds
+which storages are kept, completes with the least recomputation and rejects what peaks above the budget. Stages are walked
+backwards: what one must hand on and what its node reads is taken from what is stored, else recomputed, which asks for
+inputs in turn; what cannot be recomputed is kept from where it was made, so that every rounding gives a valid sequence. A
+heuristic: no guarantee of cost or feasibility, and no bound. Completion is linear in nodes x reads.
 
-Known deviations: the reserve is searched over ``RESERVES`` unless given; beside the paper's S = 1[S* > 0.5] and its
-draws there is a sweep of thresholds; above ``MOST_RECOMPUTES`` variables R[t, i] recomputation is planned only in every
-second, third .. stage, so that the program stays of that size. Keeping everything and keeping nothing of the forward pass
-are always among the candidates.
+Deviations: the paper's reserve of 0.1 is searched over ``RESERVES`` unless given; beside its S = 1[S* > 0.5] and its draws
+there is a sweep of thresholds; above ``MOST_RECOMPUTES`` variables recomputation is planned only in every second, third ..
+stage. Keeping everything and keeping nothing of the forward pass are always among the candidates.
 """
 
 from __future__ import annotations

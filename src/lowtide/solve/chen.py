@@ -1,25 +1,14 @@
 """Checkpointing planners after Chen et al. and their generalisations: which forward nodes to keep.
 
-Heuristics without guarantee; bytes are looked at only afterwards: every candidate is simulated and the quickest that
-fits is the answer. All recompute nothing where the budget allows that. Forward nodes are those of the compact model
-(views merged); ``n`` is their number. What happens to the nodes not kept is told in ``lowtide.solve.model.checkpoints``.
+Heuristics without guarantee; bytes are looked at only afterwards: every candidate is simulated and the quickest that fits
+is the answer. Forward nodes are those of the compact model (views merged); ``docs/planners/checkpointing.md`` says which of
+them each planner keeps, and ``lowtide.solve.model.checkpoints`` what happens to the others.
 
-========================  ==========================================================================================
-``chen-sqrt``             every floor(sqrt(n))-th forward node, moved back to the last articulation point
-``chen-greedy``           a checkpoint whenever the bytes allocated since the last one exceed b, moved back likewise
-``ap-sqrt``               every floor(sqrt(m))-th of the m articulation points
-``ap-greedy``             the first articulation point at which the bytes since the last checkpoint exceed b
-``linearized-sqrt``       every floor(sqrt(n))-th forward node
-``linearized-greedy``     the first forward node at which the bytes since the last checkpoint exceed b
-``checkpoint-all-ap``     all articulation points
-``checkpoint-last``       the last forward node only: every backward node rebuilds what it reads
-========================  ==========================================================================================
-
-Chen et al. 2016 (arXiv 1604.06174, section 4): sqrt is their O(sqrt(n)) algorithm, greedy their Algorithm 3 with its
-budget b swept. They assume a chain of layers; on a chain the chen, ap and linearized planners agree. Checkmate (Jain et
-al. 2020, arXiv 1910.02653, section 6 and appendix B) restricts the candidates to articulation points (ap) or takes the
-program's order for a chain (linearized). Moving back keeps Chen's spacing in nodes where articulation points are
-unevenly spread; it is ours.
+Chen et al. 2016 (arXiv 1604.06174, section 4): sqrt is their O(sqrt(n)) algorithm, greedy their Algorithm 3 with its budget
+b swept. They assume a chain of layers; on a chain the chen, ap and linearized planners agree. Checkmate (Jain et al. 2020,
+arXiv 1910.02653, section 6 and appendix B) restricts the candidates to articulation points (ap) or takes the program's
+order for a chain (linearized). Moving back to the last articulation point keeps Chen's spacing where these are unevenly
+spread; it is ours.
 
 The sweep over b visits all values at which the choice changes, or where they are denser than 1/32 apart, steps of that
 ratio; the candidates do not depend on the budget, so more budget is never slower. Time: candidates x graph size,
@@ -27,7 +16,7 @@ ratio; the candidates do not depend on the budget, so more budget is never slowe
 
 Deviations: the segment after the last checkpoint is not dropped, as the backward pass begins with it. Checkmate's
 checkpoint-last keeps the latest node alone in the forward pass too, and drops gradients; here the forward pass runs as
-written and gradients stay. Bytes count storages, so that a view costs nothing.
+written and gradients stay.
 """
 
 from __future__ import annotations

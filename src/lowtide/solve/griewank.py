@@ -1,24 +1,19 @@
 """``griewank``: binomial checkpointing of the chain of units between articulation points.
 
-The forward pass is cut at its articulation points into unit steps; a *state* is what crosses a cut. With ``s`` slots
-for states, the last step is reversed first; before each earlier one, its state is computed again from the nearest
-state in a slot, and slots are refilled on the way. Which states go to slots is the optimal choice for equal steps
-(Griewank and Walther 2000, Algorithm 799: REVOLVE, ACM TOMS 26(1), the binomial theorem on the least number of forward
-steps), in closed form:
+The forward pass is cut at its articulation points into unit steps; a *state* is what crosses a cut. With ``s`` slots for
+states (the first one's, the program's inputs, takes no memory), the last step is reversed first; before each earlier one,
+its state is computed again from the nearest one in a slot, and slots are refilled on the way. Which states go to slots is
+the optimal choice for equal steps (Griewank and Walther 2000, Algorithm 799: REVOLVE, ACM TOMS 26(1)), in closed form:
 
     l         steps to reverse, s >= 1 slots, that of the first state included
     beta(s,r) = C(s + r, s)          the most steps that s slots reverse with r repetitions of a step
     t(l,s)    = r l - beta(s + 1, r - 1),   beta(s, r - 1) < l <= beta(s, r)         forward steps that are needed
     t(l,s)    = min over 0 < m < l of  m + t(l - m, s - 1) + t(m, s)                m: the next state to go to a slot
 
-The first l - 1 of these steps are the forward pass itself, which runs anyway: a chain recomputes t(l, s) - l + 1 steps.
-The first state (the program's inputs) takes no memory here, so that a chain of l steps holds s - 1 states at most.
-
-Optimal in recomputed steps on a chain of equal nodes for the given number of slots. On other graphs the steps differ in
-time and bytes and the inside of a step is rebuilt too, so nothing is guaranteed; the number of slots is swept and the
-quickest candidate that fits is the answer. Steps that the backward pass asks for out of order, and reads across several
-steps, are served from whatever is there. Time: (numbers of slots) x (length of the sequences), which is of the square of
-the number of steps for one slot.
+Optimal in recomputed steps on a chain of equal nodes, t(l, s) - l + 1 of them. On other graphs nothing is guaranteed; the
+number of slots is swept and the quickest candidate that fits is the answer. Reads across several steps are served from
+whatever is there. Time: (numbers of slots) x (length of the sequences), which is of the square of the number of steps for
+one slot.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""From block tables to sequences: a table is asked for many nominal budgets, as its own figures are upper bounds.
-
-Bytes are rounded up and what crosses a cut is counted whole, by amounts that differ from table to table: the sequence of
-a nominal budget a little above the real one may fit, and the best of many tables is better than any one of them.
+"""From block tables to sequences: a table is asked for many nominal budgets, as its own figures are upper bounds, by
+amounts that differ from table to table. The sequence of a budget a little above the real one may fit, and the best of
+many tables is better than any.
 
 For planners (``table_sequences``) tables are built for a ladder of budgets from keep-all's peak down, the rungs fixed by
-the program alone; every table answers for its part of the range. The set of sequences thus does not depend on the budget:
-more of it is never slower, and the lowest peak reported is reached when asked for. As starting points for the searches
-(``block_sequences``), good where budgets are small, come those around one budget, of several ways to cut.
+the program alone, so that the set of sequences does not depend on the budget: more of it is never slower, and the lowest
+peak reported is reached when asked for. As starting points for the searches (``block_sequences``) come those around one
+budget, of several ways to cut.
 """
 
 from __future__ import annotations
