@@ -25,7 +25,6 @@ def _agree(graph: Graph, costs: Costs, schedule: Schedule) -> None:
     assert run.wait_ns == wanted.timing.wait_ns
     assert run.peak_bytes == wanted.peak_bytes
     assert run.second_peak_bytes == wanted.timing.second_peak_bytes
-    assert steps.moves == schedule.moves
 
 
 @pytest.mark.parametrize("seed", seeds(60, 300))

@@ -80,9 +80,7 @@ class _Checker:
         again, own = op.id in self.computed, self._allocated_by(op)
         if again and not op.recomputable:
             self._fail(f"{op.name} must run exactly once")
-        pure = op.recomputable and not op.random and not op.collective
-        only_views = op.outputs and not own and pure  # these are free, and may run anywhere
-        if not again and not only_views:
+        if not again and not self.graph.views[op.id]:  # these are free, and may run anywhere
             self._first(op)
             if backward and op.phase is Phase.FORWARD:
                 self._fail(f"forward op {op.name} first runs in the backward program")
@@ -121,7 +119,7 @@ class _Checker:
     def _check_into(self, op: Op, into: int) -> None:
         """The op may overwrite ``into``, has one new storage, and ``into`` is freed before anything else runs."""
         name = f"{op.name} is to write into storage {into}"
-        if into not in {self.storage_of[value] for value in op.overwrites}:
+        if into not in self.graph.storages_of(op.overwrites):
             self._fail(f"{name}, which it must not")
         own = self._allocated_by(op)
         if len(own) != 1 or own & self.storages:
@@ -131,8 +129,7 @@ class _Checker:
             self._fail(f"{name}, which is not freed next")
 
     def _allocated_by(self, op: Op) -> set[int]:
-        storages = {self.storage_of[value] for value in op.outputs}
-        return {storage for storage in storages if self.graph.storages[storage].base == op.id}
+        return {storage for storage in self.graph.made[op.id] if self.graph.storages[storage].base == op.id}
 
     def _named(self, storage_id: int) -> tuple[Storage, str]:
         """The storage, and the name of its first value."""

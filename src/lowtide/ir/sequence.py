@@ -60,20 +60,14 @@ def needed_ops(graph: Graph) -> set[int]:
             needed.add(op.id)
             needed |= {p for p in (graph.values[value].producer for value in op.inputs) if p is not None}
             # A value in another op's storage exists only while that storage does.
-            bases = (graph.storages[graph.values[value].storage].base for value in (*op.inputs, *op.outputs))
-            needed |= {base for base in bases if base is not None}
+            needed |= {base for one in graph.touched[op.id] if (base := graph.storages[one].base) is not None}
     return needed
 
 
 def shared_storages(graph: Graph) -> set[int]:
     """Storages into which an op that is neither their base nor a view puts a value."""
-    return {
-        storage
-        for op in graph.ops
-        if not is_view(graph, op)
-        for storage in (graph.values[value].storage for value in op.outputs)
-        if graph.storages[storage].base != op.id
-    }
+    made = ((op, storage) for op, view in enumerate(graph.views) if not view for storage in graph.made[op])
+    return {storage for op, storage in made if graph.storages[storage].base != op}
 
 
 def collectives_of(graph: Graph, schedule: Schedule) -> list[int]:
@@ -86,8 +80,11 @@ def may_run_early(graph: Graph, op: Op) -> bool:
     """Whether ``op`` is a collective that needs nothing of the program, as the gathering of a parameter: it may first run
     before operators that come before it in the program. A schedule that has it there needs no less memory, but for its
     workspace, than the one that has it in its place, and runs the same operators."""
-    reads = (graph.values[value].storage for value in op.inputs)
-    return op.collective and not (op.effect or op.random) and all(graph.storages[storage].external for storage in reads)
+    return (
+        op.collective
+        and not (op.effect or op.random)
+        and all(graph.storages[one].external for one in graph.read[op.id])
+    )
 
 
 class _Builder:
@@ -95,9 +92,9 @@ class _Builder:
         self.graph = graph
         self.released = released
         self.owned = graph.owned
-        self.view = [is_view(graph, op) for op in graph.ops]
+        self.view = graph.views
         self.storage_of = [value.storage for value in graph.values]
-        self.handed = {self.storage_of[value] for value in graph.forward_outputs}
+        self.handed = {*graph.storages_of(graph.forward_outputs)}
         self.shared = shared_storages(graph)
 
     def build(self, sequence: Sequence[int]) -> Schedule:

@@ -26,10 +26,7 @@ _HOT, _WARM = (2.0,) * 8, (1.0, 0.3)
 _CHILDREN = (0.1, 0.04)  # those of a generation, which go on two threads
 _STRICT = (0.3, 1.0)  # those of every third one far from the bound, which stay within the budget
 _RUN_PART, _CHILD_PART = 8, 16  # the part of the iterations that falls to a run, and to a child's
-_FIRST_STRICT, _FIRST_CHILD = (
-    40,
-    64,
-)  # streams of random numbers, other than those of the first runs and of the lowest peak
+_FIRST_STRICT, _FIRST_CHILD = 40, 64  # streams of random numbers, other than of the first runs and of the lowest peak
 _POINTS, _POPULATION = 4, 10  # starting points that take part; sequences that are recombined
 _GENERATIONS, _LARGE_NODES, _LARGE_GENERATIONS = 60, 800, 36  # at most, and above so many nodes
 # How far from the bound, in parts of the program's time, a plan may stay before the bound and the search try more.

@@ -102,12 +102,8 @@ def _options(spec: str, cls: Any, text: str) -> dict[str, Any]:
 
 
 def _value(spec: str, key: str, text: str, kind: type) -> Any:
-    if kind is bool and text in ("true", "false"):
-        return text == "true"
     try:
-        if kind in (int, float, str):
-            return kind(text)
-    except ValueError:
-        pass
-    expected = "true or false" if kind is bool else f"a value of type {kind.__name__}"
-    raise PlanError(f"planner spec {spec!r}: {key} needs {expected}, not {text!r}")
+        return {"true": True, "false": False}[text] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        expected = "true or false" if kind is bool else f"a value of type {kind.__name__}"
+        raise PlanError(f"planner spec {spec!r}: {key} needs {expected}, not {text!r}") from None

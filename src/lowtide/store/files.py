@@ -62,17 +62,9 @@ def mark_used(path: Path) -> None:
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
-def is_old(path: Path, seconds: float) -> bool:
-    """Whether ``path`` was written so long ago."""
-    try:
-        return time.time() - path.lstat().st_mtime > seconds
-    except OSError:
-        return False
-
-
 def sweep(folder: Path) -> None:
     """Remove what processes that were killed have left in ``folder``: half-written files and locks. Raises ``OSError``."""
     for path in folder.iterdir():
-        if path.suffix in LEFTOVER_SUFFIXES and is_old(path, LEFTOVER_SECONDS):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if path.suffix in LEFTOVER_SUFFIXES and time.time() - path.lstat().st_mtime > LEFTOVER_SECONDS:
                 path.unlink()

@@ -11,6 +11,7 @@ optimum. No level is weaker than the one before. O(levels x (windows x entries o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -49,9 +50,7 @@ def _split(facts: Liveness, relaxed: Relaxed, instants: Numbers) -> dict[Window,
     windows: dict[Window, Sequence[Window]] = dict(relaxed.program.windows)
     line = [*relaxed.program.cuts, facts.model.nodes + 1]
     middles = []
-    for begin, end in zip(
-        [-1, *line[:-1]], line, strict=True
-    ):  # what is before the first cut is no gap, but can be cut
+    for begin, end in itertools.pairwise((-1, *line)):  # what is before the first cut is no gap, but can be cut
         inside = instants[(instants > begin) & (instants < end)]
         if not len(inside):
             continue
@@ -60,7 +59,7 @@ def _split(facts: Liveness, relaxed: Relaxed, instants: Numbers) -> dict[Window,
         if begin >= 0:
             windows[begin, end] = ((begin, middle), (middle, end))
     line = sorted((*line, *middles))
-    for gap in zip(line[:-1], line[1:], strict=True):
+    for gap in itertools.pairwise(line):
         windows.setdefault(gap, ())
     for begin, middle, end in zip(line[:-2], line[1:-1], line[2:], strict=True):
         windows.setdefault((begin, end), ((begin, middle), (middle, end)))

@@ -1,6 +1,6 @@
 """Nodes that stand at the same place of a repeated block, found by colour refinement.
 
-Two nodes are of one class when the graphs around them, up to ``rounds`` steps along reads and uses, agree in shape and
+Two nodes are of one class when the graphs around them, up to three steps along reads and uses, agree in shape and
 in bytes. Times are left out: measured ones differ between repeats. Linear in the size of the graph per round.
 """
 
@@ -12,6 +12,8 @@ import numpy as np
 
 from lowtide.solve.model.compact import CompactGraph, Indices
 
+_ROUNDS = 3
+
 
 class Classes(NamedTuple):
     """``number[node]``; the nodes of class c are ``members[start[c]:start[c + 1]]``."""
@@ -21,7 +23,7 @@ class Classes(NamedTuple):
     members: Indices
 
 
-def node_classes(model: CompactGraph, rounds: int = 3) -> Classes:
+def node_classes(model: CompactGraph) -> Classes:
     """The classes of all nodes (the end included), numbered in order of appearance; their nodes ascend."""
     sources = [model.storage_node[model.reads_of(node)].tolist() for node in range(model.nodes + 1)]
     readers: list[list[int]] = [[] for _ in sources]
@@ -29,7 +31,7 @@ def node_classes(model: CompactGraph, rounds: int = 3) -> Classes:
         for base in bases:
             readers[base].append(node)
     colours = _dense([_first_colour(model, node, len(sources[node])) for node in range(model.nodes + 1)])
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         colours = _dense(
             [
                 (

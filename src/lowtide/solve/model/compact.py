@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.ir import Costs, Graph, is_view, may_run_early, needed_ops
-from lowtide.solve.model.ragged import inverse, owners, ragged, row, rows
+from lowtide.ir import Costs, Graph, may_run_early, needed_ops
+from lowtide.solve.model.ragged import inverse, owners, ragged, rows
 
 Indices = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.int64]
@@ -78,11 +78,11 @@ class CompactGraph(NamedTuple):
 
     def reads_of(self, node: int) -> Indices:
         """The storages that the node reads."""
-        return row(self.reads_start, self.reads, node)
+        return self.reads[self.reads_start[node] : self.reads_start[node + 1]]
 
     def owns_of(self, node: int) -> Indices:
         """The storages that the node allocates."""
-        return row(self.owns_start, self.owns, node)
+        return self.owns[self.owns_start[node] : self.owns_start[node + 1]]
 
     @property
     def least_ns(self) -> int:
@@ -149,9 +149,9 @@ class _Compaction:
         self.costs = costs
         self.floor = floor
         self.present = present
-        self.views = {op.id for op in graph.ops if is_view(graph, op)}
+        self.views = {op.id for op in graph.ops if graph.views[op.id]}
         self.needed = needed_ops(graph)
-        self.handed = {graph.values[value].storage for value in graph.forward_outputs}
+        self.handed = {*graph.storages_of(graph.forward_outputs)}
         self.held = set() if released else self.handed
         self.recomputable = {op.id for op in graph.ops if op.recomputable} - self._pinned_bases()
         self.node_of_op = {op: node for node, op in enumerate(sorted(self.needed - self.views))}
@@ -165,7 +165,7 @@ class _Compaction:
         graph, costs = self.graph, self.costs
         ops = sorted(self.node_of_op)
         uses = [self._uses(graph.ops[op].inputs) for op in ops]
-        owns = [[s for s in self._storages(graph.ops[op].outputs) if graph.storages[s].base == op] for op in ops]
+        owns = [[s for s in graph.made[op] if graph.storages[s].base == op] for op in ops]
         forward = sum(op < graph.forward_ops for op in ops)
         uses.append(self._uses((*graph.outputs, *graph.forward_outputs)))
         owns.append([])
@@ -232,13 +232,10 @@ class _Compaction:
 
     def _uses(self, values: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
         """Internal storages read and view ops needed to have these values."""
-        storages: set[int] = set()
-        views: set[int] = set()
-        for value in values:
-            more_storages, more_views = self._value_uses(value)
-            storages |= more_storages
-            views |= more_views
-        return frozenset(storages), frozenset(views)
+        found = [self._value_uses(value) for value in values]
+        return frozenset().union(*(storages for storages, _ in found)), frozenset().union(
+            *(views for _, views in found)
+        )
 
     def _value_uses(self, value: int) -> tuple[frozenset[int], frozenset[int]]:
         """As ``_uses`` for one value; every view on the way has an earlier op id, so the table fills in order."""
@@ -252,12 +249,8 @@ class _Compaction:
             self.closure[value] = result
         return self.closure[value]
 
-    def _storages(self, values: Iterable[int]) -> list[int]:
-        return list(dict.fromkeys(self.graph.values[value].storage for value in values))
-
     def _view_storage(self, op: int) -> int | None:
-        inside = [s for s in self._storages(self.graph.ops[op].outputs) if s in self.storage_index]
-        return inside[0] if inside else None
+        return next((storage for storage in self.graph.made[op] if storage in self.storage_index), None)
 
     def _reads_elsewhere(self, view: int) -> bool:
         """Whether the view op reads an internal storage other than the one that it looks at."""
@@ -288,8 +281,7 @@ class _Compaction:
         at_times: dict[int, tuple[int, ...]] = {}
         free = self.storage_index.keys() - self.held
         for node, op in enumerate(ops):
-            read = [self.graph.values[value].storage for value in self.graph.ops[op].overwrites]
-            storages = [storage for storage in read if storage in free]
+            storages = [one for one in self.graph.storages_of(self.graph.ops[op].overwrites) if one in free]
             always = [storage for storage in storages if readers[storage] == 1]
             if always or (storages and self.floor):
                 replaced[node] = tuple(self.node_of_op[_base(self.graph, storage)] for storage in always)
@@ -302,12 +294,11 @@ class _Compaction:
         the base puts a value, or of which one view op puts values into several."""
         pinned: set[int] = set()
         for op in self.graph.ops:
-            bases = {self.graph.storages[s].base for s in self._storages(op.outputs)} - {None, op.id}
+            bases = {_base(self.graph, storage) for storage in self.graph.made[op.id]} - {-1, op.id}
             if op.id not in self.views:
-                pinned |= {base for base in bases if base is not None}
-                pinned |= {op.id} if bases else set()
+                pinned |= bases | {op.id} if bases else bases
             elif len(bases) > 1:
-                pinned |= {base for base in bases if base is not None}
+                pinned |= bases
         return pinned
 
 

@@ -18,11 +18,6 @@ def ragged(rows: Sequence[Sequence[int]]) -> tuple[_Indices, _Indices]:
     return start, np.array([entry for row in rows for entry in row], np.int32)
 
 
-def row(start: _Indices, entries: _Indices, index: int) -> _Indices:
-    """The entries of one row."""
-    return entries[start[index] : start[index + 1]]
-
-
 def rows(start: _Indices, entries: _Indices) -> list[list[int]]:
     """Every row as a list: inverse of ``ragged``."""
     return [entries[a:b].tolist() for a, b in itertools.pairwise(start.tolist())]

@@ -40,13 +40,11 @@ MOST_NS = 2**46  # a price, 19 hours: sums of them stay within 64 bits
 def movable_storages(graph: Graph, costs: Costs) -> list[int]:
     """Storages that may move: of the program's own, with bytes, of one operator alone, which is no effect, and neither handed
     to the caller at the end of the forward pass nor, as gradients are, as soon as they are final."""
-    fixed = {graph.values[value].storage for value in graph.forward_outputs}
-    for value in graph.outputs:
-        producer = graph.values[value].producer
-        if producer is not None and graph.ops[producer].phase is Phase.BACKWARD:
-            fixed.add(graph.values[value].storage)
-    effects = {storage for op in graph.ops if op.effect for storage in graph.owned[op.id]}
-    return [storage for storage in all_movable(graph, costs) if storage not in fixed | effects]
+    producers = ((value, graph.values[value].producer) for value in graph.outputs)
+    gradients = [value for value, op in producers if op is not None and graph.ops[op].phase is Phase.BACKWARD]
+    fixed = {*graph.storages_of((*graph.forward_outputs, *gradients))}
+    fixed |= {storage for op in graph.ops if op.effect for storage in graph.owned[op.id]}
+    return [storage for storage in all_movable(graph, costs) if storage not in fixed]
 
 
 def all_movable(graph: Graph, costs: Costs) -> list[int]:
@@ -100,9 +98,9 @@ class Split:
                 if step.storage in live:
                     steps.append(step)
                     live.discard(step.storage)
-            elif isinstance(step, (Offload, Fetch)):
-                raise AssertionError("a schedule of a split graph moves nothing")
-            elif (op := self.computed[step.op]) is not None:
+                continue
+            assert not isinstance(step, (Offload, Fetch)), "a schedule of a split graph moves nothing"
+            if (op := self.computed[step.op]) is not None:
                 steps.append(replace(step, op=op))
                 if isinstance(step, Compute):
                     # What may move is wanted from here on where its fetch runs next, and else let go of.
@@ -183,11 +181,10 @@ class _Splitter:
 
     def build(self) -> Split:
         graph, costs = self.graph, self.costs
-        owned = graph.owned
         forward = 0
-        for op in graph.ops:
-            moving = [storage for storage in owned[op.id] if storage in self.prices]
-            handles = self._compute(op, owned[op.id], moving)
+        for op, owned in zip(graph.ops, graph.owned, strict=True):
+            moving = [storage for storage in owned if storage in self.prices]
+            handles = self._compute(op, owned, moving)
             for storage, handle in zip(moving, handles, strict=True):
                 self._fetch(op, storage, handle)
             if op.id < graph.forward_ops:
@@ -208,7 +205,7 @@ class _Splitter:
             storage_bytes=sizes,
             second_memory=None,
         )
-        return Split(whole, priced, tuple(self.computed), self.fetched, owned)
+        return Split(whole, priced, tuple(self.computed), self.fetched, graph.owned)
 
     def _compute(self, op: Op, owned: Collection[int], moving: Collection[int]) -> list[int]:
         """The op as it computes; the handles of what may move."""
