@@ -28,7 +28,7 @@ from lowtide.ir import (
     schedule_from_sequence,
     simulate,
 )
-from lowtide.solve.moving.placing import place_transfers
+from lowtide.solve.moving.steps import place_transfers
 from tests.ir.lanes import run_tasks, tasks_of
 from tests.ir.text_parser import parse_graph
 from tests.solve.brute_force_moves import memory_like

@@ -20,7 +20,7 @@ from lowtide.lower.under_way import UnderWay
 from lowtide.program import Program
 from lowtide.runtime.placed import lowered
 from lowtide.solve.moving.early import improved
-from lowtide.solve.moving.placing import place_transfers
+from lowtide.solve.moving.steps import place_transfers
 from tests.support.networks import WithLoss
 from tests.support.training import QUICK
 

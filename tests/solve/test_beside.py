@@ -23,7 +23,7 @@ from lowtide.ir import (
 )
 from lowtide.solve import Problem, Solution, Status, solve
 from lowtide.solve.beside import in_line
-from lowtide.solve.moving.placing import place_transfers
+from lowtide.solve.moving.steps import place_transfers
 from tests.solve.brute_force_beside import brute_force_beside
 from tests.solve.small_graphs import chain, sharded
 from tests.support.wide import is_wide, seeds

@@ -20,7 +20,7 @@ from lowtide.solve.bounds.relaxation import all_windows, relax
 from lowtide.solve.model.compact import compact
 from lowtide.solve.model.structure import resident_bytes
 from lowtide.solve.problem import Problem, Status
-from lowtide.solve.search.exact import shortest
+from lowtide.solve.search.memory_paths import least_peak, shortest
 from tests.solve.brute_force import brute_force
 from tests.solve.small_graphs import chain, small_graph
 from tests.support.overwriting import overwriting
@@ -60,7 +60,7 @@ def test_never_above_the_optimum_of_chains(effort: int) -> None:
         for budget in range(top // 2, top + 1, 2):
             optimum = shortest(model, budget)
             assert optimum is not None
-            if optimum.feasible:  # below, any number bounds nothing at all
+            if optimum.found:  # below, any number bounds nothing at all
                 bound = prove_time(model, budget, effort=effort)
                 assert least_time(model) <= bound.ns <= bound.refined(effort).ns <= optimum.time_ns, (length, budget)
                 feasible += 1
@@ -75,11 +75,11 @@ def test_never_above_the_optimum_of_larger_graphs() -> None:
         if seed % 3 == 0:
             graph, costs = overwriting(graph, costs, seed)
         model, floor = compact(graph, costs), compact(graph, costs, floor=True)
-        lowest, top = shortest(model, None), simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
+        lowest, top = least_peak(model), simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
         if lowest is None:
             continue
-        assert peak_bound(floor) <= lowest.peak_bytes
-        for budget in {lowest.peak_bytes, (lowest.peak_bytes + top) // 2}:
+        assert peak_bound(floor) <= lowest
+        for budget in {lowest, (lowest + top) // 2}:
             optimum = shortest(model, budget)
             if optimum is not None:
                 for effort in (3, 4):

@@ -28,8 +28,8 @@ from lowtide.solve.bounds import time_bound
 from lowtide.solve.model.compact import compact
 from lowtide.solve.model.split import Split, movable_storages, split
 from lowtide.solve.moving.bound import moving_bound
-from lowtide.solve.moving.placing import place_transfers
 from lowtide.solve.moving.search import moving_schedule
+from lowtide.solve.moving.steps import place_transfers
 from tests.solve.brute_force_moves import memory_like
 from tests.solve.small_graphs import chain
 from tests.support.interpreter import Machine

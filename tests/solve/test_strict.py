@@ -11,7 +11,7 @@ from lowtide.solve.bounds import least_time, prove_time
 from lowtide.solve.minimum import minimum_peak
 from lowtide.solve.model.compact import compact
 from lowtide.solve.problem import Problem
-from lowtide.solve.search.exact import shortest
+from lowtide.solve.search.memory_paths import shortest
 from lowtide.solve.search.portfolio import AnnealRun, make_portfolio
 from tests.solve.small_graphs import chain, small_graph
 

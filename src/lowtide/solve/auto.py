@@ -1,24 +1,14 @@
-"""``auto``, the default: a portfolio of searches over compute sequences.
+"""``auto``, the default: a portfolio of searches over compute sequences (``docs/planners/auto.md`` has its stages and why).
 
-Solves the general problem: order-preserving schedules with recomputation anywhere, the forward pass included. Exact (a
-shortest path over memory states) for graphs of up to about nine nodes and whenever recomputing nothing fits; a
-heuristic otherwise, with a lower bound that holds for every schedule (``lowtide.solve.bounds``). Stages:
+Order-preserving schedules with recomputation anywhere, the forward pass included. Exact (a shortest path over memory
+states) for graphs of up to about nine nodes and whenever recomputing nothing fits; a heuristic otherwise, with a lower
+bound that holds for every schedule. Starting points, a bound, annealing and recombination are in ``portfolio_search``; with
+a second memory the same searches on graphs in which fetching is an operator are in ``moving.search``.
 
-1. starting points: greedy eviction under several limits, nested segment checkpointing in several sizes, the dynamic
-   programs over blocks that ``rotor``, ``rockmate`` and ``h-rockmate`` are made of; where none fits, a search for the
-   lowest peak;
-2. the lower bound; whatever meets it is optimal and ends the search;
-3. simulated annealing over compute sequences (``lowtide.solve.search.anneal``): several short runs, hot from the program as
-   written and warm from the best starting point, two at a time;
-4. recombination: the best of these are a population, two of them are mixed (``lowtide.solve.search.recombine``), the mixture is
-   annealed from a low temperature for a while and takes its place among them; until nothing better comes up;
-5. where there is a second memory, dynamic programs over blocks that are kept, run again or moved, and from these and from what
-   recomputes alone the same searches on graphs in which fetching is an operator (``lowtide.solve.moving``).
-
-``effort`` (1 to 5) sets the number of iterations, fixed by the size of the graph, never by the clock: same problem,
-same seed, same schedule. With 0 the quickest starting point is the answer: a plan at once, for a start. Below the
-smallest peak found the answer is ``UNSOLVED`` (``INFEASIBLE`` where proven) with that peak as ``minimum_bytes``, which
-the same seed then reaches.
+``effort`` (1 to 5) sets the number of iterations, fixed by the size of the graph, never by the clock: same problem, same
+seed, same schedule. With 0 the quickest starting point is the answer: a plan at once, for a start. Below the smallest peak
+found the answer is ``UNSOLVED`` (``INFEASIBLE`` where proven) with that peak as ``minimum_bytes``, which the same seed then
+reaches.
 """
 
 from __future__ import annotations
@@ -34,7 +24,7 @@ from lowtide.solve.options import Options, between
 from lowtide.solve.outcome import answer, least_time_ns
 from lowtide.solve.portfolio_search import EFFORTS, search_sequences
 from lowtide.solve.problem import Problem, Solution, Status
-from lowtide.solve.search.exact import affordable, shortest
+from lowtide.solve.search.memory_paths import affordable, shortest
 from lowtide.solve.search.portfolio import Portfolio, make_portfolio
 
 
@@ -98,7 +88,7 @@ def _solve_exactly(problem: Problem, portfolio: Portfolio) -> Solution | None:
     if optimum is None:
         return None
     exact = portfolio.floor.bounding
-    if optimum.feasible:
+    if optimum.found:
         found = Status.OPTIMAL if exact else Status.FEASIBLE
         return answer("auto", problem, [portfolio.schedule_of(optimum.nodes)], found=found)
     lowest = smallest_exactly(portfolio)

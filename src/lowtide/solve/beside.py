@@ -1,7 +1,7 @@
 """Collectives beside computing: planners minimise a sum of times, of which collectives are no part where they are hidden.
 
 The planner is asked several times, with collectives in line, at full price and at next to nothing, and with room left for
-what comes early. Each answer's collectives are placed in the room that the budget leaves (``lowtide.solve.moving.placing``)
+what comes early. Each answer's collectives are placed in the room that the budget leaves (``lowtide.solve.moving.steps``)
 and moved one by one as long as the exact clock says that it helps (``moving.early``); the quickest by that clock is the
 answer. What is not moved competes too, so no answer is worse for it. A heuristic: the search does not know what hides where.
 
@@ -23,7 +23,7 @@ from lowtide.solve.bounds import prove_time
 from lowtide.solve.model.compact import compact
 from lowtide.solve.moving.bound import moving_bound
 from lowtide.solve.moving.early import improved
-from lowtide.solve.moving.placing import place_transfers
+from lowtide.solve.moving.steps import place_transfers
 from lowtide.solve.outcome import answer, bounded_by, least_time_ns
 from lowtide.solve.problem import Planner, Problem, Solution, Status
 

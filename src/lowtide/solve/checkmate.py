@@ -1,37 +1,24 @@
-"""``checkmate``: the optimal schedule by mixed-integer programming (Jain et al., MLSys 2020, arXiv 1910.02653, section 4:
-objective and inputs in equation 1, stages in equation 8, the whole program in equation 9).
+"""``checkmate``: the optimal schedule by mixed-integer programming (Jain et al., MLSys 2020, arXiv 1910.02653, section 4).
 
 Solves the full problem: order-preserving schedules with recomputation anywhere. Three programs on one set of variables
-(``lowtide.solve.milp.stages``):
-
-- *any order*: what is resident during a step is counted only as far as it is there whatever the order of recomputes
-  within a stage, and however often a node is recomputed in it. A relaxation of the full problem: its bound holds for
-  every schedule, and where it has no solution nothing fits. Its solution, run in program order, is mostly a schedule.
-- *ordered*: Checkmate's program. Each stage recomputes a node at most once and in program order, which is a
-  restriction: two first computes may need several recomputes of one node between them, or another order. ``rounds`` of
-  a stage widen it.
-- *reduced* (``form=reduced``): the ordered program without recomputation in the forward pass; faster, but small
-  budgets (networks with long skips) need what it leaves out.
+(``lowtide.solve.milp.stages``): that of *any order*, a relaxation, whose bound holds for every schedule; the *ordered* one,
+which is Checkmate's, a restriction; and the *reduced* one (``form=reduced``), without recomputation in the forward pass.
+``docs/planners/checkmate.md`` says why there are three.
 
 ``OPTIMAL`` is claimed where a schedule is as quick as the any-order bound, or the shortest path over memory states
-(``lowtide.solve.search.memory_paths``, small graphs) says so; ``INFEASIBLE`` where the any-order program has no solution, one
-op's working set is above the budget, or again by the shortest path. All of it within the tolerances of HiGHS: sizes and
-times are divided by their greatest common divisors so that sums are small integers wherever possible, bounds are
-rounded after 1e-7 of them is taken off, and a solution that the simulator finds above the budget is cut off by
-tightening the budget and solving again, never returned.
+(``lowtide.solve.search.memory_paths``, small graphs) says so; ``INFEASIBLE`` where the any-order program has no solution,
+one op's working set is above the budget, or again by the shortest path. All of it within the tolerances of HiGHS: sums are
+small integers wherever possible, bounds are rounded after 1e-7 of them is taken off, and a solution that the simulator
+finds above the budget is cut off by tightening the budget and solving again. Where the programs settle nothing within the
+time limit, the bound is the better of theirs and that of ``lowtide.solve.bounds``. Nothing is claimed where the compact
+model is not exact.
 
-With a second memory there is a program with transfers besides (``lowtide.solve.moving.program``, which says what of
-the clock it leaves out): a bound for all schedules with transfers, and a schedule. The quickest by the exact clock of
-that schedule, of those without transfers and of that of ``auto{effort=1}`` is the answer, ``OPTIMAL`` where it is as
-quick as the bound. ``form`` is that of the programs without transfers. ``objective=peak`` knows no transfers, and
-claims nothing where there could be some.
+With a second memory there is a program with transfers besides (``lowtide.solve.moving.program``): a bound for all schedules
+with transfers, and a schedule, which competes with those without transfers and with that of ``auto{effort=1}`` by the exact
+clock. ``objective=peak`` knows no transfers, and claims nothing where there could be some.
 
-Where the programs settle nothing within the time limit, the bound is the better of theirs and that of
-``lowtide.solve.bounds``.
-
-Assumes that the compact model is exact (no view that needs workspace or reads other storages, no op that writes into
-another's storage); otherwise nothing is claimed. Exponential in the worst case; variables grow with nodes x stages, so
-above ``MOST_RECOMPUTES`` of them the program is not built and the answer is that of ``auto``.
+Exponential in the worst case; variables grow with nodes x stages, so above ``MOST_RECOMPUTES`` of them no program is built
+and the answer is that of ``auto``.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from lowtide.solve.bounds import peak_bound
 from lowtide.solve.model.compact import compact
 from lowtide.solve.model.split import split_for_nothing
 from lowtide.solve.model.sweep import Candidate, lowest, quickest
-from lowtide.solve.search.exact import affordable, shortest
+from lowtide.solve.search.memory_paths import affordable, least_peak, shortest
 from lowtide.solve.search.portfolio import AnnealRun, Portfolio, make_portfolio
 from lowtide.solve.threads import in_threads
 
@@ -45,8 +45,9 @@ def outputs_in_the_way(graph: Graph, costs: Costs, schedule: Schedule) -> bool:
 
 def smallest_exactly(portfolio: Portfolio) -> Schedule | None:
     """A schedule of the least peak; ``None`` where the graph is too large for the exact search."""
-    optimum = shortest(portfolio.exact, None) if affordable(portfolio.exact) else None
-    return portfolio.schedule_of(optimum.nodes) if optimum is not None else None
+    peak = least_peak(portfolio.exact) if affordable(portfolio.exact) else None
+    path = None if peak is None else shortest(portfolio.exact, peak)
+    return None if path is None else portfolio.schedule_of(path.nodes)
 
 
 def starting_points(portfolio: Portfolio) -> list[Candidate]:
@@ -140,11 +141,10 @@ def working_set_bound(graph: Graph, costs: Costs) -> int:
     """No schedule peaks below this: the largest sum, over the ops that must run, of the bytes that one op reads and
     writes elsewhere, its workspace, what was handed to the caller before it, and ``fixed_bytes``."""
     sizes = np.where([storage.external for storage in graph.storages], 0, costs.storage_bytes)
-    held = {graph.values[value].storage for value in graph.forward_outputs}
-    largest = sum(int(sizes[s]) for s in {graph.values[value].storage for value in graph.outputs} | held)
+    held = {*graph.storages_of(graph.forward_outputs)}
+    largest = sum(int(sizes[s]) for s in {*graph.storages_of(graph.outputs)} | held)
     for op in sorted(needed_ops(graph)):
-        written = () if graph.ops[op].overwrites else graph.ops[op].outputs
-        there = {graph.values[value].storage for value in (*graph.ops[op].inputs, *written)}
+        there = {*(graph.read if graph.ops[op].overwrites else graph.touched)[op]}
         there |= held if op >= graph.forward_ops else set()
         largest = max(largest, int(costs.workspace_bytes[op]) + sum(int(sizes[s]) for s in there))
     return largest + graph.fixed_bytes

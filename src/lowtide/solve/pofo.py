@@ -1,25 +1,17 @@
-"""``pofo``: rematerialization and offloading on a chain of blocks by one dynamic program.
+"""``pofo``: rematerialization and offloading on a chain of blocks by one dynamic program, whose recurrence, states and
+discretisation stand in ``lowtide.solve.moving.chain_table``.
 
-The forward pass is cut into blocks as for ``rotor``. In the forward pass each block is saved whole, or begins a segment that
-runs again in the backward pass as rotor's table has it; what came into a block that is saved, or into a segment, stays or moves
-to the second memory, from where it comes back before its backward pass. The recurrence, its states and their discretisation
-stand in ``lowtide.solve.moving.chain_table``.
+Source: Beaumont, Eyraud-Dubois, Shilova, *Efficient Combination of Rematerialization and Offloading for Training DNNs*,
+NeurIPS 2021 (POFO). As there, nothing moves that was computed again, what moves leaves as soon as it was made and in that
+order, links are fluid (any part of a storage that has left is free) and know no latency. Deviations:
 
-Source: Beaumont, Eyraud-Dubois, Shilova, *Efficient Combination of Rematerialization and Offloading for Training DNNs*, NeurIPS
-2021 (POFO). As there: nothing moves that was computed again, what moves leaves as soon as it was made and in that order, links
-are fluid (any part of a storage that has left is free) and know no latency, and each pass waits for its link only where
-memory is short. Deviations:
-
-- states are kept with their exact figures, one per cell of a grid, and not rounded to it; so the table is no proven optimum
-  of the model either;
-- while a segment runs again, what comes back has either all of its room set aside or none; the paper has the segment's
-  sequence share memory with it step by step;
-- segments that run again are taken from rotor's table for the least memory that they have, and what crosses a cut may be
-  several storages.
+- states are kept with their exact figures, one per cell of a grid, so the table is no proven optimum of the model either;
+- while a segment runs again, what comes back has either all of its room set aside or none;
+- segments that run again are rotor's for the least memory that they have, and what crosses a cut may be several storages.
 
 A real link is not fluid: each of several cuttings, nominal budgets and slower links gives a schedule, whose transfers are
-placed by the exact clock (``lowtide.solve.moving.placing``), and the quickest of these and of rotor's that fits is the answer.
-No guarantee, as other graphs than chains come with storages that cross many blocks. Without a second memory it is ``rotor``.
+placed by the exact clock, and the quickest of these and of rotor's that fits is the answer. No guarantee. Without a second
+memory it is ``rotor``.
 """
 
 from __future__ import annotations

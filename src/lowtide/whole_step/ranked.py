@@ -9,7 +9,7 @@ from typing import Any
 from lowtide.ir import Compute, Costs, Graph, Phase, Schedule, collectives_of, schedule_from_sequence, simulate
 from lowtide.solve.beside import largest_result
 from lowtide.solve.moving.early import improved
-from lowtide.solve.moving.placing import place_transfers
+from lowtide.solve.moving.steps import place_transfers
 from lowtide.units import format_bytes, format_time
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,10 +42,9 @@ def make_scale(model: CompactGraph, budget_bytes: int | None) -> Scale:
 
 @dataclass(frozen=True, slots=True)
 class FrontierStage:
-    """``target`` runs for the first time at its end, or nothing does (-1); nodes below ``limit`` may be recomputed."""
+    """``target`` runs for the first time at its end; what may be recomputed before that has a column."""
 
     target: int
-    limit: int
     recompute: dict[int, int]  # node -> column, ascending
 
 
@@ -70,7 +68,7 @@ class Formulation:
 
     def lasts(self, stage: FrontierStage, storage: int) -> bool:
         """Whether the storage, once computed, is there throughout the stage."""
-        return bool(self.model.held[storage] or (self.model.handed[storage] and stage.limit > self.model.boundary))
+        return bool(self.model.held[storage] or (self.model.handed[storage] and stage.target > self.model.boundary))
 
     @property
     def absolute_gap(self) -> float:
@@ -92,47 +90,5 @@ class Formulation:
         nodes: list[int] = []
         for stage in self.stages:
             nodes.extend(node for node, column in stage.recompute.items() if values[column] > 0.5)
-            if stage.target >= 0:
-                nodes.append(stage.target)
+            nodes.append(stage.target)
         return nodes[:-1]
-
-    def start(self, nodes: list[int]) -> Floats | None:
-        """The solution that a sequence of nodes is, as far as it is integer (the rest NaN); ``None``: it is none."""
-        runs = self._runs(nodes)
-        if runs is None:
-            return None
-        values = np.full(len(self.program.cost), np.nan)
-        live: set[int] = set()
-        for stage, computed, stored in zip(self.stages[::-1], runs[::-1], self.stored[-2::-1], strict=True):
-            values[list(stage.recompute.values())] = 0.0
-            for node in reversed(computed):
-                if node in stage.recompute:
-                    values[stage.recompute[node]] = 1.0
-                live.difference_update(self.reach.owns[node])
-                live.update(self.reach.reads[node])
-            for storage, column in stored.items():
-                if column >= 0:
-                    values[column] = np.nanmax([values[column], float(storage in live)])
-        return values
-
-    def _runs(self, nodes: list[int]) -> list[list[int]] | None:
-        """The nodes of each stage in their order, which is ascending in each round of ordered stages; the last rounds of a
-        stage are filled first."""
-        runs: list[list[int]] = []
-        pending: list[list[int]] = [[]]
-        seen = -1
-        rounds = Counter(stage.limit for stage in self.stages)
-        for node in [*nodes, self.model.nodes]:
-            if node <= seen:
-                if self.ordered and pending[-1] and pending[-1][-1] >= node:
-                    pending.append([])
-                pending[-1].append(node)
-                continue
-            if node != seen + 1 or len(pending) > rounds[node]:
-                return None
-            pending[-1].append(node)
-            runs.extend([[]] * (rounds[node] - len(pending)) + pending)
-            pending, seen = [[]], node
-        known = zip(self.stages, runs, strict=True)
-        possible = all(node in stage.recompute or node == stage.target for stage, run in known for node in run)
-        return runs if possible else None

@@ -102,9 +102,8 @@ class ProgramBuilder:
         return LinearProgram(cost, lower, upper, integer.astype(np.bool_), start, index, value, row_lower, row_upper)
 
 
-def solve_program(program: LinearProgram, options: SolverOptions, start: Floats | None = None) -> SolverResult:
-    """Solve it. ``start`` is a solution to begin with (mixed-integer programs); columns that are NaN are left to HiGHS.
-    Raises ``MissingExtraError``."""
+def solve_program(program: LinearProgram, options: SolverOptions) -> SolverResult:
+    """Solve it. Raises ``MissingExtraError``."""
     highspy = require("highspy")
     if not len(program.cost):  # HiGHS does not look at the rows then
         possible = bool(np.all(program.row_lower <= 0) and np.all(program.row_upper >= 0))
@@ -117,12 +116,8 @@ def solve_program(program: LinearProgram, options: SolverOptions, start: Floats 
     columns = (program.cost, program.lower, program.upper, program.row_lower, program.row_upper)
     matrix = (program.start[:-1], program.index, program.value)
     highs.passModel(*shape, *columns, *matrix, program.integer.astype(np.int32))
-    mixed = bool(program.integer.any())
-    if start is not None and mixed:
-        known = np.flatnonzero(~np.isnan(start)).astype(np.int32)
-        highs.setSolution(len(known), known, start[known])
     highs.run()
-    return _result(highspy, highs, mixed)
+    return _result(highspy, highs, mixed=bool(program.integer.any()))
 
 
 def _settings(options: SolverOptions) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class StageMemory(Formulation):
     def ordered_memory(self, index: int) -> None:
         """Bytes resident while each node of the stage runs, as a chain: each step differs little from the one before."""
         stage = self.stages[index]
-        nodes = [*stage.recompute, *([stage.target] if stage.target >= 0 else [])]
+        nodes = [*stage.recompute, stage.target]
         changes: list[dict[int, float]] = [{} for _ in range(len(nodes) + 1)]
         scale = self.scale.bytes
         for storage in {**self.stored[index], **{s: 0 for n in stage.recompute for s in self.reach.owns[n]}}:
@@ -51,7 +51,7 @@ class StageMemory(Formulation):
             own = sum(int(self.model.storage_bytes[s]) for s in self.reach.owns[node])
             size = float(own + int(self.model.workspace_bytes[node])) * scale
             _put(changes, [(position, column), (position + 1, ZERO)], size)
-        if stage.target >= 0 and stage.target in self.saved[index + 1]:
+        if stage.target in self.saved[index + 1]:
             kept = self.saved[index + 1][stage.target]
             _put(changes, [(len(nodes) - 1, kept)], float(self.model.rng_state_bytes) * scale)
         self._resident(changes[:-1])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from lowtide.ir import Compute, Schedule, schedule_from_sequence, shared_storages, simulate
+from lowtide.ir import Schedule, schedule_from_sequence, shared_storages, simulate
 from lowtide.solve.milp.linear import Outcome, SolverOptions, SolverResult, solve_program
 from lowtide.solve.milp.stages import StageModel
 from lowtide.solve.model.compact import CompactGraph, compact, released_model
@@ -18,8 +18,7 @@ from lowtide.solve.search.memory_paths import cheapest_path
 
 MOST_RECOMPUTES = 60_000  # variables R[t, i]; above, no program is built
 FULL_UP_TO = 30_000  # of them in the full form, when ``form=auto`` takes it on
-ROUNDS_UP_TO = 2_000  # and when a stage may have several rounds
-MOST_ROUNDS = 3
+STATES_UP_TO = 2_000  # and when memory states are searched besides
 _TIGHTENINGS = 3
 NEVER = 2**62  # a bound above every value: nothing fits
 EQUAL = 1e-6  # relative difference between a time and its bound that counts as none
@@ -41,7 +40,6 @@ class Search:
     best: Schedule | None = None
     value: float = float("inf")
     bound: int = 0
-    nodes: list[int] = field(default_factory=list)  # of the best schedule
 
     def __post_init__(self) -> None:
         self.model = compact(self.problem.graph, self.problem.costs)
@@ -79,9 +77,6 @@ class Search:
             return result.peak_bytes
         if value < self.value:
             self.best, self.value = schedule, value
-            node_of = {int(op): node for node, op in enumerate(self.model.op_of_node)}
-            computed = (step.op for step in schedule.steps if isinstance(step, Compute))
-            self.nodes = [node_of[op] for op in computed if op in node_of]
         return result.peak_bytes
 
     def consider_nodes(self, nodes: list[int], *, released: bool = False) -> int:
@@ -98,12 +93,12 @@ class Search:
         if len(result.values):
             self.consider_nodes(formulation.sequence(result.values), released=True)
 
-    def ordered(self, reduced: bool, rounds: int, share: float = 1.0) -> None:
+    def ordered(self, reduced: bool, share: float) -> None:
         """Checkmate's program; solved again below the budget should the simulator not accept the solution."""
         spare = 0
         for _ in range(_TIGHTENINGS):
             budget = None if self.budget_bytes is None else self.budget_bytes - spare
-            formulation = StageModel(self.model, budget, reduced=reduced, rounds=rounds)
+            formulation = StageModel(self.model, budget, reduced=reduced)
             result = self._run(formulation, share)
             if not len(result.values):
                 return
@@ -116,14 +111,13 @@ class Search:
         """The search over memory states, for something better than the best known; finding nothing proves it."""
         if self.budget_bytes is None:
             return self._lower_peaks()
-        least_ns = self.proving.least_ns
-        path = cheapest_path(self.proving, self.budget_bytes, self.value - least_ns)
+        path = cheapest_path(self.proving, self.budget_bytes, self.value)
         if path is None:
             return
         if path.found:
             self.consider_nodes(list(path.nodes), released=True)
         if self.exact and path.found:
-            self.bound = least_ns + path.recompute_ns
+            self.bound = path.time_ns
         elif self.exact:
             self.bound = NEVER if self.best is None else int(self.value)
 
@@ -143,8 +137,7 @@ class Search:
         formulation.build()
         limit = self.remaining * share
         options = dataclasses.replace(self.options, time_limit=limit, absolute_gap=formulation.absolute_gap)
-        start = formulation.start(self.nodes) if self.best is not None else None
-        return solve_program(formulation.program, options, start)
+        return solve_program(formulation.program, options)
 
     def programs(self) -> list[Callable[[], None]]:
         """What there is to solve, one after the other; nothing where the graph is too large for any program."""
@@ -153,13 +146,11 @@ class Search:
         if form == "auto":
             form = "full" if full <= FULL_UP_TO else "reduced"
         if form == "full" and full <= MOST_RECOMPUTES:
-            small = full <= ROUNDS_UP_TO
-            attempts = [partial(self.any_order, 0.5), partial(self.ordered, False, 1, 0.5 if small else 1.0)]
-            if small:
-                attempts += [self.full_states]
-                attempts += [partial(self.ordered, False, rounds) for rounds in range(2, MOST_ROUNDS + 1)]
+            small = full <= STATES_UP_TO
+            attempts = [partial(self.any_order, 0.5), partial(self.ordered, False, 0.5 if small else 1.0)]
+            attempts += [self.full_states] if small else []
         elif form == "reduced" and recompute_columns(self.model, reduced=True) <= MOST_RECOMPUTES:
-            attempts = [partial(self.ordered, True, 1, 0.6)]
+            attempts = [partial(self.ordered, True, 0.6)]
             if full <= MOST_RECOMPUTES:
                 attempts += [partial(self.any_order, 1.0)]
         return attempts

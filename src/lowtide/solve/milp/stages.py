@@ -1,7 +1,7 @@
 """Checkmate's mixed-integer program on the compact model, in stages that advance the frontier.
 
-Jain et al., MLSys 2020, arXiv 1910.02653, section 4, with these variables per stage t, which ends with the first
-compute of its node (the last stage with the end of the program):
+Jain et al., MLSys 2020, arXiv 1910.02653, section 4, with these variables per stage t, which ends with the first compute of
+its node (the last stage with the end of the program):
 
     R[t, i]     node i < t is recomputed in stage t                                  (their R; eq. 1 and 8)
     S[t, s]     storage s lives when stage t begins                                  (their S; eq. 1 and 8)
@@ -14,10 +14,9 @@ compute of its node (the last stage with the end of the program):
     A[t, u, s] >= R[t, u], A[t, u', s] for the next user u', and S[t+1, s] after the last
     sum bytes_s alive(t, k, s) + (bytes of k's own storages + workspace of k) R[t, k] <= budget       at every k of t
 
-A stage runs its recomputes in program order, each at most once. A stage may be given several *rounds* (sub-stages of
-the same kind before the last, which has the first compute), and any schedule has this form with rounds enough.
-Variables exist where they can matter: a recompute of i in stage t only where a path of reads through recomputable nodes
-leads from i to a node at or after t. In the reduced form stages of the forward pass recompute nothing.
+A stage runs its recomputes in program order, each at most once. Variables exist where they can matter: a recompute of i in
+stage t only where a path of reads through recomputable nodes leads from i to a node at or after t. In the reduced form
+stages of the forward pass recompute nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class StageModel(StageMemory):
 
     reduced: bool = False
     every: int = 1  # recomputation in every so many stages only
-    rounds: int = 1  # of each stage
     integer: bool = True
 
     def build(self) -> Self:
@@ -63,9 +61,8 @@ class StageModel(StageMemory):
         for target in range(model.nodes + 1):
             allowed = range(target) if self._recomputes(target) else []
             nodes = [node for node in allowed if until[node] >= target]
-            for remaining in range(self.rounds, 0, -1):
-                table = {node: self.rows.add_column(self._cost(node), 0.0, 1.0, self.integer) for node in nodes}
-                stages.append(FrontierStage(target if remaining == 1 else -1, target, table))
+            table = {node: self.rows.add_column(self._cost(node), 0.0, 1.0, self.integer) for node in nodes}
+            stages.append(FrontierStage(target, table))
         return stages
 
     def _recomputes(self, target: int) -> bool:
@@ -100,10 +97,10 @@ class StageModel(StageMemory):
             following, table = self.stages[index + 1], {}
             for storage, until in enumerate(self.reach.storage_until):
                 base = self.reach.base[storage]
-                if base >= following.limit or until < following.limit:
+                if base >= following.target or until < following.target:
                     continue
                 known = stored[index].get(storage, ZERO)
-                if following.limit <= fixed[storage] or self.lasts(following, storage):
+                if following.target <= fixed[storage] or self.lasts(following, storage):
                     table[storage] = ONE
                 elif known >= 0 and base not in stage.recompute and not self.users(stage, storage):
                     table[storage] = known
@@ -119,7 +116,7 @@ class StageModel(StageMemory):
         for index, stage in enumerate(self.stages[:-1]):
             following, table = self.stages[index + 1], {}
             for node in nodes if model.rng_state_bytes else []:
-                if node >= following.limit or self.reach.node_until[node] < following.limit:
+                if node >= following.target or self.reach.node_until[node] < following.target:
                     continue
                 known = saved[index].get(node, ZERO)
                 unchanged = known >= 0 and node not in stage.recompute
@@ -132,8 +129,7 @@ class StageModel(StageMemory):
     def _inputs(self, index: int) -> None:
         """Whoever runs finds what it reads, and a recompute of a random node its generator state."""
         stage = self.stages[index]
-        runs = [*stage.recompute.items(), *([(stage.target, ONE)] if stage.target >= 0 else [])]
-        for node, column in runs:
+        for node, column in (*stage.recompute.items(), (stage.target, ONE)):
             for storage in self.reach.reads[node]:
                 self.at_most(column, self._sources(index, storage))
             if column >= 0 and self.model.random[node] and self.model.rng_state_bytes:

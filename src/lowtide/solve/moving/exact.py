@@ -14,8 +14,8 @@ from lowtide.solve.milp.search import NEVER
 from lowtide.solve.model.compact import compact
 from lowtide.solve.model.reach import recompute_columns
 from lowtide.solve.model.split import all_movable, movable_storages, split
-from lowtide.solve.moving.placing import place_transfers
 from lowtide.solve.moving.program import MovingModel
+from lowtide.solve.moving.steps import place_transfers
 from lowtide.solve.problem import Problem
 
 MOVING_UP_TO = 8_000  # variables R[t, i] of the split graph, in which fetches are nodes too
@@ -49,8 +49,8 @@ def solve_with_transfers(problem: Problem, options: SolverOptions, known_ns: int
     return Proof(bound, translated(problem, formulation, solved.values) if len(solved.values) else None)
 
 
-def formulate(problem: Problem, known_ns: int | None = None, *, integer: bool = True) -> MovingModel | None:
-    """The program, not yet built; ``None`` where there is none. ``integer``: false for its linear relaxation."""
+def formulate(problem: Problem, known_ns: int | None = None) -> MovingModel | None:
+    """The program, not yet built; ``None`` where there is none."""
     graph, costs, memory = problem.graph, problem.costs, problem.costs.second_memory
     if memory is None or shared_storages(graph):
         return None
@@ -60,9 +60,7 @@ def formulate(problem: Problem, known_ns: int | None = None, *, integer: bool = 
     model = compact(parts.graph, parts.costs, floor=True)
     if not model.bounding or recompute_columns(model, reduced=False) > MOVING_UP_TO:
         return None
-    return MovingModel(
-        model, problem.budget_bytes, ordered=False, integer=integer, parts=parts, memory=memory, known_ns=known_ns
-    )
+    return MovingModel(model, problem.budget_bytes, ordered=False, parts=parts, memory=memory, known_ns=known_ns)
 
 
 def translated(problem: Problem, formulation: MovingModel, values: Floats) -> Schedule:

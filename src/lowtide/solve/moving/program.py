@@ -25,7 +25,7 @@ of s. Beside R and S, per stage t:
 "If" is a big number times the columns named. What is left out: the order of things within a stage and waiting there other than
 above, and recomputes of an operator beyond one in a stage. So every valid schedule is a solution of no more time: the program's
 bound holds for all schedules with transfers, and where it has no solution, nothing fits. The exact clock is no linear program;
-the solution is translated to a schedule, whose transfers are placed (``lowtide.solve.moving.placing``) and which the simulator
+the solution is translated to a schedule, whose transfers are placed (``lowtide.solve.moving.steps``) and which the simulator
 judges in exact nanoseconds. What is as quick as the bound is an optimum.
 """
 

@@ -30,7 +30,7 @@ from lowtide.solve.moving.steps import Program, Run, Steps, decoded, encoded, pl
 from lowtide.solve.outcome import answer, least_time_ns
 from lowtide.solve.portfolio_search import search_candidate
 from lowtide.solve.problem import Problem
-from lowtide.solve.search.exact import affordable, shortest
+from lowtide.solve.search.memory_paths import affordable, shortest
 from lowtide.solve.search.portfolio import Portfolio, make_portfolio
 
 _STEPS = (1.3, 2.0)  # by how much a choice is changed in a round of refinement, the last round first
@@ -225,7 +225,7 @@ class _Moves:
 def _exactly(portfolio: Portfolio, budget_bytes: int) -> Schedule | None:
     """The best schedule of a split graph of a few nodes; ``None`` for others, and where nothing fits."""
     optimum = shortest(portfolio.exact, budget_bytes) if affordable(portfolio.exact) else None
-    return portfolio.schedule_of(optimum.nodes) if optimum is not None and optimum.feasible else None
+    return portfolio.schedule_of(optimum.nodes) if optimum is not None and optimum.found else None
 
 
 def _computing_ns(parts: Split, portfolio: Portfolio, found: Candidate) -> int:

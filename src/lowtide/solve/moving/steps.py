@@ -83,11 +83,6 @@ class Steps(NamedTuple):
     boundary: int
 
     @property
-    def moves(self) -> bool:
-        """Whether a storage moves to the second memory."""
-        return bool((self.rows[:, 0] == FETCH).any())
-
-    @property
     def fetched(self) -> list[int]:
         """The storages that come back from there."""
         found: list[int] = np.unique(self.rows[self.rows[:, 0] == FETCH, 1]).tolist()
@@ -175,6 +170,15 @@ def run_steps(program: Program, steps: Steps) -> Run:
 
 
 def place_steps(program: Program, steps: Steps, budget_bytes: int) -> tuple[Steps, Run]:
-    """With transfers and collectives where they are waited for least, and without transfers that are needless."""
+    """As ``place_transfers``; ``native/placing.hpp`` says how."""
     rows, boundary, run = core.place_steps(program, steps, budget_bytes)
     return Steps(rows, boundary), Run(*run)
+
+
+def place_transfers(graph: Graph, costs: Costs, schedule: Schedule, budget_bytes: int) -> Schedule:
+    """``schedule`` with its transfers, and collectives that run beside computing, where they are waited for least, and without
+    transfers that are needless. What they need is freed as soon as it can be, they begin as late as they can, and then they are
+    given the room that the budget leaves: a peak within the budget stays there."""
+    if not (schedule.moves or costs.collectives_beside):
+        return schedule
+    return decoded(place_steps(program_of(graph, costs), encoded(schedule), budget_bytes)[0])

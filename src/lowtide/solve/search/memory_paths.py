@@ -1,5 +1,5 @@
 """Shortest path over memory states that are full: the exact search that settles what ``checkmate``'s programs leave open, and
-graphs of a few nodes altogether (``exact``).
+graphs of a few nodes altogether, for ``auto`` and for what searches are measured against.
 
 A state is (next first compute, live storages, formed views, kept generator states). Edges compute one node. Nothing is
 freed before room is needed: an edge frees a smallest set of storages and states that makes its node fit (no part of it
@@ -10,7 +10,7 @@ same frontier which was reached in no more time is dropped. Dijkstra's algorithm
 states cheaper than the best schedule known are looked at.
 
 Exact for order-preserving schedules with recomputation anywhere, on the compact model. Exponential in the worst case:
-``None`` where more than ``states`` are met.
+``None`` where more than ``states`` are met. The least peak is the smallest budget that has a path, found by halving.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ from typing import SupportsInt
 
 import numpy as np
 
-from lowtide.solve.model.compact import CompactGraph
+from lowtide.solve.model.compact import CompactGraph, encode_keep_all
 from lowtide.solve.model.ragged import rows
 from lowtide.solve.model.reach import reach
+from lowtide.solve.model.sweep import sweep
+
+MAX_NODES, MAX_STORAGES = 9, 12  # of graphs that are solved exactly
+MAX_STATES = 30_000  # for that
 
 MemoryState = tuple[int, int, int, int]
 """The next first compute; live storages, formed views and saved generator states as bit sets."""
@@ -49,17 +53,40 @@ def members(total: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """``nodes`` in the order in which they are computed; empty where there is no path (``found`` false)."""
+    """``nodes`` in the order in which they are computed; empty where there is no path (``found`` false). ``time_ns``: of the
+    whole schedule."""
 
     found: bool
     nodes: tuple[int, ...] = ()
-    recompute_ns: int = 0
+    time_ns: int = 0
+
+
+def affordable(model: CompactGraph) -> bool:
+    """Whether ``shortest`` and ``least_peak`` mostly come to an end."""
+    return model.nodes <= MAX_NODES and len(model.storage_node) <= MAX_STORAGES
+
+
+def shortest(model: CompactGraph, budget_bytes: int) -> Path | None:
+    """The quickest path within the budget; ``None`` where there are too many states."""
+    return cheapest_path(model, budget_bytes, states=MAX_STATES)
+
+
+def least_peak(model: CompactGraph) -> int | None:
+    """The smallest budget that has a path; ``None`` where there are too many states."""
+    low, high = model.fixed_bytes, model.fixed_bytes + sweep(model, encode_keep_all(model)).peak_bytes
+    while low < high:
+        middle = (low + high) // 2
+        path = cheapest_path(model, middle, states=MAX_STATES, any_path=True)
+        if path is None:
+            return None
+        low, high = (low, middle) if path.found else (middle + 1, high)
+    return low
 
 
 def cheapest_path(
     model: CompactGraph, budget_bytes: int, below_ns: float = float("inf"), states: int = 4_000, any_path: bool = False
 ) -> Path | None:
-    """The path of least recompute time within the budget if that is less than ``below_ns`` (recomputes and views).
+    """The quickest path within the budget if it takes less than ``below_ns``.
 
     ``any_path``: some path, looked for depth first. ``None``: given up, after ``states`` states or as much other work.
     """
@@ -74,7 +101,7 @@ def cheapest_path(
         _, cost, _, state, parent = heapq.heappop(queue)
         step, node = parent >> 20, parent & 0xFFFFF
         if state[0] > model.nodes:
-            return Path(True, _nodes(trail, step), cost)
+            return Path(True, _nodes(trail, step), model.least_ns + cost)
         if _dominated(state, settled[state[0]]):
             continue
         settled[state[0]].append(state)
@@ -84,7 +111,7 @@ def cheapest_path(
             if len(trail) > states or work > 15 * states:
                 return None
             total = cost + time
-            if total < below_ns and not _dominated(after, settled[after[0]]):
+            if model.least_ns + total < below_ns and not _dominated(after, settled[after[0]]):
                 order = -after[0] if any_path else total
                 heapq.heappush(queue, (order, total, next(ticket), after, (len(trail) - 1) << 20 | computed))
     return Path(False)

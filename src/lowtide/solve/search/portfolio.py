@@ -34,7 +34,7 @@ from lowtide.solve.model.compact import (
 )
 from lowtide.solve.model.sweep import Candidate, sweep
 from lowtide.solve.search.anneal import AnnealSettings, make_state
-from lowtide.solve.search.exact import affordable
+from lowtide.solve.search.memory_paths import affordable
 from lowtide.solve.search.segments import segment_sequences
 from lowtide.solve.threads import in_threads
 
