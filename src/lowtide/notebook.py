@@ -69,15 +69,12 @@ def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """The first row as a header; the first ``left`` columns are aligned on the left, the others on the right."""
 
     def line(row: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(_cell(text, tag, column >= left) for column, text in enumerate(row))}</tr>"
+        numbers = [' class="number"' if column >= left else "" for column in range(len(row))]
+        cells = (f"<{tag}{class_}>{escape(text)}</{tag}>" for text, class_ in zip(row, numbers, strict=True))
+        return f"<tr>{''.join(cells)}</tr>"
 
     body = "".join(line(row, "td") for row in rows[1:])
     return f'<div class="scroll"><table><thead>{line(rows[0], "th")}</thead><tbody>{body}</tbody></table></div>'
-
-
-def _cell(text: str, tag: str, number: bool) -> str:
-    class_ = ' class="number"' if number else ""
-    return f"<{tag}{class_}>{escape(text)}</{tag}>"
 
 
 def folded(summary: str, content: str) -> str:

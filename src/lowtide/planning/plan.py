@@ -32,8 +32,8 @@ from lowtide.place import CudaMemory, Layout, cuda_memory, lay_out
 from lowtide.planning.chunked import ChunkedLoss, chunked_losses
 from lowtide.planning.form import CostsForm, PlanForm
 from lowtide.progress import told
-from lowtide.report.card import report_card
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS, Curve, CurvePoint, make_curve
+from lowtide.report.html import report_card
 from lowtide.report.memory_map import memory_map
 from lowtide.report.modules import rows_of
 from lowtide.report.profile import profile_of_schedule
@@ -92,6 +92,15 @@ class Plan:
     in_flight: int = 1
     waiting_bytes: int = 0
     _layout: Layout | None = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def of(
+        cls, graph: Graph, costs: Costs, schedule: Schedule, budget_bytes: int, planner: str, seed: int, **facts: Any
+    ) -> Plan:
+        """The plan that runs ``schedule``, which is simulated; ``facts`` are further fields."""
+        run, plain = simulate(graph, costs, schedule), simulate(graph, costs, keep_all_schedule(graph))
+        asked = (graph, costs, schedule, planner, budget_bytes)
+        return cls(*asked, run.peak_bytes, plain.peak_bytes, run.time_ns, seed=seed, **facts)
 
     @property
     def overhead(self) -> float:
@@ -254,9 +263,7 @@ class Plan:
             data["curve"] = None if self.known_curve is None else self.known_curve.to_json()
         elif costs:
             fields = {name: getattr(self.costs, name) for name in CostsForm.__struct_fields__}
-            data["costs"] = {name: x.tolist() if isinstance(x, np.ndarray) else x for name, x in fields.items()}
-            if self.costs.second_memory is not None:
-                data["costs"]["second_memory"] = dataclasses.asdict(self.costs.second_memory)
+            data["costs"] = msgspec.to_builtins(fields, enc_hook=np.ndarray.tolist)
         return data
 
     @classmethod
@@ -275,28 +282,14 @@ class Plan:
             costs = _costs(form, graph)
         schedule = schedule_from_json(form.schedule)
         check(graph, schedule)
-        result = simulate(graph, costs, schedule)
-        if at_hand and result.peak_bytes > form.budget_bytes:
-            raise ScheduleError(f"it peaks at {result.peak_bytes} bytes, over the budget of {form.budget_bytes}.")
-        if form.lower_bound_ns is not None and form.lower_bound_ns > result.time_ns:
-            raise PlanError(f"its schedule takes {result.time_ns} ns, less than the bound of {form.lower_bound_ns} ns.")
-        return cls(
-            graph,
-            costs,
-            schedule,
-            form.planner,
-            form.budget_bytes,
-            result.peak_bytes,
-            simulate(graph, costs, keep_all_schedule(graph)).peak_bytes,
-            result.time_ns,
-            form.lower_bound_ns,
-            form.seed,
-            form.solve_seconds,
-            known_curve=None if form.curve is None else Curve.from_json(form.curve),
-            outside=form.outside,
-            in_flight=form.in_flight,
-            waiting_bytes=form.waiting_bytes,
-        )
+        kept = ("lower_bound_ns", "solve_seconds", "outside", "in_flight", "waiting_bytes")
+        facts = {name: getattr(form, name) for name in kept}
+        plan = cls.of(graph, costs, schedule, form.budget_bytes, form.planner, form.seed, **facts)
+        if at_hand and plan.peak_bytes > form.budget_bytes:
+            raise ScheduleError(f"it peaks at {plan.peak_bytes} bytes, over the budget of {form.budget_bytes}.")
+        if form.lower_bound_ns is not None and form.lower_bound_ns > plan.time_ns:
+            raise PlanError(f"its schedule takes {plan.time_ns} ns, less than the bound of {form.lower_bound_ns} ns.")
+        return dataclasses.replace(plan, known_curve=None if form.curve is None else Curve.from_json(form.curve))
 
     def __str__(self) -> str:
         return summary_text(self.as_report())

@@ -8,9 +8,7 @@ from collections.abc import Iterable
 from lowtide.memory.measurement import Measurement
 from lowtide.report.profile import StepProfile
 from lowtide.report.report import Report
-from lowtide.report.svg import SIZES as SIZES
-from lowtide.report.svg import Chart, Size, ticks
-from lowtide.report.svg import read_template as read_template
+from lowtide.report.svg import SIZES, Chart, Size, read_template, ticks
 from lowtide.units import BYTE_UNITS, TIME_UNITS, format_bytes
 
 SLICES = 600  # of equal time, in which a chart shows the most that is there

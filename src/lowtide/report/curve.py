@@ -19,8 +19,7 @@ from lowtide.errors import PlanError
 from lowtide.ir import Costs, Graph, Schedule, keep_all_schedule, needed_ops, plain_time_ns, simulate
 from lowtide.ir.fields import expect_format
 from lowtide.notebook import card, note, picture, table
-from lowtide.report.overhead_chart import Priced, overhead_chart
-from lowtide.report.svg import SIZES, Size, read_template
+from lowtide.report.svg import SIZES, Chart, Size, read_template, ticks
 from lowtide.report.tables import table_lines
 from lowtide.solve import Problem, Progress, minimum_peak, peak_lower_bound, solve
 from lowtide.store import write_atomically
@@ -68,12 +67,17 @@ class Curve:
         """Extra time over the program without recomputation, as a fraction."""
         return time_ns / self.base_ns - 1 if self.base_ns else 0.0
 
+    def least_overhead(self, point: CurvePoint) -> float | None:
+        """The overhead that nothing within the budget of ``point`` undercuts, where known."""
+        return None if point.lower_bound_ns is None else self.overhead(point.lower_bound_ns)
+
     def to_json(self) -> dict[str, Any]:
         """A ``lowtide-curve/1`` object: the fields of the curve and, per point, its overheads in percent as well."""
         points = []
         for point in self.points:
-            bound = None if point.lower_bound_ns is None else 100 * self.overhead(point.lower_bound_ns)
-            percentages = {"overhead_percent": 100 * self.overhead(point.time_ns), "lower_bound_percent": bound}
+            bound = self.least_overhead(point)
+            bound_percent = None if bound is None else 100 * bound
+            percentages = {"overhead_percent": 100 * self.overhead(point.time_ns), "lower_bound_percent": bound_percent}
             points.append(dataclasses.asdict(point) | percentages)
         return {"format": CURVE_FORMAT} | dataclasses.asdict(self) | {"points": points}
 
@@ -98,15 +102,39 @@ class Curve:
         return card("what each budget costs", table(self._rows(), left=0), note(self.limits()), drawn)
 
     def chart(self, size: Size, own_bytes: int = 0) -> str:
-        """The curve as SVG; ``own_bytes``: the budget of the point to mark, if one is."""
-        points = []
-        for point in self.points:
-            bound = None if point.lower_bound_ns is None else self.overhead(point.lower_bound_ns)
-            points.append(Priced(point.budget_bytes, self.overhead(point.time_ns), bound))
-        return overhead_chart(points, self.unconstrained_peak_bytes, self.lower_bound_bytes, size, own_bytes)
+        """As SVG, overhead in percent against the budget, which shrinks to the right; shaded, what no schedule reaches.
+        ``own_bytes``: the budget of the point to mark, if one is."""
+        whole, overheads = self.unconstrained_peak_bytes, [self.overhead(point.time_ns) for point in self.points]
+        top = max(1, *(100 * overhead for overhead in overheads))
+        chart = Chart(size, whole, top, reversed_x=True)
+        if self.lower_bound_bytes > 0:
+            start = chart.x(min(self.lower_bound_bytes, max(whole, 1)))
+            width, height = round(chart.x(0) - start, 1), chart.floor - chart.top
+            chart.draw("rect", x=start, y=chart.top, width=width, height=height, class_="unreachable")
+        across = [(max(whole, 1) * share / 100, f"{share} %") for share in (100, 80, 60, 40, 20, 0)]
+        chart.axes(across, ticks(top, size.up, {"%": 1}), "budget, % of the unconstrained peak")
+
+        def place(point: CurvePoint, overhead: float) -> tuple[float, float]:
+            return chart.x(point.budget_bytes), chart.y(max(100 * overhead, 0.0))
+
+        line = list(map(place, self.points, overheads))
+        bounds = [(point, self.least_overhead(point)) for point in self.points]
+        bound = [place(point, least) for point, least in bounds if least is not None]
+        shapes = [("polygon", [*line, *bound[::-1]], "gap"), ("polyline", bound, "bound")] if bound else []
+        for name, corners, class_ in [*shapes, ("polyline", line, "plan")]:
+            chart.draw(name, points=" ".join(f"{x},{y}" for x, y in corners), class_=class_)
+        for point, overhead, (x, y) in zip(self.points, overheads, line, strict=True):
+            own, percent = point.budget_bytes == own_bytes, format_percent(overhead)
+            words = f"<title>{format_bytes(point.budget_bytes)}: {percent}</title>"
+            chart.draw("circle", words, cx=x, cy=y, r=6 if own else 4, class_="own" if own else "dot")
+            if own:
+                anchor = "start" if x < size.width * 0.35 else "end"
+                chart.text(x - 4, y - 12, f"this run {percent}", "own-label", anchor)
+        least = f"{format_percent(overheads[-1])} at {format_bytes(self.minimum_bytes)}"
+        return chart.picture(f"Overhead against budget: from nothing at {format_bytes(max(whole, 1))} to {least}")
 
     def _rows(self) -> list[tuple[str, ...]]:
-        return [_HEADER, *(self.cells(point) for point in self.points)]
+        return [_HEADER, *map(self.cells, self.points)]
 
     def limits(self) -> str:
         """A sentence on the least budget."""
@@ -118,8 +146,9 @@ class Curve:
 
     def cells(self, point: CurvePoint) -> tuple[str, ...]:
         """A row of the table: budget, share of the peak, overhead, lower bound."""
-        bound = "-" if point.lower_bound_ns is None else format_percent(self.overhead(point.lower_bound_ns))
+        least = self.least_overhead(point)
         share = format_percent(point.budget_bytes / max(self.unconstrained_peak_bytes, 1))
+        bound = "-" if least is None else format_percent(least)
         return format_bytes(point.budget_bytes), share, format_percent(self.overhead(point.time_ns)), bound
 
 

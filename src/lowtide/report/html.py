@@ -1,4 +1,7 @@
-"""A report as one HTML file that needs nothing else: light and dark, wide and narrow, by pointer and by keyboard."""
+"""A report as one HTML file that needs nothing else: light and dark, wide and narrow, by pointer and by keyboard.
+
+And, smaller, as the card that a notebook shows of a plan.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,39 @@ from collections import Counter
 from typing import Any
 
 from lowtide.extras import require
-from lowtide.report import charts
+from lowtide.notebook import card, facts_table, folded, note, picture, table
+from lowtide.report.charts import SLICES, measured_chart, memory_chart, slices_of
 from lowtide.report.map_chart import MAP_SIZES, describe, map_chart, map_data, map_title
 from lowtide.report.memory_map import shown_contents
 from lowtide.report.modules import block_of
 from lowtide.report.profile import Span
 from lowtide.report.report import Report
+from lowtide.report.svg import SIZES, read_template
+from lowtide.report.text import module_rows, summary_facts
 from lowtide.units import format_bytes, format_percent, format_source, format_time
 from lowtide.version import __version__
 
 _MOST_GROUPS = 9
 _MOST_ROWS = 60
+_CAPTION = (
+    "Filled: memory within the budget, which is the dashed line. Grey: memory without a budget. In the strip below, operators "
+    "run again where it is coloured."
+)
+
+
+def report_card(report: Report) -> str:
+    """HTML for a notebook, which needs nothing else: the summary, memory over the step, and the modules."""
+    rows, left = module_rows(report)
+    modules = table(rows) + (note(left) if left else "")
+    drawn = picture(memory_chart(report, SIZES[0]), read_template("charts.css"), _CAPTION)
+    return card(report.heading, facts_table(summary_facts(report)), drawn, folded(f"by {report.unit}", modules))
 
 
 def html_page(report: Report) -> str:
     """The page, which the template writes from the report and its charts. Needs ``jinja2``."""
     jinja2 = require("jinja2")
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(charts.read_template), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FunctionLoader(read_template), autoescape=True, undefined=jinja2.StrictUndefined
     )
     environment.filters |= {
         "bytes": format_bytes,
@@ -44,8 +62,8 @@ def html_page(report: Report) -> str:
         groups=_groups(report),
         rows=rows[:_MOST_ROWS],
         step=_step(report),
-        memory_charts=[charts.memory_chart(report, size) for size in charts.SIZES],
-        curve_charts=[curve.chart(size, report.budget_bytes) for size in charts.SIZES] if curve else [],
+        memory_charts=[memory_chart(report, size) for size in SIZES],
+        curve_charts=[curve.chart(size, report.budget_bytes) for size in SIZES] if curve else [],
         map=found,
         map_title=map_title(report, found) if found else "",
         map_data=map_data(report, found) if found else None,
@@ -53,7 +71,7 @@ def html_page(report: Report) -> str:
         contents=[(content.value, content.name.lower()) for content in shown_contents(report.run)],
         native=native,
         expandable=expandable,
-        measured_charts=[charts.measured_chart(run, measured, size) for size in charts.SIZES] if measured else [],
+        measured_charts=[measured_chart(run, measured, size) for size in SIZES] if measured else [],
         version=__version__,
     )
     return page
@@ -61,11 +79,11 @@ def html_page(report: Report) -> str:
 
 def _step(report: Report) -> dict[str, Any]:
     """What the script shows at each position."""
-    within, without = (charts.slices_of(run, report.end_ns) for run in (report.run, report.plain))
+    within, without = (slices_of(run, report.end_ns) for run in (report.run, report.plain))
     levels = [level for level, _ in within]
     names: dict[str, int] = {}
     return {
-        "slices": charts.SLICES,
+        "slices": SLICES,
         "end_ns": report.end_ns,
         "peak": levels.index(max(levels)) if levels else 0,
         "within": levels,

@@ -1,7 +1,6 @@
 """Where every tensor of a step lies: address against time, a rectangle for each, by the addresses that an arena gives it.
 
-What has no address (what is resident throughout, what outlives the step and is the caller's) lies above the block, one on the
-other, so that the highest rectangle ends where all that is reserved does.
+What has no address (what is resident throughout, or outlives the step and is the caller's) is stacked above the block.
 """
 
 from __future__ import annotations
@@ -59,18 +58,11 @@ def shown_contents(run: StepProfile) -> list[Content]:
 
 def memory_map(run: StepProfile, layout: Layout) -> MemoryMap:
     """Of a profile and a layout of one schedule."""
-    placed = list(zip(run.blocks, layout.offsets, strict=True))
-    inside = [
-        Rectangle(block, _content(block, run), offset, block.first, block.last)
-        for block, offset in placed
-        if offset is not None and block.bytes and block.first <= block.last
-    ]
-    outside = [block for block, offset in placed if offset is None and block.bytes]
-    pieces = (
-        Rectangle(block, _content(block, run), offset, first, last)
-        for block, offset, first, last in _stacked(outside, layout.block_bytes)
-    )
-    return MemoryMap((*inside, *pieces), layout.reserved_bytes, layout.block_bytes)
+    placed = [(block, offset) for block, offset in zip(run.blocks, layout.offsets, strict=True) if block.bytes]
+    inside = [(b, offset, b.first, b.last) for b, offset in placed if offset is not None and b.first <= b.last]
+    pieces = _stacked([block for block, offset in placed if offset is None], layout.block_bytes)
+    rectangles = tuple(Rectangle(block, _content(block, run), *where) for block, *where in (*inside, *pieces))
+    return MemoryMap(rectangles, layout.reserved_bytes, layout.block_bytes)
 
 
 def _content(block: MemoryBlock, run: StepProfile) -> Content:

@@ -107,17 +107,10 @@ def profile_of_schedule(graph: Graph, costs: Costs, schedule: Schedule) -> StepP
         elif isinstance(step, Fetch):
             spans.append(_transfer(graph, step.storage, FETCH, start_ns, 0, forward))
         before.append(len(spans))
-    transfers = tuple(
-        _transfer(
-            graph,
-            one.of,
-            FETCH if one.lane is Lane.FETCH else OFFLOAD,
-            one.start_ns,
-            one.end_ns - one.start_ns,
-            one.step < schedule.boundary,
-        )
-        for one in run.timing.transfers
-    )
+    transfers = []
+    for one in run.timing.transfers:
+        target = FETCH if one.lane is Lane.FETCH else OFFLOAD
+        transfers.append(_transfer(graph, one.of, target, one.start_ns, one.time_ns, one.step < schedule.boundary))
     blocks = []
     for made in run.allocations:
         first, last = before[made.first], before[made.last + 1] - 1 if made.last < len(schedule.steps) else len(spans)
@@ -130,7 +123,9 @@ def profile_of_schedule(graph: Graph, costs: Costs, schedule: Schedule) -> StepP
     collectives = tuple(
         replace(spans[before[one.step]], start_ns=one.start_ns, time_ns=one.time_ns) for one in run.timing.collectives
     )
-    return StepProfile(tuple(spans), tuple(blocks), before[schedule.boundary], run.time_ns, transfers, collectives)
+    return StepProfile(
+        tuple(spans), tuple(blocks), before[schedule.boundary], run.time_ns, tuple(transfers), collectives
+    )
 
 
 def _transfer(graph: Graph, storage: int, target: str, start_ns: int, time_ns: int, forward: bool) -> Span:

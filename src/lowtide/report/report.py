@@ -29,9 +29,9 @@ class Report:
 
     ``heading`` and ``details`` are for the text. ``decided_by``: the planner or heuristic. ``rows``: what is saved and
     recomputed per ``unit`` (``module`` or ``operator``). ``lower_bound_ns``: no schedule within the budget takes less, where
-    known. ``beside``: bytes that are not the run's, such as optimizer states, by name. ``memory_map`` and ``cuda``: what makes
-    the map of addresses, and what the step takes of a CUDA device without them, with native and with expandable segments; they
-    take seconds, and are ``None`` for a recorded run.
+    known. ``beside``: bytes that are not the run's, such as optimizer states, by name. ``memory_map`` and ``cuda`` make, in
+    seconds, the map of addresses, and what the step takes of a CUDA device without them, with native and with expandable
+    segments; ``None`` for a recorded run.
     """
 
     title: str

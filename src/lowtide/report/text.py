@@ -28,7 +28,10 @@ def report_text(report: Report) -> str:
 def summary_text(report: Report) -> str:
     """Budget, peak, overhead; of a plan also where the peak is, and what is saved and recomputed per module."""
     lines = [report.heading, *fact_lines(summary_facts(report))]
-    return "\n".join([*lines, "", *_module_table(report)] if report.unit == "module" else lines)
+    if report.unit == "module":
+        rows, left = module_rows(report)
+        lines += ["", *table_lines(rows), *filter(None, [left])]
+    return "\n".join(lines)
 
 
 def summary_facts(report: Report) -> dict[str, str]:
@@ -58,11 +61,6 @@ def moved_text(timing: Timing) -> str:
         f"{format_bytes(timing.offloaded_bytes)} to the second memory, {format_bytes(timing.fetched_bytes)} back, at most "
         f"{format_bytes(timing.second_peak_bytes)} there; waits {format_time(timing.wait_ns)}"
     )
-
-
-def _module_table(report: Report) -> list[str]:
-    rows, left = module_rows(report)
-    return [*table_lines(rows), *filter(None, [left])]
 
 
 def module_rows(report: Report) -> tuple[list[tuple[str, ...]], str]:
