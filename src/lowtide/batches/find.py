@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -204,17 +203,7 @@ class _Search:
         for plan in reversed(self.plans if self.family.uniform else []):
             result = simulate(member.graph, member.costs, plan.schedule)
             if result.peak_bytes <= room and self._quick_enough(member, result.time_ns):
-                return dataclasses.replace(
-                    plan,
-                    graph=member.graph,
-                    costs=member.costs,
-                    budget_bytes=room,
-                    peak_bytes=result.peak_bytes,
-                    unconstrained_peak_bytes=member.unconstrained_bytes,
-                    time_ns=result.time_ns,
-                    lower_bound_ns=None,
-                    solve_seconds=0.0,
-                )
+                return Plan.of(member.graph, member.costs, plan.schedule, room, plan.planner, plan.seed)
         return None
 
     def _solved(self, member: Member, room: int) -> Plan | None:

@@ -49,36 +49,21 @@ def make_plan(
     def plan_of(solution: Solution) -> Plan | None:
         if solution.schedule is None:
             return None
-        return Plan(
-            graph,
-            costs,
-            solution.schedule,
-            format_spec(get_planner(planner)),
-            budget_bytes,
-            solution.peak_bytes,
-            unconstrained,
-            solution.time_ns,
-            solution.lower_bound_ns,
-            int(seed),
-            solution.solve_seconds,
-        )
+        facts = {"lower_bound_ns": solution.lower_bound_ns, "solve_seconds": solution.solve_seconds}
+        spec = format_spec(get_planner(planner))
+        return Plan.of(graph, costs, solution.schedule, budget_bytes, spec, int(seed), **facts)
 
     def on_better_solution(time_ns: int, make: Callable[[], Solution]) -> None:
         if on_better is not None:
             on_better(time_ns, lambda: _fitting(plan_of(make()), placed))
 
     problem = Problem(graph, costs, budget_bytes, seed, on_progress, on_better_solution if on_better else None)
-    solution = _solved(problem, planner, placed)
+    apart = storages_outside(graph)
+    solution = solve_placed(problem, planner, apart=apart).solution if placed else solve(problem, planner)
     plan = plan_of(solution)
     if plan is None:
         raise infeasible(problem, solution, unconstrained, planner)
     return plan
-
-
-def _solved(problem: Problem, planner: str, placed: bool) -> Solution:
-    if not placed:
-        return solve(problem, planner)
-    return solve_placed(problem, planner, apart=storages_outside(problem.graph)).solution
 
 
 def _fitting(plan: Plan | None, placed: bool) -> Plan | None:
@@ -98,11 +83,10 @@ def plan_from(
 ) -> Plan | None:
     """The quickest within the budget of ``schedules``, which were made for the same operators at other sizes; ``None`` where
     none fits, or, if it is to be ``placed``, where its addresses do not."""
-    unconstrained = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
     runs = ((simulate(graph, costs, schedule), schedule) for schedule in schedules)
-    fitting = [(run.time_ns, run.peak_bytes, schedule) for run, schedule in runs if run.peak_bytes <= budget_bytes]
-    for time_ns, peak_bytes, schedule in sorted(fitting, key=lambda one: one[0]):
-        plan = Plan(graph, costs, schedule, planner, budget_bytes, peak_bytes, unconstrained, time_ns, None, seed)
+    fitting = [(run.time_ns, schedule) for run, schedule in runs if run.peak_bytes <= budget_bytes]
+    for _, schedule in sorted(fitting, key=lambda one: one[0]):
+        plan = Plan.of(graph, costs, schedule, budget_bytes, planner, seed)
         if _fitting(plan, placed) is not None:
             return plan
     return None
