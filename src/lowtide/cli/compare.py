@@ -40,14 +40,15 @@ _OF_HIGHSPY = ("checkmate", "checkmate-approx")  # planners that need it
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", metavar="FILE", help="a lowtide-dag, a lowtide-graph or a saved plan")
-    parser.add_argument("--budgets", required=True, metavar="LIST", help='"70%%,50%%,30%%" of the peak, or "8GiB,4GiB"')
-    parser.add_argument("--planners", metavar="LIST", help='for instance "auto,chen-sqrt" (default: all)')
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="per cell, each then in its own process")
-    parser.add_argument("--seed", type=seed, default=0, help="seed of the planners (default: 0)")
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help="a lowtide-dag, a lowtide-graph or a saved plan")
+    add("--budgets", required=True, metavar="LIST", help='"70%%,50%%,30%%" of the peak, or "8GiB,4GiB"')
+    add("--planners", metavar="LIST", help='for instance "auto,chen-sqrt" (default: all)')
+    add("--time-limit", type=float, metavar="SECONDS", help="per cell, each then in its own process")
+    add("--seed", type=seed, default=0, help="seed of the planners (default: 0)")
     add_second_memory_options(parser)
-    parser.add_argument("--json", metavar="OUT.json", help="write the table as lowtide-comparison/1")
-    parser.add_argument("--plot", metavar="DIR_OR_FILE", help="plot overhead against budget, a file per instance")
+    add("--json", metavar="OUT.json", help="write the table as lowtide-comparison/1")
+    add("--plot", metavar="DIR_OR_FILE", help="plot overhead against budget, a file per instance")
 
 
 def run(options: argparse.Namespace) -> int:

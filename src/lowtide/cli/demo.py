@@ -28,15 +28,14 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--budget", default="40%", help='for instance "40%%" (the default) or "120MiB"')
-    parser.add_argument("--steps", type=int, default=24, help="training steps (default: 24)")
-    parser.add_argument("--layers", type=int, default=6, help="layers of the model (default: 6)")
-    parser.add_argument("--batch", type=int, default=4, help="sequences per step (default: 4)")
-    parser.add_argument("--device", default="cpu", help='"cpu" (the default), "cuda" or another accelerator')
-    parser.add_argument("--planner", default="auto", metavar="SPEC", help="see lowtide planners (default: auto)")
-    parser.add_argument(
-        "--output", default="demo", metavar="FOLDER", help="for memory.png, plan.map.svg and result.json"
-    )
+    add = parser.add_argument
+    add("--budget", default="40%", help='for instance "40%%" (the default) or "120MiB"')
+    add("--steps", type=int, default=24, help="training steps (default: 24)")
+    add("--layers", type=int, default=6, help="layers of the model (default: 6)")
+    add("--batch", type=int, default=4, help="sequences per step (default: 4)")
+    add("--device", default="cpu", help='"cpu" (the default), "cuda" or another accelerator')
+    add("--planner", default="auto", metavar="SPEC", help="see lowtide planners (default: auto)")
+    add("--output", default="demo", metavar="FOLDER", help="for memory.png, plan.map.svg and result.json")
 
 
 def run(options: argparse.Namespace) -> int:

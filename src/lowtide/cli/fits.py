@@ -10,7 +10,7 @@ import contextlib
 import json
 from typing import Any
 
-from lowtide.cli.options import add_mesh_options, add_offload_options, add_planner_options
+from lowtide.cli.options import add_mesh_options, add_offload_options, add_planner_options, given
 from lowtide.cli.target import sample
 from lowtide.progress import progress_bar
 
@@ -18,31 +18,31 @@ _NO_FIT = 3
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PACKAGE.MODULE:CALLABLE", help="returns model, args, kwargs")
-    parser.add_argument("--device", required=True, help='a name such as "A100-80GB", or its memory: "24GiB"')
-    parser.add_argument("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim (default: AdamW)")
-    parser.add_argument("--reserve", help="to be left alone (default: 1 GB of a named device)")
+    add = parser.add_argument
+    add("target", metavar="PACKAGE.MODULE:CALLABLE", help="returns model, args, kwargs")
+    add("--device", required=True, help='a name such as "A100-80GB", or its memory: "24GiB"')
+    add("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim (default: AdamW)")
+    add("--reserve", help="to be left alone (default: 1 GB of a named device)")
     add_mesh_options(parser)
     add_offload_options(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add("--json", action="store_true", help="print one JSON object")
     add_planner_options(parser, "auto{effort=1}")
 
 
 def run(options: argparse.Namespace) -> int:
-    given = {name: getattr(options, name) for name in ("device", "optimizer", "reserve", "planner")}
-    return answer(options, **given)
+    return answer(options, **given(options, "device", "optimizer", "reserve", "planner"))
 
 
-def answer(options: argparse.Namespace, **given: Any) -> int:
-    """Print whether it fits, asked with what is ``given`` beside the options that all such commands have; the exit code."""
+def answer(options: argparse.Namespace, **own: Any) -> int:
+    """Print whether it fits, asked with its ``own`` arguments beside the options that all such commands have; the exit code."""
     import lowtide
     from lowtide.whole_step.mesh import parse_mesh, pretended
 
-    asked = {name: getattr(options, name) for name in ("seed", "offload", "offload_budget", "mesh", "link")}
+    asked = given(options, "seed", "offload", "offload_budget", "mesh", "link")
     with contextlib.ExitStack() as stack:
         mesh = () if options.mesh is None else (stack.enter_context(pretended(parse_mesh(options.mesh))),)
         model, args, kwargs = sample(options.target, *mesh)
         on_progress = stack.enter_context(progress_bar())
-        fit = lowtide.fits(model, args, kwargs, **asked, **given, on_progress=on_progress)
+        fit = lowtide.fits(model, args, kwargs, **asked, **own, on_progress=on_progress)
     print(json.dumps(fit.to_json()) if options.json else fit)
     return 0 if fit else _NO_FIT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from lowtide.cli.options import given
 from lowtide.cli.target import call
 from lowtide.errors import PlanError
 from lowtide.progress import progress_bar
@@ -13,31 +14,24 @@ _EXAMPLE = "build() returns (model, make_sample), and make_sample(batch) returns
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PACKAGE.MODULE:CALLABLE", help="returns model, make_sample")
+    add = parser.add_argument
+    add("target", metavar="PACKAGE.MODULE:CALLABLE", help="returns model, make_sample")
     amount = parser.add_mutually_exclusive_group(required=True)
     amount.add_argument("--total-budget", help='of everything, for instance "8GiB"')
     amount.add_argument("--budget", help="of a forward and backward pass alone")
-    parser.add_argument("--max-overhead", type=float, metavar="PERCENT", help="most extra time per step (default: any)")
-    parser.add_argument("--planner", default="auto{effort=1}", metavar="SPEC", help="default: auto{effort=1}")
-    parser.add_argument("--limit", type=int, default=1 << 16, help="largest batch to try (default: 65536)")
+    add("--max-overhead", type=float, metavar="PERCENT", help="most extra time per step (default: any)")
+    add("--planner", default="auto{effort=1}", metavar="SPEC", help="default: auto{effort=1}")
+    add("--limit", type=int, default=1 << 16, help="largest batch to try (default: 65536)")
 
 
 def run(options: argparse.Namespace) -> int:
     model, make_sample = _built(options.target)
     import lowtide
 
+    asked = given(options, "total_budget", "budget", "planner", "limit")
+    overhead = None if options.max_overhead is None else options.max_overhead / 100
     with progress_bar() as on_progress:
-        found = lowtide.max_batch(
-            make_sample,
-            model,
-            total_budget=options.total_budget,
-            budget=options.budget,
-            max_overhead=None if options.max_overhead is None else options.max_overhead / 100,
-            planner=options.planner,
-            limit=options.limit,
-            on_progress=on_progress,
-        )
-    print(found)
+        print(lowtide.max_batch(make_sample, model, **asked, max_overhead=overhead, on_progress=on_progress))
     return 0
 
 

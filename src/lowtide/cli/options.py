@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from typing import Any
 
 from lowtide.budget import parse_bandwidth, parse_budget
 from lowtide.errors import PlanError
@@ -37,12 +38,11 @@ def add_chunked_loss_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_second_memory_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     text = "let tensors move to a second memory at this bandwidth, such as 16GB/s, or at one there and one back: 16GB/s,12GB/s"
-    parser.add_argument("--offload", metavar="RATE[,RATE]", help=text)
-    parser.add_argument("--offload-budget", metavar="BYTES", help="how much the second memory holds (default: all)")
-    parser.add_argument(
-        "--offload-latency", type=float, metavar="US", help="microseconds before each transfer (default: 0)"
-    )
+    add("--offload", metavar="RATE[,RATE]", help=text)
+    add("--offload-budget", metavar="BYTES", help="how much the second memory holds (default: all)")
+    add("--offload-latency", type=float, metavar="US", help="microseconds before each transfer (default: 0)")
 
 
 def with_second_memory(costs: Costs, options: argparse.Namespace) -> Costs:
@@ -58,25 +58,31 @@ def with_second_memory(costs: Costs, options: argparse.Namespace) -> Costs:
         raise PlanError(f"--offload {options.offload} has {len(rates)} bandwidths; give one, or one each way.")
     if not 0 <= (latency := options.offload_latency or 0) <= 1e9:
         raise PlanError(f"--offload-latency is {latency:g} us, but goes from 0 to 1e9.")
-    room = options.offload_budget
-    room = room if room is None else parse_budget(room, 0, what="budget of the second memory")
+    if (room := options.offload_budget) is not None:
+        room = parse_budget(room, 0, what="budget of the second memory")
     return replace(costs, second_memory=SecondMemory(rates[0], rates[-1], int(1000 * latency), room))
 
 
-def positive(text: str) -> int:
-    """For ``type=``: a whole number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below 1")
-    return number
-
-
 def seed(text: str) -> int:
-    """For ``type=``: a whole number of at least 0."""
+    """For ``type=``: a whole number from 0 on."""
+    return _at_least(0, text)
+
+
+def positive(text: str) -> int:
+    """For ``type=``: a whole number from 1 on."""
+    return _at_least(1, text)
+
+
+def _at_least(least: int, text: str) -> int:
     number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} is below 0")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{number} is below {least}")
     return number
+
+
+def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The options of these names, as the arguments of a function."""
+    return {name: getattr(options, name) for name in names}
 
 
 def add_mesh_options(parser: argparse.ArgumentParser) -> None:

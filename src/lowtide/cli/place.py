@@ -20,15 +20,14 @@ from lowtide.units import format_bytes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE.csv", help="buffers: id,lower,upper,size[,offset]")
-    parser.add_argument("--capacity", help='bytes to place them in, or "8MiB" (default: as few as can be found)')
-    parser.add_argument("--time", type=float, default=60.0, metavar="SECONDS", help="to search for (default: 60)")
-    parser.add_argument(
-        "--align", type=int, default=1, metavar="BYTES", help="offsets are multiples of it (default: 1)"
-    )
-    parser.add_argument("--seed", type=seed, default=0, help="seed of the search (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, the offsets included")
-    parser.add_argument("-o", "--output", metavar="OUT.csv", help="write the buffers with their offsets")
+    add = parser.add_argument
+    add("file", metavar="FILE.csv", help="buffers: id,lower,upper,size[,offset]")
+    add("--capacity", help='bytes to place them in, or "8MiB" (default: as few as can be found)')
+    add("--time", type=float, default=60.0, metavar="SECONDS", help="to search for (default: 60)")
+    add("--align", type=int, default=1, metavar="BYTES", help="offsets are multiples of it (default: 1)")
+    add("--seed", type=seed, default=0, help="seed of the search (default: 0)")
+    add("--json", action="store_true", help="print one JSON object, the offsets included")
+    add("-o", "--output", metavar="OUT.csv", help="write the buffers with their offsets")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from lowtide.cli.options import (
     add_mesh_options,
     add_offload_options,
     add_planner_options,
+    given,
 )
 from lowtide.cli.target import sample
 from lowtide.errors import PlanError
@@ -27,20 +28,23 @@ from lowtide.progress import progress_bar
 from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS
 from lowtide.units import overhead_percent
 
+_FIGURES = ("planner", "budget_bytes", "peak_bytes", "unconstrained_peak_bytes", "time_ns")
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PACKAGE.MODULE:CALLABLE", help="returns model, args, kwargs")
+    add = parser.add_argument
+    add("target", metavar="PACKAGE.MODULE:CALLABLE", help="returns model, args, kwargs")
     add_budget_option(parser)
     add_planner_options(parser)
     add_offload_options(parser)
     add_chunked_loss_option(parser)
-    parser.add_argument("--curve", action="store_true", help="show overhead against budget")
-    parser.add_argument("--points", type=int, metavar="N", help="budgets of the curve (default: 8)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("-o", "--output", metavar="plan.json", help="save the plan, and the curve with it")
+    add("--curve", action="store_true", help="show overhead against budget")
+    add("--points", type=int, metavar="N", help="budgets of the curve (default: 8)")
+    add("--json", action="store_true", help="print one JSON object")
+    add("-o", "--output", metavar="plan.json", help="save the plan, and the curve with it")
     add_mesh_options(parser)
-    parser.add_argument("--device", metavar="H100-80GB", help="of a mesh")
-    parser.add_argument("--optimizer", metavar="NAME", help="of a mesh; of torch.optim (default: AdamW)")
+    add("--device", metavar="H100-80GB", help="of a mesh")
+    add("--optimizer", metavar="NAME", help="of a mesh; of torch.optim (default: AdamW)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,18 +61,9 @@ def run(options: argparse.Namespace) -> int:
     import lowtide
 
     with progress_bar() as on_progress:
-        plan = lowtide.plan(
-            model,
-            args,
-            kwargs,
-            budget=options.budget or "100%",
-            planner=options.planner,
-            seed=options.seed,
-            offload=options.offload,
-            offload_budget=options.offload_budget,
-            chunked_loss=options.chunked_loss,
-            on_progress=on_progress,
-        )
+        asked = given(options, "planner", "seed", "offload", "offload_budget", "chunked_loss")
+        budget = options.budget or "100%"
+        plan = lowtide.plan(model, args, kwargs, budget=budget, **asked, on_progress=on_progress)
         if options.curve:
             planner = CURVE_PLANNER if options.planner == "auto" else options.planner
             points = CURVE_POINTS if options.points is None else options.points
@@ -99,11 +94,7 @@ def _summary(plan: Plan) -> dict[str, Any]:
     """What ``--json`` prints; without a budget the plan is the one that recomputes nothing."""
     bound, least = plan.lower_bound_ns, plain_time_ns(plan.graph, plan.costs)
     return {
-        "planner": plan.planner,
-        "budget_bytes": plan.budget_bytes,
-        "peak_bytes": plan.peak_bytes,
-        "unconstrained_peak_bytes": plan.unconstrained_peak_bytes,
-        "time_ns": plan.time_ns,
+        **{name: getattr(plan, name) for name in _FIGURES},
         "overhead_percent": overhead_percent(plan.time_ns, least),
         "lower_bound_ns": bound,
         "lower_bound_percent": None if bound is None else overhead_percent(bound, least),

@@ -1,8 +1,8 @@
 """``lowtide report FILE -o OUT``: a saved plan, or the trace of an online run, as a report for people or for other tools.
 
-The extension of OUT says which: .html (one self-contained page), .trace.json (Chrome Trace Events, for Perfetto), .pickle
-(a snapshot of the predicted step for pytorch.org/memory_viz), .svg (memory over the step), .map.svg (where every tensor of a
-plan lies, address against time), .txt. A plan saved without a curve gets one for a page, in seconds per point, unless
+The extension of OUT says which: .html (one self-contained page), .trace.json (Chrome Trace Events, for Perfetto), .pickle (a
+snapshot of the predicted step for pytorch.org/memory_viz), .svg (memory over the step), .map.svg (where every tensor of a plan
+lies, address against time), .txt. A plan saved without a curve gets one for a page, in seconds per point, unless
 ``--no-curve`` says otherwise.
 """
 
@@ -24,12 +24,11 @@ from lowtide.trace import read_trace, unconstrained_peak_bytes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="a saved plan, a lowtide-trace/1, or a log published with DTR")
-    parser.add_argument("-o", "--output", metavar="OUT", action="append", help="may be given several times")
-    parser.add_argument("--measurement", metavar="FILE", help="what lowtide.measure(...).save(FILE) wrote")
-    parser.add_argument(
-        "--no-curve", action="store_true", help="leave out overhead against budget where it is not saved"
-    )
+    add = parser.add_argument
+    add("file", metavar="FILE", help="a saved plan, a lowtide-trace/1, or a log published with DTR")
+    add("-o", "--output", metavar="OUT", action="append", help="may be given several times")
+    add("--measurement", metavar="FILE", help="what lowtide.measure(...).save(FILE) wrote")
+    add("--no-curve", action="store_true", help="leave out overhead against budget where it is not saved")
     traces = parser.add_argument_group("for traces")
     traces.add_argument("--budget", help='to replay in, such as "50%%"; by default that of the recorded run')
     traces.add_argument("--heuristic", help="which tensors go first (default: dtr-eq)")

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.cli.options import add_chunked_loss_option, add_offload_options, add_planner_options
+from lowtide.cli.options import add_chunked_loss_option, add_offload_options, add_planner_options, given
 from lowtide.errors import ExecutionError, PlanError
 from lowtide.report.tables import fact_lines, table_lines
 from lowtide.report.writers import writer_of
@@ -33,17 +33,18 @@ _MOST_ROWS, _MOST_NAMES = 30, 5
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--budget", help='of each pass: "60%%" of its own peak (the default), or "8GiB"')
-    parser.add_argument("--total", metavar="BYTES", help="of everything, with parameters, gradients, optimizer states")
-    parser.add_argument("--reserve", default=0, metavar="BYTES", help="to leave for what runs between the passes")
-    parser.add_argument("--online", action="store_true", help="hold the whole script to --budget BYTES, without plans")
+    add = parser.add_argument
+    add("--budget", help='of each pass: "60%%" of its own peak (the default), or "8GiB"')
+    add("--total", metavar="BYTES", help="of everything, with parameters, gradients, optimizer states")
+    add("--reserve", default=0, metavar="BYTES", help="to leave for what runs between the passes")
+    add("--online", action="store_true", help="hold the whole script to --budget BYTES, without plans")
     add_planner_options(parser)
-    parser.add_argument("--compiler", choices=("eager", "inductor"), help="default: inductor for compiled models")
-    parser.add_argument("--planning", choices=("background", "wait"), help="see lowtide.rematerialize")
+    add("--compiler", choices=("eager", "inductor"), help="default: inductor for compiled models")
+    add("--planning", choices=("background", "wait"), help="see lowtide.rematerialize")
     add_offload_options(parser)
     add_chunked_loss_option(parser)
-    parser.add_argument("--skip", action="append", default=[], metavar="CLASS", help="leave models of this class alone")
-    parser.add_argument("--report", metavar="FILE", help=".json: the summary; .html, .txt...: the largest plan")
+    add("--skip", action="append", default=[], metavar="CLASS", help="leave models of this class alone")
+    add("--report", metavar="FILE", help=".json: the summary; .html, .txt...: the largest plan")
     add_script_options(parser)
 
 
@@ -94,7 +95,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``lowtide.rematerialize``. Raises ``PlanError`` before anything runs."""
     budget = options.budget if options.budget or options.total else "60%"
     names = ("reserve", "planner", "seed", "compiler", "planning", "offload", "offload_budget", "chunked_loss")
-    settings = {"budget": budget, "total_budget": options.total} | {name: getattr(options, name) for name in names}
+    settings = {"budget": budget, "total_budget": options.total, **given(options, *names)}
     Settings(**{name: value for name, value in settings.items() if value is not None})
     return settings
 
@@ -164,12 +165,11 @@ def _outside(found: Roots) -> list[str]:
         reason = f"outside of any plan: {root.outside}" if root.outside else root.in_parts
         if reason:
             names.setdefault(reason, []).append(root.name)
-    return [f"{_few(alike)}: {reason}" for reason, alike in names.items()]
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
+    lines = []
+    for reason, alike in names.items():
+        more = f" and {len(alike) - _MOST_NAMES} more" if len(alike) > _MOST_NAMES else ""
+        lines.append(f"{', '.join(alike[:_MOST_NAMES])}{more}: {reason}")
+    return lines
 
 
 def _process_lines() -> list[str]:
@@ -180,12 +180,9 @@ def _process_lines() -> list[str]:
     from lowtide.memory.allocators import meter_of
 
     lines = []
-    meter = meter_of(torch.device("cpu"))
-    if meter is not None:
-        lines.append(
-            f"the process: at most {format_bytes(meter.peak_bytes)} of CPU tensors, measuring for plans included"
-        )
+    if (meter := meter_of(torch.device("cpu"))) is not None:
+        lines.append(f"{format_bytes(meter.peak_bytes)} of CPU tensors, measuring for plans included")
     accelerator = accelerator_in_use()
     if accelerator is not None and accelerator.has_statistics:
-        lines.append(f"the process: at most {format_bytes(accelerator.peak_bytes())} on {accelerator.device}")
-    return lines
+        lines.append(f"{format_bytes(accelerator.peak_bytes())} on {accelerator.device}")
+    return [f"the process: at most {line}" for line in lines]

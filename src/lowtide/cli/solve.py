@@ -28,7 +28,6 @@ from lowtide.ir import (
     Costs,
     Graph,
     Schedule,
-    Timing,
     check,
     keep_all_schedule,
     load_instance,
@@ -36,7 +35,7 @@ from lowtide.ir import (
     schedule_to_json,
     simulate,
 )
-from lowtide.place import DEVICE_ALIGNMENT, Layout, PlacedSolution, cuda_memory, lay_out, solve_placed
+from lowtide.place import DEVICE_ALIGNMENT, Layout, cuda_memory, lay_out, solve_placed
 from lowtide.planning import infeasible
 from lowtide.progress import Progress, progress_bar
 from lowtide.report.curve import lowest_schedule
@@ -57,17 +56,18 @@ class Found(NamedTuple):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE.json", help="a lowtide-dag, a lowtide-graph or a saved plan")
+    add = parser.add_argument
+    add("file", metavar="FILE.json", help="a lowtide-dag, a lowtide-graph or a saved plan")
     target = parser.add_mutually_exclusive_group(required=True)
     add_budget_option(target)
     target.add_argument("--min-peak", action="store_true", help="find the smallest budget, and a bound below it")
     add_planner_options(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, the schedule included")
-    parser.add_argument("--layout", action="store_true", help="give every tensor of the schedule an address")
+    add("--json", action="store_true", help="print one JSON object, the schedule included")
+    add("--layout", action="store_true", help="give every tensor of the schedule an address")
     text = f"of addresses, in bytes (default: {DEVICE_ALIGNMENT}, and 1 for costs of no device)"
-    parser.add_argument("--align", type=int, metavar="BYTES", help=text)
+    add("--align", type=int, metavar="BYTES", help=text)
     add_second_memory_options(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the schedule (lowtide-schedule/1)")
+    add("-o", "--output", metavar="FILE", help="write the schedule (lowtide-schedule/1)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -100,14 +100,6 @@ def _add_addresses(found: Found, graph: Graph, costs: Costs, layout: Layout) -> 
     found.facts.update(cuda_facts(native, expandable))
 
 
-def _add_cost(found: Found, placed: PlacedSolution, least_ns: int) -> None:
-    """What it costs that addresses, not counted bytes, are within the budget."""
-    counted = overhead_percent(placed.counted.time_ns, least_ns)
-    found.summary["counted_overhead_percent"] = counted
-    cost = overhead_percent(placed.solution.time_ns, least_ns) - counted
-    found.facts["placement"] = f"{cost:.3f} points of overhead more than with counted bytes in the budget"
-
-
 def _no_addresses(solution: Solution, layout: Layout, budget: int) -> InfeasibleBudgetError:
     """The schedule is within the budget, its addresses are not."""
     reserved = layout.reserved_bytes
@@ -130,11 +122,8 @@ def _within_budget(
     solution = placed.solution if placed else solve(problem, options.planner)
     layout = placed.layout if placed else None
     over = layout is not None and layout.reserved_bytes > budget
-    found, bound, least = (
-        solution.schedule is not None and not over,
-        solution.lower_bound_ns,
-        plain_time_ns(graph, costs),
-    )
+    found = solution.schedule is not None and not over
+    bound, least = solution.lower_bound_ns, plain_time_ns(graph, costs)
     peak, time_ns = solution.peak_bytes, solution.time_ns
     overhead, gap = overhead_percent(time_ns, least), 100 * (time_ns / bound - 1) if found and bound else None
     lower_bound = None if bound is None else overhead_percent(bound, least)
@@ -167,26 +156,22 @@ def _within_budget(
         facts["gap"] = f"{gap:.3f} %: no schedule within the budget is quicker than {format_time(bound or 0)}"
     computes = sum(isinstance(step, Compute) for step in solution.schedule.steps)
     facts["time"] = f"{format_time(time_ns)} in {computes} computes"
+    timing = simulate(graph, costs, solution.schedule).timing
     if costs.second_memory is not None:
-        timing = simulate(graph, costs, solution.schedule).timing
-        summary["transfers"], facts["transfers"] = _moved(timing), moved_text(timing)
+        moved = ("offloaded_bytes", "fetched_bytes", "second_peak_bytes", "wait_ns")
+        summary["transfers"] = {name: getattr(timing, name) for name in moved}
+        facts["transfers"] = moved_text(timing)
     if costs.collectives_beside:
-        timing = simulate(graph, costs, solution.schedule).timing
         summary["collectives"] = {"time_ns": timing.collective_ns, "exposed_ns": timing.exposed_ns}
         facts["collectives"] = collectives_text(timing)
     heading = f"{solution.status.value} by {solution.planner} in {solution.solve_seconds:.2f} s"
     answer = Found(solution.schedule, summary, heading, facts)
-    if placed and layout:
-        _add_cost(answer, placed, least)
+    if placed and layout:  # what it costs that addresses, not counted bytes, are within the budget
+        counted = summary["counted_overhead_percent"] = overhead_percent(placed.counted.time_ns, least)
+        more = f"{overhead - counted:.3f} points of overhead more than with counted bytes in the budget"
+        facts["placement"] = more
         _add_addresses(answer, graph, costs, layout)
     return answer
-
-
-def _moved(timing: Timing) -> dict[str, int]:
-    """What a schedule moves, and how long that is waited for."""
-    return {
-        name: getattr(timing, name) for name in ("offloaded_bytes", "fetched_bytes", "second_peak_bytes", "wait_ns")
-    }
 
 
 def _smallest_budget(

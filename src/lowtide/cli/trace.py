@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.budget import parse_budget
+from lowtide.cli.options import given
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
 from lowtide.eviction import heuristic_named
 from lowtide.report.tables import fact_lines, table_lines
@@ -31,23 +32,18 @@ from lowtide.units import format_bytes, format_time, overhead_percent
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="lowtide-trace/1, or a log published with DTR")
-    parser.add_argument("--budget", metavar="LIST", help='for instance "50%%" or "70%%,50%%,8GiB"')
-    parser.add_argument(
-        "--heuristic", default="dtr-eq", metavar="LIST", help='for instance "dtr-eq,lru" (default: dtr-eq)'
-    )
-    parser.add_argument("--policy", default="eager", help="eager, ignore or banish what was released (default: eager)")
-    parser.add_argument("--sample", action="store_true", help="choose from a random sample of root-many storages")
-    parser.add_argument("--skip-small", action="store_true", help="leave out storages below 1 %% of the mean size")
-    parser.add_argument(
-        "--thrash", type=float, default=2.0, metavar="TIMES", help="give up over this slowdown (default: 2)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of samples and of the heuristic random (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print a JSON object per replay, a line each")
-    parser.add_argument("--to-dag", metavar="OUT.json", help="write the program as lowtide-dag/1")
-    parser.add_argument(
-        "--to-graph", metavar="OUT.json", help="as lowtide-graph/1, with views and several results per op"
-    )
+    add = parser.add_argument
+    add("file", metavar="FILE", help="lowtide-trace/1, or a log published with DTR")
+    add("--budget", metavar="LIST", help='for instance "50%%" or "70%%,50%%,8GiB"')
+    add("--heuristic", default="dtr-eq", metavar="LIST", help='for instance "dtr-eq,lru" (default: dtr-eq)')
+    add("--policy", default="eager", help="eager, ignore or banish what was released (default: eager)")
+    add("--sample", action="store_true", help="choose from a random sample of root-many storages")
+    add("--skip-small", action="store_true", help="leave out storages below 1 %% of the mean size")
+    add("--thrash", type=float, default=2.0, metavar="TIMES", help="give up over this slowdown (default: 2)")
+    add("--seed", type=int, default=0, help="of samples and of the heuristic random (default: 0)")
+    add("--json", action="store_true", help="print a JSON object per replay, a line each")
+    add("--to-dag", metavar="OUT.json", help="write the program as lowtide-dag/1")
+    add("--to-graph", metavar="OUT.json", help="as lowtide-graph/1, with views and several results per op")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,14 +60,8 @@ def run(options: argparse.Namespace) -> int:
     title = f"{trace.name or 'trace'}: {calls} calls, {format_time(trace.time_ns)}, peak {format_bytes(peak_bytes)}"
     if options.budget is None:
         if not (options.to_dag or options.to_graph):
-            facts = {
-                "name": trace.name,
-                "device": trace.device,
-                "calls": calls,
-                "time_ns": trace.time_ns,
-                "unconstrained_peak_bytes": peak_bytes,
-                "budget_bytes": trace.budget_bytes,
-            }
+            facts = {"name": trace.name, "device": trace.device, "calls": calls, "time_ns": trace.time_ns}
+            facts |= {"unconstrained_peak_bytes": peak_bytes, "budget_bytes": trace.budget_bytes}
             print(json.dumps(facts) if options.json else title)
         return 0
     runs = _runs(trace, peak_bytes, options)
@@ -92,17 +82,10 @@ def _runs(trace: Trace, peak_bytes: int, options: argparse.Namespace) -> list[di
     found = []
     for heuristic, (text, budget_bytes) in itertools.product(heuristics, budgets.items()):
         began = time.perf_counter()
-        result = simulate(
-            trace,
-            budget_bytes,
-            heuristic,
-            policy=options.policy,
-            sample=options.sample,
-            skip_small=options.skip_small,
-            seed=options.seed,
-            most_slowdown=options.thrash,
-        )
+        asked = given(options, "policy", "sample", "skip_small", "seed")
+        result = simulate(trace, budget_bytes, heuristic, **asked, most_slowdown=options.thrash)
         whole = result.status is ReplayStatus.OK
+        replayed = ("time_ns", "base_ns", "evictions", "rematerializations")
         summary = {
             "status": result.status.value,
             "heuristic": heuristic,
@@ -113,10 +96,7 @@ def _runs(trace: Trace, peak_bytes: int, options: argparse.Namespace) -> list[di
             "peak_bytes": result.peak_bytes,
             "slowdown": round(result.slowdown, 6) if whole else None,
             "overhead_percent": overhead_percent(result.time_ns, result.base_ns) if whole else None,
-            "time_ns": result.time_ns,
-            "base_ns": result.base_ns,
-            "evictions": result.evictions,
-            "rematerializations": result.rematerializations,
+            **{name: getattr(result, name) for name in replayed},
             "operator": result.operator or None,
             "seconds": round(time.perf_counter() - began, 6),
         }
