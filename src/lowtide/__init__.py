@@ -34,56 +34,28 @@ if TYPE_CHECKING:
 
 
 _LAZY = {
-    "rematerialize": "lowtide.api",
-    "accumulating": "lowtide.api",
-    "restore": "lowtide.api",
-    "plans": "lowtide.api",
-    "plan": "lowtide.api",
-    "wait": "lowtide.api",
-    "max_batch": "lowtide.batches",
-    "MaxBatch": "lowtide.batches",
-    "online": "lowtide.dynamic.context",
-    "Plan": "lowtide.planning",
-    "checked": "lowtide.runtime.checked",
-    "measure": "lowtide.memory.meter",
-    "Measurement": "lowtide.memory.measurement",
-    "Fit": "lowtide.whole_step",
-    "fits": "lowtide.whole_step",
+    "lowtide.api": ("accumulating", "plan", "plans", "rematerialize", "restore", "wait"),
+    "lowtide.batches": ("MaxBatch", "max_batch"),
+    "lowtide.dynamic.context": ("online",),
+    "lowtide.memory.measurement": ("Measurement",),
+    "lowtide.memory.meter": ("measure",),
+    "lowtide.planning": ("Plan",),
+    "lowtide.runtime.checked": ("checked",),
+    "lowtide.whole_step": ("Fit", "fits"),
 }
 
 __all__ = [
-    "CaptureError",
-    "CompiledMismatchError",
-    "CostError",
-    "ExecutionError",
-    "Fit",
-    "InfeasibleBudgetError",
-    "LowtideError",
-    "MaxBatch",
-    "Measurement",
-    "NativeCoreError",
-    "OnlineBudgetError",
-    "Plan",
-    "PlanError",
-    "ScheduleError",
-    "accumulating",
-    "checked",
-    "fits",
-    "max_batch",
-    "measure",
-    "online",
-    "plan",
-    "plans",
-    "rematerialize",
-    "restore",
-    "wait",
-]
+    "CaptureError", "CompiledMismatchError", "CostError", "ExecutionError", "Fit", "InfeasibleBudgetError", "LowtideError",
+    "MaxBatch", "Measurement", "NativeCoreError", "OnlineBudgetError", "Plan", "PlanError", "ScheduleError",
+    "accumulating", "checked", "fits", "max_batch", "measure", "online", "plan", "plans", "rematerialize", "restore", "wait",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    home = next((module for module, names in _LAZY.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
+    value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

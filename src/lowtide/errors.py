@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 
@@ -11,6 +11,9 @@ class LowtideError(Exception):
     """Base of every error that lowtide raises on purpose."""
 
     message: str
+
+    def __post_init__(self) -> None:
+        self.args = (self.message,)  # what ``str`` shows, however it was given
 
 
 class NativeCoreError(LowtideError, ImportError):
@@ -69,17 +72,8 @@ class InfeasibleBudgetError(PlanError):
         message = f"{self} This is the pass alone; {there} outside of it{items}, so {enough}"
         if self.budget_bytes <= 1:
             message = f"{there}{items}, which leaves nothing of the budget for a pass: {enough}"
-        return InfeasibleBudgetError(
-            message,
-            minimum_bytes=least,
-            operator=self.operator,
-            source=self.source,
-            budget_bytes=self.budget_bytes,
-            aside_bytes=aside_bytes,
-            overheads=tuple((budget_bytes + aside_bytes, overhead) for budget_bytes, overhead in self.overheads),
-            proven=self.proven,
-            plan=self.plan,
-        )
+        above = tuple((budget_bytes + aside_bytes, overhead) for budget_bytes, overhead in self.overheads)
+        return replace(self, message=message, minimum_bytes=least, aside_bytes=aside_bytes, overheads=above)
 
 
 class ScheduleError(LowtideError):

@@ -10,6 +10,17 @@ from lowtide.ir.second_memory import check_second_memory
 from lowtide.solve import check_seed, get_planner
 from lowtide.solve.auto import Auto
 
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "compiler": ("eager", "inductor"),
+    "on_new_signature": ("plan", "eager", "error"),
+    "on_capture_error": ("parts", "error", "online"),
+    "planning": ("wait", "background"),
+    "dynamic": (None, True, False),
+    "arena": (True, False),
+    "rescue": (True, False),
+    "chunked_loss": (True, False),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -43,37 +54,26 @@ class Settings:
             raise PlanError(
                 'give either budget= (what a pass allocates) or total_budget= (everything), e.g. budget="8GiB".'
             )
-        if self.compiler not in ("eager", "inductor"):
-            raise PlanError(f'compiler={self.compiler!r} is unknown; use "eager" or "inductor".')
-        if self.on_new_signature not in ("plan", "eager", "error"):
-            raise PlanError(f'on_new_signature={self.on_new_signature!r} is unknown; use "plan", "eager" or "error".')
-        if self.on_capture_error not in ("parts", "error", "online"):
-            raise PlanError(f'on_capture_error={self.on_capture_error!r} is unknown; use "parts", "error" or "online".')
+        for name, choices in _CHOICES.items():
+            given = getattr(self, name)
+            if given not in choices:
+                *others, last = (f'"{one}"' if isinstance(one, str) else repr(one) for one in choices)
+                raise PlanError(f"{name}={given!r} is unknown; use {', '.join(others)} or {last}.")
+        for name in ("max_programs", "in_flight"):
+            given = getattr(self, name)
+            if not isinstance(given, int) or given < 1:
+                raise PlanError(f"{name}={given!r} must be an integer of 1 or more.")
         if self.on_capture_error == "online" and (self.budget is None or is_percentage(self.budget)):
             raise PlanError(
                 'on_capture_error="online" needs budget= in bytes, such as "8GiB": what cannot be captured has no peak known '
                 "beforehand that a percentage could be of."
             )
-        if self.planning not in ("wait", "background"):
-            raise PlanError(f'planning={self.planning!r} is unknown; use "wait" or "background".')
         if self.planning == "background" and self.compiler != "eager":
             raise PlanError(
                 f'planning="background" needs compiler="eager": with {self.compiler!r} results depend on which kernels a plan '
                 'is made of, so they would change while training runs. Use planning="wait".'
             )
-        if self.dynamic not in (None, True, False):
-            raise PlanError(f"dynamic={self.dynamic!r} is unknown; use None, True or False.")
-        if self.arena not in (True, False):
-            raise PlanError(f"arena={self.arena!r} is unknown; use True or False.")
         self._check_offload()
-        if self.rescue not in (True, False):
-            raise PlanError(f"rescue={self.rescue!r} is unknown; use True or False.")
-        if self.chunked_loss not in (True, False):
-            raise PlanError(f"chunked_loss={self.chunked_loss!r} is unknown; use True or False.")
-        if not isinstance(self.max_programs, int) or self.max_programs < 1:
-            raise PlanError(f"max_programs={self.max_programs!r} must be an integer of 1 or more.")
-        if not isinstance(self.in_flight, int) or self.in_flight < 1:
-            raise PlanError(f"in_flight={self.in_flight!r} must be an integer of 1 or more.")
         if self.in_flight > 1:
             self._check_in_flight()
         parse_budget(self.given, 1 << 40)  # a malformed budget is an error now, not at the first call

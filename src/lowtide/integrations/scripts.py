@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import runpy
 import sys
@@ -35,12 +36,16 @@ def run_script(target: str, arguments: Sequence[str], *, as_module: bool) -> int
             if as_module:
                 runpy.run_module(target, run_name="__main__", alter_sys=True)
             else:
-                _require_file(target)
+                if not os.path.exists(target):
+                    raise PlanError(f"there is no script {target}; give a file, or a module with -m.")
                 runpy.run_path(target, run_name="__main__")
         except LowtideError:
             raise
         except SystemExit as ended:
-            return _exit_code(ended)
+            if ended.code is None or isinstance(ended.code, int):
+                return ended.code or 0
+            print(ended.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
+            return 1
         except BaseException as error:  # noqa: BLE001 - the interpreter's own last resort
             own = _without_our_frames(error.__traceback__)
             if own is None and isinstance(error, ImportError):
@@ -48,11 +53,6 @@ def run_script(target: str, arguments: Sequence[str], *, as_module: bool) -> int
             sys.excepthook(type(error), error.with_traceback(own), own)
             return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     return 0
-
-
-def _require_file(path: str) -> None:
-    if not os.path.exists(path):
-        raise PlanError(f"there is no script {path}; give a file, or a module with -m.")
 
 
 @contextlib.contextmanager
@@ -66,13 +66,6 @@ def _process(target: str, arguments: Sequence[str], folder: str) -> Iterator[Non
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
-
-
-def _exit_code(ended: SystemExit) -> int:
-    if ended.code is None or isinstance(ended.code, int):
-        return ended.code or 0
-    print(ended.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
-    return 1
 
 
 def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
@@ -125,11 +118,7 @@ def _plan(
             root.outside = f"it needs {least}, which is more than {budget} of its pass, but little"
             return
         text = f"{root.name}: {error} (lowtide run --skip {type(module).__name__} leaves this model alone)"
-        figures = {
-            name: getattr(error, name)
-            for name in ("minimum_bytes", "operator", "source", "budget_bytes", "aside_bytes")
-        }
-        raise InfeasibleBudgetError(text, **figures) from None
+        raise dataclasses.replace(error, message=text) from None
 
 
 def facts(root: Root) -> dict[str, Any]:
