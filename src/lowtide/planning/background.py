@@ -1,8 +1,8 @@
 """A search that goes on in a process of its own while training runs under a first plan.
 
-A process, not a thread: the search is Python in good part, and would hold up the training loop at the interpreter's lock. It
-imports no torch, takes some tens of megabytes that are none of the device's, runs at a low priority, and can be ended at once.
-A thread waits for what it finds; every plan is checked and simulated again here, on the program at hand.
+A process, not a thread, which would hold up training at the interpreter's lock. It imports no torch, takes some tens of
+megabytes that are none of the device's, runs at a low priority, and can be ended at once. A thread waits for what it finds;
+every plan is checked and simulated again here, on the program at hand.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import IO, Any, Generic, TypeVar
 
 import msgspec
@@ -34,12 +35,12 @@ Prepared = TypeVar("Prepared")
 
 
 class BackgroundSearch(Generic[Prepared]):
-    """A search for a better plan than ``plan``, which ``request`` asked for; or for the first one, where there is none yet.
-    It begins at once.
+    """A search, begun at once, for a better plan than ``plan``, which ``request`` asked for; or for the first, where there is
+    none yet.
 
     ``prepare`` makes of each better plan what is to be exchanged, while training goes on; ``take`` gives the latest. The
-    process ends with the search, with ``stop``, with this object and with the process that started it. Raises ``OSError`` where
-    none can be started.
+    process ends with the search, with ``stop``, with this object and with the process that started it. Raises ``OSError``
+    where none can start.
     """
 
     def __init__(self, request: PlanRequest, plan: Plan | None, prepare: Callable[[Plan], Prepared]) -> None:
@@ -52,7 +53,7 @@ class BackgroundSearch(Generic[Prepared]):
         self._listener = _Listener(request, plan, prepare, process, errors)
         self._kill = weakref.finalize(self, _end, self._listener, os.getpid())
         try:
-            self._listener.start()
+            self._listener.thread.start()
         except RuntimeError as error:
             self._kill()
             raise OSError(str(error)) from error
@@ -81,27 +82,22 @@ class BackgroundSearch(Generic[Prepared]):
         self._kill()
 
 
-class _Listener(threading.Thread, Generic[Prepared]):
-    """The thread, which must not keep the search alive."""
+@dataclass(eq=False)
+class _Listener(Generic[Prepared]):
+    """What the thread does and finds, which must not keep the search alive."""
 
-    def __init__(
-        self,
-        request: PlanRequest,
-        plan: Plan | None,
-        prepare: Callable[[Plan], Prepared],
-        process: subprocess.Popen[bytes],
-        errors: IO[bytes],
-    ) -> None:
-        super().__init__(name="lowtide plans", daemon=True)
-        self.request = request
-        self.plan = plan
-        self.prepare = prepare
-        self.process = process
-        self.errors = errors
-        self.began = time.monotonic()
-        self.changed = threading.Condition()
-        self.latest: Prepared | None = None
-        self.ended = False
+    request: PlanRequest
+    plan: Plan | None
+    prepare: Callable[[Plan], Prepared]
+    process: subprocess.Popen[bytes]
+    errors: IO[bytes]
+    began: float = field(default_factory=time.monotonic)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    latest: Prepared | None = None
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self.run, name="lowtide plans", daemon=True)
         _LISTENING.add(self)
 
     def run(self) -> None:
@@ -189,6 +185,6 @@ def _end(listener: _Listener[Any], owner: int) -> None:
 def _end_all() -> None:
     """Wait for what threads prepare: one that comes back from PyTorch when Python is no more would abort the process."""
     for listener in list(_LISTENING):
-        if listener.is_alive():
+        if listener.thread.is_alive():
             _end(listener, os.getpid())
-            listener.join()
+            listener.thread.join()

@@ -1,10 +1,9 @@
 """Plans on disk: an entry per request, so that a second start of the same program does not search again.
 
 A key is made of everything that a plan depends on: the graph without the places in the user's files, its costs, the budget,
-planner and seed, the versions given, and the sources of the planners themselves. No entry is trusted: its schedule is checked
-and simulated like a planner's. Of processes that ask for the same plan at the same time, one searches.
-
-``LOWTIDE_PLAN_CACHE=0`` turns the cache off.
+planner and seed, the versions given, and the planners' own sources. No entry is trusted: its schedule is checked and
+simulated. Of processes that ask for the same plan at the same time, one searches. ``LOWTIDE_PLAN_CACHE=0`` turns the cache
+off.
 """
 
 from __future__ import annotations

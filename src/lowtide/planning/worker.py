@@ -1,8 +1,7 @@
 """The process in which a plan gets better while its model trains: see ``background``.
 
-``python -m lowtide.planning.worker`` reads a pickled ``PlanRequest`` from its input and writes lines of JSON: better plans as
-they are found, and at last the planner's answer, or why there is none. It runs at a low priority, keeps the answer in the plan
-cache, and ends where the process that asked has gone.
+``python -m lowtide.planning.worker`` reads a pickled ``PlanRequest`` and writes lines of JSON: better plans as they are found,
+and at last the planner's answer, kept in the plan cache, or why there is none. It ends where the process that asked has gone.
 """
 
 from __future__ import annotations
