@@ -2,13 +2,10 @@
 
 time = launch + max(FLOPs / sustained FLOP rate, bytes read and written / sustained bandwidth). FLOPs come from
 ``torch.utils.flop_counter``'s formulas; an operator without one is bound by its bytes. Williams, Waterman, Patterson:
-Roofline, CACM 52(4), 2009.
+Roofline, CACM 52(4), 2009. Collectives take what ``cost.links`` says, and inside what ``cost.on_links`` says.
 
-Collectives take what ``cost.links`` says on the link between their ranks, and inside what ``cost.on_links`` says.
-
-Workspace is a rule of thumb, above what was seen rather than below: operators that copy their arguments into
-another layout (convolutions, attention, sorting, scatter) are charged their arguments and results once more, others a
-wrapped number. Measure on the device for exact bytes.
+Workspace is a rule of thumb, rather above what was seen: operators that copy their arguments into another layout
+(convolutions, attention, sorting, scatter) are charged their arguments and results once more, others a wrapped number.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Costs of the collectives of sharded parameters, measured by all ranks of a group at once.
 
-A collective ends when all of its ranks have come to it, so no rank can measure one alone. ``measure_collectives`` is called by
-all of them, for the same units in the same order; what was measured is kept on disk, and is measured again unless all ranks
-find it there. Ranks differ in what they measure: the longest time and the largest peak of the group are those of all, so that
-all plan with the same numbers.
+A collective ends when all of its ranks have come to it. So ``measure_collectives`` is called by all of them, for the same
+units in the same order; what is kept on disk is measured again unless all ranks find it there. The longest time and the
+largest peak of the group are those of all ranks, so that all plan with the same numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from lowtide.program.sizes import program_device
 
 _REPEATED = 5
 
-_KNOWN: dict[str, tuple[int, int]] = {}  # by name, ranks and backend: time and peak, in this process
+_KNOWN: dict[str, tuple[int, ...]] = {}  # by name, ranks and backend: time and peak, in this process
 
 
 def measure_collectives(program: Program) -> None:
@@ -40,18 +39,17 @@ def measure_collectives(program: Program) -> None:
     for key, (op, target) in wanted.items():
         groups, kept = target.unit.groups, cache.get(key, 0)
         found = [0, 0] if kept is None else [kept.time_ns, kept.peak_bytes]
-        if _any(kept is None, groups, device):
+        if any(_most([int(kept is None)], groups, device)):
             metas = [program.metas[value] for value in program.graph.ops[op].inputs]
             gradients = [torch.zeros(meta.shape, dtype=meta.dtype, device=device) for meta in metas]
             call: Callable[..., Any] = target.rehearsal() if isinstance(target, Reduce) else target
             found = _measured(lambda call=call, given=gradients: call(*given), device)  # type: ignore[misc]
-        agreed = _most(found, groups, device)
-        _KNOWN[key] = (agreed[0], agreed[1])
-        cache.put(key, OperatorCost(agreed[0], 0, agreed[1], (), ()))
+        time_ns, peak_bytes = _KNOWN[key] = tuple(_most(found, groups, device))
+        cache.put(key, OperatorCost(time_ns, 0, peak_bytes, (), ()))
     cache.save()
 
 
-def collective_costs(program: Program) -> Mapping[int, tuple[int, int]]:
+def collective_costs(program: Program) -> Mapping[int, tuple[int, ...]]:
     """By op, the time in nanoseconds and the peak of a collective of sharded parameters."""
     keys = ((op, _key(target)) for op, target in sharded_collectives(program))
     return {op: _KNOWN[key] for op, key in keys if key in _KNOWN}
@@ -69,10 +67,6 @@ def _measured(call: Callable[[], Any], device: torch.device) -> list[int]:
     peak = max(peak_of(call, device) for _ in range(2))
     clock = interface_of(device)
     return [min(clock.timed_ns(call) for _ in range(_REPEATED)), peak]
-
-
-def _any(missing: bool, groups: Sequence[Any], device: torch.device) -> bool:
-    return bool(_most([int(missing)], groups, device)[0])
 
 
 def _most(numbers: list[int], groups: Sequence[Any], device: torch.device) -> list[int]:

@@ -22,13 +22,9 @@ from lowtide.errors import CostError
 @dataclass(frozen=True, slots=True)
 class Device:
     """``flops``: peak floating-point operations per second by dtype; ``bandwidth``: bytes per second; ``link``: the same to
-    the host's memory and back, each way, 0 where that is the device's own.
-
-    ``ranks``: the link of ``cost.links`` to the device's like, on which collectives run.
-
-    ``flops_share`` and ``bandwidth_share`` are the parts of the peaks that large operators reach in practice;
-    ``launch_ns`` is what any operator takes.
-    """
+    the host's memory and back, each way, 0 where that is the device's own. ``flops_share`` and ``bandwidth_share``: the parts
+    that large operators reach of these peaks; ``launch_ns``: what any operator takes. ``ranks``: the link of ``cost.links`` to
+    the device's like, on which collectives run."""
 
     name: str
     flops: Mapping[torch.dtype, float]

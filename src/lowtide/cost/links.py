@@ -1,20 +1,8 @@
 """What links between ranks can do, and how long collectives take on them: bandwidth and latency, on paper.
 
-=================  =====================================================================================================
-``nvlink5``        B200: NVLink 5, 1800 GB/s both ways (NVIDIA's data sheet), so 900 GB/s each way and GPU
-``nvlink4``        H100, H200: NVLink 4, 18 links of 50 GB/s both ways (data sheet: 900 GB/s), so 450 GB/s each way
-``nvlink3``        A100: NVLink 3, 12 links of 50 GB/s both ways (data sheet: 600 GB/s), so 300 GB/s each way
-``pcie5``          16 lanes of PCI Express 5, 32 GT/s with 128b/130b coding: 63 GB/s each way
-``pcie4``          16 lanes of PCI Express 4, 16 GT/s with 128b/130b coding: 31.5 GB/s each way
-``infiniband-ndr`` one NDR adapter per GPU, 400 Gbit/s (ConnectX-7): 50 GB/s each way
-``infiniband-hdr`` one HDR adapter per GPU, 200 Gbit/s (ConnectX-6): 25 GB/s each way
-``ethernet-100``   100 Gbit/s: 12.5 GB/s each way
-``ethernet-25``    25 Gbit/s: 3.125 GB/s each way
-=================  =====================================================================================================
-
 Latencies are those of NCCL's own model (``src/graph/tuning.cc``, rings with the protocol for large messages): 8.4 us for a
-collective to begin, and for each step 3.4 us on NVLink, 5.7 us on PCI Express, 9.6 us on a network. These are peaks: what
-a ring reaches is less, which ``share`` says (0.8 of all, as of the memory of accelerators in ``cost.devices``).
+collective to begin, and for each step 3.4 us on NVLink, 5.7 us on PCI Express, 9.6 us on a network. Bandwidths are peaks, each
+way: what a ring reaches is less, which ``share`` says (0.8 of all, as of the memory of accelerators in ``cost.devices``).
 """
 
 from __future__ import annotations
@@ -39,15 +27,15 @@ class Link:
 
 
 _LINKS = (
-    Link("nvlink5", 900e9, 3_400),
-    Link("nvlink4", 450e9, 3_400),
-    Link("nvlink3", 300e9, 3_400),
-    Link("pcie5", 63e9, 5_700),
-    Link("pcie4", 31.5e9, 5_700),
-    Link("infiniband-ndr", 50e9, 9_600),
-    Link("infiniband-hdr", 25e9, 9_600),
-    Link("ethernet-100", 12.5e9, 9_600),
-    Link("ethernet-25", 3.125e9, 9_600),
+    Link("nvlink5", 900e9, 3_400),  # B200: 1800 GB/s both ways (NVIDIA's data sheet)
+    Link("nvlink4", 450e9, 3_400),  # H100, H200: 18 links of 50 GB/s both ways (data sheet: 900 GB/s)
+    Link("nvlink3", 300e9, 3_400),  # A100: 12 links of 50 GB/s both ways (data sheet: 600 GB/s)
+    Link("pcie5", 63e9, 5_700),  # 16 lanes of PCI Express 5, 32 GT/s with 128b/130b coding
+    Link("pcie4", 31.5e9, 5_700),  # 16 lanes of PCI Express 4, 16 GT/s with 128b/130b coding
+    Link("infiniband-ndr", 50e9, 9_600),  # one NDR adapter per GPU, 400 Gbit/s (ConnectX-7)
+    Link("infiniband-hdr", 25e9, 9_600),  # one HDR adapter per GPU, 200 Gbit/s (ConnectX-6)
+    Link("ethernet-100", 12.5e9, 9_600),  # 100 Gbit/s
+    Link("ethernet-25", 3.125e9, 9_600),  # 25 Gbit/s
 )
 LINKS = {link.name: link for link in _LINKS}
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "recv")

@@ -1,10 +1,9 @@
-"""Costs measured on the device in use: every distinct operator call once, on synthetic tensors.
+"""Costs measured on the device in use: every distinct operator call once, on synthetic tensors, one operator's at a time.
 
-An operator is run six times or more by itself: the first run warms up, the others are timed, and the allocator's peak
-during them gives the workspace: the peak less the storages that the op returns. The storages really returned are
-compared with the captured ones, and the larger bytes count. Only one operator's tensors exist at a time. Operators whose
-times scatter are timed again once all others are done, when what disturbed them may be over; their least time counts. Those
-that take next to nothing of a step are not: whatever is wrong with their times is next to nothing, too.
+An operator is run six times or more: the first run warms up, the others are timed, and the allocator's peak during them, less
+the storages that the op returns, is the workspace. Of the storages returned and the captured ones, the larger bytes count.
+Operators whose times scatter, and that take more than next to nothing of a step, are timed again once all others are done,
+when what disturbed them may be over; their least time counts.
 
 Everything that the caller could notice is put back: generator states, gradient mode, autocast, garbage collection.
 """
@@ -65,6 +64,12 @@ _VALID: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {
 }
 _NOT_RUN = (TANGENT_TARGET, EXPECT_TARGET, *STATE_TARGETS)  # what states take to come and go is that of a second memory
 _ARGUMENT = -1  # output group of what lives in an argument's storage
+_CANNOT_RUN = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    IndexError,
+)  # what operators raise of tensors that they are not made for
 
 
 def measure_costs(
@@ -143,7 +148,7 @@ def _measure(
                 report("measuring operators", count / len(missing))
             try:
                 cost = measure_operator(program, op, device)
-            except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+            except _CANNOT_RUN as error:
                 if not again:
                     name, summary = target_name(program.calls[op].target), str(error).split("\n")[0]
                     failed[key] = f"{name} cannot be run on synthetic tensors ({summary})"
@@ -178,26 +183,22 @@ def _bytes_of(program: Program, op: int, device: torch.device) -> OperatorCost |
     """What an operator allocates, without its time; ``None`` where it cannot be run by itself."""
     call = program.calls[op]
     try:
-        args, kwargs, tensors = synthetic_arguments(program, op, drawn=False)
         target, results = _runnable(call.target), list[Any]()
-        if declares_effect(call.target) or isinstance(call.target, Waited):
-            return None
-        if target is not call.target and hasattr(call.target, "rehearsal"):
+        args, kwargs, tensors = synthetic_arguments(program, op, drawn=False)
+        if hasattr(call.target, "rehearsal"):
             target(*args, **kwargs)  # the first time it takes what it keeps
         with unseen(call.target):
             peak_bytes = peak_of(lambda: results.append(target(*args, **kwargs)), device)
         return OperatorCost(0, 0, peak_bytes, *_returned(results.pop(), call.positions, tensors))
-    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+    except _CANNOT_RUN:
         return None
 
 
 def measure_operator(program: Program, op: int, device: torch.device) -> OperatorCost:
     """Run one operator of ``program`` on synthetic tensors. Raises whatever it raises."""
     call = program.calls[op]
-    if declares_effect(call.target) or isinstance(call.target, Waited):
-        raise NotImplementedError("it has an effect")
-    args, kwargs, tensors = synthetic_arguments(program, op)
     target = _runnable(call.target)
+    args, kwargs, tensors = synthetic_arguments(program, op)
     before = _restoring(call, args)
     with unseen(call.target):
         output_bytes, output_groups = _returned(target(*args, **kwargs), call.positions, tensors)
@@ -237,13 +238,14 @@ def synthetic_arguments(
 
 
 def _runnable(target: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs in the place of an operator. Raises ``NotImplementedError`` where nothing may."""
+    if declares_effect(target) or isinstance(target, Waited):
+        raise NotImplementedError("it has an effect")
     rehearsal = getattr(target, "rehearsal", None)
     if rehearsal is not None:  # of an update that an optimizer makes, on a state of its own
         made: Callable[..., Any] = rehearsal()
         return made
-    if target_name(target) not in _NEEDS_GRAD_MODE:
-        return target
-    return torch.enable_grad()(target)
+    return torch.enable_grad()(target) if target_name(target) in _NEEDS_GRAD_MODE else target
 
 
 def _opaque(program: Program, value: int) -> torch.Tensor | None:
@@ -269,23 +271,19 @@ def _returned(
     """(bytes of the storage, group) of each output, see ``OperatorCost``."""
     outputs = [result] if positions is None else [result[position] for position in positions]
     groups = {memory_of(tensor): _ARGUMENT for tensor in arguments}
-    found = []
-    for output in outputs:
-        size, number = 0, _ARGUMENT
+    sizes, numbers = [0] * len(outputs), [_ARGUMENT] * len(outputs)
+    for index, output in enumerate(outputs):
         if isinstance(output, torch.Tensor):
             storage = output.untyped_storage()
-            number = groups.setdefault(storage._cdata, len(groups))
-            size = 0 if number == _ARGUMENT else round_up(storage.nbytes(), output.device)
-        found.append((size, number))
-    return tuple(size for size, _ in found), tuple(number for _, number in found)
+            numbers[index] = groups.setdefault(storage._cdata, len(groups))
+            sizes[index] = 0 if numbers[index] == _ARGUMENT else round_up(storage.nbytes(), output.device)
+    return tuple(sizes), tuple(numbers)
 
 
 def _settle(program: Program, op: Op, record: OperatorCost, real: list[int]) -> int:
-    """The op's workspace, after raising ``real`` where the storages returned are larger than captured.
-
-    An output that the capture took for a view but that has bytes of its own is charged to the storage it was taken to
-    view, or to the workspace where that is external.
-    """
+    """The op's workspace, after raising ``real`` where the storages returned are larger than captured. An output that was
+    taken for a view but has bytes of its own is charged to the storage that it was to view, or to the workspace where that is
+    external."""
     values, storages = program.graph.values, program.graph.storages
     returned: dict[int, dict[int, int]] = {}  # storage -> group -> bytes
     for value, nbytes, group in zip(op.outputs, record.output_bytes, record.output_groups, strict=True):

@@ -1,8 +1,7 @@
 """Costs of a program at new sizes, from those of the same operators at sizes that were measured.
 
-Bytes are measured: every distinct operator runs once. Times are not, which would take many times as long: an operator's time
-lies on the line through its times at two measured sizes, over what it has to do (the FLOPs and bytes of the roofline model, see
-``analytical``), or in proportion to that of one.
+Bytes are measured: every distinct operator runs once. Times would take many times as long: an operator's lies on the line
+through its times at two measured sizes, over that of the roofline model (``analytical``), or in proportion to that of one.
 """
 
 from __future__ import annotations

@@ -16,11 +16,8 @@ _PATTERN_ELEMENTS = 1 << 16
 
 def synthetic_tensor(meta: TensorMeta, *, whole: bool = False, drawn: bool = True) -> torch.Tensor:
     """A tensor of this layout: integers 0, booleans true (what a mask selects takes the most memory then), floating values
-    normal (a short pattern, repeated).
-
-    The storage is only as large as the layout reaches, its offset only the original's alignment; ``whole``: both are the
-    original's. Where values do not matter, floating ones need not be ``drawn``.
-    """
+    normal (a short pattern, repeated), or ones where values do not matter and need not be ``drawn``. The storage is only as
+    large as the layout reaches, its offset only the original's alignment; ``whole``: both are the original's."""
     if meta.entries is not None:
         return _sparse(meta, *meta.entries)
     itemsize, offset = meta.dtype.itemsize, meta.storage_offset

@@ -1,15 +1,13 @@
 """Time and allocator peak of a call, repeated under the conditions of a training step.
 
-In a step an operator's result is allocated anew and its arguments have left the caches, because other operators ran in
-between: in a loop memory-bound operators take half to a fifth of that. So on the CPU each repetition drops the last
-result first and a buffer as large as the last-level cache is swept. Seen on GPT-2 (2 layers, width 256), summed over a
-step: 1.0 of the time in place for every frequent operator, against 0.3 to 0.8 without the sweep.
+In a step an operator's result is allocated anew and its arguments have left the caches; in a loop, memory-bound operators take
+half to a fifth of that. So on the CPU each repetition drops the last result and sweeps a buffer as large as the last-level
+cache: 1.0 of the time in place for every frequent operator of GPT-2 (2 layers, width 256), against 0.3 to 0.8 without.
 
-Not included is what the system takes to hand out zeroed pages, which happens when the process grows, not when an
-operator runs: memory freed and used again costs nothing. The lower quartile is reported: other programs on the machine
-only ever add time, and on a busy one they add it to more than half of the repetitions. So the lower half of the repetitions
-tells when there are enough: once these lie close together, more of them would not change the quartile. Sweeping takes half a
-millisecond, so of the many operators that take some microseconds each, two more or less are close.
+Not included is what the system takes to hand out zeroed pages, which happens when the process grows. The lower quartile is
+reported: other programs on the machine only ever add time, on a busy one to more than half of the repetitions. Once the lower
+half lies close together, more repetitions would not change it; two microseconds, beside a sweep of half a millisecond, are
+close.
 """
 
 from __future__ import annotations
@@ -61,11 +59,13 @@ def time_call(
     times: list[int] = []
     peaks: list[int] = []
     deadline = time.perf_counter_ns() + budget_ns
-    while len(times) < _FEWEST or (len(times) < _MOST and time.perf_counter_ns() < deadline and not _is_steady(times)):
+    while len(times) < _FEWEST or (len(times) < _MOST and time.perf_counter_ns() < deadline):
         before()
         time_ns, peak_bytes = repeat(call)
         times.append(time_ns)
         peaks.append(peak_bytes)
+        if len(times) >= _FEWEST_STEADY and _spread(times) <= max(_STEADY * min(times), _STEADY_NS):
+            break
     *others, most = sorted(peaks)
     return _summary(times, others[-1] if others[0] == others[-1] else most)
 
@@ -74,10 +74,6 @@ def peak_of(call: Callable[[], Any], device: torch.device) -> int:
     """The most that one run of ``call`` allocates."""
     found = interface_of(device)
     return _on_accelerator(found, call)[1] if isinstance(found, Accelerator) else allocation_peak(call)[0]
-
-
-def _is_steady(times: list[int]) -> bool:
-    return len(times) >= _FEWEST_STEADY and _spread(times) <= max(_STEADY * min(times), _STEADY_NS)
 
 
 def _spread(times: list[int]) -> int:
