@@ -26,12 +26,6 @@ class Accelerator(DeviceInterface):
         super().__init__(device)
         self.module: Any = torch.get_device_module(device)
 
-    @classmethod
-    def in_use(cls, kind: str) -> bool:
-        """Whether the process has begun to use devices of this type; asking does not begin it."""
-        begun = getattr(torch.get_device_module(kind), "is_initialized", None)
-        return begun is not None and bool(begun())
-
     def name(self) -> str:
         if hasattr(self.module, "get_device_name"):
             return str(self.module.get_device_name(self.device))

@@ -12,9 +12,9 @@ import torch
 class DeviceInterface:
     """One device of PyTorch. What is said here holds for one without memory of its own, such as ``meta``.
 
-    ``granularity_bytes``: its allocator hands out multiples of that. ``repeats_bits``: whether operators that PyTorch tags
-    as nondeterministic to the bit return the same bits again. ``overlaps``: whether collectives run beside computing; on a CPU
-    they would take its cores.
+    ``granularity_bytes``: its allocator hands out multiples of that. ``repeats_bits``: whether operators that PyTorch tags as
+    nondeterministic to the bit repeat them. ``overlaps``: whether collectives run beside computing, whose cores a CPU's would
+    take.
     """
 
     granularity_bytes = 1

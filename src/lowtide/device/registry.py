@@ -22,7 +22,8 @@ _ACCELERATORS: dict[str, type[Accelerator]] = {"cuda": Cuda}
 
 def interface_of(device: torch.device) -> DeviceInterface:
     """Of a device; of an accelerator without an index, the current one."""
-    if device.type == _accelerator_type() and not _has_index(device):
+    index: int | None = device.index  # PyTorch declares it an ``int``
+    if device.type == _accelerator_type() and index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return _interface(device)
 
@@ -30,7 +31,8 @@ def interface_of(device: torch.device) -> DeviceInterface:
 def accelerator_in_use() -> Accelerator | None:
     """The current device of the machine's accelerator once the process uses it; before, and where there is none, ``None``."""
     kind = _accelerator_type()
-    if kind is None or not _class_of(kind).in_use(kind):
+    begun = None if kind is None else getattr(torch.get_device_module(kind), "is_initialized", None)
+    if kind is None or begun is None or not begun():  # asking does not begin it
         return None
     found = interface_of(torch.device(kind))
     return found if isinstance(found, Accelerator) else None
@@ -79,21 +81,11 @@ def modules() -> list[Any]:
 
 @functools.cache
 def _interface(device: torch.device) -> DeviceInterface:
-    """The one of a device."""
     if device.type == "cpu":
         return Cpu(torch.device("cpu"))
     if device.type == _accelerator_type():
-        return _class_of(device.type)(device)
+        return _ACCELERATORS.get(device.type, Accelerator)(device)
     return DeviceInterface(device)
-
-
-def _has_index(device: torch.device) -> bool:
-    index: int | None = device.index  # PyTorch declares it an ``int``
-    return index is not None
-
-
-def _class_of(kind: str) -> type[Accelerator]:
-    return _ACCELERATORS.get(kind, Accelerator)
 
 
 def _accelerator_type() -> str | None:

@@ -60,7 +60,9 @@ class Addresses:
 def places_of(layout: Layout) -> tuple[ComputePlaces, ...]:
     """By compute of the schedule. Generator states have no places: they are the generators'."""
     steps = layout.schedule.steps
-    found = {i: ComputePlaces([], [], (0, 0), ()) for i, step in enumerate(steps) if isinstance(step, Compute)}
+    computes = {i: step for i, step in enumerate(steps) if isinstance(step, Compute)}
+    found = {i: ComputePlaces([], [], (0, 0), ()) for i in computes}
+    written = {i for i, step in computes.items() if step.into is not None}  # over another tensor: nothing is allocated
     for each, offset in zip(layout.allocations, layout.offsets, strict=True):
         if not each.bytes or each.first not in found:
             continue
@@ -69,12 +71,7 @@ def places_of(layout: Layout) -> tuple[ComputePlaces, ...]:
             found[each.first] = own._replace(workspace=place)
         elif each.kind is Kind.SECOND_COPY:
             own.second_copies.append(place)
-        elif each.kind is Kind.TENSOR and each.storage is not None and not _written(steps[each.first]):
+        elif each.kind is Kind.TENSOR and each.storage is not None and each.first not in written:
             own.tensors.append(place)
             found[each.first] = own._replace(storages=(*own.storages, each.storage))
     return tuple(found.values())
-
-
-def _written(step: object) -> bool:
-    """Whether a compute writes its tensor over another and allocates none."""
-    return isinstance(step, Compute) and step.into is not None

@@ -41,11 +41,8 @@ class Drawing:
         form = self._form(op, target)
         if form is None:
             return target, arguments, f"with r{op}.replayed(): "
-        return (
-            form,
-            [*(one for one in arguments if one != "generator=None"), "generator=g"],
-            f"with r{op}.again() as g: ",
-        )
+        drawn = [*(one for one in arguments if one != "generator=None"), "generator=g"]
+        return form, drawn, f"with r{op}.again() as g: "
 
     def ran(self, op: int) -> list[str]:
         """After the operator."""

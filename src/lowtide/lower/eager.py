@@ -75,11 +75,6 @@ class Lowered:
     addresses: Addresses | None = None
 
 
-def _terms(program: Program) -> tuple[tuple[int, int], ...]:
-    numbers = defaultdict[int, Iterator[int]](itertools.count)
-    return tuple((position, next(numbers[position])) for position, _ in program.gradients)
-
-
 def lower(
     program: Program,
     schedule: Schedule,
@@ -316,12 +311,13 @@ class _Generator:
         updated = self._storages(op.inputs[0] for op in self.graph.ops if op.target == UPDATE_TARGET)
         storages = [(i, self.graph.values[v].storage) for i, v in enumerate(self.program.inputs) if v is not None]
         outputs = enumerate(self.graph.forward_outputs)
+        numbers = defaultdict[int, Iterator[int]](itertools.count)
         return Lowered(
             program=self.program,
             step=self.namespace["step"],
             source=source,
             gradient_groups=self.gradient_groups,
-            terms=_terms(self.program),
+            terms=tuple((position, next(numbers[position])) for position, _ in self.program.gradients),
             tangents=self.tangents,
             random=any(op.random for op in self.graph.ops),
             reads=(*(i for i, storage in storages if storage not in updated), *self.program.reduced),

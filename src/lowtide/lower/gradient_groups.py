@@ -1,10 +1,9 @@
 """When each gradient leaves the backward program.
 
-A gradient is final after the last step that reads its storage, and leaves after the last that reads its parameter: an
-optimizer may change the parameter as soon as it has the gradient. Gradients leave in groups, so that the autograd engine
-can accumulate them (and optimizers, hooks and data-parallel reducers act on them) while the backward program is still
-running; a group is large enough that the cost of leaving and coming back is small beside the work in between. Before the
-steps at which memory is scarcest, smaller groups leave too, so that none waits there for its turn.
+A gradient is final after the last step that reads its storage, and leaves after the last that reads its parameter, which an
+optimizer may then change. Gradients leave in groups, so that autograd can accumulate them (and optimizers, hooks and reducers
+act on them) while the backward program is still running; a group is large enough that leaving and coming back costs little
+beside the work in between. Before the steps at which memory is scarcest smaller groups leave too, so that none waits there.
 """
 
 from __future__ import annotations

@@ -12,11 +12,8 @@ from lowtide.memory import cpu_allocator
 
 
 class AcceleratorMeter:
-    """Of the allocator of one accelerator: bytes handed out, not those reserved.
-
-    The allocator's own peak falls whenever something is measured, so ``torch.accelerator.max_memory_allocated`` tells less
-    than the truth afterwards; ``peak_bytes`` does not.
-    """
+    """Of the allocator of one accelerator: bytes handed out, not those reserved. The allocator's own peak falls whenever
+    something is measured; ``peak_bytes`` does not."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator

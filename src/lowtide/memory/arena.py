@@ -1,17 +1,15 @@
 """An arena: memory that is held from step to step, in which the tensors of a planned step have their places.
 
-A caching allocator, or the C library's, finds a place for each tensor when it is asked for one: what it cannot use it keeps or
-loses, and large blocks come from the system anew in every step, page by page. A plan knows all lifetimes before the step runs,
-so ``place`` finds the places once. The allocator in front of c10's (``memory.cpu_allocator``) then gives an allocation its
-place instead of asking for memory.
+Other allocators find a place for each tensor when they are asked for one: what they cannot use they keep or lose, and large
+blocks come from the system anew in every step. A plan knows all lifetimes before, so ``place`` finds the places once, and the
+allocator in front of c10's (``memory.cpu_allocator``) gives an allocation its place instead of asking for memory.
 
 Which allocation is which is told by the operator that runs and by its number in it: when an operator runs first, what it
 allocates lies wherever there is room in the block, and it is remembered what that was: its tensors, its second copies of
-tensors that are alive still, and what it uses inside. An allocation that is another one than expected, or whose place is
-taken, by a gradient that somebody keeps or a second forward pass, goes to the ordinary allocator. So does, for the moment,
-what an operator uses inside where it takes more before its results are there than beside them, as convolutions of oneDNN do
-backward. Nothing depends on a tensor's leaving in time: what is kept, resized, shared with NumPy or freed by another thread
-stays what it is, and the memory goes with the last tensor that lies in it.
+tensors that are alive still, and what it uses inside. An allocation that is another than expected, or whose place is taken (by
+a gradient that somebody keeps, a second forward pass), goes to the ordinary allocator; so does, for now, what an operator uses
+inside where it takes more before its results are there than beside them, as convolutions of oneDNN do backward. Nothing
+depends on a tensor's leaving in time: the memory goes with the last tensor that lies in it.
 
 On CUDA there is none yet: an allocator there must know streams, and this one does not.
 """

@@ -1,22 +1,18 @@
 """A counter under PyTorch's CPU allocator: every allocation of every thread, exact to the byte, about 10 ns each.
 
-``torch.profiler``'s memory events cover only the threads that inherited the profiler's state (a plain
-``threading.Thread`` is not seen, nor is anything with ``profile_all_threads``), and miss the release of blocks that are
-older than the session. Here a small allocator is put in front of c10's own through ``c10::SetCPUAllocator``: it calls
-the original, notes the size in a lock-free table, and wraps the deleter, so that it sees the free wherever it happens.
-It changes neither sizes nor addresses. It is part of the extension, and knows c10 by its layout alone.
+``torch.profiler``'s memory events miss threads that did not inherit the profiler's state, and the release of blocks that are
+older than the session. Here a small allocator, part of the extension, is put in front of c10's own by
+``c10::SetCPUAllocator``: it calls the original, notes the size in a lock-free table, and wraps the deleter, so that it sees
+the free wherever it happens. Sizes and addresses stay. It can also hold a limit: an allocation of one chosen thread that would
+exceed it first asks a Python function to make room, and fails with the original's own out-of-memory exception where there is
+none.
 
-What it relies on, probed before use and again by a test allocation after it (``install`` returns ``None`` where
-anything differs): the exported ``c10::GetCPUAllocator`` and ``c10::SetCPUAllocator``; the Itanium layout of
-``c10::Allocator`` (two destructors, ``allocate``, ``is_simple_data_ptr``, ``raw_deleter``, ...); ``c10::DataPtr`` as
-data, then context and deleter in the standard library's order.
+It knows c10 by its layout alone, probed before use and again by a test allocation (``install`` returns ``None`` where anything
+differs): the exported ``c10::GetCPUAllocator`` and ``c10::SetCPUAllocator``; the Itanium layout of ``c10::Allocator`` (two
+destructors, ``allocate``, ``is_simple_data_ptr``, ``raw_deleter``, ...); ``c10::DataPtr`` as data, then context and deleter.
 
-It can also hold a limit: an allocation of one chosen thread that would exceed it first asks a Python function to make
-room, and is refused with the original allocator's own out-of-memory exception where that fails.
-
-It stays installed for the life of the process, because blocks outlive a measurement; so do code and table. Blocks that
-were allocated before it was installed are unknown: their frees are not seen, and a measurement is then too high. Blocks of no
-bytes have no address; oneDNN releases such, and an empty place in the table has that address too, so they are passed over.
+It stays for the life of the process, because blocks outlive a measurement; so do code and table. The frees of older blocks are
+not seen, and a measurement is then too high. Blocks of no bytes, such as oneDNN releases, have no address and are passed over.
 """
 
 from __future__ import annotations

@@ -39,16 +39,16 @@ def holders(model: nn.Module, device: torch.device, inputs: Iterable[torch.Tenso
         "parameters and buffers": [*model.parameters(), *model.buffers()],
         "gradients": [parameter.grad for parameter in model.parameters()],
         "states of optimizers": [
-            value for one in optimizers for state in one.state.values() for value in _values(state)
+            value
+            for one in optimizers
+            for state in one.state.values()
+            if isinstance(state, dict)
+            for value in state.values()
         ],
         "inputs of the call": inputs,
         "other tensors": objects,
     }
     return [_holder(name, tensors, device, seen) for name, tensors in kinds.items()]
-
-
-def _values(state: object) -> list[object]:
-    return list(state.values()) if isinstance(state, dict) else []
 
 
 def _holder(name: str, tensors: Iterable[object], device: torch.device, seen: set[int]) -> Holder:

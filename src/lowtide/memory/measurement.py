@@ -21,11 +21,10 @@ MEASUREMENT_FORMAT = "lowtide-measurement/1"
 class Measurement(Shown):
     """What one call took.
 
-    ``peak_bytes``: the most that the allocator had handed out during the call above the level at its start.
-    ``reserved_bytes``: the most that it held of the device, handed out or not, above the same level; on the CPU what the
-    arenas of the process hold makes the difference. ``final_bytes``: the level at its end, the result still alive, relative
-    to the start. ``time_ns``: wall clock. ``device``: the device that the bytes are of. ``timeline``: (ns since start, bytes
-    above start) at every change; empty on CUDA; it stops after a million changes, the peak does not.
+    ``peak_bytes``: the most that the allocator had handed out above the level at the start; ``reserved_bytes``: the most that
+    it held of the device, handed out or not, above the same level (on the CPU arenas make the difference); ``final_bytes``:
+    the level at the end, the result still alive. ``device``: that the bytes are of. ``time_ns``: wall clock. ``timeline``: (ns
+    since start, bytes above start) at every change; empty on CUDA; it stops after a million changes, the peak does not.
     """
 
     peak_bytes: int

@@ -1,13 +1,11 @@
 """An exact memory meter for any callable.
 
-On the CPU it reads a counter in front of the allocator (``memory.cpu_allocator``): all threads, everything that an
-operator allocates inside, to the byte. Where that counter cannot be installed it falls back, with one warning, to
-``torch.profiler``'s memory events: as exact, but blind to threads that do not inherit the profiler's state. On an
-accelerator it reads the allocator's own statistics (sizes as the allocator rounds them, on CUDA to 512 bytes).
+On the CPU it reads the counter in front of the allocator (``memory.cpu_allocator``); where that cannot be installed, with one
+warning, ``torch.profiler``'s memory events, which are as exact, but blind to threads that do not inherit the profiler's state.
+On an accelerator it reads the allocator's own statistics (sizes as the allocator rounds them, on CUDA to 512 bytes).
 
-Not counted, because it does not pass through PyTorch's allocator: scratch that oneDNN, MKL or a Python extension
-allocates by itself. A block that is older than the counter (which is installed at the first measurement) is unknown, so
-its release is not seen; results are then too high, never too low.
+Not counted is what does not pass through PyTorch's allocator: scratch of oneDNN, MKL or a Python extension. The release of
+blocks that are older than the first measurement is not seen; results are then too high, never too low.
 """
 
 from __future__ import annotations

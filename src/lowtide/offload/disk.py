@@ -1,9 +1,7 @@
 """A file on a local disk as second memory, of the CPU or of what its memory is too small for.
 
 The file has no name: it is gone when the process ends, however that happens. Its bytes are reserved before a pass begins. One
-thread reads and writes, past the page cache where the file system lets it, so that what has left memory has left it: by way of
-a buffer of a few megabytes, as that asks for aligned addresses.
-
+thread reads and writes, past the page cache where the file system lets it, by way of an aligned buffer of a few megabytes.
 ``LOWTIDE_OFFLOAD_CHECKSUMS=1`` has every storage compared with what it was, by CRC-32, when it comes back.
 """
 
@@ -136,21 +134,11 @@ class DiskMemory(SecondMemoryOf):
 
     def write(self, offset: int, memory: Bytes) -> _Job:
         """Begin to write ``memory``."""
-
-        def write(at: int, part: Bytes, buffer: Bytes) -> None:
-            buffer[: len(part)] = part
-            self._write(at, buffer)
-
-        return self._begin(offset, memory, write)
+        return self._begin(offset, memory, self._write)
 
     def read(self, offset: int, memory: Bytes) -> _Job:
         """Begin to read into ``memory``."""
-
-        def read(at: int, part: Bytes, buffer: Bytes) -> None:
-            self._read(at, buffer)
-            part[:] = buffer[: len(part)]
-
-        return self._begin(offset, memory, read)
+        return self._begin(offset, memory, self._read)
 
     def _begin(self, offset: int, memory: Bytes, move: Callable[[int, Bytes, Bytes], None]) -> _Job:
         """A job that moves part after part by way of the buffer, and holds on to nothing once it is done."""
@@ -170,26 +158,28 @@ class DiskMemory(SecondMemoryOf):
         self._jobs.put(job)
         return job
 
-    def _write(self, offset: int, part: Bytes) -> None:
+    def _write(self, offset: int, part: Bytes, buffer: Bytes) -> None:
+        buffer[: len(part)] = part
         done = 0
-        while done < len(part):
-            done += os.pwrite(self._file, part[done:], offset + done)  # type: ignore[arg-type]
+        while done < len(buffer):
+            done += os.pwrite(self._file, buffer[done:], offset + done)  # type: ignore[arg-type]
         if not self.direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file, offset, len(part), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file, offset, len(buffer), os.POSIX_FADV_DONTNEED)
 
-    def _read(self, offset: int, part: Bytes) -> None:
+    def _read(self, offset: int, part: Bytes, buffer: Bytes) -> None:
         done = 0
-        while done < len(part):
-            count = os.preadv(self._file, [part[done:]], offset + done)  # type: ignore[list-item]
+        while done < len(buffer):
+            count = os.preadv(self._file, [buffer[done:]], offset + done)  # type: ignore[list-item]
             if count == 0:
                 raise OSError(errno.EIO, "the file is shorter than what was written to it")
             done += count
+        part[:] = buffer[: len(part)]
 
 
 class DiskLease(Lease):
     def __init__(self, memory: DiskMemory, offset: int, nbytes: int) -> None:
+        super().__init__(memory.give_back, offset, nbytes)
         self.memory, self.offset = memory, offset
-        weakref.finalize(self, memory.give_back, offset, nbytes).atexit = False
 
     def offload(self, offset: int, values: Sequence[torch.Tensor]) -> DiskCopy:
         return DiskCopy(self, self.offset + offset, values)

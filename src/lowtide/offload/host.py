@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -66,11 +65,10 @@ class HostMemory(SecondMemoryOf):
 
 class HostLease(Lease):
     def __init__(self, memory: HostMemory, block: torch.Tensor) -> None:
+        super().__init__(memory.give_back, block)
         self.memory, self.block = memory, block
-        self.read: list[
-            tuple[int, int, torch.Event]
-        ] = []  # what was fetched: from where to where, and when it had come
-        weakref.finalize(self, memory.give_back, block).atexit = False
+        # What was fetched: from where to where, and when it had come.
+        self.read: list[tuple[int, int, torch.Event]] = []
 
     def offload(self, offset: int, values: Sequence[torch.Tensor]) -> HostCopy:
         return HostCopy(self, offset, values)

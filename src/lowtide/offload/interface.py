@@ -11,6 +11,7 @@ A pass leases room, and holds the lease as long as it lives. Each storage has a 
 from __future__ import annotations
 
 import abc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -82,7 +83,11 @@ class Copy(abc.ABC):
 
 
 class Lease(abc.ABC):
-    """Room in a second memory for one pass. It is given back when nothing holds the lease or a copy of it any more."""
+    """Room in a second memory for one pass. It is given back when nothing holds the lease or a copy of it any more, by
+    ``give_back`` with these ``arguments``."""
+
+    def __init__(self, give_back: Callable[..., None], *arguments: object) -> None:
+        weakref.finalize(self, give_back, *arguments).atexit = False
 
     @abc.abstractmethod
     def offload(self, offset: int, values: Sequence[torch.Tensor]) -> Copy:
