@@ -123,9 +123,7 @@ def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner
         budget_bytes=problem.budget_bytes,
         overheads=overheads,
         proven=solution.status is Status.INFEASIBLE,
-        plan=Plan(
-            problem.graph, problem.costs, lowest, planner, minimum or 0, run.peak_bytes, unconstrained, run.time_ns
-        ),
+        plan=Plan.of(problem.graph, problem.costs, lowest, minimum or 0, planner, problem.seed),
     )
 
 
