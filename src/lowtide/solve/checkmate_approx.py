@@ -127,29 +127,29 @@ def completed(formulation: Formulation, rounded: Floats) -> Indices:
     """The encoded sequence with the least recomputation for the storages that ``rounded`` keeps."""
     model, reach, kept = formulation.model, formulation.reach, set[int]()
     parts: list[list[int]] = [[model.nodes]]
-    for index in range(len(formulation.stages) - 1, -1, -1):
-        stage, stored = formulation.stages[index], formulation.stored[index]
-        wanted = (kept - {*reach.owns[stage.target]}) | {*reach.reads[stage.target]}
+    for stage in range(model.nodes, -1, -1):
+        stored = formulation.stored[stage]
+        wanted = (kept - {*reach.owns[stage]}) | {*reach.reads[stage]}
         available = {s for s, column in stored.items() if column == ONE or (column >= 0 and rounded[column] > 0.5)}
-        recomputed, kept = _recomputed(formulation, index, wanted, available)
-        if stage.target < model.nodes:
-            parts.append([stage.target])
+        recomputed, kept = _recomputed(formulation, stage, wanted, available)
+        if stage < model.nodes:
+            parts.append([stage])
         parts.append([~node for node in recomputed])
     return np.array([code for part in reversed(parts) for code in part], np.int32)
 
 
 def _recomputed(
-    formulation: Formulation, index: int, wanted: set[int], available: set[int]
+    formulation: Formulation, stage: int, wanted: set[int], available: set[int]
 ) -> tuple[list[int], set[int]]:
     """Nodes to recompute in the stage, ascending, and the storages that it takes over from the stage before."""
-    reach, stage = formulation.reach, formulation.stages[index]
+    reach = formulation.reach
     pending = [(-reach.base[storage], storage) for storage in wanted]
     heapq.heapify(pending)
     seen, recomputed, kept = set(wanted), set[int](), set[int]()
     while pending:
         storage = heapq.heappop(pending)[1]
         base = reach.base[storage]
-        if storage in available or base not in stage.recompute:
+        if storage in available or base not in formulation.recompute[stage]:
             kept.add(storage)
         elif base not in recomputed:
             recomputed.add(base)

@@ -26,13 +26,12 @@ from typing import Self
 
 import numpy as np
 
-from lowtide.solve.milp.formulation import ONE, ZERO, FrontierStage, make_scale
-from lowtide.solve.milp.memory import StageMemory
+from lowtide.solve.milp.formulation import ONE, ZERO, Formulation, make_scale
 from lowtide.solve.model.reach import reach
 
 
 @dataclass(slots=True, eq=False)
-class StageModel(StageMemory):
+class StageModel(Formulation):
     """Builds a formulation. ``budget_bytes`` ``None``: minimise the peak."""
 
     reduced: bool = False
@@ -44,26 +43,21 @@ class StageModel(StageMemory):
         self.reach = reach(model)
         self.scale = make_scale(model, self.budget_bytes)
         self.peak = self.rows.add_column(cost=1.0) if self.budget_bytes is None else ZERO
-        self.stages = self._stages()
+        self.recompute = [self._recomputed(target) for target in range(model.nodes + 1)]
         self.stored = self._stored()
         self.saved = self._saved()
-        for index in range(len(self.stages)):
-            self._inputs(index)
-            self._kept(index)
-            (self.ordered_memory if self.ordered else self.any_order_memory)(index)
+        for stage in range(model.nodes + 1):
+            self._inputs(stage)
+            self._kept(stage)
+            (self.ordered_memory if self.ordered else self.any_order_memory)(stage)
         self._views()
         self.program = self.rows.build()
         return self
 
-    def _stages(self) -> list[FrontierStage]:
-        model, until = self.model, self.reach.node_until
-        stages = []
-        for target in range(model.nodes + 1):
-            allowed = range(target) if self._recomputes(target) else []
-            nodes = [node for node in allowed if until[node] >= target]
-            table = {node: self.rows.add_column(self._cost(node), 0.0, 1.0, self.integer) for node in nodes}
-            stages.append(FrontierStage(target, table))
-        return stages
+    def _recomputed(self, target: int) -> dict[int, int]:
+        allowed = range(target) if self._recomputes(target) else ()
+        nodes = (node for node in allowed if self.reach.node_until[node] >= target)
+        return {node: self.rows.add_column(self._cost(node), 0.0, 1.0, self.integer) for node in nodes}
 
     def _recomputes(self, target: int) -> bool:
         """Whether anything is recomputed in the stages of the node."""
@@ -73,7 +67,7 @@ class StageModel(StageMemory):
         """What a recompute adds to the objective."""
         return 0.0 if self.budget_bytes is None else float(self.model.time_ns[node]) / self.scale.unit
 
-    def _form(self, index: int, time: float) -> int:
+    def _form(self, stage: int, time: float) -> int:
         """A column X: whether a view that takes so long, in units of the objective, is formed in the stage."""
         return self.rows.add_column(time, 0.0, 1.0)
 
@@ -93,16 +87,16 @@ class StageModel(StageMemory):
         """One column per storage and stretch of stages in which it is neither used nor made."""
         fixed = [self._fixed_until(storage) for storage in range(len(self.reach.base))]
         stored: list[dict[int, int]] = [{}]
-        for index, stage in enumerate(self.stages[:-1]):
-            following, table = self.stages[index + 1], {}
+        for following in range(1, self.model.nodes + 1):
+            stage, table = following - 1, dict[int, int]()
             for storage, until in enumerate(self.reach.storage_until):
                 base = self.reach.base[storage]
-                if base >= following.target or until < following.target:
+                if base >= following or until < following:
                     continue
-                known = stored[index].get(storage, ZERO)
-                if following.target <= fixed[storage] or self.lasts(following, storage):
+                known = stored[stage].get(storage, ZERO)
+                if following <= fixed[storage] or self.lasts(following, storage):
                     table[storage] = ONE
-                elif known >= 0 and base not in stage.recompute and not self.users(stage, storage):
+                elif known >= 0 and base not in self.recompute[stage] and not self.users(stage, storage):
                     table[storage] = known
                 else:
                     table[storage] = self.rows.add_column(0.0, 0.0, 1.0, self.integer)
@@ -113,39 +107,38 @@ class StageModel(StageMemory):
         """Per stage the columns of the generator states kept at its beginning."""
         model, saved = self.model, [dict[int, int]()]
         nodes = [int(node) for node in np.flatnonzero(model.random) if self.reach.node_until[node] >= 0]
-        for index, stage in enumerate(self.stages[:-1]):
-            following, table = self.stages[index + 1], {}
+        for following in range(1, self.model.nodes + 1):
+            stage, table = following - 1, dict[int, int]()
             for node in nodes if model.rng_state_bytes else []:
-                if node >= following.target or self.reach.node_until[node] < following.target:
+                if node >= following or self.reach.node_until[node] < following:
                     continue
-                known = saved[index].get(node, ZERO)
-                unchanged = known >= 0 and node not in stage.recompute
+                known = saved[stage].get(node, ZERO)
+                unchanged = known >= 0 and node not in self.recompute[stage]
                 table[node] = known if unchanged else self.rows.add_column(0.0, 0.0, 1.0)
                 if known >= 0 and not unchanged:
                     self.at_most(table[node], [known])
             saved.append(table)
         return [*saved, {}]
 
-    def _inputs(self, index: int) -> None:
+    def _inputs(self, stage: int) -> None:
         """Whoever runs finds what it reads, and a recompute of a random node its generator state."""
-        stage = self.stages[index]
-        for node, column in (*stage.recompute.items(), (stage.target, ONE)):
+        for node, column in (*self.recompute[stage].items(), (stage, ONE)):
             for storage in self.reach.reads[node]:
-                self.at_most(column, self._sources(index, storage))
+                self.at_most(column, self._sources(stage, storage))
             if column >= 0 and self.model.random[node] and self.model.rng_state_bytes:
-                self.at_most(column, [self.saved[index].get(node, ZERO)])
+                self.at_most(column, [self.saved[stage].get(node, ZERO)])
 
-    def _sources(self, index: int, storage: int) -> list[int]:
+    def _sources(self, stage: int, storage: int) -> list[int]:
         return [
-            self.stored[index].get(storage, ZERO),
-            self.stages[index].recompute.get(self.reach.base[storage], ZERO),
+            self.stored[stage].get(storage, ZERO),
+            self.recompute[stage].get(self.reach.base[storage], ZERO),
         ]
 
-    def _kept(self, index: int) -> None:
+    def _kept(self, stage: int) -> None:
         """What lives when the next stage begins lived when this one began or was computed in it."""
-        for storage, column in self.stored[index + 1].items():
-            if self.reach.base[storage] != self.stages[index].target and column != self.stored[index].get(storage):
-                self.at_most(column, self._sources(index, storage))
+        for storage, column in self.stored[stage + 1].items():
+            if self.reach.base[storage] != stage and column != self.stored[stage].get(storage):
+                self.at_most(column, self._sources(stage, storage))
 
     def _views(self) -> None:
         """F and X of each view that takes time: formed once per life of its storage in which it is needed."""
@@ -161,13 +154,13 @@ class StageModel(StageMemory):
 
     def _view(self, storage: int, needed_by: list[int], time: float) -> None:
         formed = ZERO
-        for index, stage in enumerate(self.stages):
-            runs = [stage.recompute[u] for u in needed_by if u in stage.recompute]
-            runs += [ONE] * (stage.target in needed_by)
-            new = self._form(index, time) if runs else ZERO
+        for stage, recompute in enumerate(self.recompute):
+            runs = [recompute[u] for u in needed_by if u in recompute]
+            runs += [ONE] * (stage in needed_by)
+            new = self._form(stage, time) if runs else ZERO
             for column in runs:
                 self.at_most(column, [new, formed])
-            before, after = self.stored[index].get(storage, ZERO), self.stored[index + 1].get(storage, ZERO)
+            before, after = self.stored[stage].get(storage, ZERO), self.stored[stage + 1].get(storage, ZERO)
             if after == ZERO:
                 formed = ZERO
             elif new != ZERO or (formed != ZERO and after != before):

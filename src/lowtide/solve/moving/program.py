@@ -37,13 +37,12 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from lowtide.ir import SecondMemory
-from lowtide.solve.milp.formulation import ONE, ZERO
+from lowtide.solve.milp.formulation import ONE, ZERO, Terms, summed
 from lowtide.solve.milp.stages import StageModel
 from lowtide.solve.model.split import Split
 
 _UNITS = 1e4  # of the program's time, at most: small enough numbers for small tolerances
 _WHOLE = 1e-6  # how far from whole a column may be
-Terms = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ class MovingModel(StageModel):
 
     def lower_bound(self, bound: float) -> int:
         """Nanoseconds that follow from a bound on the objective."""
-        safe = max(bound - 1e-2 - _WHOLE * self.most * len(self.stages), 0.0)  # the solver's tolerances
+        safe = max(bound - 1e-2 - _WHOLE * self.most * len(self.recompute), 0.0)  # the solver's tolerances
         return int((math.ceil(safe) if self.exact_unit else safe) * self.unit)
 
     def _cost(self, node: int) -> float:
@@ -123,20 +122,16 @@ class MovingModel(StageModel):
     def _recomputes(self, target: int) -> bool:
         return target not in self.moves  # a result is there at once when its operator has run
 
-    def _form(self, index: int, time: float) -> int:
+    def _form(self, stage: int, time: float) -> int:
         column = self.rows.add_column(0.0, 0.0, 1.0)
-        self.formed.setdefault(index, []).append((column, time * self.scale.unit / self.unit))
+        self.formed.setdefault(stage, []).append((column, time * self.scale.unit / self.unit))
         return column
 
     def _at_least(self, terms: Terms, least: float) -> None:
         """A sum is at least so much; the constants ZERO and ONE are understood."""
-        total: dict[int, float] = {}
-        for column, value in terms:
-            if column == ONE:
-                least -= value
-            elif column != ZERO:
-                total[column] = total.get(column, 0.0) + value
-        self.rows.add_row(list(total), list(total.values()), least)
+        total = summed(terms)
+        constant = total.pop(ONE, 0.0)
+        self.rows.add_row(list(total), list(total.values()), least - constant)
 
     def _time(self) -> int:
         return self.rows.add_column(0.0, 0.0, self.most)
@@ -146,24 +141,24 @@ class MovingModel(StageModel):
         complete = {node: self._time() for node in self.moves}
         self.ends, self.fetched, self.awaited = [], [], []
         end = leaving = coming = ZERO
-        for index, stage in enumerate(self.stages):
-            self.fetched.append({} if stage.target in self.moves else self._fetches(index))
-            if stage.target in self.moves:
+        for stage in range(len(self.recompute)):
+            self.fetched.append({} if stage in self.moves else self._fetches(stage))
+            if stage in self.moves:
                 self.ends.append(end)
                 continue
             before = (end, leaving, coming)
             end, leaving = self._time(), self._time()
             coming = leaving if self.memory.shared else self._time()
             self.ends.append(end)
-            self._at_least([(end, 1.0), (before[0], -1.0), *self._spent(index)], self._units_of(stage.target))
+            self._at_least([(end, 1.0), (before[0], -1.0), *self._spent(stage)], self._units_of(stage))
             there, back = [(leaving, 1.0), (before[1], -1.0)], [(coming, 1.0), (before[2], -1.0)]
             for node, move in self.moves.items():
-                asked = [(copies[node][index + 1], 1.0), (copies[node][index], -1.0)]
+                asked = [(copies[node][stage + 1], 1.0), (copies[node][stage], -1.0)]
                 there += [(column, -move.there * value) for column, value in asked]
-                self._offload(index, node, asked, complete[node], before)
-            for node, column in self.fetched[index].items():
+                self._offload(stage, node, asked, complete[node], before)
+            for node, column in self.fetched[stage].items():
                 back.append((column, -self.moves[node].back))
-                self._fetch(index, node, column, copies[node], complete[node], before)
+                self._fetch(stage, node, column, copies[node], complete[node], before)
             passed = [(end, 1.0), (before[0], -1.0)]
             lanes = [there + back[2:]] if self.memory.shared else [there, back]
             for lane in lanes:
@@ -181,29 +176,29 @@ class MovingModel(StageModel):
     def _units_of(self, node: int) -> float:
         return float(self.model.time_ns[node]) / self.unit
 
-    def _spent(self, index: int) -> list[tuple[int, float]]:
+    def _spent(self, stage: int) -> list[tuple[int, float]]:
         """What recomputes and views of the stage take, to be subtracted."""
-        runs = [(column, self._units_of(node)) for node, column in self.stages[index].recompute.items()]
-        return [(column, -time) for column, time in (*runs, *self.formed.get(index, ())) if time]
+        runs = [(column, self._units_of(node)) for node, column in self.recompute[stage].items()]
+        return [(column, -time) for column, time in (*runs, *self.formed.get(stage, ())) if time]
 
     def _copies(self, node: int) -> list[int]:
         """C by stage, and behind the last."""
         move, last = self.moves[node], self.reach.storage_until[self.moves[node].storage]
-        columns = [ZERO] * (len(self.stages) + 1)
-        for index in range(node + 1, len(self.stages)):
-            same = index > last or self.stages[index].target in self.moves
-            columns[index + 1] = columns[index] if same else self.rows.add_column(0.0, 0.0, 1.0, self.integer)
+        columns = [ZERO] * (len(self.recompute) + 1)
+        for stage in range(node + 1, len(self.recompute)):
+            same = stage > last or stage in self.moves
+            columns[stage + 1] = columns[stage] if same else self.rows.add_column(0.0, 0.0, 1.0, self.integer)
             if not same:
-                before, after = columns[index], columns[index + 1]
-                made = self.stages[index].recompute.get(node, ZERO)
-                live = self.stored[index].get(move.storage, ZERO)
+                before, after = columns[stage], columns[stage + 1]
+                made = self.recompute[stage].get(node, ZERO)
+                live = self.stored[stage].get(move.storage, ZERO)
                 self._at_least([(after, 1.0), (before, -1.0)], 0.0)
                 self._at_least([(after, -1.0), (before, 1.0), (live, 1.0), (made, 1.0)], 0.0)
         return columns
 
-    def _fetches(self, index: int) -> dict[int, int]:
+    def _fetches(self, stage: int) -> dict[int, int]:
         """F of the stage: what is made again and not computed."""
-        recompute, found = self.stages[index].recompute, dict[int, int]()
+        recompute, found = self.recompute[stage], dict[int, int]()
         for node, move in self.moves.items():
             if node in recompute:
                 found[node] = recompute[node]
@@ -212,57 +207,58 @@ class MovingModel(StageModel):
                     self._at_least([(found[node], 1.0), (recompute[node], -1.0), (recompute[move.maker], 1.0)], 0.0)
         return found
 
-    def _offload(self, index: int, node: int, asked: Terms, complete: int, before: tuple[int, int, int]) -> None:
+    def _offload(self, stage: int, node: int, asked: Terms, complete: int, before: tuple[int, int, int]) -> None:
         """When the copy of a storage is complete that is asked for in the stage, and that its free waits for it."""
-        move, stage, most = self.moves[node], self.stages[index], self.most
-        if index <= node or self.reach.storage_until[move.storage] < index:
+        move, most = self.moves[node], self.most
+        if stage <= node or self.reach.storage_until[move.storage] < stage:
             return
         big = [(column, -value * (most + move.there)) for column, value in asked]
         self._at_least([(complete, 1.0), (before[0], -1.0), (before[1], -1.0), *big], -most)
-        live = self.stored[index + 1].get(move.storage, ZERO)
-        if live != ONE and self.reach.storage_until[move.storage] > index:
+        live = self.stored[stage + 1].get(move.storage, ZERO)
+        if live != ONE and self.reach.storage_until[move.storage] > stage:
             gone = [(asked[0][0], -most), (live, most)]
-            self._at_least([(self.ends[index], 1.0), (complete, -1.0), *gone], self._units_of(stage.target) - most)
+            self._at_least([(self.ends[stage], 1.0), (complete, -1.0), *gone], self._units_of(stage) - most)
 
     def _fetch(
-        self, index: int, node: int, fetched: int, copies: Sequence[int], complete: int, before: tuple[int, int, int]
+        self, stage: int, node: int, fetched: int, copies: Sequence[int], complete: int, before: tuple[int, int, int]
     ) -> None:
         """When a storage is back that is fetched in the stage, and who waits for it."""
-        move, stage, most = self.moves[node], self.stages[index], self.most
-        self.at_most(fetched, [copies[index + 1]])
+        move, most = self.moves[node], self.most
+        self.at_most(fetched, [copies[stage + 1]])
         back, big = self._time(), -(most + move.back)
         self._at_least([(back, 1.0), (before[0], -1.0), (before[2], -1.0), (fetched, big)], -most)
         self._at_least([(back, 1.0), (complete, -1.0), (fetched, big)], -most)
-        target = self._units_of(stage.target)
-        ended = [(self.ends[index], 1.0), (back, -1.0)]
+        target = self._units_of(stage)
+        ended = [(self.ends[stage], 1.0), (back, -1.0)]
         reads = self.reach.readers[move.storage]
-        live = self.stored[index + 1].get(move.storage, ZERO)
-        if stage.target in reads:
+        live = self.stored[stage + 1].get(move.storage, ZERO)
+        if stage in reads:
             self._at_least(ended, target)
         else:
-            self.awaited += [(reader, back) for reader in reads if reader > index][:1]
+            self.awaited += [(reader, back) for reader in reads if reader > stage][:1]
             self._at_least([*ended, (live, most)], target)
-        there = self.stored[index].get(move.storage, ZERO)
+        there = self.stored[stage].get(move.storage, ZERO)
+        recompute = self.recompute[stage]
         for reader in self.users(stage, move.storage) if there != ONE else ():
-            if reader != stage.target:
-                runs = [(stage.recompute[reader], -most), (there, most), (stage.recompute.get(move.maker, ZERO), most)]
+            if reader != stage:
+                runs = [(recompute[reader], -most), (there, most), (recompute.get(move.maker, ZERO), most)]
                 self._at_least([*ended, *runs], target + self._units_of(reader) - most)
 
     def _second_memory(self, copies: dict[int, list[int]]) -> None:
         """K, and what the second memory holds when a stage begins."""
         if self.memory.capacity_bytes is None:
             return
-        held: list[list[tuple[int, float]]] = [[] for _ in range(len(self.stages) + 1)]
+        held: list[list[tuple[int, float]]] = [[] for _ in range(len(self.recompute) + 1)]
         for node, move in self.moves.items():
             kept = ZERO
-            for index in range(node + 1, self.reach.storage_until[move.storage] + 1):
-                if self.stages[index].target in self.moves:
+            for stage in range(node + 1, self.reach.storage_until[move.storage] + 1):
+                if stage in self.moves:
                     continue
-                asked = [(copies[node][index + 1], 1.0), (copies[node][index], -1.0)]
+                asked = [(copies[node][stage + 1], 1.0), (copies[node][stage], -1.0)]
                 following = self.rows.add_column(0.0, 0.0, 1.0)
-                for column in (following, self.fetched[index].get(node, ZERO)):
+                for column in (following, self.fetched[stage].get(node, ZERO)):
                     self._at_least([(column, -1.0), (kept, 1.0), *asked], 0.0)
-                held[index + 1].append((following, -move.bytes / max(self.memory.capacity_bytes, 1)))
+                held[stage + 1].append((following, -move.bytes / max(self.memory.capacity_bytes, 1)))
                 kept = following
         for terms in filter(None, held):
             self._at_least(terms, -1.0)
