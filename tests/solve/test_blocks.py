@@ -67,7 +67,7 @@ def test_equal_blocks_are_found_and_solved_once() -> None:
     assert max(len(group) for group in groups) >= 9
     found = menus(chain, 8)
     alike = max(groups, key=len)
-    saved = [[one.saved_bytes for one in measure_options(model, chain.span(i, i + 1), found[i])] for i in alike]
+    saved = [measure_options(model, chain.span(i, i + 1), found[i]).saved_bytes.tolist() for i in alike]
     assert all(row == saved[0] for row in saved)
 
 

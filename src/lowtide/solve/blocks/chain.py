@@ -48,19 +48,19 @@ class BlockSpan(NamedTuple):
 
 
 class Measures(NamedTuple):
-    """``saved_bytes`` includes what leaves the block; ``rerun_ns`` is the part of the forward that the option needs
+    """By option. ``saved_bytes`` includes what leaves the block; ``rerun_ns`` is the part of the forward that the option needs
     when nothing is to leave, ``extra_ns`` the recomputes among its codes."""
 
-    saved_bytes: int
-    forward_peak_bytes: int
-    backward_peak_bytes: int
-    rerun_ns: int
-    extra_ns: int
+    saved_bytes: Numbers
+    forward_peak_bytes: Numbers
+    backward_peak_bytes: Numbers
+    rerun_ns: Numbers
+    extra_ns: Numbers
 
 
-def measure_options(model: CompactGraph, span: BlockSpan, options: Sequence[Indices]) -> list[Measures]:
+def measure_options(model: CompactGraph, span: BlockSpan, options: Sequence[Indices]) -> Measures:
     """Walks the codes of each option, then the block's forward nodes, backwards."""
-    return [Measures(*row) for row in core.measure_options(model, span, options).tolist()]
+    return Measures(*core.measure_options(model, span, options).T)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -96,9 +96,9 @@ def leaf_menu(chain: Chain, alike: Sequence[BlockSpan], count: int) -> Menu:
     return thinned(measure_options(model, span, options), options, count)
 
 
-def thinned(measures: Sequence[Measures], options: Sequence[Indices], count: int) -> Menu:
+def thinned(measures: Measures, options: Sequence[Indices], count: int) -> Menu:
     """The Pareto-best options, about ``count`` of them, evenly spread over saved bytes, quickest and smallest kept."""
-    saved, forward_peak, backward_peak, _, extra_ns = np.array(measures, np.int64).T
+    saved, forward_peak, backward_peak, _, extra_ns = measures
     order = np.lexsort((backward_peak, saved, extra_ns))
     figures = np.stack([extra_ns, saved, backward_peak, forward_peak], axis=1)[order]
     best = core.undominated(figures.reshape(-1), figures.shape[1])

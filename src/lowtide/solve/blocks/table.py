@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from lowtide.errors import PlanError
 from lowtide.native import core
@@ -128,7 +129,7 @@ def build_table(chain: Chain, menus: Sequence[Menu], most_bytes: int, slots: int
     """
     room = max(most_bytes - chain.constant_bytes, 1)
     measures = [measure_options(chain.model, chain.span(i, i + 1), menu) for i, menu in enumerate(menus)]
-    unit = max(-(-room // slots), 1) if slots else _exact_unit(chain, measures)
+    unit = max(-(-room // slots), 1) if slots else _exact_unit(chain)
     size = room // unit + 1
     entries = (chain.blocks + 1) ** 2 * size
     if entries > _ENTRIES:
@@ -141,14 +142,14 @@ def build_table(chain: Chain, menus: Sequence[Menu], most_bytes: int, slots: int
     return Table(chain, tuple(menus), costs, best, choice, unit)
 
 
-def _exact_unit(chain: Chain, measures: list[list[Measures]]) -> int:
+def _exact_unit(chain: Chain) -> int:
     """The greatest common divisor of all sizes."""
     model = chain.model
     numbers = [*model.storage_bytes, *model.workspace_bytes, chain.constant_bytes, *chain.before, *chain.during]
     return max(int(np.gcd.reduce(np.array(numbers, np.int64))), 1)
 
 
-def _table_costs(chain: Chain, measures: list[list[Measures]], unit: int, trim: bool) -> TableCosts:
+def _table_costs(chain: Chain, measures: list[Measures], unit: int, trim: bool) -> TableCosts:
     model, blocks = chain.model, chain.blocks
     time = np.where(model.recomputable, model.time_ns, 0)
     forward = np.array([time[a:b].sum() for a, b in zip(chain.cuts[:-1], chain.cuts[1:], strict=True)], np.int64)
@@ -157,28 +158,25 @@ def _table_costs(chain: Chain, measures: list[list[Measures]], unit: int, trim: 
     nothing = np.zeros(0, np.int32)
     spans = [chain.span(block, block + 1) for block in range(blocks)]
     unread = [span._replace(late=np.zeros_like(span.late)) for span in spans]  # nothing stays for later regions
-    alone = [measure_options(model, span, [nothing])[0].forward_peak_bytes for span in unread]
+    alone = np.array([measure_options(model, span, [nothing]).forward_peak_bytes[0] for span in unread])
     for low in range(blocks):
-        for high in range(low + 1, blocks + 1):
-            peaks[low, high] = max(peaks[low, high - 1], crossing[low, high - 1] + alone[high - 1])
+        peaks[low, low + 1 :] = np.maximum.accumulate(crossing[low, low:-1] + alone[low:])
     gradients = [0, *(chain.before[chain.starts[block]] for block in range(blocks))]
-    flat = [(i, m) for i, menu in enumerate(measures) for m in menu]
+    options = [len(found.extra_ns) for found in measures]
+    flat = Measures(*map(np.concatenate, zip(*measures, strict=True)))
 
-    def up(values: object) -> Numbers:
+    def up(values: npt.ArrayLike) -> Numbers:
         return -(-np.asarray(values, np.int64) // unit)
 
-    def rerun(block: int, found: Measures) -> int:
-        return found.rerun_ns if trim else int(forward[block])
-
     return TableCosts(
-        forward,
-        up(crossing),
-        up(peaks),
-        up(gradients),
-        np.concatenate([[0], np.cumsum([len(menu) for menu in measures])]).astype(np.int64),
-        up([m.saved_bytes for _, m in flat]),
-        up([m.forward_peak_bytes for _, m in flat]),
-        up([m.backward_peak_bytes for _, m in flat]),
-        np.array([rerun(i, m) for i, m in flat], np.int64),
-        np.array([m.extra_ns for _, m in flat], np.int64),
+        forward_ns=forward,
+        crossing=up(crossing),
+        forward_peak=up(peaks),
+        gradients=up(gradients),
+        start=np.cumsum([0, *options], dtype=np.int64),
+        saved=up(flat.saved_bytes),
+        option_forward_peak=up(flat.forward_peak_bytes),
+        option_backward_peak=up(flat.backward_peak_bytes),
+        rerun_ns=flat.rerun_ns if trim else np.repeat(forward, options),
+        extra_ns=flat.extra_ns,
     )
