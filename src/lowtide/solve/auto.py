@@ -59,7 +59,7 @@ class Auto(Options):
         if solved is not None and solved.time_ns == least:
             return dataclasses.replace(solved, status=Status.OPTIMAL, lower_bound_ns=least)
         other = still(None if solved is None else solved.time_ns)
-        candidates = [one for one in (moving, other.schedule, other.lowest_schedule) if one is not None]
+        candidates = [*([] if moving is None else [moving]), *other.schedules]
         return bounded(problem, answer("auto", problem, candidates), self.effort)
 
     def _recomputing(self, problem: Problem, portfolio: Portfolio, beaten_ns: int | None = None) -> Solution:

@@ -63,13 +63,9 @@ def solve_beside(problem: Problem, planner: Planner) -> Solution:
     tries = _tries(problem, planner)
     for solution in _answers(problem, planner, tries):
         first = first or solution
-        found = list[Schedule]()
-        for schedule in (solution.schedule, solution.lowest_schedule):
-            if schedule is not None:
-                found += _hidden(problem, schedule, one_by_one=len(tries) > 1)
+        found = [one for made in solution.schedules for one in _hidden(problem, made, one_by_one=len(tries) > 1)]
         if found:
-            known = () if best is None else (best.schedule, best.lowest_schedule)
-            best = answer(first.planner, problem, [*(one for one in known if one is not None), *found])
+            best = answer(first.planner, problem, [*([] if best is None else best.schedules), *found])
             lowest.append(best.minimum_bytes or 0)
         if first.schedule is None and first.status is Status.INFEASIBLE:
             break
@@ -78,10 +74,8 @@ def solve_beside(problem: Problem, planner: Planner) -> Solution:
     assert first is not None
     solution = first if best is None else dataclasses.replace(best, minimum_bytes=min(lowest))
     if not solution.status.solved:
-        free = not any(
-            may_run_early(problem.graph, op) and problem.costs.workspace_bytes[op.id] for op in problem.graph.ops
-        )
-        proven = first.status is Status.INFEASIBLE and free
+        early = (op.id for op in problem.graph.ops if may_run_early(problem.graph, op))
+        proven = first.status is Status.INFEASIBLE and not any(problem.costs.workspace_bytes[op] for op in early)
         status = Status.INFEASIBLE if proven else Status.UNSOLVED
         return dataclasses.replace(solution, status=status, lower_bound_ns=None)
     return bounded_by(solution, _bound(problem, getattr(planner, "effort", 0), solution.time_ns))

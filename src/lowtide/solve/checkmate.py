@@ -76,7 +76,7 @@ class Checkmate(Options):
         if self.warm_start:
             known.append(get_planner("auto{effort=1}").solve(problem))
         candidates = [keep_all_schedule(problem.graph)]
-        candidates += [each for one in known for each in (one.schedule, one.lowest_schedule) if each is not None]
+        candidates += [each for one in known for each in one.schedules]
         best = answer("checkmate", problem, candidates)
         limit = max(self.time_limit - (time.perf_counter() - began), _LEAST_SECONDS)
         options = SolverOptions(limit, self.gap, threads=self.threads, seed=problem.seed)
@@ -103,7 +103,7 @@ class Checkmate(Options):
         known = [keep_all_schedule(problem.graph)]
         if self.warm_start:
             warm = get_planner("auto{effort=1}" if search.programs() else "auto").solve(problem)
-            known += [schedule for schedule in (warm.schedule, warm.lowest_schedule) if schedule is not None]
+            known += warm.schedules
         if working_set_bound(problem.graph, problem.costs) > problem.budget_bytes:
             search.bound = NEVER
         search.run(known)

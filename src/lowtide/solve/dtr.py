@@ -60,10 +60,7 @@ class _Run:
         self.owns = rows(model.owns_start, model.owns)
         self.base = model.storage_node.tolist()
         self.codes: list[int] = []
-        self.left = [0] * len(self.base)  # uses that the program still has for a storage
-        for row in self.reads:
-            for storage in row:
-                self.left[storage] += 1
+        self.left = np.diff(model.uses_start).tolist()  # uses that the program still has for a storage
         self.pool = Pool(heuristic=options.heuristic, sample=options.sample, skip_small=options.sample, seed=seed)
         self.entries: list[Entry] = []
         for storage, node in enumerate(self.base):

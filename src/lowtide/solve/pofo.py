@@ -42,7 +42,7 @@ class Pofo(Options):
 
     def search(self, problem: Problem) -> Solution:
         rotor = Rotor().solve(problem)
-        found = [schedule for schedule in (rotor.schedule, rotor.lowest_schedule) if schedule is not None]
+        found = rotor.schedules
         chains = BlockChains(compact(problem.graph, problem.costs))
         below_ns = rotor.time_ns if rotor.status.solved else None
         programs = ChainPrograms(problem, chains.model, program_of(problem.graph, problem.costs))

@@ -99,6 +99,11 @@ class Solution(Shown):
     lowest_schedule: Schedule | None = None
     solve_seconds: float = 0.0
 
+    @property
+    def schedules(self) -> list[Schedule]:
+        """What the planner found: the schedule, or the lowest where that is none within the budget."""
+        return [one for one in (self.schedule, self.lowest_schedule) if one is not None]
+
     def _heading(self) -> str:
         return f"{self.status.value} by {self.planner}"
 

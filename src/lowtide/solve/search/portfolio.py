@@ -153,21 +153,11 @@ class Portfolio:
 
     def round(self, runs: Iterable[AnnealRun], budget_bytes: int, iterations: int, bound_ns: int) -> list[Candidate]:
         """The quickest within the budget that each of several runs meets, in their order; those that met none left out.
-
-        A run ends when it meets ``bound_ns``, which no schedule undercuts.
-        """
-
-        room = max(budget_bytes - self.model.fixed_bytes, 1)
+        A run ends when it meets ``bound_ns``, which no schedule undercuts."""
 
         def anneal(run: AnnealRun) -> Candidate | None:
-            settings = AnnealSettings(
-                budget_bytes=room,
-                iterations=iterations,
-                hot=run.hot * self.mean_ns,
-                cold=_COLD * self.mean_ns,
-                pressure=float(self.model.time_ns.sum() + 1) / room,
-                target_ns=bound_ns - self.model.least_ns,
-            )
+            settings = self._settings(budget_bytes, iterations, run.hot)
+            settings = settings._replace(target_ns=bound_ns - self.model.least_ns)
             if run.strict:
                 settings = settings._replace(pressure=_STRICT * settings.pressure, rate=1.0)
             return self._run(run.start, settings, run.stream)
@@ -177,20 +167,17 @@ class Portfolio:
 
     def lower(self, start: Candidate, target_bytes: int, iterations: int, stream: int) -> Candidate:
         """The lowest peak that a run meets, which ends early at ``target_bytes``."""
-        room = max(start.peak_bytes - self.model.fixed_bytes, 1)
-        settings = AnnealSettings(
-            budget_bytes=room,
-            iterations=iterations,
-            hot=0.1 * self.mean_ns,
-            cold=_COLD * self.mean_ns,
-            pressure=float(self.model.time_ns.sum() + 1) / room,
-            time_weight=0.002,
-            lower=0.001,
-            target_bytes=max(target_bytes - self.model.fixed_bytes, 0),
-            rate=1.0,
-        )
+        settings = self._settings(start.peak_bytes, iterations, hot=0.1)
+        target_bytes = max(target_bytes - self.model.fixed_bytes, 0)
+        settings = settings._replace(time_weight=0.002, lower=0.001, target_bytes=target_bytes, rate=1.0)
         found = self._run(start, settings, stream)
         return start if found is None or found.peak_bytes > start.peak_bytes else found
+
+    def _settings(self, budget_bytes: int, iterations: int, hot: float) -> AnnealSettings:
+        """``hot``: the first temperature in mean node times."""
+        room = max(budget_bytes - self.model.fixed_bytes, 1)
+        pressure = float(self.model.time_ns.sum() + 1) / room
+        return AnnealSettings(room, iterations, hot * self.mean_ns, _COLD * self.mean_ns, pressure)
 
     def _run(self, start: Candidate, settings: AnnealSettings, stream: int) -> Candidate | None:
         """The quickest that was met (the lowest, with ``lower``); ``None`` where none was within the (last) budget."""
