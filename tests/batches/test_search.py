@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.batches.search import largest
+from lowtide.batches.find import largest
 
 
 @given(answer=st.integers(0, 5000), guess=st.integers(-3, 9000), limit=st.integers(1, 6000))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from lowtide.batches.family import SMALL_BATCHES, Family, Member
 from lowtide.batches.samples import MakeSample, Samples
-from lowtide.batches.search import largest
 from lowtide.batches.verify import measured_peak
 from lowtide.budget import is_amount, is_percentage, parse_budget
 from lowtide.capture import Captured
@@ -29,6 +29,7 @@ from lowtide.units import format_bytes, format_percent
 
 _LOG = logging.getLogger(__name__)
 _FRACTIONS = 4  # halvings of the share of the peak that the first guess is made from
+_FIRST_STEP = 32  # the first step away from a guess is this part of it
 _STEP_BACK = 64  # a batch that fails its confirmation is lowered by this part of it
 ONE_FORWARD_PASS = 1 / 3
 
@@ -249,3 +250,22 @@ def _downwards(batch: int, above: int = 0) -> Iterator[int]:
     while batch > above:
         yield batch
         batch -= max(1, batch // _STEP_BACK)
+
+
+def largest(passes: Callable[[int], bool], guess: int, limit: int) -> int:
+    """The largest number from 1 to ``limit`` that passes, 0 where 1 does not; every number below one that passes must pass.
+
+    Steps that double lead away from ``guess``, up or down, until the answer lies between two of them; then halving. So a
+    guess of 1 is an exponential search, and a good guess takes a few tests.
+    """
+    guess = min(max(guess, 1), limit)
+    step = max(1, guess // _FIRST_STEP)
+    if passes(guess):
+        low, high = guess, min(guess + step, limit + 1)
+        while high <= limit and passes(high):
+            low, high, step = high, min(high + 2 * step, limit + 1), 2 * step
+    else:
+        low, high = max(guess - step, 0), guess
+        while low > 0 and not passes(low):
+            low, high, step = max(low - 2 * step, 0), low, 2 * step
+    return low + bisect.bisect_left(range(low + 1, high), True, key=lambda number: not passes(number))
