@@ -30,8 +30,16 @@ from lowtide import __version__
 from lowtide.budget import parse_budget
 from lowtide.errors import PlanError
 from lowtide.ir import load_instance
-from lowtide.report.comparison import OVER_TIME, Cell, Instance, Task, cell_text, comparison_to_json, run_limited
-from lowtide.report.comparison_figure import comparison_figure
+from lowtide.report.comparison import (
+    OVER_TIME,
+    Cell,
+    Instance,
+    Task,
+    cell_text,
+    comparison_figure,
+    comparison_to_json,
+    run_limited,
+)
 from lowtide.solve import get_planner, planner_names
 from lowtide.store import write_atomically
 

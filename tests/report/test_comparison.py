@@ -10,8 +10,7 @@ import pytest
 from benchmarks.planner_claims import violations
 from benchmarks.planner_table import document
 from benchmarks.planners import Results
-from lowtide.report.comparison import Cell, Instance, Task, cell_text
-from lowtide.report.comparison_figure import comparison_figure
+from lowtide.report.comparison import Cell, Instance, Task, cell_text, comparison_figure
 
 INSTANCE = Instance("net", 10, 1000, 100)
 

@@ -25,12 +25,12 @@ from lowtide.report.comparison import (
     Cell,
     Instance,
     Task,
+    comparison_figure,
     comparison_to_json,
     render_comparison,
     run_cell,
     run_limited,
 )
-from lowtide.report.comparison_figure import comparison_figure
 from lowtide.solve import get_planner, planner_names
 from lowtide.store import write_atomically
 

@@ -1,4 +1,4 @@
-"""Planners side by side: one cell per instance, budget and planner, as a text table and as JSON."""
+"""Planners side by side: one cell per instance, budget and planner, as a text table, as JSON and as a matplotlib figure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import LowtideError
+from lowtide.extras import require
 from lowtide.ir import Costs, Graph, SecondMemory, keep_all_schedule, load_instance, plain_time_ns, simulate
 from lowtide.report.tables import table_lines
 from lowtide.solve import Problem, Progress, solve
@@ -25,6 +26,8 @@ FAILED, OVER_TIME = "failed", "over time"
 _START_SECONDS = 60.0  # for importing, loading and connecting; a planner's time begins after that
 _GRACE_SECONDS = 0.5
 LEGEND = "overhead in % (proven lower bound), seconds of planning; * marks a proven optimum"
+_MARKERS = "osD^v<>pPX*hd8H1234x+"
+_COLOURS = 10  # of matplotlib's default cycle; markers repeat later, so that every pair is used once
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +175,51 @@ def cell_text(cell: Cell) -> str:
         return cell.status + seconds
     bound = "" if cell.lower_bound_percent is None else f" ({cell.lower_bound_percent:.3f})"
     return f"{cell.overhead_percent:.3f}{'*' if cell.status == 'optimal' else ''}{bound}{seconds}"
+
+
+def comparison_figure(instance: Instance, cells: Sequence[Cell]) -> Any:
+    """A ``matplotlib.figure.Figure``: overhead in percent (logarithmic above 1) against budget in percent of the peak.
+
+    Budgets that a planner does not meet are left out; the dashed line is the best proven lower bound of all planners.
+    """
+    own = [cell for cell in cells if cell.instance == instance.name]
+    figure = require("matplotlib.figure").Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for index, planner in enumerate(dict.fromkeys(cell.planner for cell in own)):
+        points = _points(instance, [c for c in own if c.planner == planner], "overhead_percent")
+        auto = planner.startswith("auto")
+        axes.plot(
+            *zip(*points, strict=True) if points else ([], []),
+            color=f"C{index % _COLOURS}",
+            marker=_MARKERS[index % len(_MARKERS)],
+            linewidth=2 if auto else 1,
+            markersize=7 if auto else 5,
+            alpha=1.0 if auto else 0.8,
+            zorder=3 if auto else 2,
+            label=planner if points else f"{planner} (none met)",
+        )
+    bounds = dict(_points(instance, own, "lower_bound_percent"))  # the last of each budget is its largest
+    if bounds:
+        axes.plot([*bounds], [*bounds.values()], color="black", linestyle="--", linewidth=1, label="lower bound")
+    axes.set_yscale("symlog", linthresh=1)
+    percent = require("matplotlib.ticker").FormatStrFormatter("%g")
+    axes.yaxis.set_major_formatter(percent)
+    axes.set(title=f"{instance.name} ({instance.ops} ops)", ylim=(0, None))
+    axes.set(xlabel="budget (% of the peak without recomputation)", ylabel="overhead (%)")
+    axes.set_xticks(sorted({round(_share(instance, cell), 1) for cell in own}))
+    axes.xaxis.set_major_formatter(percent)
+    axes.invert_xaxis()
+    axes.grid(visible=True, alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+    return figure
+
+
+def _points(instance: Instance, cells: Sequence[Cell], figure: str) -> list[tuple[float, float]]:
+    """(budget in percent of the peak, percent) of the cells that have the figure, by budget."""
+    pairs = [(_share(instance, cell), getattr(cell, figure)) for cell in cells]
+    return sorted((share, percent) for share, percent in pairs if percent is not None)
+
+
+def _share(instance: Instance, cell: Cell) -> float:
+    return 100 * cell.budget_bytes / max(instance.peak_bytes, 1)
