@@ -14,6 +14,11 @@ def format_bytes(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{count / scale:.1f} {unit}"
 
 
+def exact_bytes(count: int) -> str:
+    """``exact_bytes(278139912) == "265.3 MiB (278139912 bytes)"``."""
+    return f"{format_bytes(count)} ({count} bytes)"
+
+
 def format_time(nanoseconds: int) -> str:
     """``format_time(1_234_567) == "1.23 ms"``."""
     unit, scale = largest_unit(nanoseconds, TIME_UNITS)
@@ -31,9 +36,14 @@ def format_percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
-def overhead_percent(time_ns: int, least_ns: int) -> float:
-    """Percent above the program without recomputation, which takes ``least_ns``."""
-    return 100 * (time_ns / least_ns - 1) if least_ns else 0.0
+def overhead(time_ns: int, base_ns: int) -> float:
+    """Extra time over the program without recomputation, which takes ``base_ns``, as a fraction."""
+    return time_ns / base_ns - 1 if base_ns else 0.0
+
+
+def overhead_percent(time_ns: int, base_ns: int) -> float:
+    """The same in percent."""
+    return 100 * overhead(time_ns, base_ns)
 
 
 def format_source(source: str) -> str:

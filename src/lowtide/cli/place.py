@@ -16,7 +16,7 @@ from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.place import Buffers, Placement, place, read_buffers, write_buffers
 from lowtide.report.tables import fact_lines
 from lowtide.solve import Status
-from lowtide.units import format_bytes
+from lowtide.units import exact_bytes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -55,8 +55,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     reserved, bound = found.reserved_bytes, found.lower_bound_bytes
     facts = {
-        "reserved": f"{format_bytes(reserved)} ({reserved} bytes)",
-        "bound": f"{format_bytes(bound)} ({bound} bytes): no placement takes up less",
+        "reserved": exact_bytes(reserved),
+        "bound": f"{exact_bytes(bound)}: no placement takes up less",
         "gap": f"{gap:.3f} %",
     }
     print("\n".join([f"{found.status.value}: {len(buffers)} buffers in {found.seconds:.2f} s", *fact_lines(facts)]))

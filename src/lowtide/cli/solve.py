@@ -43,7 +43,7 @@ from lowtide.report.tables import fact_lines
 from lowtide.report.text import collectives_text, cuda_facts, moved_text
 from lowtide.solve import Problem, Solution, Status, peak_lower_bound, solve
 from lowtide.store import write_atomically
-from lowtide.units import format_bytes, format_percent, format_time, overhead_percent
+from lowtide.units import exact_bytes, format_bytes, format_percent, format_time, overhead_percent
 
 
 class Found(NamedTuple):
@@ -96,7 +96,7 @@ def _add_addresses(found: Found, graph: Graph, costs: Costs, layout: Layout) -> 
     cuda = {"native": asdict(native), "expandable": asdict(expandable)}
     found.summary.update(offsets=layout.of_steps(), reserved_bytes=reserved, cuda=cuda)
     bound = f"at most {100 * placement.gap:.3f} % above the least" if placement.gap else "no placement takes up less"
-    found.facts["reserved"] = f"{format_bytes(reserved)} ({reserved} bytes) with addresses, {bound}"
+    found.facts["reserved"] = f"{exact_bytes(reserved)} with addresses, {bound}"
     found.facts.update(cuda_facts(native, expandable))
 
 
@@ -148,8 +148,8 @@ def _within_budget(
         raise infeasible(problem, solution, unconstrained, options.planner)
     below = "none" if lower_bound is None else f"{lower_bound:.3f} %"
     facts = {
-        "budget": f"{format_bytes(budget)} ({budget} bytes), unconstrained peak {format_bytes(unconstrained)}",
-        "peak": f"{format_bytes(peak)} ({peak} bytes)",
+        "budget": f"{exact_bytes(budget)}, unconstrained peak {format_bytes(unconstrained)}",
+        "peak": exact_bytes(peak),
         "overhead": f"{overhead:.3f} % (lower bound {below})",
     }
     if gap is not None:
@@ -198,8 +198,8 @@ def _smallest_budget(
         "solve_seconds": round(seconds, 6),
     }
     facts = {
-        "budget": f"{format_bytes(least)} ({least} bytes), {format_percent(least / max(unconstrained, 1))} of the peak",
-        "bound": f"{format_bytes(bound)} ({bound} bytes): no schedule has a lower peak",
+        "budget": f"{exact_bytes(least)}, {format_percent(least / max(unconstrained, 1))} of the peak",
+        "bound": f"{exact_bytes(bound)}: no schedule has a lower peak",
         "gap": f"{gap:.3f} %",
         "overhead": f"{overhead:.3f} % at that budget",
     }

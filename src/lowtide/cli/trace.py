@@ -28,7 +28,7 @@ from lowtide.trace import (
     trace_to_graph,
     unconstrained_peak_bytes,
 )
-from lowtide.units import format_bytes, format_time, overhead_percent
+from lowtide.units import exact_bytes, format_bytes, format_time, overhead_percent
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -106,8 +106,8 @@ def _runs(trace: Trace, peak_bytes: int, options: argparse.Namespace) -> list[di
 
 def _run_lines(run: dict[str, Any]) -> list[str]:
     facts = {
-        "budget": f"{format_bytes(run['budget_bytes'])} ({run['budget_bytes']} bytes)",
-        "peak": f"{format_bytes(run['peak_bytes'])} ({run['peak_bytes']} bytes)",
+        "budget": exact_bytes(run["budget_bytes"]),
+        "peak": exact_bytes(run["peak_bytes"]),
     }
     ended = {"ended   ": f"in {run['operator']}"} if run["slowdown"] is None else {"slowdown": f"{run['slowdown']:.4f}"}
     counts = f"  evictions {run['evictions']}, rematerializations {run['rematerializations']}"

@@ -42,7 +42,7 @@ from lowtide.report.text import collectives_text, moved_text, summary_text
 from lowtide.report.writers import write_report, writer_of
 from lowtide.solve import Progress
 from lowtide.store import write_atomically
-from lowtide.units import format_bytes, format_percent
+from lowtide.units import format_bytes, format_percent, overhead
 
 PLAN_FORMAT = "lowtide-plan/1"
 _FACTS = (
@@ -105,8 +105,7 @@ class Plan:
     @property
     def overhead(self) -> float:
         """Extra time over the same program without recomputation, as a fraction."""
-        total = plain_time_ns(self.graph, self.costs)
-        return self.time_ns / total - 1 if total else 0.0
+        return overhead(self.time_ns, plain_time_ns(self.graph, self.costs))
 
     @property
     def chunked(self) -> tuple[ChunkedLoss, ...]:

@@ -23,7 +23,7 @@ from lowtide.report.svg import SIZES, Chart, Size, read_template, ticks
 from lowtide.report.tables import table_lines
 from lowtide.solve import Problem, Progress, minimum_peak, peak_lower_bound, solve
 from lowtide.store import write_atomically
-from lowtide.units import format_bytes, format_percent
+from lowtide.units import format_bytes, format_percent, overhead
 
 CURVE_FORMAT = "lowtide-curve/1"
 CURVE_PLANNER = "auto{effort=1}"
@@ -65,7 +65,7 @@ class Curve:
 
     def overhead(self, time_ns: int) -> float:
         """Extra time over the program without recomputation, as a fraction."""
-        return time_ns / self.base_ns - 1 if self.base_ns else 0.0
+        return overhead(time_ns, self.base_ns)
 
     def least_overhead(self, point: CurvePoint) -> float | None:
         """The overhead that nothing within the budget of ``point`` undercuts, where known."""
@@ -105,7 +105,7 @@ class Curve:
         """As SVG, overhead in percent against the budget, which shrinks to the right; shaded, what no schedule reaches.
         ``own_bytes``: the budget of the point to mark, if one is."""
         whole, overheads = self.unconstrained_peak_bytes, [self.overhead(point.time_ns) for point in self.points]
-        top = max(1, *(100 * overhead for overhead in overheads))
+        top = max(1, *(100 * extra for extra in overheads))
         chart = Chart(size, whole, top, reversed_x=True)
         if self.lower_bound_bytes > 0:
             start = chart.x(min(self.lower_bound_bytes, max(whole, 1)))
@@ -114,8 +114,8 @@ class Curve:
         across = [(max(whole, 1) * share / 100, f"{share} %") for share in (100, 80, 60, 40, 20, 0)]
         chart.axes(across, ticks(top, size.up, {"%": 1}), "budget, % of the unconstrained peak")
 
-        def place(point: CurvePoint, overhead: float) -> tuple[float, float]:
-            return chart.x(point.budget_bytes), chart.y(max(100 * overhead, 0.0))
+        def place(point: CurvePoint, extra: float) -> tuple[float, float]:
+            return chart.x(point.budget_bytes), chart.y(max(100 * extra, 0.0))
 
         line = list(map(place, self.points, overheads))
         bounds = [(point, self.least_overhead(point)) for point in self.points]
@@ -123,8 +123,8 @@ class Curve:
         shapes = [("polygon", [*line, *bound[::-1]], "gap"), ("polyline", bound, "bound")] if bound else []
         for name, corners, class_ in [*shapes, ("polyline", line, "plan")]:
             chart.draw(name, points=" ".join(f"{x},{y}" for x, y in corners), class_=class_)
-        for point, overhead, (x, y) in zip(self.points, overheads, line, strict=True):
-            own, percent = point.budget_bytes == own_bytes, format_percent(overhead)
+        for point, extra, (x, y) in zip(self.points, overheads, line, strict=True):
+            own, percent = point.budget_bytes == own_bytes, format_percent(extra)
             words = f"<title>{format_bytes(point.budget_bytes)}: {percent}</title>"
             chart.draw("circle", words, cx=x, cy=y, r=6 if own else 4, class_="own" if own else "dot")
             if own:

@@ -17,6 +17,7 @@ from lowtide.report.modules import ModuleRow, rows_of
 from lowtide.report.profile import StepProfile
 from lowtide.report.replay import ENDLESS_BYTES, replay
 from lowtide.trace import Constant, ReplayStatus, Trace, simulate
+from lowtide.units import overhead
 
 _LOGGER = logging.getLogger(__name__)
 _SHARES = (100, 90, 80, 70, 60, 50, 40, 30, 20)  # of the peak: the budgets of a trace's curve
@@ -68,14 +69,14 @@ class Report:
     @property
     def overhead(self) -> float:
         """Extra time of the run, as a fraction."""
-        return self.run.time_ns / self.base_ns - 1 if self.base_ns else 0.0
+        return overhead(self.run.time_ns, self.base_ns)
 
     @property
     def least_overhead(self) -> float | None:
         """The overhead that no schedule within the budget undercuts, where known."""
         if self.lower_bound_ns is None or not self.base_ns:
             return None
-        return self.lower_bound_ns / self.base_ns - 1
+        return overhead(self.lower_bound_ns, self.base_ns)
 
 
 def report_of_trace(
