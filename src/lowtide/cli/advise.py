@@ -40,13 +40,11 @@ def run(options: argparse.Namespace) -> int:
         outside = [f"{root.name}: {root.outside}" for root in watch.roots.roots]
         none = "no module was called in training mode (model.train()) with gradients"
         raise LowtideError(f"there is nothing to advise on: {'; '.join(outside) or none}.")
-    words = [*(["-m"] if as_module else []), target, *arguments]
-    command = f"lowtide run --budget {{budget}} {shlex.join(words)}".replace("{", "{{").replace("}", "}}")
-    command = command.replace("{{budget}}", "{budget}", 1)
+    script = shlex.join([*(["-m"] if as_module else []), target, *arguments])
     for watched in watch.watched:
         with progress_bar(watched.root.name) as on_progress:
             advice = advise(watched, on_progress)
-        print(f"\n{advice.text(command)}")
+        print(f"\n{advice.text(script)}")
         if options.output:
             path = Path(options.output)
             if len(watch.watched) > 1:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -27,7 +27,7 @@ from lowtide.report.modules import merge_repeats
 from lowtide.report.report import Report
 from lowtide.report.tables import fact_lines, table_lines
 from lowtide.settings import Settings
-from lowtide.units import format_bytes, format_percent, format_time
+from lowtide.units import format_bytes, format_percent
 
 SHARES = (90, 80, 70, 60, 50, 40, 30)  # percent of the peak: the budgets that are priced
 _MOST_ROWS = 40
@@ -45,7 +45,8 @@ class Watched:
     root: Root
     program: Program
     costs: Costs
-    beside: dict[str, int] = field(default_factory=dict)
+    parameters: list[nn.Parameter]  # as long as it is watched
+    beside: dict[str, int]
 
 
 class Watch:
@@ -59,7 +60,6 @@ class Watch:
         self.roots = Roots(self._found, ended=self._pass_ended)
         self._steps, self._say = steps, say
         self._done: Counter[int] = Counter()  # steps by the optimizer's id
-        self._modules: list[nn.Module] = []
         self._optimizer: Optimizer | None = None  # that has not made a step
 
     def __enter__(self) -> Watch:
@@ -72,7 +72,8 @@ class Watch:
     ) -> None:
         self.roots.__exit__(kind, error, traceback)
         self._hook.remove()
-        self._modules.clear()
+        for watched in self.watched:
+            watched.parameters.clear()
 
     def _found(self, root: Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         reason = not_planned(module)
@@ -82,15 +83,17 @@ class Watch:
         with refused(root):
             with torch.enable_grad():
                 program = capture(module, args, kwargs).program
-            self.watched.append(Watched(root, program, program_costs(program), _state_bytes(module)))
-            self._modules.append(module)
+            parameters, costs = list(module.parameters()), program_costs(program)
+            beside = {"parameters": _tensor_bytes(parameters), "buffers": _tensor_bytes(module.buffers())}
+            beside["gradients, within the pass"] = _tensor_bytes(one for one in parameters if one.requires_grad)
+            self.watched.append(Watched(root, program, costs, parameters, beside))
         if root.outside:
             self._say(f"{root.name} cannot be planned as a whole: {root.outside}")
         root.outside = root.outside or "it is watched"
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for watched, module in zip(self.watched, self._modules, strict=True):
-            states = [optimizer.state[p] for p in module.parameters() if p in optimizer.state]
+        for watched in self.watched:
+            states = [optimizer.state[p] for p in watched.parameters if p in optimizer.state]
             name = f"states of {type(optimizer).__name__}"
             watched.beside[name] = sum(_tensor_bytes(state.values()) for state in states)
         self._done[id(optimizer)] += 1
@@ -105,12 +108,6 @@ class Watch:
             raise Enough(0)
 
 
-def _state_bytes(module: nn.Module) -> dict[str, int]:
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    beside = {"parameters": _tensor_bytes(module.parameters()), "buffers": _tensor_bytes(module.buffers())}
-    return beside | {"gradients, within the pass": _tensor_bytes(trained)}
-
-
 def _tensor_bytes(values: Iterable[Any]) -> int:
     """Of the storages behind the tensors among ``values``."""
     return held_bytes(value for value in values if isinstance(value, torch.Tensor))
@@ -120,42 +117,40 @@ def _tensor_bytes(values: Iterable[Any]) -> int:
 class Advice:
     """``plain``: the plan without recomputation, with the curve; ``suggested`` the point of it that is advised, if one is."""
 
-    name: str
+    watched: Watched
     plain: Plan
     curve: Curve
     suggested: CurvePoint | None
-    beside: Mapping[str, int]
-    measured_bytes: int | None
     report: Report  # of the plan for what is suggested
 
-    def text(self, command: str) -> str:
-        """What goes where, module by module, what each budget costs, and the ``command`` to type."""
-        facts = {name: format_bytes(count) for name, count in self.beside.items() if count}
-        measured = "" if self.measured_bytes is None else f", {format_bytes(self.measured_bytes)} measured"
+    def text(self, script: str) -> str:
+        """What goes where, module by module, what each budget costs, and the command to type for ``script``."""
+        root = self.watched.root
+        facts = {name: format_bytes(count) for name, count in self.watched.beside.items() if count}
+        measured = "" if root.measured_bytes is None else f", {format_bytes(root.measured_bytes)} measured"
         facts["a forward and backward pass"] = f"{format_bytes(self.plain.peak_bytes)} predicted{measured}"
         parts = [
-            "\n".join([f"{self.name}: where memory goes", *fact_lines(facts)]),
+            "\n".join([f"{root.name}: where memory goes", *fact_lines(facts)]),
             "\n".join(["saved for the backward pass, without a budget", *_modules(self.plain)]),
             f"what a budget of the pass costs\n{self.curve}",
-            self._suggestion(command),
+            self._suggestion(script),
         ]
         return "\n\n".join(parts)
 
-    def _suggestion(self, command: str) -> str:
+    def _suggestion(self, script: str) -> str:
         point, whole = self.suggested, self.curve.unconstrained_peak_bytes
         if point is None:
             return "no budget below the whole pass is met: nothing would be gained"
         saved, share = format_bytes(whole - point.budget_bytes), -(-100 * point.budget_bytes // max(whole, 1))
         costs = format_percent(self.curve.overhead(point.time_ns))
-        return f"{command.format(budget=f'{share}%')}\n  takes {saved} less, and {costs} longer per pass (predicted)"
+        gain = f"takes {saved} less, and {costs} longer per pass (predicted)"
+        return f"lowtide run --budget {share}% {script}\n  {gain}"
 
 
 def _modules(plan: Plan) -> list[str]:
     rows = merge_repeats(plan.as_report().rows)
     most = sorted(rows, key=lambda row: -row.saved_bytes)[:_MOST_ROWS]
-    cells = [
-        (row.name or "(model)", format_bytes(row.saved_bytes), format_time(row.time_ns)) for row in rows if row in most
-    ]
+    cells = [(name, saved, time) for name, saved, _, _, time in (row.cells() for row in rows if row in most)]
     more = [f"and {len(rows) - len(most)} more, smaller ones"] if len(rows) > len(most) else []
     return [*table_lines([("module", "saved", "time"), *cells]), *more]
 
@@ -175,4 +170,4 @@ def advise(watched: Watched, on_progress: Progress | None = None) -> Advice:
         plan = make_program_plan(program, Settings(budget=suggested.budget_bytes, planner=CURVE_PLANNER), costs=costs)
     report = dataclasses.replace(plan, known_curve=curve).as_report()
     report = dataclasses.replace(report, beside=watched.beside)
-    return Advice(watched.root.name, plain, curve, suggested, watched.beside, watched.root.measured_bytes, report)
+    return Advice(watched, plain, curve, suggested, report)

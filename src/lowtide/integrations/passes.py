@@ -19,10 +19,9 @@ class PassMeter:
     """Peak and time of the forward and backward passes of a step.
 
     Callbacks call ``begin`` before the first of them, ``stop`` after each, ``start`` before a further one, and ``end`` after
-    the last. ``peak_bytes`` is the highest above the level at the start, ``time_ns`` that of the last pass. ``history``
-    has every step as (its number, peak bytes); a step that made a plan is left out, since operators were measured in it.
-    On the CPU the bytes are exact where lowtide's counter can be installed, on an accelerator they are
-    those of its allocator.
+    the last. ``peak_bytes`` is the highest above the level at the start, ``time_ns`` that of the last pass. ``history`` has
+    every step as (its number, peak bytes), but for those in which operators were measured for a plan. Bytes are those of an
+    accelerator's allocator, or on the CPU exact where lowtide's counter can be installed.
     """
 
     def __init__(self) -> None:

@@ -18,9 +18,8 @@ _Callback: Any = require("pytorch_lightning").Callback
 class LowtideCallback(_Callback):  # type: ignore[misc]
     """Logs predicted and measured peak and overhead of every training batch through the module's logger.
 
-    The measured peak is that of the batch's forward and backward pass, with what ``training_step`` allocates around the
-    model. ``history`` keeps every batch as (global step before it, peak bytes); a batch for which a plan was made is left
-    out, since operators were measured in it.
+    The measured peak is that of the batch's pass, with what ``training_step`` allocates around the model. ``history`` keeps
+    every batch as (global step before it, peak bytes), but for those in which operators were measured for a plan.
     """
 
     def __init__(self) -> None:

@@ -66,12 +66,9 @@ class Root:
         self.planned_calls += ran > self._ran
         self._ran = ran
         self.plans = max(self.plans, sum(len(entries) for one in planned for entries in one.entries.values()))
-        if parts is not None and runtime.is_online:
-            self.in_parts = f"runs under lowtide.online, since {parts.why}"
-        elif parts is not None and len(planned) == 1:
-            self.in_parts = f"nothing of it can be planned, since {parts.why}"
-        elif parts is not None:
-            self.in_parts = f"planned in {len(planned) - 1} parts, since {parts.why}"
+        if parts is not None:
+            how = f"planned in {len(planned) - 1} parts" if len(planned) > 1 else "nothing of it can be planned"
+            self.in_parts = f"{'runs under lowtide.online' if runtime.is_online else how}, since {parts.why}"
         elif runtime.differentiated.any:
             self.in_parts = f"calls run without a plan where {WHY}"
         if parts is None and runtime.latest is not None:

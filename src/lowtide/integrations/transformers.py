@@ -18,10 +18,9 @@ _TrainerCallback: Any = require("transformers").TrainerCallback
 class LowtideCallback(_TrainerCallback):  # type: ignore[misc]
     """Adds predicted and measured peak and overhead to every log of a ``Trainer``.
 
-    The measured peak is the highest of all forward and backward passes since the last log, with what the trainer itself
-    allocates around the model. ``history`` keeps every step as (global step, peak bytes); a step that made a plan is left
-    out, since operators were measured in it. Reporters that stand before
-    this callback in the trainer's list have seen a log already when it is added to; ``state.log_history`` always has it.
+    The measured peak is the highest of all passes since the last log, with what the trainer itself allocates around the model.
+    ``history`` keeps every step as (global step, peak bytes), but for those in which operators were measured for a plan.
+    Reporters that stand before this callback have seen a log already when it is added to; ``state.log_history`` always has it.
     """
 
     def __init__(self) -> None:
