@@ -199,16 +199,14 @@ class accumulating:
 
 def plans(model: nn.Module) -> list[Plan]:
     """The plans made for ``model`` so far, one per input signature; of a model in parts, those of its parts."""
-    runtime = _planned(model)
-    return runtime.plans()
+    return _planned(model).plans()
 
 
 def wait(model: nn.Module, seconds: float | None = None) -> bool:
     """Wait until the searches for better plans for ``model`` have ended, at most so many ``seconds``; whether they have.
 
     What they found is in force afterwards, see ``plans`` and ``Plan.history``."""
-    runtime = _planned(model)
-    return runtime.improving.wait(seconds)
+    return _planned(model).improving.wait(seconds)
 
 
 def plan(

@@ -41,9 +41,7 @@ Finish = Callable[[Program], Program]
 _QUICK_SEARCH = "auto{effort=1}"
 _FEW_OPS = 100  # up to which the whole search takes about a second
 FIRST_PLANNER = "auto{effort=0}"  # for a start
-START_PLANNER = (
-    "auto{effort=0,lowest=3}"  # the same, which meets all budgets that the search meets that goes on from it
-)
+START_PLANNER = "auto{effort=0,lowest=3}"  # the same; meets all budgets that the search meets which goes on from it
 _COSTLY = 0.15  # overhead of a plan of kernels, from which operators one by one are planned as well
 
 
@@ -56,11 +54,9 @@ def captured_program(
     known: Known | None = None,
     terms_from: int | None = None,
 ) -> Captured:
-    """The call operator by operator; with ``compiler="inductor"`` those that ``fused`` takes.
-
-    ``known`` is what is known of the call, from another capture of it say;
-    ``terms_from``: gradients of flat inputs from this one on leave as the terms of their sums (``capture.convert.gradients``).
-    """
+    """The call operator by operator; with ``compiler="inductor"`` those that ``fused`` takes. ``known``: of the call, say from
+    another capture of it; ``terms_from``: gradients of flat inputs from this one on leave as the terms of their sums
+    (``capture.convert.gradients``)."""
     if settings.agreed and several_processes():  # a value may be another one on each
         known = dataclasses.replace(known or Known(), expected=None)
     rewrites: list[Callable[[torch.fx.GraphModule], None]] = []
@@ -172,12 +168,11 @@ def make_program_plan(
     costs: Costs | None = None,
     known: Sequence[Schedule] = (),
 ) -> Plan:
-    """Cost and plan ``program``. Raises ``InfeasibleBudgetError`` where the budget cannot be met.
+    """Cost and plan ``program``; among several processes, one for all that ask the same. Raises ``InfeasibleBudgetError``.
 
-    ``known``: schedules of which one is taken, if it fits, without a search. ``costs``: those of ``program_costs``, where they
-    are known already. ``granted_bytes`` is what an earlier signature of the model was given: a budget in percent is at least
-    that, so that a short last batch may use the memory of a full one. Among several processes, one plans for all that ask the
-    same.
+    ``known``: schedules of which one is taken, if it fits, without a search. ``costs``: where those of ``program_costs`` are
+    known. ``granted_bytes``: what an earlier signature of the model was given, the least that a budget in percent is, so that
+    a short last batch may use the memory of a full one.
     """
     outside = _outside(program, settings, model)
     if costs is None:
@@ -307,9 +302,7 @@ def _first_plan(request: PlanRequest) -> Plan | None:
     try:
         return (begun or quick.make()).begun()
     except InfeasibleBudgetError:
-        if searches(request.planner) or is_brief(
-            request.planner
-        ):  # which meets no budget either that a first plan does not
+        if searches(request.planner) or is_brief(request.planner):  # no budget is met that a first plan does not meet
             raise
         return None
 

@@ -1,9 +1,8 @@
 """One model at every batch size: graph and costs, without a capture for each.
 
-Two small batches are captured and their operators measured. Where both give the same operators in the same order, all
-that changes from batch to batch are numbers, each on a line through the two: bytes are exactly so, times and workspaces
-about. Where they do not, every batch is captured for itself. What is decided here is confirmed on a capture of the batch
-that is answered (``batches.find``).
+Two small batches are captured and measured. Where both give the same operators in the same order, all that changes from batch
+to batch are numbers on a line through the two: bytes exactly so, times and workspaces about. Where they do not, every batch is
+captured for itself. What is decided here is confirmed on a capture of the batch that is answered (``batches.find``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Samples of any batch size without their memory.
 
-The user's function runs on fake tensors, so that it allocates nothing. Floating-point tensors stay fake. Integers get
-values, since a program may ask about them ("is this mask all ones?"): those of a small real sample, repeated. A function
-that cannot run on fake tensors, or whose integers cannot come from a smaller sample's, runs for real.
+The user's function runs on fake tensors, and floating-point ones stay fake. Integers get values, since a program may ask about
+them ("is this mask all ones?"): those of a small real sample, repeated. A function that cannot run on fake tensors, or whose
+integers cannot come from a smaller sample's, runs for real.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Library calls by the routine that is quickest here: each is measured beside the ATen operator that it stands for.
 
-A routine takes the operator's place where it takes a tenth less time at least, and not much more memory: nothing that the
-smallest budgets would feel. What is measured is kept with the costs of operators, so every process on a machine chooses alike,
-at every budget. In a training of several processes, each of which would choose for itself, ``pipeline`` asks nothing here.
+A routine takes the operator's place where it takes a tenth less time at least, and not much more memory. What is measured is
+kept with the costs of operators, so every process on a machine chooses alike, at every budget. In a training of several
+processes, each of which would choose for itself, ``pipeline`` asks nothing here.
 """
 
 from __future__ import annotations

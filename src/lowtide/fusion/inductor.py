@@ -1,15 +1,14 @@
 """The one place that calls Inductor: from a kernel's operators to compiled code.
 
-The operators are traced with Inductor's decompositions and handed to ``compile_fx_inner``, below AOTAutograd: nothing
-but code generation happens there. Results come in the strides that the program was captured with. A result is written
-over the first input where that is donated and Inductor finds it safe: it decides so for tensors that a backward graph
-alone holds, so a kernel with such an input is compiled as one.
+The operators are traced with Inductor's decompositions and handed to ``compile_fx_inner``, below AOTAutograd: nothing but code
+generation happens there. Results come in the captured strides. A result is written over the first input where that is donated
+and Inductor finds it safe, which it decides for backward graphs alone, so such a kernel is compiled as one.
 
-Most of the time goes to the C++ compiler, or Triton's, which Inductor runs in processes of their own and then waits for.
-Here it does not wait before all kernels have been handed over, so that they are compiled side by side.
+Most of the time goes to the C++ compiler, or Triton's, in processes of their own. Here nobody waits for them before all
+kernels have been handed over, so that they are compiled side by side.
 
-Inductor keeps on disk what it generated for a graph. Which inputs may be overwritten and which strides results have is
-not in its key for that, so graphs are marked: nobody else's code is taken for a kernel's, and the other way round.
+Which inputs may be overwritten and which strides results have is not in the key that Inductor keeps code under, so graphs are
+marked: nobody else's code is taken for a kernel's, and the other way round.
 """
 
 from __future__ import annotations
@@ -111,11 +110,8 @@ def _settings() -> Iterator[None]:
 def _not_waiting() -> Iterator[list[Callable[[], None]]]:
     """Inside, generated modules of this thread are loaded without waiting for their kernels; the waits are what is given.
 
-    A module's last step of loading puts compiled kernels in the place of those to come, in its own namespace, where it
-    looks them up when it is called.
-
-    Generated code makes its own ``AsyncCompile``, so the method is replaced for the whole process. One thread at a time does so
-    (``_GENERATING``): two would put back each other's. What other threads load meanwhile waits as ever.
+    A module's last step of loading puts compiled kernels in the place of those to come. It makes its own ``AsyncCompile``, so
+    the method is replaced for the whole process, by one thread at a time (``_GENERATING``): two would put back each other's.
     """
     from torch._inductor.async_compile import AsyncCompile
 

@@ -1,10 +1,9 @@
 """The proof that a fused program computes what the captured one does.
 
-Every value is an expression: an operator applied to expressions, down to inputs, constants and arriving gradients. Equal
-expressions get equal numbers, and a kernel is read as the operators that it stands for (with which it is compared on real
-numbers, see ``fusion.kernel``). Outputs, gradients and updates with the same numbers in both programs are therefore the
-same operators on the same operands, in whatever order and however often. Random operators and effects also count by
-their turn, and what the program overwrites by how often it has been written.
+Every value is an expression: an operator applied to expressions, down to inputs, constants and arriving gradients; equal ones
+get equal numbers. A kernel is read as the operators that it stands for (see ``fusion.kernel``). So outputs, gradients and
+updates with the same numbers in both programs are the same operators on the same operands, in whatever order and however
+often. Random operators and effects also count by their turn, and what the program overwrites by how often it has been written.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Routines that stand for ATen operators on single-precision tensors on the CPU: products of matrices, and attention.
 
-A routine takes the operator's arguments and returns its results, in the same layouts, equal but for rounding;
-``fusion.autotune`` chooses. ATen multiplies with the BLAS library that PyTorch was built with: where that has no kernel made
-for the processor, oneDNN's take half the time. A convolution with a kernel of one element is such a product for each image.
-Attention multiplies heads narrower than a vector register more slowly than heads that zeros have made as wide as one.
+A routine takes the operator's arguments and returns its results in the same layouts, equal but for rounding. ATen multiplies
+with the BLAS library that PyTorch was built with: where that has no kernel made for the processor, oneDNN's take half the
+time. A convolution with a kernel of one element is such a product for each image. Attention multiplies heads narrower than a
+vector register more slowly than heads that zeros have made as wide as one.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 from lowtide.ir import Graph
@@ -32,16 +33,18 @@ class ChunkedLoss(NamedTuple):
         Twice n u for n terms with unit roundoff u (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., 4.2). Types
         of 16 bits are added up in float32, and rounded once in eager, in pieces once for each.
         """
-        unit, single = _UNIT_ROUNDOFF[self.dtype], _UNIT_ROUNDOFF["float32"]
-        return (self.pieces + 1) * unit + 2 * self.rows * single if unit > single else 2 * self.rows * unit
+        return self._apart(roundings=float)
 
     @property
     def typical(self) -> float:
         """As ``bound``, where roundings go up and down by chance: the square root of n in the place of n (Higham, Mary, A New
         Approach to Probabilistic Rounding Error Analysis, 2019)."""
-        unit, single = _UNIT_ROUNDOFF[self.dtype], _UNIT_ROUNDOFF["float32"]
-        added = 2 * math.sqrt(self.rows)
-        return math.sqrt(self.pieces + 1) * unit + added * single if unit > single else added * unit
+        return self._apart(roundings=math.sqrt)
+
+    def _apart(self, roundings: Callable[[float], float]) -> float:
+        """``roundings(n)``: how many units n roundings are apart."""
+        unit, single, added = _UNIT_ROUNDOFF[self.dtype], _UNIT_ROUNDOFF["float32"], 2 * roundings(self.rows)
+        return roundings(self.pieces + 1) * unit + added * single if unit > single else added * unit
 
     def __str__(self) -> str:
         return (

@@ -139,20 +139,17 @@ class Fit(Shown):
         spread = f", spread over {self.mesh}," if self.mesh else ""
         return f"{self.model}{spread} {verdict} on {self.device}: {format_bytes(self.without_bytes)} without a plan, of {room}"
 
-    def _where(self) -> str:
-        """Where the optimizer's state lies, and when it updates."""
+    def _facts(self) -> Mapping[str, str]:
+        least = f", at least {format_bytes(self.least_bytes)} with one" if self.plan is None else ""
         away = (
             f", {format_bytes(self.moved_bytes)} of it in the host's memory between updates" if self.moved_bytes else ""
         )
-        return away + (", inside of the backward pass" if self.inside else "")
-
-    def _facts(self) -> Mapping[str, str]:
-        least = f", at least {format_bytes(self.least_bytes)} with one" if self.plan is None else ""
+        where = away + (", inside of the backward pass" if self.inside else "")
         facts = {
             "parameters": format_bytes(self.parameter_bytes),
             "buffers": format_bytes(self.buffer_bytes),
             "inputs": format_bytes(self.input_bytes),
-            "optimizer": f"{format_bytes(self.optimizer_bytes)} ({self.optimizer}){self._where()}",
+            "optimizer": f"{format_bytes(self.optimizer_bytes)} ({self.optimizer}){where}",
             "gradients": format_bytes(self.gradient_bytes),
             "pass": f"{format_bytes(self.pass_bytes)} without a plan, gradients among them{least}",
             "left for it": format_bytes(max(self.room_bytes, 0)),
@@ -167,10 +164,9 @@ class Fit(Shown):
                 timing = simulate(self.plan.graph, self.plan.costs, self.plan.schedule).timing
                 facts["transfers"] = moved_text(timing)
         facts |= {f"pass {name}": str(each) for name, each in self.passes}
-        tensors = {
-            f"largest tensor {n}": f"{format_bytes(size)} {name}" for n, (name, size) in enumerate(self.largest, 1)
-        }
-        return facts | tensors | {f"advice {n}": text for n, text in enumerate(self.advice, 1)}
+        for n, (name, size) in enumerate(self.largest, 1):
+            facts[f"largest tensor {n}"] = f"{format_bytes(size)} {name}"
+        return facts | {f"advice {n}": text for n, text in enumerate(self.advice, 1)}
 
 
 def _more_time(overhead: float) -> str:

@@ -1,8 +1,7 @@
 """A mesh of devices that is not there: a process group that communicates with nobody, and a model spread over it.
 
-The dimensions of a mesh are ``replicate`` and ``dp``, over which FSDP2 replicates and shards (``fully_shard``: every block of a
-list of modules, then the rest), and ``tp``, over which layers are parallel by columns and rows. A model that is spread already,
-by a function that was given the mesh, is taken as it is.
+Its dimensions are ``replicate`` and ``dp``, over which FSDP2 replicates and shards (every block of a list of modules, then the
+rest), and ``tp``, over which layers are parallel by columns and rows. A model that is spread already is taken as it is.
 """
 
 from __future__ import annotations
