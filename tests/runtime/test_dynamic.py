@@ -150,6 +150,38 @@ def test_what_is_asked_about_sizes_is_asked_again() -> None:
     assert _families(model)
 
 
+class _Selecting(nn.Module):
+    """Computes on the rows that a mask of rows selects, its loss on the places that another one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = perceptron(2), nn.Linear(32, 5)
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        x = x.masked_scatter(rows[:, None, None], self.body(x[rows]) / rows.sum())
+        return self.head(x)[places].log_softmax(-1)[:, 0].mean() + x[rows.nonzero().squeeze(-1)].square().mean()
+
+
+@pytest.mark.parametrize("same_shapes", [True, False])
+def test_masks_that_select_any_number_of_rows_are_of_one_family(
+    same_shapes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one row they are another program, which is captured by itself."""
+
+    def inputs(iteration: int) -> Any:
+        rows, selected = 23 + iteration * (not same_shapes), [7, 9, 12, 11, 1, 8, 3][iteration]
+        drawn = torch.Generator().manual_seed(iteration)
+        x, places = torch.randn(rows, 13, 32, generator=drawn), torch.rand(rows, 13, generator=drawn) < 0.4
+        return (x, torch.arange(rows) % rows < selected, places), {}
+
+    captured = _count_captures(monkeypatch)
+    model = lowtide.rematerialize(make(_Selecting), *inputs(0), budget="80%", planner="auto{effort=0}")
+    records = run_training(model, inputs, STEP, 7)
+    assert_same_records(records, run_training(make(_Selecting), inputs, STEP, 7))
+    assert len(_families(model)) == 1
+    assert len(captured) == 4  # two that nothing was known of, and that of one row twice
+
+
 class _Remembering(nn.Module):
     """Keeps what depends on the length, in one of several ways that no symbol can stand in for."""
 

@@ -20,8 +20,9 @@ from lowtide.capture.capture import capture
 from lowtide.capture.contract import Captured
 from lowtide.capture.copies import model_state
 from lowtide.capture.known import Known
+from lowtide.capture.python_state.held_inputs import HeldInputs
 from lowtide.capture.rehearsal import Effects
-from lowtide.capture.trace.questions import Provenance
+from lowtide.capture.trace.questions import Provenance, Question
 from lowtide.capture.trace.sizes import SYMBOLIC, Place, Shapes, SymbolicSizes, compiled, expression, hints, values_of
 from lowtide.errors import CaptureError
 from lowtide.ir import Value
@@ -68,8 +69,11 @@ class SymbolicFamily:
         self.expressions = dict(sizes.expressions)
         self._shapes = [hints(tensor.shape) for tensor in tensors]
         self._numbers: dict[sympy.Expr, int] = {}
+        rows = {n: expression(one.answer[0]) for n, one in enumerate(_of_values(captured)) if one.ask == "shape"}
+        self._selected = {number: one for number, one in rows.items() if one.is_Symbol}
         self._captured = _mapped(captured, lambda value: map_leaves(value, SYMBOLIC, self._number))
-        self._symbols = sorted({s for one in self.expressions.values() for s in one.free_symbols}, key=str)
+        self._traced = dict(sizes.traced)
+        self._symbols = sorted(self._traced, key=str)
         conditions = sizes.conditions()
         for one in (*conditions, *self._numbers):
             if not one.free_symbols <= set(self._symbols):
@@ -77,21 +81,38 @@ class SymbolicFamily:
         self._hold = compiled(conditions, self._symbols)
         self._values = compiled(self._numbers, self._symbols)
 
-    def member(self, shapes: Shapes) -> Captured | None:
-        """The capture of a call with tensors of these shapes; ``None`` where that makes for another program."""
-        values = values_of(shapes, self.expressions)
-        if values is None or not self._vary_as_known(shapes):
+    @property
+    def held_inputs(self) -> HeldInputs:
+        """Inputs that are held in attributes."""
+        return self._captured.contract.conditions.held_inputs
+
+    def member(self, shapes: Shapes, answer: Callable[[int, Question], Any] | None = None) -> Captured | None:
+        """The capture of a call with tensors of these shapes; ``None`` where that makes for another program. ``answer``: what
+        a question about values, of that number, has as its answer in the call."""
+        known = values_of(shapes, self.expressions)
+        if known is None or not self._vary_as_known(shapes):
             return None
-        sizes = [values[symbol] for symbol in self._symbols]
-        if not all(self._hold(*sizes)):
+        values = self._traced | known
+        questions = _of_values(self._captured)
+        for number, symbol in self._selected.items():
+            if answer is None:
+                return None
+            found = answer(number, _mapped_question(questions[number], self._put(values), {}))
+            values[symbol] = found[0] if found else 0
+        if not all(self._hold(*(values[symbol] for symbol in self._symbols))):
             return None
-        values_at = self._values(*sizes)
-        return _mapped(self._captured, lambda value: map_leaves(value, _Size, lambda size: values_at[size.index]))
+        return _mapped(self._captured, self._put(values))
+
+    def _put(self, values: Mapping[sympy.Symbol, int]) -> Callable[[Any], Any]:
+        """Puts numbers in the place of sizes, where the symbols have these values."""
+        values_at = self._values(*(values[symbol] for symbol in self._symbols))
+        return lambda value: map_leaves(value, _Size, lambda size: values_at[size.index])
 
     def confirmed_by(self, captured: Captured, shapes: Shapes) -> bool | None:
         """Whether the member of these shapes is what a capture of such a call gave; ``None`` where that call is no member, or
         other answers made for another program."""
-        member = self.member(shapes)
+        asked = _of_values(captured)
+        member = self.member(shapes, lambda number, _: asked[number].answer if number < len(asked) else ())
         if member is None or not _asked_the_same(member, captured):
             return None
         same = _nameless(member.program).same_as(_nameless(captured.program), frozenset())
@@ -124,16 +145,16 @@ def _is_fixed(meta: TensorMeta) -> bool:
     return not any(isinstance(number, (_Size, *SYMBOLIC)) for number in numbers)
 
 
+def _of_values(captured: Captured) -> list[Question]:
+    """What was asked about the values of inputs, not about sizes alone: those are no questions where sizes are numbers."""
+    return [one for one in captured.contract.conditions.questions if one.known.positions()]
+
+
 def _asked_the_same(member: Captured, captured: Captured) -> bool:
-    """Whether both programs follow from the same answers. Those about sizes alone are no questions where sizes are numbers."""
-    answers = [], []  # type: tuple[list[Any], list[Any]]
-    for found, one in zip(answers, (member, captured), strict=True):
-        for question in one.contract.conditions.questions:
-            if question.known.positions():
-                found.append((question.ask, question.source, question.answer))
-            elif not question.holds([], {}):
-                return False
-    return answers[0] == answers[1]
+    """Whether both programs follow from the same answers."""
+    alone = [one for one in member.contract.conditions.questions if not one.known.positions()]
+    answers = [[(one.ask, one.source, one.answer) for one in _of_values(each)] for each in (member, captured)]
+    return answers[0] == answers[1] and all(one.holds([], {}) for one in alone)
 
 
 def _nameless(program: Program) -> Program:
@@ -147,11 +168,13 @@ def _nameless(program: Program) -> Program:
 def _mapped(captured: Captured, put: Callable[[Any], Any]) -> Captured:
     """``captured`` with what ``put`` makes of the sizes in its program and in what its questions are about."""
     conditions, done = captured.contract.conditions, dict[int, Provenance]()
-    questions = tuple(
-        dataclasses.replace(one, known=_mapped_provenance(one.known, put, done)) for one in conditions.questions
-    )
+    questions = tuple(_mapped_question(one, put, done) for one in conditions.questions)
     contract = dataclasses.replace(captured.contract, conditions=dataclasses.replace(conditions, questions=questions))
     return Captured(_mapped_program(captured.program, put), contract)
+
+
+def _mapped_question(one: Question, put: Callable[[Any], Any], done: dict[int, Provenance]) -> Question:
+    return dataclasses.replace(one, known=_mapped_provenance(one.known, put, done), answer=put(one.answer))
 
 
 def _mapped_provenance(known: Provenance, put: Callable[[Any], Any], done: dict[int, Provenance]) -> Provenance:

@@ -1,9 +1,9 @@
 """Calls that differ in the sizes of their tensors alone: captured once for all sizes, and plans found for one serve the others.
 
-The first two calls of a kind are captured by themselves. The third one, of other sizes, is captured with symbols for what
-varies (``capture.family``), and the capture before must come out of that again. From then on a call of new sizes is neither
-traced nor measured: its program is the family's at these sizes, its costs follow from those that were measured, and its plan
-is the quickest known schedule that fits it.
+The first two calls of a kind are captured by themselves. The third one, of other sizes (or with a mask that selects another
+number of rows), is captured with symbols for what varies (``capture.family``), and the capture before must come out of that
+again. From then on a call of new sizes is neither traced nor measured: its program is the family's at these sizes, its costs
+follow from those that were measured, and its plan is the quickest known schedule that fits it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import nn
 from lowtide.capture import Captured, Known
 from lowtide.capture.convert.gradients import split_sums
 from lowtide.capture.family import SymbolicFamily, capture_family
+from lowtide.capture.python_state.held_inputs import HeldInputs
+from lowtide.capture.trace.questions import Question
 from lowtide.capture.trace.sizes import Place, Shapes
 from lowtide.cost.scaled import Measured
 from lowtide.program import Program
@@ -81,26 +83,33 @@ class FamilyCall(NamedTuple):
 
 @dataclass(eq=False)
 class Kin:
-    """The calls of one kind. ``known``: the last that was captured by itself; ``at_once``: all sizes may vary."""
+    """The calls of one kind. ``known``: the last that was captured by itself; ``sizes``: of the first that were, shapes and the
+    numbers of rows that data select; ``at_once``: all sizes may vary."""
 
     at_once: bool = False
     branches: list[Branch] = field(default_factory=list)
     known: tuple[Entry, Shapes] | None = None
     shapes: list[Shapes] = field(default_factory=list)
+    sizes: set[tuple[Shapes, Any]] = field(default_factory=set)
     hopeless: bool = False
 
-    def member(self, shapes: Shapes, holds: Callable[[Captured], bool]) -> FamilyCall | None:
-        """The capture of a call with tensors of these ``shapes``, where a family has it and its conditions hold."""
+    def member(
+        self, shapes: Shapes, holds: Callable[[Captured], bool], asked: Callable[[HeldInputs, Question], Any]
+    ) -> FamilyCall | None:
+        """The capture of a call with tensors of these ``shapes``, where a family has it and its conditions hold;
+        ``asked``: what is answered to a question, where some inputs are held in attributes."""
         for branch in self.branches:
-            captured = branch.family.member(shapes)
+            answer = functools.partial(lambda held, _, question: asked(held, question), branch.family.held_inputs)
+            captured = branch.family.member(shapes, answer)
             if captured is not None and holds(captured):
                 return FamilyCall(captured, branch)
         return None
 
     def is_new(self, shapes: Shapes) -> bool:
         """Whether a family should be captured for a call of these ``shapes``, which is no member of one."""
-        enough = len(self.shapes) >= (1 if self.at_once else _ALONE)
-        return enough and shapes not in self.shapes and not self.hopeless and len(self.branches) < _MOST
+        enough = len(self.sizes) >= (1 if self.at_once else _ALONE)
+        differs = shapes not in self.shapes or any(selected for _, selected in self.sizes)
+        return enough and differs and not self.hopeless and len(self.branches) < _MOST
 
     def extend(
         self, model: nn.Module, sample: Sample, shapes: Shapes, capture: Callable[[], Captured], terms_from: int | None
@@ -138,6 +147,9 @@ class Kin:
             self.shapes = [*self.shapes, shapes][-_MOST_SHAPES:]
         if member is None:
             self.known = entry, shapes
+            if len(self.sizes) < _ALONE:
+                asked = entry.captured.contract.conditions.questions
+                self.sizes.add((shapes, tuple(one.answer for one in asked if one.ask == "shape")))
         else:
             member.branch.join(entry, measured=measured)
 

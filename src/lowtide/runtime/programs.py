@@ -17,7 +17,8 @@ from lowtide.capture.arguments import flat_arguments
 from lowtide.capture.contract import Captured
 from lowtide.capture.copies import model_state
 from lowtide.capture.python_state import attribute_effects, buffer_effects
-from lowtide.capture.python_state.held_inputs import held_tensors
+from lowtide.capture.python_state.held_inputs import HeldInputs, held_tensors
+from lowtide.capture.trace.questions import Question
 from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.memory.arena import Arena, new_arena
@@ -151,8 +152,8 @@ class Programs:
                 kin.extend(self.model, sample, shapes, lambda: captured, self.terms_from)
         if alike is not None:
             alike.join(entry, measured=not adapted)
-            if adapted:
-                self.recaptures.forget_one(key)
+        if adapted or member is not None:
+            self.recaptures.forget_one(key)
         if self._searches(entry) and (relative is None or relative.branch.wants_search(entry)):
             self._search(entry)
         return entry
@@ -210,10 +211,14 @@ class Programs:
             goes = conditions.go(self.recaptures.known.expected or ())
             return goes and conditions.hold(list(self.model.modules()), inputs, {})
 
-        member = kin.member(shapes, holds)
+        def asked(held: HeldInputs, question: Question) -> Any:
+            given = held.behind(inputs, self.model)
+            return None if given is None else question.asked(given, {})
+
+        member = kin.member(shapes, holds, asked)
         if member is None and kin.is_new(shapes):
             kin.extend(self.model, sample, shapes, lambda: self._captured(sample, None), self.terms_from)
-            member = kin.member(shapes, holds)
+            member = kin.member(shapes, holds, asked)
         return kin, shapes, member
 
     def _adapted(self, member: FamilyCall, finish: Finish) -> tuple[Program, Plan]:

@@ -154,9 +154,14 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """The result of an operator whose shape depends on known data: the shape becomes a question."""
         if not isinstance(real, torch.Tensor):
             raise _unanswerable(func)
+        fake: torch.Tensor = (
+            self.from_tensor(real, static_shapes=True)
+            if self.sizes is None or not known.positions()
+            else self.sizes.selected(self, real, known)
+        )
         if known.depends_on_input:
-            self._remember(known, "shape", tuple(real.shape))
-        return self.from_tensor(real, static_shapes=True)
+            self._remember(known, "shape", tuple(fake.shape))
+        return fake
 
     def _ctc_loss(self, args: Sequence[Any]) -> Any:
         """The table's size depends on the longest target: a question."""

@@ -86,8 +86,11 @@ def _follow(tracer: Any, result: Any, node: fx.Node) -> None:
     """``result`` is what ``node`` makes."""
     node.meta["val"] = result
     if isinstance(result, torch.Tensor):
-        known = proxy_tensor._ProxyTensor(fx.Proxy(node, tracer), None)
-        proxy_tensor.set_proxy_slot(result, tracer, known)
+        proxy = fx.Proxy(node, tracer)
+        if isinstance(result, FakeTensor) and result._has_symbolic_sizes_strides:  # of rows that data select
+            proxy_tensor.track_tensor(result, proxy, constant=None, tracer=tracer)
+        else:
+            proxy_tensor.set_proxy_slot(result, tracer, proxy_tensor._ProxyTensor(proxy, None))
     elif isinstance(result, Sequence):
         for number, part in enumerate(result):
             if part is not None:

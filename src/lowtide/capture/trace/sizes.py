@@ -1,8 +1,8 @@
 """Symbolic sizes: a trace that stands for calls of many shapes.
 
-The dimensions that vary from call to call are symbols of a ``ShapeEnv`` of PyTorch's. Sizes that follow from them are
-expressions; whatever Python code or an operator asks about them is answered for the call that is traced, and becomes a
-condition on the sizes of other calls.
+The dimensions that vary from call to call are symbols of a ``ShapeEnv`` of PyTorch's, and so are numbers of rows that data
+select (a mask). Sizes that follow from them are expressions; whatever Python code or an operator asks about them is answered
+for the call that is traced, and becomes a condition on the sizes of other calls.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ class SymbolicSizes:
         self.apart = apart
         self.environment: Any = None
         self.expressions: dict[Place, sympy.Expr] = {}
+        self.traced: dict[sympy.Symbol, int] = {}  # the value of each symbol in the call that is traced
+        self._selected: dict[Any, Any] = {}  # numbers of rows, by what they are known by
 
     def begin(self) -> Any:
         """The environment of a new trace."""
-        self.expressions = {}
-        self.environment = ShapeEnv(duck_shape=not self.apart, specialize_zero_one=True)
+        self.expressions, self.traced, self._selected = {}, {}, {}
+        self.environment = ShapeEnv(
+            duck_shape=not self.apart, specialize_zero_one=True, allow_dynamic_output_shape_ops=False
+        )
         return self.environment
 
     def fake(self, mode: Any, tensor: torch.Tensor, number: int) -> torch.Tensor:
@@ -60,8 +64,29 @@ class SymbolicSizes:
             ),
         )
         for dim in dims:
-            self.expressions[number, dim] = expression(fake.shape[dim])
+            self.expressions[number, dim] = self._varies(fake.shape[dim])
         return fake
+
+    def selected(self, mode: Any, real: torch.Tensor, known: Any) -> torch.Tensor:
+        """A fake tensor like ``real``, of which data say how many rows it has: a symbol for each that is ``known``."""
+        rows = self._selected.get(known)
+        if rows is None:
+            source = LocalSource(f"selected{len(self._selected)}")
+            symbol = self.environment.create_symbol(len(real), source=source, dynamic_dim=DimDynamic.DYNAMIC)
+            rows = self.environment.create_symintnode(symbol, hint=len(real), source=source)
+            self._selected[known] = rows
+            self._varies(rows)
+        shape = rows, *real.shape[1:]
+        with mode:
+            fake = torch.empty_strided(shape, in_symbols(shape, real.stride()), dtype=real.dtype, device=real.device)
+        fake._lowtide_empty = False  # type: ignore[attr-defined]
+        return fake
+
+    def _varies(self, size: Any) -> sympy.Expr:
+        found = expression(size)
+        if found.is_Symbol:
+            self.traced[found] = hint(size)
+        return found
 
     def conditions(self) -> list[sympy.Expr]:
         """What was asked about the symbols, as it was answered, the bounds of their ranges included."""
@@ -69,9 +94,8 @@ class SymbolicSizes:
         if environment.deferred_runtime_asserts:
             raise CaptureError("sizes depend on the values of tensors")
         asked = [guard.expr for guard in environment.guards]
-        symbols = {symbol for one in self.expressions.values() for symbol in one.free_symbols}
         bounds: list[sympy.Expr] = []
-        for symbol in sorted(symbols, key=str):
+        for symbol in sorted(self.traced, key=str):
             known = environment.var_to_range[symbol]
             bounds += [sympy.Ge(symbol, known.lower)]
             bounds += [sympy.Le(symbol, known.upper)] if known.upper != int_oo else []
