@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.budget import is_percentage, parse_budget
 from lowtide.capture import Captured, Known, capture
 from lowtide.capture.convert.chunked_loss import chunk_losses
 from lowtide.capture.convert.gradients import split_sums
@@ -26,12 +25,13 @@ from lowtide.planning import Plan, plan_from
 from lowtide.planning.cache import PlanCache, PlanRequest, enabled
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
-from lowtide.program.sizes import Outside, check_device, outside_of, program_device
+from lowtide.program.sizes import Outside, program_device
 from lowtide.progress import Progress, report
 from lowtide.settings import Settings, is_brief, searches
 from lowtide.sharing import Member, Planning, Share
 from lowtide.sharing.agreement import agreed_plan, several_processes
-from lowtide.sharing.in_flight import plan_in_flight, unconstrained_bytes
+from lowtide.sharing.in_flight import plan_in_flight
+from lowtide.sharing.pass_budget import outside_pass, pass_budget
 from lowtide.solve import working_set_bound
 from lowtide.stage_times import stage
 from lowtide.version import __version__
@@ -174,7 +174,7 @@ def make_program_plan(
     known. ``granted_bytes``: what an earlier signature of the model was given, the least that a budget in percent is, so that
     a short last batch may use the memory of a full one.
     """
-    outside = _outside(program, settings, model)
+    outside = outside_pass(program, settings, model)
     if costs is None:
         measure_collectives(program)
 
@@ -205,7 +205,7 @@ def adapted_plan(
         plan = _adapted(request, (keep_all_schedule(program.graph), *schedules))
         return plan.begun() if plan is not None else _first_plan(request) or _searched(request)
 
-    costs, outside = costs_from(program, known), _outside(program, settings, model)
+    costs, outside = costs_from(program, known), outside_pass(program, settings, model)
     return _within_budget(program, settings, costs, outside, granted_bytes, adapt)
 
 
@@ -229,7 +229,7 @@ def _within_budget(
     costs = with_room_between(program, costs, settings.between_bytes)
     costs = with_offload(costs, settings.offload, settings.offload_budget, program_device(program))
     costs = with_state_transfers(program, costs)
-    budget, outside = _budget(program, settings, costs, outside, granted_bytes)
+    budget, outside = pass_budget(program, settings, costs, outside, granted_bytes)
     try:
         with stage("search"):
             if settings.in_flight > 1:
@@ -239,14 +239,6 @@ def _within_budget(
     except InfeasibleBudgetError as error:
         raise error.beside(outside.bytes, str(outside)) from None
     return plan if settings.budget is not None else dataclasses.replace(plan, outside=str(outside))
-
-
-def _outside(program: Program, settings: Settings, model: nn.Module | None) -> Outside:
-    """What a total budget counts beside a pass, but for the reserve."""
-    if settings.budget is not None:
-        return Outside()
-    states = settings.optimizer_bytes
-    return outside_of(program, model, None if states is None else max(states - settings.moved_bytes, 0))
 
 
 def _as_lowered(
@@ -305,20 +297,6 @@ def _first_plan(request: PlanRequest) -> Plan | None:
         if searches(request.planner) or is_brief(request.planner):  # no budget is met that a first plan does not meet
             raise
         return None
-
-
-def _budget(
-    program: Program, settings: Settings, costs: Costs, outside: Outside, granted_bytes: int
-) -> tuple[int, Outside]:
-    """Bytes for a pass, and what of the given budget a pass must leave alone."""
-    unconstrained = unconstrained_bytes(program, costs, settings.in_flight)
-    reserve = parse_budget(settings.reserve, unconstrained, what="reserve") if settings.reserve != 0 else 0
-    outside = outside._replace(reserved=reserve)
-    there = 0 if settings.total_budget is None else outside.bytes + settings.moved_bytes
-    total = parse_budget(settings.given, unconstrained + there)
-    check_device(program, total)
-    least = granted_bytes if is_percentage(settings.given) else 1
-    return max(total - outside.bytes, least, 1), outside
 
 
 def share_planners(settings: Settings) -> tuple[Planning, Planning | None]:

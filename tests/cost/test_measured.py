@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.cost import CostCache, measure_costs, measured, timing
+from lowtide.cost import CostCache, analytical_costs, measure_costs, measured, timing
+from lowtide.cost.room import measured_within
 from lowtide.cost.signature import signature
 from lowtide.memory.meter import allocation_peak, measure
 from tests.cost.programs import program_of
@@ -266,3 +267,29 @@ def test_records_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         True
     ]
     assert measure_costs(program).time_ns.tolist() == first.time_ns.tolist()
+
+
+@pytest.mark.parametrize("at_other_sizes", [False, True])
+def test_operators_that_there_is_no_room_for_do_not_run(at_other_sizes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they take is estimated, what fits is measured."""
+    monkeypatch.setattr(measured, "_BYTES", {})
+    program = program_of(
+        ("y", aten.mul.Tensor, ("x", 2.5)), ("z", aten.slice.Tensor, ("y", 0, 0, 2)), ("w", aten.mul.Tensor, ("z", 2.5)),
+        x=torch.empty(100, 100),
+    )  # fmt: skip
+    allocation_peak(lambda: measured.measure_costs(program, cache=CostCache(None)))  # what measuring itself keeps
+    monkeypatch.setattr(measured, "_BYTES", {})
+    found: list[Any] = []
+
+    def measuring() -> None:
+        like = analytical_costs(program)
+        with measured_within(lambda _: 10_000):
+            found.append(
+                measured.measure_bytes(program, like)
+                if at_other_sizes
+                else measure_costs(program, cache=CostCache(None))
+            )
+
+    assert allocation_peak(measuring)[0] < 10_000
+    assert found[0].storage_bytes.tolist() == [0, 40000, 800]
+    assert found[0].workspace_bytes.tolist() == [16, 0, 12]  # 16 is the estimate

@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 import lowtide
 from lowtide.capture import capture
 from lowtide.capture.convert.gradients import split_sums
+from lowtide.cost import measured
 from lowtide.runtime.programs import Programs
 from lowtide.sharing import Constraint, Footprint
 from lowtide.sharing.assignment import Assignment
@@ -671,3 +673,50 @@ def test_function_over_tensors_of_a_call() -> None:
             model(x).backward()
         for one, two in zip(plain.parameters(), own.parameters(), strict=True):
             assert one.grad is not None and two.grad is not None and torch.equal(one.grad, two.grad)
+
+
+class _Loss(nn.Module):
+    """Of a large table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 1500)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.out(x).flatten(0, 1), tokens.flatten())
+
+
+class _Dropping(nn.Module):
+    """Layers that are dropped at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.loss = nn.Embedding(1500, WIDTH), _Loss()
+        self.layers = nn.ModuleList(_FeedForward() for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            if torch.rand(()) > 0.1:
+                x = x + layer(x)
+        return self.loss(x, tokens)
+
+
+def test_steps_in_which_operators_are_measured_keep_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(measured, "_BYTES", {})
+    torch.manual_seed(0)
+    model, plain = _Dropping(), _Dropping()
+    plain.load_state_dict(model.state_dict())
+    calls = [torch.randint(0, 1500, (BATCH, length)) for length in (61, 64, 50, 67)]
+    budget = lowtide.measure(lambda: plain(calls[0]).backward()).peak_bytes * 6 // 10
+    lowtide.rematerialize(model, (calls[0],), budget=budget, planner="auto{effort=0}")
+    for number, tokens in enumerate(calls):
+        for one in (plain, model):
+            one.zero_grad()
+        torch.manual_seed(number)
+        plain(tokens).backward()
+        torch.manual_seed(number)
+        assert lowtide.measure(lambda tokens=tokens: model(tokens).backward()).peak_bytes <= budget
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)

@@ -38,7 +38,7 @@ def analytical_costs(program: Program, device_name: str = "auto", link_of: LinkO
     ops = program.graph.ops
     return Costs(
         [operator_time_ns(program, op.id, device, link_of) for op in ops],  # type: ignore[arg-type]
-        [_workspace_bytes(program, op.id) for op in ops],  # type: ignore[arg-type]
+        [workspace_bytes(program, op.id) for op in ops],  # type: ignore[arg-type]
         storage_bytes(program),  # type: ignore[arg-type]
         device=f"analytical {device.name}",
         collectives_beside=device.name != "cpu" and any(op.collective for op in ops),
@@ -71,7 +71,8 @@ def operand_bytes(program: Program, op: int) -> int:
     )
 
 
-def _workspace_bytes(program: Program, op: int) -> int:
+def workspace_bytes(program: Program, op: int) -> int:
+    """Modelled workspace of one op."""
     node = program.graph.ops[op]
     if node.target == TANGENT_TARGET or is_view(program.graph, node):
         return 0

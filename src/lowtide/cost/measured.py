@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from lowtide.cost.analytical import operand_bytes, operator_time_ns
+from lowtide.cost.analytical import operand_bytes, operator_time_ns, workspace_bytes
 from lowtide.cost.cache import CostCache, OperatorCost
 from lowtide.cost.collectives import collective_costs
 from lowtide.cost.devices import device_name, get_device
 from lowtide.cost.on_links import collective_workspace
+from lowtide.cost.room import measured_in_bytes, room_for
 from lowtide.cost.signature import is_lasting, is_opaque, signature, target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.cost.timing import peak_of, time_call
@@ -63,6 +64,10 @@ _VALID: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {
     "aten.multilabel_margin_loss_backward.default": (4, lambda is_target: is_target.zero_()),
 }
 _NOT_RUN = (TANGENT_TARGET, EXPECT_TARGET, *STATE_TARGETS)  # what states take to come and go is that of a second memory
+_MOST_BYTES = 1 << 14
+_BYTES: dict[
+    str, OperatorCost | None
+] = {}  # by signature, what operators take; ``None`` of those that cannot be run by themselves
 _ARGUMENT = -1  # output group of what lives in an argument's storage
 _CANNOT_RUN = (
     RuntimeError,
@@ -84,7 +89,7 @@ def measure_costs(
     apart = {op for op, call in enumerate(program.calls) if isinstance(call.target, Waited)}.union(together)
     ops = [op.id for op in program.graph.ops if op.target not in _NOT_RUN and op.id not in apart]
     records, failed = measure_operators(program, ops, cache=cache, on_progress=on_progress)
-    for reason in dict.fromkeys(failed.values()):
+    for reason in dict.fromkeys(reason for reason in failed.values() if reason):
         _LOG.warning("%s; its cost is estimated", reason)
     time_ns, workspace = ([0] * len(program.graph.ops) for _ in range(2))
     real = storage_bytes(program)
@@ -92,7 +97,8 @@ def measure_costs(
         if op in records:
             time_ns[op], workspace[op] = records[op].time_ns, _settle(program, program.graph.ops[op], records[op], real)
         else:
-            time_ns[op], workspace[op] = operator_time_ns(program, op, get_device()), operand_bytes(program, op)
+            time_ns[op] = operator_time_ns(program, op, get_device())
+            workspace[op] = operand_bytes(program, op) if failed[op] else workspace_bytes(program, op)
     for op in apart.difference(together):
         time_ns[op], workspace[op] = operator_time_ns(program, op, get_device()), collective_workspace(program, op) or 0
     for op, (time, peak) in together.items():
@@ -110,7 +116,8 @@ def measure_operators(
     cache: CostCache | None = None,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> tuple[dict[int, OperatorCost], dict[int, str]]:
-    """The costs of ``ops``, and of those that cannot be run on synthetic tensors why. Arguments as of ``measure_costs``."""
+    """The costs of ``ops``, and of those that cannot be run on synthetic tensors why, nothing where there is no room for that
+    now (``cost.room``). Arguments as of ``measure_costs``."""
     device = program_device(program)
     cache = CostCache.open(device) if cache is None else cache
     report = on_progress or (lambda text, fraction: None)
@@ -121,11 +128,26 @@ def measure_operators(
 
     failed: dict[str, str] = {}
     if missing():
+        room = room_for(program)
         with cache.measuring(), _undisturbed(device):  # another process may have measured the same meanwhile
-            failed = _measure(program, missing(), Counter(keys.values()), cache, report)
+            now = {key: op for key, op in missing().items() if _fits(program, op, room)}
+            failed = dict.fromkeys(missing().keys() - now.keys(), "")
+            failed |= _measure(program, now, Counter(keys.values()), cache, report)
     report("measuring operators", 1.0)
     known = {op: cache.costs[key] for op, key in keys.items() if key not in failed}
+    for op, cost in known.items():
+        _keep_bytes(keys[op], cost)
     return known, {op: failed[key] for op, key in keys.items() if key in failed}
+
+
+def _fits(program: Program, op: int, room: int | None) -> bool:
+    return room is None or measured_in_bytes(program, op) <= room
+
+
+def _keep_bytes(key: str, cost: OperatorCost | None) -> None:
+    if len(_BYTES) >= _MOST_BYTES:
+        _BYTES.clear()
+    _BYTES[key] = cost
 
 
 def _measure(
@@ -157,25 +179,31 @@ def _measure(
                 cache.put(key, cost, keep=is_lasting(key))
             if cost.spread_ns > _SCATTERED * cost.time_ns:
                 scattered[key] = op
-        step_ns = sum(cache.costs[key].time_ns * count for key, count in uses.items() if key not in failed)
+        step_ns = sum(cache.costs[key].time_ns * count for key, count in uses.items() if key in cache.costs)
         least_ns = _NEGLIGIBLE * step_ns
         missing = {key: op for key, op in scattered.items() if cache.costs[key].time_ns * uses[key] > least_ns}
     return failed
 
 
 def measure_bytes(program: Program, like: Costs) -> Costs:
-    """Workspaces and storages of every op of ``program``, each distinct operator run once: that takes a fraction of a step.
-    Times are those of ``like``, of the same operators at other sizes."""
+    """Workspaces and storages of every op of ``program``, each distinct operator run once in a process: that takes a fraction
+    of a step. Times are those of ``like``, of the same operators at other sizes."""
     ops = [op for op in program.graph.ops if op.target not in _NOT_RUN]
     workspace, real, device = [0] * len(program.graph.ops), storage_bytes(program), program_device(program)
-    found = dict[str, OperatorCost | None]()
+    room = room_for(program)
     with _undisturbed(device):
         for op in ops:
             key = signature(program, op.id)
-            if key not in found:
-                found[key] = _bytes_of(program, op.id, device)
-            record, most = found[key], operand_bytes(program, op.id)
-            workspace[op.id] = most if record is None else _settle(program, op, record, real)
+            if key not in _BYTES:
+                if not _fits(program, op.id, room):
+                    workspace[op.id] = workspace_bytes(program, op.id)
+                    continue
+                _keep_bytes(key, _bytes_of(program, op.id, device))
+            record = _BYTES[key]
+            if record is None or len(record.output_bytes) != len(op.outputs):
+                workspace[op.id] = operand_bytes(program, op.id)
+            else:
+                workspace[op.id] = _settle(program, op, record, real)
     return Costs(like.time_ns, workspace, real, device=like.device)  # type: ignore[arg-type]
 
 

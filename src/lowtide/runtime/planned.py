@@ -16,6 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.capture import Known
 from lowtide.capture.python_state.held_inputs import held_tensors
+from lowtide.cost.room import measured_within
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import CaptureError, ExecutionError
 from lowtide.lower import Lowered
@@ -29,6 +30,7 @@ from lowtide.runtime.programs import Programs
 from lowtide.runtime.step import run
 from lowtide.runtime.transforms import is_transformed
 from lowtide.settings import Settings
+from lowtide.sharing.pass_budget import pass_bytes
 
 _LOG = logging.getLogger(__name__)
 _TRACED = (FakeTensor, FunctionalTensor)
@@ -209,12 +211,13 @@ class Planned(Programs):
             self._refuse(key, inputs)
             return None
         known = self.entries.get(key, [])
-        if expected is not None:
-            with self.recaptures.unexpected(known, self.model, expected):
-                return self._make(key, sample)
-        if known:
-            self.recaptures.changed(key, known, self._latest(key), self.model, inputs, self._may_be_apart())
-        return self._make(key, sample)
+        with measured_within(lambda program: pass_bytes(program, self.settings, self.model, self._granted())):
+            if expected is not None:
+                with self.recaptures.unexpected(known, self.model, expected):
+                    return self._make(key, sample)
+            if known:
+                self.recaptures.changed(key, known, self._latest(key), self.model, inputs, self._may_be_apart())
+            return self._make(key, sample)
 
     def end(self) -> None:
         """End the searches for better plans, and updates inside of backward passes."""

@@ -1,17 +1,62 @@
-"""A plan for one of several programs, at once, in the room that the others leave it."""
+"""A plan for one of several programs, at once, in the room that the others leave: operators are measured in it, too."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
+from lowtide.cost.room import measured_in_bytes, measured_within
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.pipeline import FIRST_PLANNER, START_PLANNER, make_program_plan
+from lowtide.pipeline import FIRST_PLANNER, START_PLANNER, make_program_plan, program_costs
 from lowtide.planning import Plan
+from lowtide.program import Program
+from lowtide.runtime.entry import Entry
 from lowtide.settings import Settings, searches
 from lowtide.sharing import Member
 from lowtide.sharing.assignment import as_alone
 
 _NEARLY = 1.1  # times the room: what a longer search may find a way within
+
+
+class Room(NamedTuple):
+    """What is left of ``total_bytes`` for a program, the one of this ``number`` in a step. ``beside_bytes``: what of the budget
+    no plan can free."""
+
+    bytes: int
+    total_bytes: int
+    beside_bytes: int
+    number: int
+    must_fit: bool
+
+
+class Measuring:
+    """How the operators of several programs are measured: within what a step leaves, the rest when nothing is held."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Program] = []
+
+    def within(self, room_bytes: Callable[[Program], int]) -> contextlib.AbstractContextManager[None]:
+        """Inside, operators of a program are measured within ``room_bytes`` of it."""
+
+        def noted(program: Program) -> int:
+            room = room_bytes(program)
+            if any(measured_in_bytes(program, op.id) > room for op in program.graph.ops):
+                self._waiting.append(program)
+            return room
+
+        return measured_within(noted)
+
+    def made_up_for(self, members: Mapping[Entry, Member], room: int) -> dict[Entry, Member]:
+        """Those of the ``members`` of whom something could not be measured, with what now can within ``room``."""
+        waiting, self._waiting = {id(one) for one in self._waiting}, []
+        with measured_within(lambda _: room):
+            return {
+                entry: Member(entry.program, program_costs(entry.program))
+                for entry in members
+                if id(entry.program) in waiting
+            }
 
 
 def plan_in_room(member: Member, settings: Settings, room: int, fraction: float, *, must_fit: bool = True) -> Plan:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from lowtide.budget import is_percentage, parse_budget
+from lowtide.cost import analytical_costs
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Costs
 from lowtide.pipeline import program_costs, share_planners
@@ -38,7 +39,7 @@ from lowtide.runtime.call import ModelCall
 from lowtide.runtime.entry import Entry
 from lowtide.runtime.forward_pass import ForwardPass, gradients_of, left_gradient_bytes
 from lowtide.runtime.planned import Planned
-from lowtide.runtime.room import plan_in_room
+from lowtide.runtime.room import Measuring, Room, plan_in_room
 from lowtide.runtime.step_record import Gap, StepRecord
 from lowtide.settings import Settings, searches
 from lowtide.sharing import Constraint, Footprint, Member, choose, peak_bytes, sequential_constraints
@@ -71,6 +72,7 @@ class SharedBudget:
         self.must_fit = False  # since something else can be done where they do not
         self.fraction = 0.0  # of what graphs would save, the part that they save by the plans in force
         self.between = HeldBetween()
+        self._measuring = Measuring()
         self._known: dict[Entry, tuple[Member, Footprint]] = {}  # what each takes by its plan
         # Told of the end of a backward pass; in a call that says when it begins; in a backward pass that graphs run in.
         self._ending = self._within = self._nested = False
@@ -206,35 +208,49 @@ class SharedBudget:
         """A plan for a program of ``graph``, in the place of ``replaced``, within what the forward passes before this one, and
         code between them, leave of the budget. ``more_follow``: other graphs run after it. New sizes of a graph that is known
         are no reason to plan all again where steps differ anyway."""
-        first_plans, member = self._first_plans, Member(program, costs or program_costs(program))
+        first_plans = self._first_plans
+        if costs is None:
+            with self.measuring(replaced, more_follow):
+                costs = program_costs(program)
         try:
-            return self._plan(graph, member, replaced, more_follow)
+            return self._plan(graph, Member(program, costs), replaced, more_follow)
         finally:
             if graph.entries and self.expected is not None:
                 self._first_plans = first_plans
 
-    def _plan(self, graph: Planned, own: Member, replaced: Entry | None, more_follow: bool) -> Plan:
+    def measuring(self, replaced: Entry | None, more_follow: bool) -> contextlib.AbstractContextManager[None]:
+        """Inside, operators are measured within what is left of the budget; others in the plan for the next step."""
+
+        return self._measuring.within(
+            lambda program: self._room(Member(program, analytical_costs(program)), replaced, more_follow).bytes
+        )
+
+    def _room(self, own: Member, replaced: Entry | None, more_follow: bool) -> Room:
         earlier, between = self._before(replaced)
         known = list(map(self.member, earlier))
         members = [*(member for member, _ in known), own]
         bases = [*(one.between for one in earlier), (between, between)]
         constraints = sequential_constraints(range(len(members)), bases, [*left_gradient_bytes(earlier), 0])
         budget, reserve = self.budget_for(members, constraints)
-        check_device(own.program, budget + reserve)
-        room = budget - between - sum(taken.saved_bytes for _, taken in known)
+        left = budget - between - sum(taken.saved_bytes for _, taken in known)
         known_later = more_follow and is_percentage(self.settings.given) and not self._granted_bytes
         if known_later:  # of what is not known yet
-            room = max(room, own.keep_all.forward_bytes, own.keep_all.backward_bytes)
+            left = max(left, own.keep_all.forward_bytes, own.keep_all.backward_bytes)
         must_fit = not earlier and not known_later and not (self.give_way is not None and between > 0)
+        return Room(left, budget + reserve, reserve + between, len(members), must_fit)
+
+    def _plan(self, graph: Planned, own: Member, replaced: Entry | None, more_follow: bool) -> Plan:
+        room = self._room(own, replaced, more_follow)
+        check_device(own.program, room.total_bytes)
         try:
             fraction = self._fraction_of(graph) if more_follow else 1.0
-            plan = plan_in_room(own, self.settings, max(room, 1), fraction, must_fit=must_fit)
+            plan = plan_in_room(own, self.settings, max(room.bytes, 1), fraction, must_fit=room.must_fit)
         except InfeasibleBudgetError as error:
-            if must_fit:
-                raise error.beside(reserve + between) from None
+            if room.must_fit:
+                raise error.beside(room.beside_bytes) from None
             _LOG.warning(
                 "%s %d of the step needs %d bytes and has %d left: this step may exceed the budget; all are replanned",
-                self.what.removesuffix("s"), len(members), error.minimum_bytes, room,
+                self.what.removesuffix("s"), room.number, error.minimum_bytes, room.bytes,
             )  # fmt: skip
             self.exceeded = True
             plan = plan_in_room(own, self.settings, error.minimum_bytes, 0.0)
@@ -293,6 +309,7 @@ class SharedBudget:
         entries = list(members)
         constraints = self.record.constraints([entries.index(one.entry) for one in passes])
         budget, reserve = self.budget_for([*members.values()], constraints)
+        members |= self._measuring.made_up_for(members, budget)
         planning, quick = share_planners(
             dataclasses.replace(self.settings, budget=budget, total_budget=None, reserve=0)
         )

@@ -70,7 +70,8 @@ class SharingForward(Planned):
 
     def _adapted(self, member: FamilyCall, finish: Finish) -> tuple[Program, Plan]:
         program = finish(member.captured.program)
-        costs = costs_from(program, member.branch.measured)
+        with self.shared.measuring(self._replaced, self.more_follow):
+            costs = costs_from(program, member.branch.measured)
         return program, self.shared.plan(self, program, self._replaced, self.more_follow, costs)
 
     def entry_for(self, mask: GradientMask, old: Entry, inputs: Sequence[torch.Tensor]) -> Entry:

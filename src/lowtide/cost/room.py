@@ -1,0 +1,44 @@
+"""In how much memory operators may be measured: inside of a step, in what its budget leaves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+
+from lowtide.cost.analytical import operand_bytes
+from lowtide.cost.signature import is_opaque
+from lowtide.program.overwrites import overwritten_argument
+from lowtide.program.program import Program, Ref
+
+_ROOM = ContextVar[Callable[[Program], int] | None]("room", default=None)
+
+
+@contextlib.contextmanager
+def measured_within(room_bytes: Callable[[Program], int]) -> Iterator[None]:
+    """Inside, operators of a program run to be measured where their arguments and results take no more than ``room_bytes``
+    of it; what others take is estimated."""
+    before = _ROOM.set(room_bytes)
+    try:
+        yield
+    finally:
+        _ROOM.reset(before)
+
+
+def room_for(program: Program) -> int | None:
+    """The bytes in which operators of ``program`` may run now to be measured; ``None`` where there is no limit."""
+    room_bytes = _ROOM.get()
+    return None if room_bytes is None else room_bytes(program)
+
+
+def measured_in_bytes(program: Program, op: int) -> int:
+    """What exists while an operator runs to be measured, but for its workspace."""
+    call, inputs = program.calls[op], program.graph.ops[op].inputs
+    position = overwritten_argument(call.target)
+    copied = [call.args[position]] if position is not None else []
+    made = {program.graph.values[value].producer for value in inputs if is_opaque(program.metas[value])}
+    return (
+        operand_bytes(program, op)
+        + sum(program.metas[one.value].storage_bytes for one in copied if isinstance(one, Ref))
+        + sum(operand_bytes(program, producer) for producer in made if producer is not None)
+    )

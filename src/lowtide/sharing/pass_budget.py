@@ -1,0 +1,42 @@
+"""What a budget leaves for a forward and backward pass."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lowtide.budget import is_percentage, parse_budget
+from lowtide.cost import analytical_costs
+from lowtide.ir import Costs
+from lowtide.program import Program
+from lowtide.program.sizes import Outside, check_device, outside_of
+from lowtide.settings import Settings
+from lowtide.sharing.in_flight import unconstrained_bytes
+
+
+def outside_pass(program: Program, settings: Settings, model: nn.Module | None) -> Outside:
+    """What a total budget counts beside a pass, but for the reserve."""
+    if settings.budget is not None:
+        return Outside()
+    states = settings.optimizer_bytes
+    return outside_of(program, model, None if states is None else max(states - settings.moved_bytes, 0))
+
+
+def pass_budget(
+    program: Program, settings: Settings, costs: Costs, outside: Outside, granted_bytes: int
+) -> tuple[int, Outside]:
+    """Bytes for a pass, and what of the given budget a pass must leave alone."""
+    unconstrained = unconstrained_bytes(program, costs, settings.in_flight)
+    reserve = parse_budget(settings.reserve, unconstrained, what="reserve") if settings.reserve != 0 else 0
+    outside = outside._replace(reserved=reserve)
+    there = 0 if settings.total_budget is None else outside.bytes + settings.moved_bytes
+    total = parse_budget(settings.given, unconstrained + there)
+    check_device(program, total)
+    least = granted_bytes if is_percentage(settings.given) else 1
+    return max(total - outside.bytes, least, 1), outside
+
+
+def pass_bytes(program: Program, settings: Settings, model: nn.Module, granted_bytes: int) -> int:
+    """About what the budget allows a pass of ``program``, none of whose operators need be measured."""
+    outside = outside_pass(program, settings, model)
+    budget, _ = pass_budget(program, settings, analytical_costs(program), outside, granted_bytes)
+    return min(budget, settings.most_bytes or budget)
