@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
+from lowtide.api import runtime_of
 from lowtide.capture import capture
 from lowtide.capture.convert.gradients import split_sums
 from lowtide.cost import measured
@@ -720,3 +721,25 @@ def test_steps_in_which_operators_are_measured_keep_the_budget(monkeypatch: pyte
         assert lowtide.measure(lambda tokens=tokens: model(tokens).backward()).peak_bytes <= budget
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)
+
+
+class _DroppingByPython(_Dropping):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = x + layer(x) if random.random() > 0.3 else x
+        return self.loss(x, tokens)
+
+
+def test_parts_of_what_was_planned_as_a_whole_begin_with_its_budget() -> None:
+    """A percentage of what has been seen, not of what the first of them take."""
+    torch.manual_seed(0)
+    model, tokens, whole = _DroppingByPython(), torch.randint(0, 1500, (BATCH, 64)), 0
+    random.seed(0)
+    lowtide.rematerialize(model, (tokens,), budget="70%", planner="auto{effort=0}")
+    runtime = runtime_of(model)
+    assert runtime is not None
+    while runtime.parts is None:
+        whole = max([whole, *(plan.budget_bytes for plan in lowtide.plans(model))])
+        peak = lowtide.measure(lambda: model(tokens).backward()).peak_bytes
+    assert peak <= whole <= runtime.parts.shared.granted_bytes

@@ -187,6 +187,7 @@ class Rematerialized(Planned):
                 self._keep_gradients("the model runs in parts")
                 self.parts = self.parts or Parts(self.model, self.settings, error)
                 self._was_whole = self.parts.shared.must_fit = key in self.entries
+                self.parts.shared.granted_bytes = max(self.parts.shared.granted_bytes, self._granted())
                 self._apart.add(key)
                 self._forget(key)
                 self._leave_arena()

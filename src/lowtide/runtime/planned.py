@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -20,7 +21,7 @@ from lowtide.cost.room import measured_within
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import CaptureError, ExecutionError
 from lowtide.lower import Lowered
-from lowtide.program import structure
+from lowtide.program import Program, structure
 from lowtide.program.results import GradientMask
 from lowtide.program.targets import UnexpectedValueError
 from lowtide.runtime.caller import copied_module, has_copied, let_go
@@ -54,6 +55,7 @@ class Planned(Programs):
         functools.update_wrapper(self, original_forward, updated=())
         self.ran = 0  # calls that ran by a plan
         self._said_transformed = self._said_copied = False
+        self._prepares = False  # outside of a step, where no budget limits what is measured
 
     @property
     def original_forward(self) -> Callable[..., Any]:
@@ -158,8 +160,12 @@ class Planned(Programs):
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Plan for calls like this one now."""
-        with torch.enable_grad():
-            self._entry(Sample(args, kwargs), *self._flat(args, kwargs))
+        self._prepares = True
+        try:
+            with torch.enable_grad():
+                self._entry(Sample(args, kwargs), *self._flat(args, kwargs))
+        finally:
+            self._prepares = False
 
     def _check(self, entry: Entry, sample: Sample) -> None:
         """Capture the call that ``entry`` is about to run for anew, and compare."""
@@ -211,13 +217,16 @@ class Planned(Programs):
             self._refuse(key, inputs)
             return None
         known = self.entries.get(key, [])
-        with measured_within(lambda program: pass_bytes(program, self.settings, self.model, self._granted())):
+        with contextlib.nullcontext() if self._prepares else measured_within(self._pass_bytes):
             if expected is not None:
                 with self.recaptures.unexpected(known, self.model, expected):
                     return self._make(key, sample)
             if known:
                 self.recaptures.changed(key, known, self._latest(key), self.model, inputs, self._may_be_apart())
             return self._make(key, sample)
+
+    def _pass_bytes(self, program: Program) -> int:
+        return pass_bytes(program, self.settings, self.model, self._granted())
 
     def end(self) -> None:
         """End the searches for better plans, and updates inside of backward passes."""

@@ -68,7 +68,7 @@ class SharedBudget:
         self.unlike = (
             False  # what ran as it is in the current step is to run by plans: it tells nothing of the next one
         )
-        self._granted_bytes = 0  # of a budget in percent, or beyond one that cannot be met, for the step that took most
+        self.granted_bytes = 0  # of a budget in percent, or beyond one that cannot be met, for the step that took most
         self.must_fit = False  # since something else can be done where they do not
         self.fraction = 0.0  # of what graphs would save, the part that they save by the plans in force
         self.between = HeldBetween()
@@ -233,7 +233,7 @@ class SharedBudget:
         constraints = sequential_constraints(range(len(members)), bases, [*left_gradient_bytes(earlier), 0])
         budget, reserve = self.budget_for(members, constraints)
         left = budget - between - sum(taken.saved_bytes for _, taken in known)
-        known_later = more_follow and is_percentage(self.settings.given) and not self._granted_bytes
+        known_later = more_follow and is_percentage(self.settings.given) and not self.granted_bytes
         if known_later:  # of what is not known yet
             left = max(left, own.keep_all.forward_bytes, own.keep_all.backward_bytes)
         must_fit = not earlier and not known_later and not (self.give_way is not None and between > 0)
@@ -289,7 +289,7 @@ class SharedBudget:
         known = list(map(self.member, self.record.passes))
         budget, _ = self.budget_for([member for member, _ in known], constraints)
         if is_percentage(self.settings.given):
-            self._granted_bytes = budget
+            self.granted_bytes = budget
         over = peak_bytes(constraints, [taken for _, taken in known]) - budget
         if known and over > 0 and not (self.exceeded or self._first_plans):  # of which that was to be expected
             _LOG.warning(
@@ -331,7 +331,7 @@ class SharedBudget:
                 _LOG.warning("training goes on over its budget, as low as it can: %s", unmet)
             if nothing_planned:
                 return
-            self._granted_bytes = error.minimum_bytes
+            self.granted_bytes = error.minimum_bytes
             chosen = choose([*members.values()], constraints, error.minimum_bytes, planning, quick)
         self.fraction = saved_fraction([one.footprint for one in chosen], [*members.values()])
         self.record.exchange(dict(zip(entries, map(plan_alone, chosen, members.values()), strict=True)))
@@ -344,5 +344,5 @@ class SharedBudget:
         if self.settings.total_budget is not None:
             aside = reserve + self.outside.bytes
             total = parse_budget(self.settings.total_budget, keep_all + aside)
-            return max(total - aside, self._granted_bytes, 1), aside
-        return max(parse_budget(self.settings.given, keep_all) - reserve, self._granted_bytes), reserve
+            return max(total - aside, self.granted_bytes, 1), aside
+        return max(parse_budget(self.settings.given, keep_all) - reserve, self.granted_bytes), reserve
