@@ -109,7 +109,7 @@ class _Run:
         """In what from the other run, to the bit; empty where in nothing."""
         if not _same(self.loss, other.loss):
             return "loss"
-        for (name, one), two in zip(self.model.named_parameters(), other.model.parameters(), strict=True):
+        for (name, one), (_, two) in zip(self.model.named_parameters(), other.model.named_parameters(), strict=True):
             if not _same(one, two):
                 return f"parameter {name}"
             if (one.grad is None) != (two.grad is None) or (one.grad is not None and not _same(one.grad, two.grad)):

@@ -84,7 +84,7 @@ def address_of(tensor: torch.Tensor) -> int | None:
 
 def hooked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Arguments of a call as the hooks on a model that is distributed itself, not in its modules alone, hand them on."""
-    if not any(map(is_distributed, model.parameters(recurse=False))):
+    if not any(is_distributed(one) for one in model._parameters.values() if one is not None):
         return args, kwargs
     args = tuple(args)
     for number, hook in model._forward_pre_hooks.items():
