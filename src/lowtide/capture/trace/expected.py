@@ -1,9 +1,10 @@
 """Values that a model checks in its forward pass: ``if not torch.isfinite(x).all()``, an ``assert``, the arguments of a loss.
 
 They come of floating-point numbers, so nobody knows them while the model is captured. But a check has an answer that it nearly
-always gets: ``all`` of something is true, and ``any`` of it is not. The program is captured as it goes then, with an operator
-that looks at the value in each call, and ends the forward pass where it is another one: before anything was written, so that
-the call may run by another program.
+always gets: ``all`` of something is true, and ``any`` of it is not. That the least of some numbers is above a bound says so of
+all, and that it is below says so of any (``torch.istft`` asks that of its windows). The program is captured as it goes then,
+with an operator that looks at the value in each call, and ends the forward pass where it is another one: before anything was
+written, so that the call may run by another program.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ _EXPECTED = {
         (_ATEN.any.default, _ATEN.any.dim, _ATEN.any.dims, _ATEN.isnan.default, _ATEN.isinf.default), False
     ),
 }
+_LEAST = {_ATEN.min.default, _ATEN.amin.default}
+_MOST = {_ATEN.max.default, _ATEN.amax.default}
+_BELOW = {_ATEN.lt.Scalar, _ATEN.le.Scalar}
+_ABOVE = {_ATEN.gt.Scalar, _ATEN.ge.Scalar}
 _NOT = {_ATEN.logical_not.default, _ATEN.bitwise_not.default}
 _AND = {_ATEN.logical_and.default, _ATEN.bitwise_and.Tensor}
 _OR = {_ATEN.logical_or.default, _ATEN.bitwise_or.Tensor}
@@ -35,6 +40,8 @@ _LIBRARY.define("expect(Tensor value, bool answer, int number) -> ()")  # type: 
 torch.library.register_fake(f"{CHECKS}::expect", lambda value, answer, number: None, lib=_LIBRARY)
 EXPECT = torch.ops.lowtide_checks.expect.default
 torch.fx.node.has_side_effect(EXPECT)
+
+QUESTIONS = {_ATEN._local_scalar_dense.default, _ATEN.equal.default}
 
 
 class Expectations:
@@ -49,10 +56,12 @@ class Expectations:
         """A run of the model begins."""
         self.answers = []
 
-    def next_answer(self, fake: Any) -> bool | None:
-        """Of a traced value that is asked for now; ``None`` where nobody can say."""
-        usual = getattr(fake, "_lowtide_expected", None)
-        if usual is None or self._known is None or fake.numel() != 1:
+    def next_answer(self, func: Any, args: Sequence[Any]) -> bool | None:
+        """What a traced value that is asked for is; ``None`` where nobody can say."""
+        usual = getattr(args[0], "_lowtide_expected", None)
+        if usual is None or self._known is None or args[0].numel() != 1:
+            return None
+        if func is _ATEN.equal.default and not hasattr(args[1], "_lowtide_ones"):
             return None
         number = len(self.answers)
         self.answers.append(self._known[number] if number < len(self._known) else usual)
@@ -61,15 +70,25 @@ class Expectations:
 
 def note_expected(func: Any, args: Sequence[Any], result: Any) -> None:
     """Note on the result of an operator what it usually is, if that is known."""
+    if func in _LEAST | _MOST:
+        result._lowtide_least = func in _LEAST  # of numbers, or the most
+    if func is _ATEN.new_ones.default:
+        result._lowtide_ones = True  # PyTorch's own functions ask whether something is equal to that
     if not isinstance(result, FakeTensor) or result.dtype is not torch.bool:
         return
     usual = _EXPECTED.get(func)
+    if func in _BELOW | _ABOVE and hasattr(args[0], "_lowtide_least"):
+        usual = (func in _ABOVE) == args[0]._lowtide_least
     if usual is None and func in _NOT | _AND | _OR | _SAME:
         of = [getattr(one, "_lowtide_expected", None) for one in args if isinstance(one, torch.Tensor)]
         if None not in of:
             usual = not of[0] if func in _NOT else any(of) if func in _OR else all(of)
     if usual is not None:
         result._lowtide_expected = usual  # type: ignore[attr-defined]
+
+
+def _traced(value: Any) -> Any:
+    return value.from_functional() if isinstance(value, FunctionalTensor) else value
 
 
 def all_close(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -86,11 +105,11 @@ def expecting(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         if func is _ATEN.allclose.default:
             with self:
                 return all_close(args, kwargs or {})
-        if func is _ATEN._local_scalar_dense.default and isinstance(args[0], FunctionalTensor):
-            fake = args[0].from_functional()
+        if func in QUESTIONS and isinstance(args[0], FunctionalTensor):
+            fake = _traced(args[0])
             if isinstance(fake, FakeTensor) and not hasattr(fake, "_lowtide_known"):
                 expectations: Expectations = fake.fake_mode.expectations  # type: ignore[attr-defined]
-                answer = expectations.next_answer(fake)
+                answer = expectations.next_answer(func, [fake, *map(_traced, args[1:])])
                 if answer is not None:
                     with self:
                         EXPECT(args[0], answer, len(expectations.answers) - 1)

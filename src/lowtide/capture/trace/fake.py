@@ -31,7 +31,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._mode_utils import no_dispatch
 
 from lowtide.capture.trace import fake_kernels as fakes
-from lowtide.capture.trace.expected import Expectations, all_close, note_expected
+from lowtide.capture.trace.expected import QUESTIONS, Expectations, all_close, note_expected
 from lowtide.capture.trace.layer_drop import fold_uniform
 from lowtide.capture.trace.questions import Provenance, Question
 from lowtide.capture.trace.real_strides import real_strides, tensors_among, with_strides
@@ -43,7 +43,6 @@ from lowtide.program.source import user_source
 _ATEN = torch.ops.aten
 _MAXIMUM_ELEMENTS = 1 << 24
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
-QUESTIONS = {_ATEN._local_scalar_dense.default, _ATEN.equal.default}
 # Comparisons of a number drawn uniformly from [0, 1) with a threshold outside of it have only one answer.
 
 
@@ -141,7 +140,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         real, known = self._known_result(func, args, kwargs)
         if known is None:
-            answer = self.expectations.next_answer(args[0]) if self.rehearses else None
+            answer = self.expectations.next_answer(func, args) if self.rehearses else None
             if answer is None:
                 raise _unanswerable(func)
             return answer

@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 
-from lowtide.capture.trace.fake import QUESTIONS
+from lowtide.capture.trace.expected import QUESTIONS
 
 _COMPOSITE = "CompositeImplicitAutograd"
 _PLAIN = frozenset(
