@@ -19,8 +19,8 @@ from lowtide.program.optimizer_state import optimizer_state_bytes
 from lowtide.progress import Progress, told
 from lowtide.runtime.caller import let_go
 from lowtide.runtime.model import Rematerialized
-from lowtide.runtime.optimizer import of_model
 from lowtide.runtime.planned import Planned
+from lowtide.runtime.updates.optimizer import of_model
 from lowtide.settings import Settings, searches
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -16,8 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lowtide.capture import capture
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.cache import CostCache
-from lowtide.program.collectives import Waited
-from lowtide.program.local import form_of, hooked, version_of, whole_of
+from lowtide.program.distributed.collectives import Waited
+from lowtide.program.distributed.local import form_of, hooked, version_of, whole_of
 from lowtide.sharing.agreement import program_key
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.capture.python_state.installed import is_installed
+from lowtide.capture.python_state.code.installed import is_installed
 
 _MODEL = """
 import torch

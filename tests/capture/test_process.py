@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.capture.python_state import process
+from lowtide.capture.python_state.code import process
 
 
 def test_flags_of_precision_that_exclude_each_other() -> None:

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import lowtide
 from lowtide.api import runtime_of
-from lowtide.runtime.differentiated import is_named
+from lowtide.runtime.calls.differentiated import is_named
 
 Step = Callable[[nn.Module], torch.Tensor]
 WIDTH = 64

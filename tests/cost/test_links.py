@@ -10,7 +10,7 @@ from lowtide.cost import analytical_costs
 from lowtide.cost.devices import DEVICES
 from lowtide.cost.links import KINDS, LINKS, Link, collective_ns, get_link
 from lowtide.errors import CostError
-from lowtide.program.collectives import waited
+from lowtide.program.distributed.collectives import waited
 from tests.cost.programs import program_of
 
 _GIGABYTE = Link("test", 1e9, 100, 1.0)  # a byte takes a nanosecond

@@ -26,7 +26,7 @@ from lowtide.cli.main import main as command_line
 from lowtide.device import Accelerator, accelerator_in_use, accelerators, find, interface_of
 from lowtide.memory.allocators import PeakWindow, device_memory, free_memory, meter_of, round_up
 from lowtide.offload.host import HostMemory
-from lowtide.runtime.moving_states import AwayState
+from lowtide.runtime.updates.moving_states import AwayState
 from tests.device import hosted
 from tests.support.leases import let_go_inside_a_lease
 from tests.support.training import QUICK

@@ -24,7 +24,7 @@ import lowtide
 from lowtide.demo.gpt2 import Shape, build_model, draw_batches, load_corpus
 from lowtide.device.cpu import Cpu
 from lowtide.ir import simulate
-from lowtide.program.sharded import Gather
+from lowtide.program.distributed.sharded import Gather
 from tests.integrations.launch import say
 from tests.integrations.scenarios import perform
 from tests.integrations.tp_program import BATCH, LENGTH, VOCABULARY, Llama, parallel

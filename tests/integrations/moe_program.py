@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.program.collectives import collectives_begun
+from lowtide.program.distributed.collectives import collectives_begun
 from tests.integrations.launch import say
 from tests.integrations.scenarios import perform
 

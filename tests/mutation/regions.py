@@ -78,7 +78,7 @@ REGIONS = (
     ),
     Region(
         "capture/python_state",
-        ("capture/python_state/*.py", "program/objects.py"),
+        ("capture/python_state/*.py", "objects/walk.py"),
         (
             "tests/fuzz/test_python_changes.py",
             *_correctness("attributes", "outside", "followed", "changes", "buffers", "random", "unseen_effects"),

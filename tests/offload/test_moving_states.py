@@ -18,7 +18,7 @@ import lowtide
 from lowtide.ir import Compute, check, simulate
 from lowtide.ir.graph import FETCH_STATE_TARGET, OPTIMIZER_TARGET, STORE_STATE_TARGET
 from lowtide.offload.disk import DiskMemory
-from lowtide.runtime.moving_states import AwayState, FetchedState, MovingStates
+from lowtide.runtime.updates.moving_states import AwayState, FetchedState, MovingStates
 from tests.support.wide import is_wide
 
 WIDTH, LAYERS, ROWS = 64, 8, 16

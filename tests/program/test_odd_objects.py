@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lowtide.program.keys import fingerprint
-from lowtide.program.objects import content
+from lowtide.objects.keys import fingerprint
+from lowtide.objects.walk import content
 
 
 class _Unnamed:

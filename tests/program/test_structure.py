@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lowtide.program.structure import Slot, flatten, unflatten
+from lowtide.objects.structure import Slot, flatten, unflatten
 
 
 def test_an_object_that_many_ways_lead_to_is_looked_at_once() -> None:

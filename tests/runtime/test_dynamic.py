@@ -270,7 +270,7 @@ def test_whatever_goes_wrong_with_symbols_each_shape_is_captured_by_itself(
         raise NotImplementedError("no such symbol")
 
     caplog.set_level(logging.INFO, "lowtide")
-    monkeypatch.setattr("lowtide.runtime.kin.capture_family", fail)
+    monkeypatch.setattr("lowtide.runtime.programs.kin.capture_family", fail)
     model = lowtide.rematerialize(make(_Attention), budget="100%", planner="greedy")
     records = run_training(model, _calls, STEP, 4)
     assert_same_records(records, run_training(make(_Attention), _calls, STEP, 4))

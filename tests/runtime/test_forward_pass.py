@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.runtime.forward_pass import ForwardPass, left_gradient_bytes, waiting_places
+from lowtide.runtime.parts.forward_pass import ForwardPass, left_gradient_bytes, waiting_places
 
 FIRST, LAST, INNER, NEXT = (0, 0), (1, 0), (2, 0), (3, 0)
 

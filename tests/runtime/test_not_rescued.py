@@ -13,7 +13,8 @@ from torch import nn, optim
 
 import lowtide
 from lowtide.api import runtime_of
-from lowtide.runtime import rescue, step
+from lowtide.runtime.calls import step
+from lowtide.runtime.programs import rescue
 from tests.support.networks import WithLoss, perceptron, rows
 from tests.support.records import assert_same_records, run_training
 from tests.support.scarce import QUICK, Scarce, drawing_network, memory_of, plan_of, prepared

@@ -19,7 +19,7 @@ from lowtide.api import runtime_of
 from lowtide.capture import capture
 from lowtide.capture.convert.gradients import split_sums
 from lowtide.cost import measured
-from lowtide.runtime.programs import Programs
+from lowtide.runtime.programs.programs import Programs
 from lowtide.sharing import Constraint, Footprint
 from lowtide.sharing.assignment import Assignment
 from lowtide.sharing.upgrades import upgraded

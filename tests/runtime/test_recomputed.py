@@ -1,4 +1,4 @@
-"""Modules that are no programs, run again in the backward pass: ``runtime.recomputed``."""
+"""Modules that are no programs, run again in the backward pass: ``parts.recomputed``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.runtime.recomputed import Recomputation
+from lowtide.runtime.parts.recomputed import Recomputation
 
 
 class _Ragged(nn.Module):

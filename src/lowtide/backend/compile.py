@@ -2,7 +2,7 @@
 
 Dynamo guards and breaks the program; each of its graphs is captured, planned and run as a model is, when it is first called
 with real tensors, and anew for other shapes. The graphs of one ``torch.compile`` share one budget, see
-``runtime.shared``.
+``parts.shared``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from lowtide.errors import NoGradientError, PlanError
-from lowtide.runtime.shared import SharedBudget
-from lowtide.runtime.sharing_forward import SharingForward
+from lowtide.runtime.parts.shared import SharedBudget
+from lowtide.runtime.parts.sharing_forward import SharingForward
 from lowtide.settings import Settings
 
 _OPTIONS = ("budget", "total_budget", "reserve", "planner", "compiler", "seed", "chunked_loss")

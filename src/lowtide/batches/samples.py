@@ -14,7 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lowtide.errors import PlanError
-from lowtide.program import generators, structure
+from lowtide.objects import structure
+from lowtide.program import generators
 
 Sample: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 MakeSample: TypeAlias = Callable[[int], Sample]

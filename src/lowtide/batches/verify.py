@@ -17,7 +17,7 @@ from lowtide.memory.meter import measure
 from lowtide.planning import Plan
 from lowtide.program import generators
 from lowtide.program.results import GradientMask
-from lowtide.runtime.step import run
+from lowtide.runtime.calls.step import run
 
 
 def measured_peak(model: nn.Module, captured: Captured, plan: Plan, sample: Sample) -> int:

@@ -14,8 +14,8 @@ from torch import nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.errors import CaptureError, PlanError
-from lowtide.program import structure
-from lowtide.program.local import form_of
+from lowtide.objects import structure
+from lowtide.program.distributed.local import form_of
 
 _KINDS = (torch.Tensor, nn.Parameter, FunctionalTensor)
 _PYTORCH = "elem"  # that PyTorch puts on a functional tensor

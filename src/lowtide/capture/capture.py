@@ -22,16 +22,17 @@ from lowtide.capture.convert.convert import Converted, convert
 from lowtide.capture.convert.nested_writes import merge_nested_writes
 from lowtide.capture.copies import State, model_state
 from lowtide.capture.known import Known
-from lowtide.capture.python_state import attribute_effects, counters
-from lowtide.capture.python_state.backward_effects import BackwardEffectError
-from lowtide.capture.python_state.compared import ComparedNumber
-from lowtide.capture.python_state.counters import Readers
-from lowtide.capture.python_state.external_effects import hooks_kept
-from lowtide.capture.python_state.guards import Guards
-from lowtide.capture.python_state.held_inputs import HeldInputs, inputs_at
+from lowtide.capture.python_state.effects import attribute_effects
+from lowtide.capture.python_state.effects.backward_effects import BackwardEffectError
+from lowtide.capture.python_state.effects.held_inputs import HeldInputs, inputs_at
+from lowtide.capture.python_state.effects.random_numbers import RandomNumbers, RandomRecorder
+from lowtide.capture.python_state.guards import counters
+from lowtide.capture.python_state.guards.compared import ComparedNumber
+from lowtide.capture.python_state.guards.counters import Readers
+from lowtide.capture.python_state.guards.external_effects import hooks_kept
+from lowtide.capture.python_state.guards.guards import Guards
+from lowtide.capture.python_state.guards.reads import Read
 from lowtide.capture.python_state.paths import AttributePath, leaf, sharing
-from lowtide.capture.python_state.random_numbers import RandomNumbers, RandomRecorder
-from lowtide.capture.python_state.reads import Read
 from lowtide.capture.refusals import (
     capture_error,
     check,
@@ -52,13 +53,13 @@ from lowtide.errors import CaptureError, LowtideError, NoGradientError
 from lowtide.ir import Graph
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.memory.collector import collector_held
-from lowtide.program import structure
-from lowtide.program.gathers import with_gathers
-from lowtide.program.local import with_own_sizes
+from lowtide.objects import structure
+from lowtide.program.distributed.gathers import with_gathers
+from lowtide.program.distributed.local import with_own_sizes
+from lowtide.program.distributed.roles import Gradient, Output
 from lowtide.program.overwrites import with_overwrites
 from lowtide.program.program import Program
 from lowtide.program.results import GradientMask, Result
-from lowtide.program.roles import Gradient, Output
 
 _LOCK = threading.RLock()  # tracing changes PyTorch's state, and Python's generators, for the whole process
 

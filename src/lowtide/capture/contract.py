@@ -11,20 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture.python_state import attribute_effects, buffer_effects
-from lowtide.capture.python_state.attribute_effects import ValueEffect
-from lowtide.capture.python_state.buffer_effects import MadeBuffer
-from lowtide.capture.python_state.compared import CountedNumber
-from lowtide.capture.python_state.guards import Guards
-from lowtide.capture.python_state.held_inputs import HeldInputs
+from lowtide.capture.python_state.effects import attribute_effects, buffer_effects
+from lowtide.capture.python_state.effects.attribute_effects import ValueEffect
+from lowtide.capture.python_state.effects.buffer_effects import MadeBuffer
+from lowtide.capture.python_state.effects.held_inputs import HeldInputs
+from lowtide.capture.python_state.effects.random_numbers import RandomNumbers, RandomRecorder
+from lowtide.capture.python_state.guards.compared import CountedNumber
+from lowtide.capture.python_state.guards.guards import Guards
+from lowtide.capture.python_state.guards.reads import Place, Read
 from lowtide.capture.python_state.paths import AttributePath, value_at
-from lowtide.capture.python_state.random_numbers import RandomNumbers, RandomRecorder
-from lowtide.capture.python_state.reads import Place, Read
 from lowtide.capture.rehearsal import Effects
-from lowtide.program import Program, structure
-from lowtide.program.keys import fingerprint
+from lowtide.objects import structure
+from lowtide.objects.keys import fingerprint
+from lowtide.program import Program
+from lowtide.program.distributed.local import formed
 from lowtide.program.layouts import memory_of
-from lowtide.program.local import formed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +114,7 @@ class Contract:
     """What a planned call returns and leaves behind beside what its operators compute.
 
     ``result_structure`` is of a pair: what the model returned, and what it left in the attributes ``effects.tensors``;
-    ``settings`` are the plain values that it left (``python_state.attribute_effects``), ``counted`` the numbers that it counted
+    ``settings`` are the plain values that it left (``effects.attribute_effects``), ``counted`` the numbers that it counted
     on, ``buffers`` those that it registers or replaces, by name; ``specs`` say of each result how it is distributed.
     ``conditions``: under which all of this, and the program, hold for a call.
     """

@@ -14,13 +14,13 @@ from torch import nn
 from torch._library.custom_ops import CustomOpDef
 from torch.nn.parameter import is_lazy
 
-from lowtide.capture.python_state.held_inputs import held_tensors
+from lowtide.capture.python_state.effects.held_inputs import held_tensors
 from lowtide.capture.sharded import copy_module
 from lowtide.errors import CaptureError
-from lowtide.program.local import form_of
-from lowtide.program.objects import CONTAINERS, GENERATORS, cell_value, closed_over, functions_in, reachable
-from lowtide.program.opaque import CONSTANT
-from lowtide.program.sharded import Unit, begun
+from lowtide.objects.opaque import CONSTANT
+from lowtide.objects.walk import CONTAINERS, GENERATORS, cell_value, closed_over, functions_in, reachable
+from lowtide.program.distributed.local import form_of
+from lowtide.program.distributed.sharded import Unit, begun
 
 _SHARED = (  # by a copy and its original
     ModuleType, CustomOpDef, torch._ops.OpOverload, torch._ops.OpOverloadPacket, staticmethod, classmethod,

@@ -20,14 +20,14 @@ from lowtide.capture.capture import capture
 from lowtide.capture.contract import Captured
 from lowtide.capture.copies import model_state
 from lowtide.capture.known import Known
-from lowtide.capture.python_state.held_inputs import HeldInputs
+from lowtide.capture.python_state.effects.held_inputs import HeldInputs
 from lowtide.capture.rehearsal import Effects
 from lowtide.capture.trace.questions import Provenance, Question
 from lowtide.capture.trace.sizes import SYMBOLIC, Place, Shapes, SymbolicSizes, compiled, expression, hints, values_of
 from lowtide.errors import CaptureError
 from lowtide.ir import Value
+from lowtide.objects.walk import parts_of
 from lowtide.program import Call, Program, TensorMeta
-from lowtide.program.objects import parts_of
 from lowtide.program.references import map_leaves
 from lowtide.program.results import GradientMask
 

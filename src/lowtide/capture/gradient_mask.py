@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lowtide.program import structure
+from lowtide.objects import structure
 from lowtide.program.results import GradientMask, below
 
 

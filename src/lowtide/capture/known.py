@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from lowtide.capture.contract import Captured, Conditions
-from lowtide.capture.python_state.held_inputs import HeldInputs
+from lowtide.capture.python_state.effects.held_inputs import HeldInputs
+from lowtide.capture.python_state.effects.random_numbers import RandomRecorder
+from lowtide.capture.python_state.guards.reads import Place, Read
 from lowtide.capture.python_state.paths import AttributePath
-from lowtide.capture.python_state.random_numbers import RandomRecorder
-from lowtide.capture.python_state.reads import Place, Read
 from lowtide.capture.rehearsal import Effects
 
 

@@ -11,14 +11,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from lowtide.capture.python_state.held_inputs import holding
+from lowtide.capture.python_state.effects.held_inputs import holding
 from lowtide.capture.python_state.paths import AttributePath, of_modules, tensors_in, texts
 from lowtide.capture.trace.writes import WRITTEN_HISTORY, WriteError
 from lowtide.capture.traced_model import NO_SAVED_TENSORS_HOOKS
 from lowtide.errors import CaptureError, PlanError
 from lowtide.program import Program, targets
+from lowtide.program.distributed.sharded import GatheredForm, is_sharded
 from lowtide.program.layouts import memory_of
-from lowtide.program.sharded import GatheredForm, is_sharded
 from lowtide.program.source import is_user_file
 
 _MEANINGS = {  # what PyTorch says, in words that help

@@ -17,20 +17,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.capture.arguments import rebuilt
 from lowtide.capture.copies import copy_without_data
-from lowtide.capture.python_state import attribute_effects, counters
-from lowtide.capture.python_state.counters import Readers
-from lowtide.capture.python_state.external_effects import WHAT_TO_DO, ExternalEffects, hooks_in
+from lowtide.capture.python_state.effects import attribute_effects
+from lowtide.capture.python_state.effects.random_numbers import untouched
+from lowtide.capture.python_state.guards import counters
+from lowtide.capture.python_state.guards.counters import Readers
+from lowtide.capture.python_state.guards.external_effects import WHAT_TO_DO, ExternalEffects, hooks_in
+from lowtide.capture.python_state.guards.reads import Place, Read, Reads
 from lowtide.capture.python_state.paths import AttributePath, tensors_in, texts, value_at
-from lowtide.capture.python_state.random_numbers import untouched
-from lowtide.capture.python_state.reads import Place, Read, Reads
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of, known_value
 from lowtide.capture.trace.joint import as_traced
 from lowtide.capture.trace.patches import all_wrapped
 from lowtide.capture.traced_model import TracedCall
 from lowtide.errors import CaptureError
-from lowtide.program import structure
-from lowtide.program.keys import fingerprint, layout
-from lowtide.program.local import like_form
+from lowtide.objects import structure
+from lowtide.objects.keys import fingerprint, layout
+from lowtide.program.distributed.local import like_form
 from lowtide.program.results import below
 
 _HOOKING = [(torch.Tensor, "register_hook"), (torch.Tensor, "register_post_accumulate_grad_hook")]
@@ -64,7 +65,7 @@ def rehearse(
 ) -> Effects:
     """What a call does to the attributes; calls of one copy of the model find out. ``reads``: what its code reads, and of that
     ``outside`` what each call changes outside of the model; ``compared``: attributes that are only compared, and that planned
-    calls count on, or set, too. Raises ``CaptureError`` where calls do not settle, see ``python_state.attribute_effects``."""
+    calls count on, or set, too. Raises ``CaptureError`` where calls do not settle, see ``effects.attribute_effects``."""
     model, state, tensors = traced.model, traced.state, traced.tensors
     mode = AnsweringFakeMode(expected=expected, rehearses=True)
     count = len(state.tensors) + len(followed)
@@ -112,7 +113,7 @@ def rehearse(
 
 def _effects(calls: Sequence[RehearsedCall], known: Collection[AttributePath], readers: Readers) -> Effects:
     """What calls in a row do to the attributes beside those that are ``known``. Raises ``CaptureError``, see
-    ``python_state.attribute_effects``."""
+    ``effects.attribute_effects``."""
     first, second = calls[:2]
     every = [place for place in first.changes.tensors if place in second.changes.tensors]
     once = [place for place in first.changes.tensors if place not in every]

@@ -16,7 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from lowtide.program.sharded import is_sharded, state_of
+from lowtide.program.distributed.sharded import is_sharded, state_of
 
 _BOOKKEEPING = "__composable_api"  # the keys under which torch.distributed's module APIs keep their state
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

@@ -23,23 +23,25 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowtide.capture.arguments import put_on, rebuilt, refuse_marks
 from lowtide.capture.copies import State, copy_without_data
 from lowtide.capture.gradient_mask import fits, guess_mask
-from lowtide.capture.python_state import attribute_effects, backward_effects, late, process, random_numbers, twice
-from lowtide.capture.python_state.buffer_effects import (
+from lowtide.capture.python_state.code import late, process
+from lowtide.capture.python_state.effects import attribute_effects, backward_effects, random_numbers
+from lowtide.capture.python_state.effects.buffer_effects import (
     MadeBuffer,
     declared_buffers,
     new_buffers,
     registered,
     with_states,
 )
-from lowtide.capture.python_state.caches import Caches, caches
-from lowtide.capture.python_state.compared import NUMBERS, ComparedNumber, CountedNumber, standing_in
-from lowtide.capture.python_state.external_effects import ExternalEffects, hooks_in
-from lowtide.capture.python_state.noting import NotingClasses
-from lowtide.capture.python_state.observe import Observer
+from lowtide.capture.python_state.effects.random_numbers import RandomRecorder
+from lowtide.capture.python_state.effects.returned import with_originals
+from lowtide.capture.python_state.guards import twice
+from lowtide.capture.python_state.guards.caches import Caches, caches
+from lowtide.capture.python_state.guards.compared import NUMBERS, ComparedNumber, CountedNumber, standing_in
+from lowtide.capture.python_state.guards.external_effects import ExternalEffects, hooks_in
+from lowtide.capture.python_state.guards.noting import NotingClasses
+from lowtide.capture.python_state.guards.observe import Observer
+from lowtide.capture.python_state.guards.reads import Place, Read, Reads
 from lowtide.capture.python_state.paths import AttributePath, attributes_of, locate, owned
-from lowtide.capture.python_state.random_numbers import RandomRecorder
-from lowtide.capture.python_state.reads import Place, Read, Reads
-from lowtide.capture.python_state.returned import with_originals
 from lowtide.capture.trace.autocast import Period, periods_of_casts
 from lowtide.capture.trace.checkpoints import unwrapped
 from lowtide.capture.trace.expected import Expectations
@@ -52,9 +54,9 @@ from lowtide.capture.trace.stacked import stacked
 from lowtide.capture.trace.staying import staying
 from lowtide.capture.trace.writes import RefuseWrites, assigned_data, refuse_gradients, refuse_required
 from lowtide.errors import CaptureError
-from lowtide.program import structure
-from lowtide.program.local import distributed, local_results
-from lowtide.program.objects import ABSENT, CONTAINERS, current, is_open, parts_of, reachable
+from lowtide.objects import structure
+from lowtide.objects.walk import ABSENT, CONTAINERS, current, is_open, parts_of, reachable
+from lowtide.program.distributed.local import distributed, local_results
 from lowtide.program.results import GradientMask, Viewed, bases, outputs_of, unreached
 from lowtide.program.source import user_source
 

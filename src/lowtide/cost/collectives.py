@@ -17,9 +17,9 @@ from lowtide.cost.cache import CostCache, OperatorCost
 from lowtide.cost.signature import target_name
 from lowtide.cost.timing import peak_of
 from lowtide.device import interface_of
-from lowtide.program.gathers import sharded_collectives
+from lowtide.program.distributed.gathers import sharded_collectives
+from lowtide.program.distributed.sharded import Gather, Reduce
 from lowtide.program.program import Program
-from lowtide.program.sharded import Gather, Reduce
 from lowtide.program.sizes import program_device
 
 _REPEATED = 5

@@ -33,7 +33,7 @@ from lowtide.ir.graph import EXPECT_TARGET, STATE_TARGETS, TANGENT_TARGET
 from lowtide.memory.allocators import round_up
 from lowtide.memory.collector import collector_held
 from lowtide.program import generators
-from lowtide.program.collectives import Waited
+from lowtide.program.distributed.collectives import Waited
 from lowtide.program.foreign import declares_effect, unseen
 from lowtide.program.layouts import copies_storage, memory_of
 from lowtide.program.overwrites import overwritten_argument

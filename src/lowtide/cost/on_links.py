@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.cost.links import KINDS, Link, collective_ns
-from lowtide.program.collectives import Waited
+from lowtide.program.distributed.collectives import Waited
+from lowtide.program.distributed.sharded import Gather, Reduce
 from lowtide.program.program import Call, Program
-from lowtide.program.sharded import Gather, Reduce
 
 _UNKNOWN_RANKS = 2  # of a group that is not known here: at the least
 

@@ -26,9 +26,9 @@ from lowtide.capture.trace.patches import replaced
 from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError
 from lowtide.memory.allocators import PeakWindow, meter_of
 from lowtide.planning import Plan
-from lowtide.runtime.differentiated import WHY
+from lowtide.runtime.calls.differentiated import WHY
 from lowtide.runtime.model import Rematerialized
-from lowtide.runtime.submodules import is_one_operator
+from lowtide.runtime.parts.submodules import is_one_operator
 from lowtide.runtime.transforms import is_transformed
 
 _Call = Callable[..., Any]

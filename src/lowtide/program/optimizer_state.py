@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import PlanError
-from lowtide.program.local import local_of
+from lowtide.program.distributed.local import local_of
 from lowtide.program.sizes import held_bytes
 
 Optimizer = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | str

@@ -11,9 +11,9 @@ from torch import nn
 from lowtide.errors import PlanError
 from lowtide.ir import Costs
 from lowtide.memory.allocators import device_memory, round_up
-from lowtide.program.gathers import sharded_collectives
+from lowtide.program.distributed.gathers import sharded_collectives
+from lowtide.program.distributed.local import local_of
 from lowtide.program.layouts import dense_parts, memory_of
-from lowtide.program.local import local_of
 from lowtide.program.program import Program
 from lowtide.units import format_bytes
 

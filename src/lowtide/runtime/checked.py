@@ -10,7 +10,7 @@ from torch import nn
 
 from lowtide.capture import Captured
 from lowtide.errors import ExecutionError, PlanError
-from lowtide.program.keys import fingerprint
+from lowtide.objects.keys import fingerprint
 
 
 class _Thread(threading.local):

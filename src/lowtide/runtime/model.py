@@ -21,19 +21,19 @@ from lowtide.memory.arena import Arena
 from lowtide.pipeline import Finish
 from lowtide.planning import Plan
 from lowtide.program import Program
-from lowtide.program.local import hooked
-from lowtide.program.sharded import is_sharded
+from lowtide.program.distributed.local import hooked
+from lowtide.program.distributed.sharded import is_sharded
 from lowtide.program.sizes import device_of_inputs, kept_bytes
-from lowtide.runtime.differentiated import DifferentiatedAgain
-from lowtide.runtime.entry import Entry, Names, Sample, Signature
-from lowtide.runtime.kin import Kins
+from lowtide.runtime.calls.differentiated import DifferentiatedAgain
+from lowtide.runtime.calls.waiting import WaitingCalls
 from lowtide.runtime.online_calls import OnlineCalls
-from lowtide.runtime.parts import Parts
-from lowtide.runtime.placed import lowered
+from lowtide.runtime.parts.parts import Parts
+from lowtide.runtime.parts.submodules import can_run_in_parts
 from lowtide.runtime.planned import Planned
+from lowtide.runtime.programs.entry import Entry, Names, Sample, Signature
+from lowtide.runtime.programs.kin import Kins
+from lowtide.runtime.programs.placed import lowered
 from lowtide.runtime.sharded_root import ShardedRoot
-from lowtide.runtime.submodules import can_run_in_parts
-from lowtide.runtime.waiting import WaitingCalls
 from lowtide.settings import Settings
 from lowtide.sharing.order import CollectiveOrder
 from lowtide.units import format_bytes

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lowtide.dynamic.context import leave_if_innermost, online
-from lowtide.runtime.result_hooks import tell
+from lowtide.runtime.calls.result_hooks import tell
 
 _BACKWARD = ("backward", "grad")  # of torch.autograd: what runs a backward pass
 _lock = threading.RLock()  # garbage is collected inside, too

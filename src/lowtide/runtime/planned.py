@@ -16,19 +16,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.capture import Known
-from lowtide.capture.python_state.held_inputs import held_tensors
+from lowtide.capture.python_state.effects.held_inputs import held_tensors
 from lowtide.cost.room import measured_within
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import CaptureError, ExecutionError
 from lowtide.lower import Lowered
-from lowtide.program import Program, structure
+from lowtide.objects import structure
+from lowtide.program import Program
 from lowtide.program.results import GradientMask
 from lowtide.program.targets import UnexpectedValueError
 from lowtide.runtime.caller import copied_module, has_copied, let_go
+from lowtide.runtime.calls.step import run
 from lowtide.runtime.checked import is_due, require_same
-from lowtide.runtime.entry import Entry, Names, Sample, Signature, signature
-from lowtide.runtime.programs import Programs
-from lowtide.runtime.step import run
+from lowtide.runtime.programs.entry import Entry, Names, Sample, Signature, signature
+from lowtide.runtime.programs.programs import Programs
 from lowtide.runtime.transforms import is_transformed
 from lowtide.settings import Settings
 from lowtide.sharing.pass_budget import pass_bytes

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from lowtide.program.sharded import Unit, begun, state_of
+from lowtide.program.distributed.sharded import Unit, begun, state_of
 from lowtide.sharing.order import CollectiveOrder
 from lowtide.store import content_key
 

@@ -15,7 +15,7 @@ import numpy as np
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Costs, simulate
 from lowtide.planning import Plan
-from lowtide.program.gathers import unreduced_bytes
+from lowtide.program.distributed.gathers import unreduced_bytes
 from lowtide.program.program import Program
 from lowtide.sharing.assignment import Assignment, Planning, Share, plan_alone
 from lowtide.sharing.constraints import Member

@@ -19,7 +19,7 @@ from torch import distributed
 from lowtide.errors import PlanError
 from lowtide.ir import Graph, Schedule, collectives_of
 from lowtide.ir.serial import schedule_from_json, schedule_to_json
-from lowtide.program.communication import communicating
+from lowtide.program.distributed.communication import communicating
 from lowtide.program.program import Program
 from lowtide.sharing.agreement import program_key
 from lowtide.sharing.messages import default_store, tell, told

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from lowtide.program import Program
 from lowtide.program.optimizer_state import Optimizer, optimizer_like, parameters_of, state_sizes
 from lowtide.program.updates import StateMoves, with_updates
-from lowtide.runtime.moving_states import movable_bytes
-from lowtide.runtime.optimizer_step import plain_step
+from lowtide.runtime.updates.moving_states import movable_bytes
+from lowtide.runtime.updates.optimizer_step import plain_step
 
 
 class _OnPaper:

@@ -18,8 +18,8 @@ from torch import nn
 from lowtide.cost.devices import get_device
 from lowtide.cost.links import LINKS, Link, get_link
 from lowtide.errors import CostError, PlanError
-from lowtide.program.local import is_distributed
-from lowtide.program.sharded import is_sharded
+from lowtide.program.distributed.local import is_distributed
+from lowtide.program.distributed.sharded import is_sharded
 
 _DIMENSIONS = ("replicate", "dp", "tp")  # from the outermost one
 _MOST_RANKS = 1 << 20

@@ -37,8 +37,8 @@ from torch import fx
 from torch._library import custom_ops
 from torch.utils import _pytree as pytree
 
-from lowtide.capture.python_state.code_names import is_trusted, named_by
-from lowtide.capture.python_state.external_effects import Reach
+from lowtide.capture.python_state.code.code_names import is_trusted, named_by
+from lowtide.capture.python_state.guards.external_effects import Reach
 from lowtide.capture.trace.sizes import hint, hints
 from lowtide.errors import CaptureError
 from lowtide.program import foreign, generators

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lowtide.capture.sharded import is_bookkeeping
-from lowtide.program import structure
-from lowtide.program.objects import ABSENT, CONTAINERS, PLAIN, fields, is_open
+from lowtide.objects import structure
+from lowtide.objects.walk import ABSENT, CONTAINERS, PLAIN, fields, is_open
 
 OWN = frozenset(vars(nn.Module()))  # what every module has
 _OF_HIDDEN = {"training", "_modules"}  # what is looked at of modules that are not registered

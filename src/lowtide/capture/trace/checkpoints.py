@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from lowtide.capture.trace.patches import replaced
-from lowtide.program import structure
+from lowtide.objects import structure
 
 _LOG = logging.getLogger(__name__)
 _SAID: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -1,5 +1,6 @@
 """Collectives that write into the tensors that they are given (``torch.distributed.all_to_all_single`` and its like), as
-functional ones while a model is traced: a program knows these (``program.collectives``), and runs them once, in its order."""
+functional ones while a model is traced: a program knows these (``distributed.collectives``), and runs them once, in its
+order."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.errors import CaptureError
-from lowtide.program.keys import tensor_key
+from lowtide.objects.keys import tensor_key
+from lowtide.program.distributed.local import local_of
 from lowtide.program.layouts import memory_of
-from lowtide.program.local import local_of
 
 UNSEEN = "unseen"  # in the ``meta`` of what is written without a new version
 WRITTEN_HISTORY = (

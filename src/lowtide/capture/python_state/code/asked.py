@@ -1,0 +1,93 @@
+"""What code asks its process for, where no variable shows the answer: it is asked again before each planned call."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from lowtide.capture.python_state.code import process
+from lowtide.objects.walk import PLAIN, items
+
+# By the names under which a process is asked.
+_ENVIRONMENT = {"environ", "environb", "getenv", "expandvars", "expanduser"}
+_ASKED: dict[str, Callable[[], Any]] = {
+    **dict.fromkeys(("getcwd", "cwd", "abspath", "resolve"), os.getcwd),
+    **dict.fromkeys(("backends", "allow_tf32", "get_fastpath_enabled"), process.backends),
+    **dict.fromkeys(("is_initialized", "get_rank", "get_world_size", "get_backend"), process.ranks),
+    **dict.fromkeys(("is_autocast_enabled", "get_autocast_dtype"), process.autocast),
+    **dict.fromkeys(("decimal", "Decimal", "getcontext"), process.decimals),
+    **dict.fromkeys(("getLogger", "isEnabledFor", "getEffectiveLevel"), process.levels),
+    **dict.fromkeys(("locale", "localeconv", "localtime", "mktime", "fromtimestamp", "astimezone"), process.culture),
+    "current_thread": process.thread,
+    "is_warn_always_enabled": torch.is_warn_always_enabled,
+    "is_anomaly_enabled": torch.is_anomaly_enabled,
+    "get_float32_matmul_precision": torch.get_float32_matmul_precision,
+    "get_swap_module_params_on_conversion": torch.__future__.get_swap_module_params_on_conversion,
+}
+_ASKING = re.compile(r"_?(get|is|are|has)")  # how functions are called that ask, and do nothing
+_MOVING = re.compile("count|stat|alloc|memory|load|object|frame")  # what is another one in every call
+
+
+class Named(NamedTuple):
+    """A variable by its ``owner``, a namespace, cell or function that has it under the ``name``; ``text`` for messages."""
+
+    kind: str
+    owner: Any
+    name: str
+    text: str
+
+
+def asked_under(names: Collection[str]) -> Iterator[Named]:
+    """What code asks for that has these names in it."""
+    if not _ENVIRONMENT.isdisjoint(names):
+        yield Named("item", vars(os.environ), "_data", "os.environ")
+    if "argv" in names:
+        yield Named("item", vars(sys), "argv", "sys.argv")
+    for name in sorted(_ASKED.keys() & names):
+        yield Named("answer", _ASKED[name], "", f"the answer of {name}()")
+
+
+def asked_by(function: Any) -> Iterator[Named]:
+    """What a library's function asks for, whatever name it was reached by."""
+    name = str(getattr(function, "__name__", ""))
+    if name in _ASKED or name in _ENVIRONMENT:
+        yield from asked_under({name})
+    elif (answer := _answer_of(function)) is not None:
+        yield Named("answer", answer, "", f"the answer of {name}()")
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _answer_of(function: Any) -> Callable[[], str] | None:
+    """The answer of a function of Python's own or of NumPy's that takes nothing and only asks, as a text."""
+    name, module = function.__name__, str(function.__module__).partition(".")[0]
+    asks = _ASKING.match(name) and not _MOVING.search(name)
+    if not asks or not (module in sys.stdlib_module_names or module == "numpy"):
+        return None
+    try:
+        return functools.partial(_text, function) if not _takes(function) and _is_plain(function()) else None
+    except Exception:  # noqa: BLE001  # which has no answer here, or takes something
+        return None
+
+
+def _takes(function: Any) -> bool:
+    """Whether it takes anything, as far as it says that."""
+    try:
+        return bool(inspect.signature(function).parameters)
+    except ValueError:
+        return not isinstance(function, types.BuiltinFunctionType)
+
+
+def _text(function: Callable[[], Any]) -> str:
+    return repr(function())
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, items(value))) if isinstance(value, (tuple, list, dict)) else isinstance(value, PLAIN)

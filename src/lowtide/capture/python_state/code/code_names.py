@@ -1,0 +1,282 @@
+"""Python code that a model runs, and what it names outside of itself: global variables, those of functions around it, defaults.
+
+No attribute read shows these, so they are told from the code: every variable that it names in any branch; of a class or a
+module there, the attributes that code names anywhere. Libraries that are installed are taken to be constant.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import operator
+import re
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lowtide.capture.python_state.code.asked import Named, asked_by, asked_under
+from lowtide.capture.python_state.code.installed import is_installed
+from lowtide.objects.walk import CONTAINERS, cell_value, reachable
+
+_TRUSTED = (__name__.partition(".")[0] + ".", "torch.")  # whose code knows what it does
+_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+_LOADING = (*_GLOBAL, *_ATTRIBUTE, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+_BY_STRING = {"getattr", "hasattr", "attrgetter", "methodcaller"}  # take names of attributes in strings
+BY_COMPUTED_NAME = {"getattr", "vars", "__dict__"}  # reach any attribute of a module
+_OWN_NAMESPACE = {"globals", "eval", "exec"}  # reach any variable
+_ADDING = {"append", "appendleft", "extend", "add", "update"}  # methods of containers that return nothing
+# Methods that no code names where it calls them.
+OPERATORS = frozenset(f"__{side}{name.strip('_')}__" for name in operator.__all__ for side in ("", "r", "i"))
+# Of the operators behind what is loaded: those that store it after arithmetic, or an item of it.
+_COUNTING = re.compile(
+    r"LOAD_(CONST|FAST|SMALL_INT) BINARY_OP ((SWAP |LOAD_FAST )?STORE_(?P<place>GLOBAL|NAME|DEREF|ATTR)) "
+    r"|LOAD_(CONST|FAST|SMALL_INT) COPY COPY BINARY_(SUBSCR|OP) LOAD_(CONST|FAST|SMALL_INT) BINARY_OP SWAP SWAP STORE_SUBSCR "
+)
+
+
+class Names(NamedTuple):
+    """What code reads: global variables, attributes of anything, and modules that it imports while it runs."""
+
+    variables: frozenset[str]
+    attributes: frozenset[str]
+    modules: frozenset[str]
+
+    @property
+    def all(self) -> frozenset[str]:
+        return self.variables | self.attributes
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def names_in(code: types.CodeType) -> Names:
+    """In the code of a function and of those inside it."""
+    instructions = [item for part in codes(code) for item in dis.get_instructions(part)]
+
+    def operands(*opnames: str) -> frozenset[str]:
+        return frozenset(item.argval for item in instructions if item.opname in opnames)
+
+    names = Names(operands(*_GLOBAL), operands(*_ATTRIBUTE), operands("IMPORT_NAME"))
+    if not names.all & _BY_STRING:
+        return names
+    constants = (constant for part in codes(code) for constant in part.co_consts)
+    spelled = frozenset(one for one in constants if isinstance(one, str) and one.isidentifier())
+    return names._replace(attributes=names.attributes | spelled)
+
+
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function and of those inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes(constant)
+
+
+def named_by(value: Any) -> Iterator[tuple[str, Any]]:
+    """The values that a function can name, with the names of global ones, and of those in modules."""
+    if isinstance(value, functools.partial):
+        yield from (("", item) for item in (*value.args, *value.keywords.values(), value.func))
+    elif isinstance(value, types.MethodType):
+        yield from (("", item) for item in (value.__self__, value.__func__))
+    elif isinstance(value, types.FunctionType):
+        held = (
+            *map(cell_value, value.__closure__ or ()),
+            *(value.__defaults__ or ()),
+            *(value.__kwdefaults__ or {}).values(),
+        )
+        yield from (("", item) for item in held)
+        names = _any_names_in(value.__code__)
+        for name in names:
+            if name not in value.__globals__:
+                continue
+            found = value.__globals__[name]
+            yield f"{value.__globals__.get('__name__')}.{name}", found
+            if isinstance(found, types.ModuleType) and not is_trusted(found):
+                own = vars(found)
+                yield from [(f"{found.__name__}.{item}", own[item]) for item in names if item in own]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _any_names_in(code: types.CodeType) -> frozenset[str]:
+    """What the code of a function and of those inside it reads or writes, of whatever."""
+    return frozenset(name for part in codes(code) for name in part.co_names)
+
+
+def parts_of(member: Any) -> tuple[Any, ...]:
+    """What there is to run, or to write to, in an attribute of a class."""
+    if isinstance(member, property):
+        return (member.fget,)
+    return (getattr(member, "__func__", member),)
+
+
+def is_trusted(value: Any) -> bool:
+    """Whether it is code, a hook say, of PyTorch's, of Python's or of this project's own."""
+    if isinstance(value, types.ModuleType):
+        module = value.__name__
+    else:
+        function = value.func if isinstance(value, functools.partial) else value
+        module = str(getattr(function, "__module__", None) or type(function).__module__)
+    return module.startswith(_TRUSTED) or module == "torch" or is_standard(module)
+
+
+def is_standard(module: str) -> bool:
+    """Whether it is the name of a module of Python's own."""
+    return module != "__main__" and module.partition(".")[0] in sys.stdlib_module_names
+
+
+def full_name(value: Any) -> str:
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def variables_of(function: types.FunctionType) -> Iterator[Named]:
+    """The variables that a function reads when it runs, and its defaults. Of an installed one, only what it closes over
+    and asks for."""
+    where = full_name(function)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if name != "__class__":
+            yield Named("cell", cell, name, f"{name} in {where}")
+    if is_installed(function.__code__.co_filename):
+        yield from asked_by(function)
+        return
+    for name in ("__code__", "__defaults__", "__kwdefaults__"):
+        yield Named("made of", function, name, f"{where}.{name}")
+    variables = function.__globals__
+    names = names_in(function.__code__)
+    anything = variables.keys() if names.variables & _OWN_NAMESPACE else ()
+    for name in sorted(names.variables.union(anything)):  # one that is not there yet would hide a built-in
+        yield Named("item", variables, name, f"{variables.get('__name__')}.{name}")
+        if name not in variables:
+            yield Named("item", vars(builtins), name, f"builtins.{name}")
+    for name in sorted(names.modules.union(_found_by_name(function))):
+        yield Named("item", sys.modules, name, f"the module {name}")
+    yield from asked_under(names.all)
+
+
+def value_in(copied: types.FunctionType, variable: Named, value: Any) -> Any:
+    """What a function, or a copy with cells of its own, has in a variable of which the function's own value is this one."""
+    if variable.kind == "cell":
+        cells = dict(zip(copied.__code__.co_freevars, copied.__closure__ or (), strict=True))
+        return cell_value(cells[variable.name]) if variable.name in cells else value
+    return getattr(copied, variable.name) if variable.kind == "made of" else value
+
+
+def _found_by_name(function: types.FunctionType) -> Iterable[str]:
+    """Modules of the user's that code may find under their names: those that it spells or, where it spells none, all."""
+    names = names_in(function.__code__).all
+    if "import_module" not in names and not {"sys", "modules"} <= names:
+        return ()
+    theirs = {name for name, module in [*sys.modules.items()] if module is not None and not is_library(module)}
+    constants = {one for part in codes(function.__code__) for one in part.co_consts if isinstance(one, str)}
+    return theirs & constants or theirs
+
+
+def called_by(function: types.FunctionType) -> Iterator[Named]:
+    """Of the variables that a function of an installed library names: functions, and objects of the library's classes, as a
+    registry of functions is. All others are constants of the library."""
+    variables = function.__globals__
+    for name in sorted(names_in(function.__code__).variables & variables.keys()):
+        value = variables[name]
+        if isinstance(value, types.FunctionType) or _is_of_library(type(value)):
+            yield Named("item", variables, name, f"{variables.get('__name__')}.{name}")
+
+
+def _is_of_library(kind: type) -> bool:
+    return issubclass(kind, Mapping) and not is_standard(kind.__module__)
+
+
+def attributes_named(function: types.FunctionType) -> frozenset[str]:
+    """What the code of a function of the user's may name as attributes of anything, and the functions that it looks up."""
+    return frozenset() if is_installed(function.__code__.co_filename) else names_in(function.__code__).all
+
+
+def asks_for_types(function: types.FunctionType) -> bool:
+    """Whether the code of a function asks for the class of anything but ``self``."""
+    instructions = [item for part in codes(function.__code__) for item in dis.get_instructions(part)]
+    places = [i for i, item in enumerate(instructions) if item.opname in _GLOBAL and item.argval == "type"]
+    return any(instructions[i + 1].argval != "self" or "CALL" not in instructions[i + 2].opname for i in places)
+
+
+def given(arguments: Iterable[Any]) -> Iterator[Any]:
+    """What a call is given, functions in containers and in partials included."""
+    return reachable(arguments, lambda one: isinstance(one, (*CONTAINERS, functools.partial)))
+
+
+def is_read(name: str, functions: Iterable[types.FunctionType], by_string: bool) -> bool:
+    """Whether functions do more with variables or attributes of this name than to count on or in them, or to add to them; also
+    where none names it, and where code may read it ``by_string``, or all of what there is."""
+    return _uses_in(functions, name, by_string) != {False}
+
+
+def is_only_stored(name: str, functions: Sequence[types.FunctionType]) -> bool:
+    """Whether functions name it, and only to put something there, as far as names tell."""
+    stored = any(name in _any_names_in(function.__code__) for function in functions)
+    return stored and not _uses_in(functions, name, by_string=True)
+
+
+def _uses_in(functions: Iterable[types.FunctionType], name: str, by_string: bool) -> set[bool]:
+    """For each time that functions load what has this name, or may, whether it is for more than to write to it."""
+    hidden = {*BY_COMPUTED_NAME, *_OWN_NAMESPACE} - (set() if by_string else {"getattr"})
+    uses: set[bool] = set()
+    for function in functions:
+        names = names_in(function.__code__)
+        uses |= _uses(function.__code__, name) | ({True} if names.all & hidden or _spells(function, name) else set())
+    return uses
+
+
+def _spells(function: types.FunctionType, name: str) -> bool:
+    return any(name == constant for part in codes(function.__code__) for constant in part.co_consts)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _uses(code: types.CodeType, name: str) -> frozenset[bool]:
+    """For each time that code loads what has this name, whether it is for more than to write to it."""
+    parts = [[item for item in dis.get_instructions(part) if item.opname != "CACHE"] for part in codes(code)]
+    return frozenset(
+        not _is_only_written(part[place + 1 :], name)
+        for part in parts
+        for place, item in enumerate(part)
+        if item.argval == name and item.opname in _LOADING
+    )
+
+
+def _is_only_written(after: Sequence[dis.Instruction], name: str) -> bool:
+    """Whether what has been loaded from this name goes back to it, or is there to be added to."""
+    counting = _COUNTING.match("".join(f"{item.opname} " for item in after[:10]))
+    if counting is not None:
+        count = counting.group().count(" ")
+        return counting["place"] is None or after[count - 1].argval == name
+    if after[0].opname in _ATTRIBUTE and after[0].argval in _ADDING:
+        return True
+    depth = 0
+    for item in after:
+        depth += dis.stack_effect(item.opcode, item.arg, jump=False)
+        if item.opcode in dis.hasjrel or item.opcode in dis.hasjabs or depth <= 0:
+            return depth == -2 and item.opname == "STORE_SUBSCR"  # under the key alone
+    return False
+
+
+def functions_of(kind: type) -> Iterator[Any]:
+    """What there is to run in a class, its bases excepted."""
+    for member in [*vars(kind).values()]:
+        for part in (*parts_of(member), getattr(member, "func", None)):
+            if isinstance(part, (types.FunctionType, functools.partial)):
+                yield part
+
+
+def is_library(value: Any) -> bool:
+    """Whether a module or a class is of an installed library."""
+    name = str(value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", ""))
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return is_standard(name) if file is None else is_installed(file)
+
+
+def is_third_party(kind: type) -> bool:
+    """Whether a class is of an installed library, PyTorch, Python and this project excepted."""
+    return is_library(kind) and not is_trusted(kind)
+
+
+def is_code(value: Any) -> bool:
+    """Whether it is a function, a class or a module, and none of those that this project puts there while it traces."""
+    ours = str(getattr(value, "__module__", "")).startswith(_TRUSTED[0])
+    return (callable(value) or isinstance(value, types.ModuleType)) and not ours

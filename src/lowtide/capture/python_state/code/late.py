@@ -1,0 +1,48 @@
+"""What code of the user's reads in a backward pass. Eager runs it when that comes: another value then is another gradient.
+
+A planned backward pass runs no such code. What it names is known from the trace, in which it ran.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from lowtide.capture.python_state.code.code_names import names_in
+from lowtide.capture.trace.patches import wrapped
+
+_OTHERS = sys.stdlib_module_names | {"torch", "sympy", "lowtide"}  # what such code calls, and what traces it
+
+
+@contextlib.contextmanager
+def named(names: set[str]) -> Iterator[None]:
+    """Inside a forward and a backward pass, adds to ``names`` those of variables and attributes that autograd functions name
+    in the latter, and hooks of tensors, and all that they call. Nothing where somebody has started a profiler."""
+
+    def called(frame: types.FrameType, event: str, _: Any) -> None:
+        if event == "call" and str(frame.f_globals.get("__name__")).partition(".")[0] not in _OTHERS:
+            names.update(names_in(frame.f_code).all, frame.f_code.co_freevars)
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            if sys.getprofile() is not None:
+                return function(*args)
+            sys.setprofile(called)
+            try:
+                return function(*args)
+            finally:
+                sys.setprofile(None)
+
+        return noted
+
+    def hooking(register: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda tensor, hook: register(tensor, noting(hook))
+
+    with wrapped(BackwardCFunction, "apply", noting), wrapped(torch.Tensor, "register_hook", hooking):
+        yield

@@ -1,0 +1,323 @@
+"""Plain attributes of modules that a forward pass writes.
+
+A planned call does not run the model's Python, so it does itself to the attributes what the traced call did; the same holds
+for attributes of objects that modules hold. A program is good for calls on a model that is as it was when it was captured
+(``guards``), so what plain values such a call writes is known. Tensors are another matter, and so is a program that
+changes, by what it writes, what it depends on. So where a forward pass changes attributes it is rehearsed, some times in a
+row, on fake tensors (``rehearsal``):
+
+=====================================================  ==========================================================
+an attribute                                           is
+=====================================================  ==========================================================
+that gets a plain value (the longest length so far)    written after every planned call
+that gets an object there is (``self.a = self.b``)     the same; what the call itself made is refused if it may be read
+that gets tensors in every call (an auxiliary loss)    a result of the program, written after every planned call
+... from which the next call computes (hidden state)   an input of the program too, as a buffer is
+that gets tensors in the first call (a cached mask)    a result; the next call finds it there, and is another program
+that is a number which is counted on                   counted on by planned calls too, see ``guards.compared``
+that gets other values in every call (a list of them)  left as it is, said in the log, where nothing reads it
+=====================================================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import itertools
+import logging
+import operator
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lowtide.capture.python_state.guards.reads import Contents
+from lowtide.capture.python_state.paths import (
+    HOLDING,
+    AttributePath,
+    attributes_of,
+    enclosing,
+    is_within,
+    leaf,
+    named,
+    owned,
+    parts_of_holder,
+    set_at,
+    tensors_in,
+    texts,
+    value_at,
+    with_owners,
+)
+from lowtide.errors import CaptureError
+from lowtide.objects import structure
+from lowtide.objects.walk import ABSENT, CONTAINERS, MUTABLE, PLAIN, is_open, items, refill
+
+_LOG = logging.getLogger(__name__)
+
+
+# A verb and its object: to set an attribute to a value; or to refill, extend or update the container that is there.
+Change = tuple[str, Any]
+
+
+class TensorEffect(NamedTuple):
+    """An attribute that gets tensors. ``refilled``: a container that is emptied first; ``once``: in the first call alone."""
+
+    place: AttributePath
+    refilled: bool = False
+    once: bool = False
+
+
+class ValueEffect(NamedTuple):
+    """An attribute that gets a plain value, or one of objects that there are, the user's ``own``."""
+
+    place: AttributePath
+    change: Change
+    own: tuple[Any, ...] = ()
+
+    @property
+    def value(self) -> Any:
+        return self.change[1]
+
+    def again(self) -> Change:
+        """With containers of its own."""
+        return copy.deepcopy(self.change, {id(one): one for one in self.own})
+
+    @property
+    def key(self) -> Any:
+        """The same for two that do the same."""
+        return self.place, self.change[0], _key_of(self.value, {*map(id, self.own)})
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The attributes of all modules of a model, and what was in them. ``containers``: copies of those that can be written in
+    place; ``of_objects``: those of objects, by the object's id and their own names, since an object is met by one way alone."""
+
+    attributes: dict[AttributePath, Any]
+    contents: Contents
+    modules: dict[str, tuple[nn.Module, type]]
+    containers: dict[AttributePath, Any]
+    of_objects: dict[tuple[int, str], Any]
+
+    def items_of(self, place: AttributePath, value: Any) -> Any:
+        """A copy of the container there, where it is this one; ``None`` otherwise."""
+        return self.containers.get(place) if self.attributes.get(place) is value else None
+
+    def known(self, model: nn.Module, place: AttributePath) -> Any:
+        """What was there, by whatever way the model came to it; or that nothing was."""
+        if place in self.attributes or not is_within(place):
+            return self.attributes.get(place, ABSENT)
+        return self.of_objects.get(owned(model, place), ABSENT)
+
+    def differs(self, model: nn.Module, place: AttributePath, value: Any) -> bool:
+        """Whether there is another value than this one was, or another one in it."""
+        known = self.known(model, place)
+        return known is ABSENT or not self.contents.same(known, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What differs from a snapshot: places with tensors in them now, and all others."""
+
+    tensors: tuple[AttributePath, ...] = ()
+    plain: tuple[AttributePath, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors or self.plain)
+
+
+def snapshot(model: nn.Module) -> Snapshot:
+    every, contents = [*with_owners(model)], Contents()
+    found = {place: value for place, value, _ in every}
+    contents.keep(found.values(), entered=lambda one: not is_open(one))  # whose attributes are places of their own
+    containers = {place: copy.copy(value) for place, value in found.items() if isinstance(value, MUTABLE)}
+    of_objects = {(id(owner), leaf(place)): value for place, value, owner in every if owner is not None}
+    return Snapshot(found, contents, _modules(model), containers, of_objects)
+
+
+def put_back(model: nn.Module, before: Snapshot) -> None:
+    """Let the attributes be what they were, and hold what they held."""
+    found = dict(attributes_of(model))
+    for place in [place for place in found if before.known(model, place) is ABSENT]:
+        set_at(model, place, ABSENT)
+    for place, value in before.attributes.items():
+        if found.get(place, ABSENT) is not value:
+            set_at(model, place, value)
+        if place in before.containers:
+            refill(value, before.containers[place])
+
+
+def changes(model: nn.Module, before: Snapshot) -> Changes:
+    """Raises ``CaptureError`` where modules are others than they were."""
+    now = _modules(model)
+    replaced = [
+        name or "itself" for name in {**before.modules, **now} if _is_other(before.modules.get(name), now.get(name))
+    ]
+    if replaced:
+        raise CaptureError(
+            f"the forward pass replaces submodules of the model, or classes of its modules ({named(replaced)}), which a plan "
+            "cannot follow. Where it does so in its first call only, call the model once before it is rematerialized."
+        )
+    found = dict(attributes_of(model))
+    elsewhere = ((place, value_at(model, place)) for place in before.attributes.keys() - found.keys())
+    found |= {place: value for place, value in elsewhere if value is not ABSENT}  # reached by another way now, too
+    changed = {place for place, value in found.items() if before.differs(model, place, value)}
+    changed |= before.attributes.keys() - found.keys()
+    places = [*found, *sorted(before.attributes.keys() - found.keys())]
+    outer = [place for place in places if place in changed and not changed & set(enclosing(place))]
+    holding = [place for place in outer if place in found and tensors_in(found[place])]
+    shared = {id(found[place]): place for place in reversed(holding) if isinstance(found[place], MUTABLE)}
+    once = [place for place in holding if shared.get(id(found[place]), place) == place]  # one list of several modules
+    return Changes(tuple(once), tuple(place for place in outer if place not in holding))
+
+
+def settings(
+    model: nn.Module,
+    before: Snapshot,
+    changed: Changes,
+    assigned: Collection[AttributePath],
+    own_of: Callable[[Any], Any],
+) -> tuple[tuple[ValueEffect, ...], tuple[AttributePath, ...]]:
+    """What plain values a traced call wrote, by what it ``changed`` and what it ``assigned`` (also what was there before); and
+    the places with other values in them, made by the call, which are left as they were. ``own_of``: the user's own object that
+    one of the traced model is, or ``ABSENT``."""
+    found = dict(attributes_of(model))
+    places = [
+        *changed.plain,
+        *(p for p in assigned if p in found and p not in changed.plain and p not in changed.tensors),
+    ]
+    effects, unknown = [], []
+    for place in places:
+        value = found[place] if place in found else value_at(model, place)
+        in_place = before.items_of(place, value) is not None
+        rewritten = not in_place and place in changed.plain and before.attributes.get(place) is value  # an array, say
+        own = None if rewritten else _own_in(value, own_of, inside=in_place)
+        if own is None:
+            unknown.append(place)
+            continue
+        own_value = copy.deepcopy(value, dict(own))
+        effects.append(ValueEffect(place, ("refill" if in_place else "set", own_value), tuple(one for _, one in own)))
+    return tuple(effects), tuple(place for place in unknown if place in changed.plain)
+
+
+def _own_in(value: Any, own_of: Callable[[Any], Any], inside: bool = False) -> list[tuple[int, Any]] | None:
+    """What of a value, or of all that is ``inside`` of it, are the user's own objects: each with the id of what stands for it.
+    ``None`` where something in it is no plain value and was made by the call."""
+    if isinstance(value, types.BuiltinFunctionType):  # copies are not told apart of a method of what is copied
+        return [] if isinstance(value.__self__, types.ModuleType | type | None) else None
+    if isinstance(value, (*PLAIN, enum.Enum, type)):
+        return []
+    own = ABSENT if inside else own_of(value)
+    if own is not ABSENT:
+        return [(id(value), own)]
+    if not isinstance(value, HOLDING):
+        return None
+    found = [_own_in(part, own_of) for part in parts_of_holder(value)]
+    return None if None in found else [one for each in found if each is not None for one in each]
+
+
+def _key_of(value: Any, own: Collection[int]) -> Any:
+    if id(value) in own:
+        return id(value)
+    if isinstance(value, HOLDING):
+        return [type(value), *(_key_of(part, own) for part in parts_of_holder(value))]
+    return repr(value)
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, CONTAINERS):
+        return all(map(_is_constant, items(value)))
+    return isinstance(value, (*PLAIN, enum.Enum))
+
+
+def written(model: nn.Module, before: Snapshot, places: Sequence[TensorEffect]) -> list[Change]:
+    """How to bring the attributes from what they were to what they are."""
+    return [_written(value_at(model, effect.place), before, effect) for effect in places]
+
+
+def _written(value: Any, before: Snapshot, effect: TensorEffect) -> Change:
+    if effect.refilled and isinstance(value, MUTABLE):
+        return "refill", value
+    items = before.items_of(effect.place, value)
+    if items is None:
+        return "set", value
+    if isinstance(value, dict):
+        update = {k: v for k, v in value.items() if k not in items or items[k] is not v}
+        return ("update", update) if update and all(key in value for key in items) else ("refill", value)
+    old = set(map(id, items))
+    added = list(itertools.dropwhile(lambda item: id(item) in old, value))
+    longer = [*items, *added][-value.maxlen :] if isinstance(value, deque) and value.maxlen else [*items, *added]
+    same = len(longer) == len(value) and all(map(operator.is_, longer, value))
+    return ("extend", added) if added and same and not isinstance(value, set) else ("refill", value)
+
+
+def write(model: nn.Module, changes: Iterable[tuple[AttributePath, Change]]) -> None:
+    """Do to the attributes what the traced forward pass did."""
+    for place, (verb, value) in changes:
+        found = value_at(model, place)
+        if verb == "set" or not isinstance(found, MUTABLE):
+            if found is not value:
+                set_at(model, place, value)
+        elif verb == "refill":
+            refill(found, value)
+        else:
+            getattr(found, verb)(value)
+
+
+class Before:
+    """What an attribute was. Tensors are not kept alive, so that it may be gone; nor is what is no plain value."""
+
+    def __init__(self, place: AttributePath, value: Any) -> None:
+        self.place = place
+        self.container = value if isinstance(value, MUTABLE) else None
+        self.object = value if is_open(value) else None  # whose own attributes are remembered by themselves
+        tensors, self._structure = structure.flatten(copy.copy(value) if self.container is not None else value)
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._known = bool(tensors) or _is_constant(value)
+
+    def known(self) -> bool:
+        return self._known and all(reference() is not None for reference in self._tensors)
+
+    def value(self) -> Any:
+        return structure.unflatten(self._structure, [reference() for reference in self._tensors])
+
+
+@contextlib.contextmanager
+def undone(model: nn.Module, before: Sequence[Before]) -> Iterator[None]:
+    """Inside, attributes are as they were, where that is known."""
+    changes = []
+    for item in before:
+        found = value_at(model, item.place)
+        if item.known() and (found is None or found is not item.object):
+            inside = found is not None and found is item.container
+            now = ("refill", copy.copy(found)) if inside else ("set", found)
+            changes.append((item.place, now, (now[0], item.value())))
+    changes.sort(key=lambda change: change[1][0] == "set")  # containers first, where they are
+    try:
+        write(model, [(place, then) for place, _, then in changes])
+        yield
+    finally:
+        write(model, [(place, now) for place, now, _ in reversed(changes)])
+
+
+def say_unknown(model: nn.Module, places: Sequence[AttributePath]) -> None:
+    """Log what is left as it was, but for the bookkeeping of PyTorch's own modules."""
+    theirs = [place for place in places if not type(model.get_submodule(place[0])).__module__.startswith("torch.")]
+    if theirs:
+        _LOG.warning(
+            "the forward pass writes objects or arrays in plain attributes (%s), which planned calls leave as they are",
+            texts(theirs),
+        )
+
+
+def _is_other(one: tuple[nn.Module, type] | None, other: tuple[nn.Module, type] | None) -> bool:
+    return one is None or other is None or one[0] is not other[0] or one[1] is not other[1]
+
+
+def _modules(model: nn.Module) -> dict[str, tuple[nn.Module, type]]:
+    return {name: (module, type(module)) for name, module in model.named_modules(remove_duplicate=False)}

@@ -1,0 +1,50 @@
+"""What code of the user's does in a backward pass: that of autograd functions, and hooks of tensors.
+
+It runs once, while the call is traced; a planned backward pass runs none of it. What it computes with tensors is in the
+program. Nothing else that it does would happen again, so there must be nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+
+from torch import nn
+
+from lowtide.capture.python_state.effects import attribute_effects, random_numbers
+from lowtide.capture.python_state.guards.external_effects import Reach
+from lowtide.capture.python_state.paths import named, texts
+from lowtide.errors import CaptureError
+
+
+@dataclass(eq=False, repr=False)
+class BackwardEffectError(CaptureError):
+    """``changed``: the names of what a backward pass left in another state."""
+
+    _: KW_ONLY
+    changed: frozenset[str]
+
+
+@contextlib.contextmanager
+def none_of(model: nn.Module, reached: Reach) -> Iterator[None]:
+    """Raises ``BackwardEffectError`` where the backward pass inside draws from Python's or NumPy's generator, or changes
+    attributes of the model, an argument, or what its code can name (``reached``); or where another thread does so meanwhile,
+    which may not happen again. ``model`` is what was traced: its attributes are left as they are."""
+    before, reach, start = attribute_effects.snapshot(model), reached.as_now(), random_numbers.state()
+    with random_numbers.noted() as drawn:
+        yield
+    changes = attribute_effects.changes(model, before)
+    changed = reach.changed()
+    if changes:
+        changed.append(texts([*changes.tensors, *changes.plain]))
+    reach.put_back()
+    if drawn:
+        random_numbers.set_state(start)
+        changed.append(f"the state of a random generator ({drawn[0]})")
+    if changed:
+        raise BackwardEffectError(
+            f"code that runs in the backward pass (of an autograd function, or a hook) changes {named(changed)}, which planned "
+            "calls would not. Do that outside of the passes, or run the model under lowtide.online.",
+            changed=frozenset(changed),
+        )

@@ -1,0 +1,92 @@
+"""Tensors in plain attributes are constants of a program, unless they are followed.
+
+Then they are inputs, whatever they are at the time of a call, as long as their layout stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.capture.python_state.paths import (
+    FORWARD_HOOKS,
+    HOLDING,
+    AttributePath,
+    of_modules,
+    root,
+    tensors_in,
+    value_at,
+)
+from lowtide.objects.walk import is_open, reachable
+from lowtide.program.layouts import memory_of
+
+
+@dataclass(frozen=True, slots=True)
+class HeldInputs:
+    """Tensors in attributes that are the last flat inputs of a program. ``places[i]``: where the i-th is, attributes and the
+    number of the tensor among those in there. ``unread``: those that the program does not read."""
+
+    places: tuple[tuple[tuple[AttributePath, int], ...], ...] = ()
+    unread: frozenset[int] = frozenset()
+
+    def attributes(self) -> frozenset[AttributePath]:
+        return frozenset(place for everywhere in self.places for place, _ in everywhere)
+
+    def behind(self, inputs: list[torch.Tensor], model: nn.Module) -> list[torch.Tensor] | None:
+        """Flat inputs with the tensors of now behind them, empty ones instead of those that are not read; ``None`` where they
+        are not all there, or one is not the same in all its places."""
+        found: dict[AttributePath, list[torch.Tensor]] = {}
+        result = list(inputs) if self.places else inputs
+        for number, everywhere in enumerate(self.places):
+            if number in self.unread:
+                result.append(torch.empty(0))
+                continue
+            for place, _ in everywhere:
+                if place not in found:
+                    found[place] = tensors_in(value_at(model, place))
+            tensors = [found[place][index] if index < len(found[place]) else None for place, index in everywhere]
+            if tensors[0] is None or any(tensor is not tensors[0] for tensor in tensors):
+                return None
+            result.append(tensors[0])
+        return result
+
+
+def inputs_at(
+    model: nn.Module, places: Collection[AttributePath], state: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], HeldInputs]:
+    """The tensors there that are not among ``state`` already, and wherever else they are; tensors that require gradients, and
+    views of ``state``, are followed at all places."""
+    known = set(map(id, state))
+    found = [(place, index, t) for place, value in of_modules(model) for index, t in enumerate(tensors_in(value))]
+    roots, shared = set(map(root, places)), set(map(memory_of, state))
+    wanted = {
+        id(t): t
+        for place, _, t in found
+        if (place in roots or t.requires_grad or memory_of(t) in shared) and id(t) not in known
+    }
+    everywhere = (tuple((place, index) for place, index, t in found if id(t) == key) for key in wanted)
+    return list(wanted.values()), HeldInputs(tuple(everywhere))
+
+
+def held_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """All tensors in plain attributes and forward hooks, those in containers, objects, functions with arguments and modules
+    that are not registered included."""
+    registered = set(map(id, model.modules()))
+    hooks = [vars(module)[name] for module in model.modules() for name in FORWARD_HOOKS]
+
+    def enter(value: Any) -> bool:
+        hidden = isinstance(value, nn.Module) and id(value) not in registered
+        return hidden or isinstance(value, HOLDING) or is_open(value)
+
+    found = reachable([*hooks, *(value for _, value in of_modules(model))], enter)
+    return [one for one in found if isinstance(one, torch.Tensor)]
+
+
+def holding(model: nn.Module, tensor: torch.Tensor) -> frozenset[AttributePath]:
+    """The attributes with this tensor in them, or one that shares its memory."""
+    storage = memory_of(tensor)
+    return frozenset(p for p, value in of_modules(model) if any(memory_of(t) == storage for t in tensors_in(value)))

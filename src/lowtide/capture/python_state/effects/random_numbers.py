@@ -1,0 +1,320 @@
+"""Draws from the generators of Python and NumPy in a forward pass.
+
+No operator stands for such a draw: the program was made with the numbers that came. Most models only compare them with a
+threshold (layer drop). Then the comparisons are what the program depends on: a later call draws the same numbers as eager
+would, and where they compare as before the program is the same. An integer (how often a block is recycled) may be used for
+anything: the program is the same where the next one is equal. With any numbers it is where they only choose what is checked:
+beartype draws which item of a container it looks at. Where a model computes with its draws (a mask made by
+NumPy), the program holds for the very state of the generators that it was captured with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import pickle
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lowtide.capture.python_state.code.code_names import functions_of, is_trusted
+from lowtide.capture.python_state.guards.compared import Comparisons
+from lowtide.capture.python_state.guards.reads import Content
+from lowtide.capture.trace.patches import all_wrapped, by_thread, wrapped
+from lowtide.device import modules
+from lowtide.errors import CaptureError
+from lowtide.objects.walk import CLOSED, GENERATORS, OWN_GENERATORS, content, reachable
+
+_SEEDING = ((random, "seed"), (random, "setstate"), (np.random, "seed"), (np.random, "set_state"))
+_TORCH_STATE = ("manual_seed", "set_rng_state", "initial_seed")
+_CHOOSING = "__beartype_getrandbits"  # the default by which functions that check their arguments draw
+_SCALARS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (random, ("random", "uniform")),
+    (np.random, ("rand", "random", "random_sample", "uniform")),
+)
+
+_INTEGERS: tuple[tuple[Any, tuple[str, ...]], ...] = ((random, ("randrange", "randint")), (np.random, ("randint",)))
+
+State = tuple[Any, ...]  # of Python's generator, and of NumPy's
+
+
+def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """What gets the state of a generator, and what sets it."""
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    if isinstance(generator, np.random.RandomState):
+        return functools.partial(generator.get_state, legacy=False), generator.set_state
+    bits = generator.bit_generator
+    return (lambda: bits.state), functools.partial(setattr, bits, "state")
+
+
+def state() -> State:
+    return tuple(_accessors(generator)[0]() for generator in GENERATORS)
+
+
+def set_state(value: State) -> None:
+    for generator, one in zip(GENERATORS, value, strict=True):
+        _accessors(generator)[1](one)
+
+
+def same_state(one: State, other: State) -> bool:
+    return pickle.dumps(one) == pickle.dumps(other)
+
+
+@contextlib.contextmanager
+def untouched(start: State | None = None) -> Iterator[None]:
+    """The generators are afterwards as before; inside, they begin as in ``start`` where that is given."""
+    before = state()
+    if start is not None:
+        set_state(start)
+    try:
+        yield
+    finally:
+        set_state(before)
+
+
+@dataclass(slots=True)
+class RandomNumber:
+    """One number: the function that drew it, and how it compared with others."""
+
+    function: Callable[..., float]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    comparisons: Comparisons = field(default_factory=lambda: Comparisons(float))
+
+    def again(self) -> bool:
+        """Draw anew; whether the number compares as it did."""
+        return self.comparisons.hold(self.function(*self.args, **self.kwargs))
+
+
+@contextlib.contextmanager
+def none_by(model: nn.Module, named: Iterable[Any] = ()) -> Iterator[None]:
+    """Raises ``CaptureError`` where the forward pass inside draws from generators that the model holds or its code has
+    ``named``, or gives PyTorch's another state."""
+    found = {id(one): one for one in (*_generators(model), *named) if all(one is not other for other in GENERATORS)}
+    before = [(get(), get, set_state) for get, set_state in map(_accessors, found.values())]
+    with contextlib.ExitStack() as stack:
+        asked: list[str] = []
+        stack.enter_context(wrapped(torch, "seed", functools.partial(_refusing, "seed")))
+        for owner in (torch, torch.random, *modules()):  # fork_rng ends in the second
+            for name in filter(functools.partial(hasattr, owner), _TORCH_STATE):
+                stack.enter_context(wrapped(owner, name, functools.partial(_refusing, name)))
+            stack.enter_context(wrapped(owner, "get_rng_state", functools.partial(_noted, asked)))
+        stack.enter_context(wrapped(np.random, "default_rng", _seeded))
+        try:
+            yield
+        finally:  # a generator may be the user's own, which no copy of the model has
+            drawn = [(was, set_state) for was, get, set_state in before if not same_state(was, get())]
+            for was, set_state in drawn:
+                set_state(was)
+    if asked:
+        _refusing("get_rng_state", torch.get_rng_state)()
+    if drawn:
+        raise CaptureError(
+            "the forward pass draws from a random generator of its own (random.Random, numpy.random.Generator), which planned "
+            "calls would not. Draw from torch's, or outside the forward pass; or run the model under lowtide.online."
+        )
+
+
+def _generators(model: nn.Module) -> list[Any]:
+    """Those that modules hold, in whatever way."""
+    held = [value for module in model.modules() for value in vars(module).values()]
+    found = reachable(held, lambda value: not isinstance(value, (*OWN_GENERATORS, *CLOSED)) or inspect.ismethod(value))
+    return [one for one in found if isinstance(one, OWN_GENERATORS)]
+
+
+def _noted(asked: list[str], function: Callable[..., Any]) -> Callable[..., Any]:
+    def note(*args: Any, **kwargs: Any) -> Any:
+        if not str(sys._getframe(2).f_globals.get("__name__")).startswith("torch."):  # a checkpoint asks, to draw again
+            asked.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return note
+
+
+def _refusing(name: str, _: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise CaptureError(
+            f"the forward pass calls torch.{name}, which planned calls would not. Call it outside the forward "
+            "pass, or run the model under lowtide.online."
+        )
+
+    return refuse
+
+
+def _seeded(make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(seed: Any = None) -> Any:
+        if seed is None:
+            raise CaptureError(
+                "the forward pass makes a numpy.random.default_rng() without a seed, whose draws planned calls would repeat. "
+                "Draw from torch's generator, or outside the forward pass; or run the model under lowtide.online."
+            )
+        return make(seed)
+
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class RandomNumbers:
+    """What one forward pass drew between two states; ``numbers`` are all of it, or ``None`` where it computes with some."""
+
+    start: State
+    end: State
+    numbers: tuple[RandomNumber, ...] | None
+
+    @property
+    def come_again(self) -> bool:
+        """Whether later passes are likely to draw the same."""
+        return bool(self.numbers) and all(number.comparisons.kind is int for number in self.numbers or ())
+
+    def hold(self) -> bool:
+        """Whether a forward pass that began now would draw what makes the same program."""
+        if same_state(state(), self.start):
+            return True
+        if self.numbers is None:
+            return False
+        with untouched():
+            return all(number.again() for number in self.numbers)
+
+    def take(self) -> None:
+        """Leave the generators as the forward pass would."""
+        if self.numbers is None:
+            set_state(self.end)
+        for number in self.numbers or ():
+            number.again()
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[str]]:
+    """Inside, the functions of Python's and NumPy's generators that this thread calls are noted: others may draw meanwhile."""
+    called: list[str] = []
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            called.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return run
+
+    drawing = [
+        (module, name)
+        for module, generator in zip((random, np.random), GENERATORS, strict=True)
+        for name, value in vars(module).items()
+        if getattr(value, "__self__", None) is generator
+    ]
+    with all_wrapped(drawing, noting):
+        yield called
+
+
+class RandomRecorder:
+    """Follows the draws of forward passes that all begin in the state ``start``, or in that of now."""
+
+    def __init__(self, start: State | None = None) -> None:
+        self.start = state() if start is None else start
+        self.end = self.start
+        self.numbers: list[RandomNumber] = []
+        self.seeded = False  # whether the forward pass gives a generator a state of its own
+        self.comparing = True  # as long as drawn numbers are only compared, for all that is known
+
+    @contextlib.contextmanager
+    def __call__(self, model: nn.Module, contents: dict[int, Content]) -> Iterator[None]:
+        """Around one forward pass of the model. ``contents``: of holders, to which those that change meanwhile are added."""
+        self.numbers, self.seeded = [], False
+        with untouched(self.start), contextlib.ExitStack() as stack:
+            kinds, beside = _code_of(model)
+            stack.enter_context(all_wrapped(_SEEDING, self._seeding))
+            if self.comparing:
+                stack.enter_context(all_wrapped(_places(_SCALARS, beside), self._recording))
+            stack.enter_context(all_wrapped(_places(_INTEGERS, beside), self._recording_value))
+            for defaults in _of_checking_functions(kinds, beside):
+                contents[id(defaults)] = Content(defaults, content(defaults) or ())
+                stack.callback(defaults.__setitem__, _CHOOSING, defaults[_CHOOSING])
+                defaults[_CHOOSING] = by_thread(self._counting(defaults[_CHOOSING]), defaults[_CHOOSING])
+            yield
+            self.end = state()
+            for number in self.numbers:
+                number.comparisons.ended()
+
+    def used_otherwise(self, failed: bool) -> bool:
+        """Whether the forward pass is to be followed anew, with plain numbers; ``failed``: it raised an error."""
+        again = self.comparing and any(failed or number.comparisons.used_otherwise for number in self.numbers)
+        self.comparing = self.comparing and not again
+        return again
+
+    @property
+    def draws(self) -> RandomNumbers | None:
+        """Of the last forward pass; ``None`` if there were none."""
+        if same_state(self.start, self.end) and not self.seeded:
+            return None
+        with untouched(self.start):
+            for number in self.numbers:
+                number.again()
+            complete = same_state(state(), self.end) and not self.seeded
+        return RandomNumbers(self.start, self.end, tuple(self.numbers) if complete else None)
+
+    def _seeding(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            self.seeded = True
+            return function(*args, **kwargs)
+
+        return seed
+
+    def _recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            value = function(*args, **kwargs)
+            if type(value) is not float:
+                return value
+            self.numbers.append(RandomNumber(function, args, kwargs))
+            return self.numbers[-1].comparisons.stand_in(value)
+
+        return draw
+
+    def _recording_value(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            value = function(*args, **kwargs)
+            if type(value) is int:
+                self.numbers.append(RandomNumber(function, args, kwargs, Comparisons.equal_to(value)))
+            return value
+
+        return draw
+
+    def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any) -> Any:
+            self.numbers.append(RandomNumber(function, args, {}, Comparisons(int)))
+            return function(*args)
+
+        return draw
+
+
+Variable = tuple[types.ModuleType, str, Any]
+
+
+def _code_of(model: nn.Module) -> tuple[set[type], list[Variable]]:
+    """The classes of the model's modules, and all that is beside them, in the modules that define them."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not is_trusted(kind)}
+    files = filter(None, map(sys.modules.get, sorted({kind.__module__ for kind in kinds})))
+    return kinds, [(file, name, value) for file in files for name, value in [*vars(file).items()]]
+
+
+def _places(drawing: Iterable[tuple[Any, Sequence[str]]], beside: Iterable[Variable]) -> list[tuple[Any, str]]:
+    """Where the functions are: in their modules, and in the variables that they were imported into."""
+    own = [(module, name) for module, names in drawing for name in names]
+    functions = {id(getattr(*place)) for place in own}
+    return own + [(file, name) for file, name, value in beside if id(value) in functions and (file, name) not in own]
+
+
+def _of_checking_functions(kinds: set[type], variables: Iterable[Variable]) -> list[dict[str, Any]]:
+    """The defaults of functions that draw what they check: of the model's classes, and of all that is beside these."""
+    beside = [value for _, _, value in variables]
+    classes = kinds.union(value for value in beside if isinstance(value, type))
+    functions = [*beside, *(function for kind in classes for function in functions_of(kind))]
+    found = (one.__kwdefaults__ for one in functions if isinstance(one, types.FunctionType))
+    return [*{id(defaults): defaults for defaults in found if defaults and _CHOOSING in defaults}.values()]

@@ -1,0 +1,43 @@
+"""What a traced call returns beside tensors."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from lowtide.errors import CaptureError
+from lowtide.objects import structure
+from lowtide.objects.walk import CONTAINERS, closed_over, functions_in, is_open, reachable
+
+_TRACED = (FakeTensor, FunctionalTensor)
+
+
+def with_originals(result: Any, copies: Mapping[int, tuple[Any, Any]]) -> Any:
+    """The result with the model's own modules in objects instead of those of the traced copy."""
+    held = [one for one in structure.objects(result) if not isinstance(one, (nn.Module, structure.ArgumentSlot))]
+    if any(isinstance(one, nn.Module) and id(one) in copies for one in reachable(held, is_open)):
+        raise CaptureError(
+            "the forward pass returns an object that refers to a module of the model, which would be the one of a trace. "
+            "Return tensors, or run the model under lowtide.online."
+        )
+    variables = reachable(
+        (one for function in functions_in(held, _may_hold) for one in closed_over(function)), _may_hold
+    )
+    if any(isinstance(one, _TRACED) or (isinstance(one, nn.Module) and id(one) in copies) for one in variables):
+        raise CaptureError(
+            "the forward pass returns a function that holds tensors of the call, or modules of the model, in its variables: "
+            "they would be those of a trace. Return the tensors, or run the model under lowtide.online."
+        )
+    return structure.replaced(
+        result, lambda leaf: copies.get(id(leaf), (leaf,))[0] if isinstance(leaf, nn.Module) else leaf
+    )
+
+
+def _may_hold(value: Any) -> bool:
+    return is_open(value) or isinstance(value, (*CONTAINERS, functools.partial, types.MethodType))

@@ -1,0 +1,139 @@
+"""Caches of the user's program that would keep fake tensors alive.
+
+A model may build a constant in a function under ``functools.lru_cache`` (BEiT's relative positions). Traced, the cache
+keeps a fake tensor, which the tracer's next pass, and the user's next eager call, would be handed. Caches that hold fake
+tensors are cleared: what tracing put there goes, and the entries beside it are made again when asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from lowtide.capture.python_state.code.code_names import is_library
+from lowtide.capture.trace.patches import replaced
+from lowtide.objects.walk import PLAIN
+
+_CACHE = type(functools.lru_cache(len))
+_NO_RESULT = (*PLAIN, type, types.FunctionType, types.BuiltinFunctionType, torch.Tensor)  # or one that is no object
+_DEPTH = 3  # from the cache through its entry to a tensor, or to a container of tensors
+
+
+class Results:
+    """The objects that a cache holds, numbers, texts and tensors excepted. Called: whether it has not been cleared since, and
+    which of them it holds still."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache, self._misses = cache, cache.cache_info().misses
+        self.then = self._results()
+
+    def __call__(self) -> tuple[Any, ...]:
+        held = {*map(id, self._held())} if self.then else ()
+        return self._cache.cache_info().misses >= self._misses, *(one for one in self.then if id(one) in held)
+
+    @property
+    def are_more(self) -> bool:
+        """Whether others have come since."""
+        return not {*map(id, self._results())} <= {*map(id, self.then)}
+
+    def _table(self) -> dict[Any, Any]:
+        """By their arguments, the results, or links to them in a cache of limited size, which refers to results itself."""
+        own = self._cache.__dict__
+        return [one for one in gc.get_referents(self._cache) if type(one) is dict and one is not own][-1]
+
+    def _held(self) -> list[Any]:
+        return [*gc.get_referents(self._cache), *self._table().values()]
+
+    def _results(self) -> tuple[Any, ...]:
+        own, table = self._cache.__dict__, self._table()
+        beside = {*map(id, (own, table, *own.values(), *table))}
+        found = (one for one in self._held() if id(one) not in beside and not isinstance(one, _NO_RESULT))
+        return tuple(one for one in found if type(one).__qualname__ not in ("object", "_lru_list_elem"))
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is a cached function of the user's."""
+    return type(value) is _CACHE and not is_library(value)
+
+
+class Caches:
+    """Every ``functools.lru_cache`` in the process."""
+
+    def __init__(self) -> None:
+        # An instance refers to its type; looking at all objects would take several times as long.
+        self._misses = {one: one.cache_info().misses for one in gc.get_referrers(_CACHE) if type(one) is _CACHE}
+
+    @contextlib.contextmanager
+    def without_fakes(self) -> Iterator[None]:
+        """After what runs inside, those are cleared that it has given fake tensors to hold."""
+        try:
+            with replaced(functools, "_lru_cache_wrapper", self.made):
+                yield
+        finally:
+            for one, before in self._misses.items():
+                misses = one.cache_info().misses
+                if misses != before and _holds_fake(one, _DEPTH):
+                    one.cache_clear()
+                self._misses[one] = one.cache_info().misses
+
+    def made(self, *args: Any) -> Any:
+        """One that is made now, in the place of functools' own type."""
+        one = _CACHE(*args)
+        self._misses[one] = 0
+        return one
+
+
+class _Remembered:
+    """Found when they are first asked for; what is made from then on is noted, until ``noting`` is closed."""
+
+    def __init__(self) -> None:
+        self.noting = contextlib.ExitStack()
+
+    @functools.cached_property
+    def caches(self) -> Caches:
+        found = Caches()
+        self.noting.enter_context(replaced(functools, "_lru_cache_wrapper", found.made))
+        return found
+
+
+_remembered: _Remembered | None = None
+
+
+def caches() -> Caches:
+    """Those that there are now."""
+    return Caches() if _remembered is None else _remembered.caches
+
+
+@contextlib.contextmanager
+def caches_remembered() -> Iterator[None]:
+    """Inside, they are looked for once: among all objects of the process, which takes long where many programs are captured."""
+    global _remembered
+    if _remembered is not None:
+        yield
+        return
+    _remembered = own = _Remembered()
+    try:
+        yield
+    finally:
+        _remembered = None
+        own.noting.close()
+
+
+def _holds_fake(holder: Any, depth: int) -> bool:
+    for child in gc.get_referents(holder):
+        if isinstance(child, torch.Tensor):
+            if isinstance(child, (FakeTensor, FunctionalTensor)):
+                return True
+            continue
+        container = isinstance(child, (list, tuple, dict)) or type(child).__name__ == "_lru_list_elem"
+        if depth and container and _holds_fake(child, depth - 1):
+            return True
+    return False

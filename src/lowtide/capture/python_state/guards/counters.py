@@ -1,0 +1,194 @@
+"""What every forward pass changes outside of the model and reads there: a counter in a global variable or a closure, say.
+
+A planned call does not run the code that counts, so no operator may depend on it (``rehearsal``), nor come to do so in a later
+call: no code may read it (``Readers``). And a capture is no call, so it leaves what is counted as it was. What only a first
+call changes is a cache, and stays filled.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import contextvars
+import io
+import itertools
+import threading
+import types
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+from torch import nn
+
+from lowtide.capture.python_state.code.code_names import functions_of, is_only_stored, is_read, is_trusted, names_in
+from lowtide.capture.python_state.guards.caches import Results
+from lowtide.capture.python_state.guards.reads import Contents, Read, Reads, identical
+from lowtide.capture.python_state.paths import AttributePath, leaf, named
+from lowtide.errors import CaptureError
+from lowtide.objects import opaque
+from lowtide.objects.walk import ABSENT, MUTABLE, content, current, own_attributes, reachable, refill
+
+_ENDLESS = (itertools.count, itertools.cycle, itertools.repeat)
+_OF_OBJECTS = ("attribute", "slot", "class")
+
+
+def changed(reads: Reads) -> list[Read]:
+    """Of what one run read, what it left otherwise."""
+    before = Contents(reads.contents)
+    some = (
+        read for read in reads.values.values() if type(read.owner) is not Results
+    )  # which are cleared for a capture's sake
+    return [read for read in some if not before.same(read.value, current(*read[:3]))]
+
+
+def spent(some: Iterable[Read], reads: Reads) -> list[Read]:
+    """Of what a run left otherwise, what has an iterator in it that comes to an end: later runs may find it there."""
+    before = Contents(reads.contents)
+
+    def comes_closer(one: Any) -> bool:
+        ends = isinstance(one, Iterator) and not isinstance(one, (io.IOBase, *_ENDLESS))
+        return ends and id(one) in reads.contents and not before.same(one, one)
+
+    return [
+        read for read in some if any(map(comes_closer, reachable([read.value], lambda one: content(one) is not None)))
+    ]
+
+
+def refuse(lost: Sequence[Read]) -> None:
+    """Raises ``CaptureError`` for what every call changes outside of the model, and which planned calls would not."""
+    if lost:
+        raise CaptureError(
+            "the program depends on what its own forward pass changes outside of the model "
+            f"({named([one.text for one in lost])}), or may do so in a later call. Change that outside of the forward pass and "
+            "pass it as a tensor, keep it in a buffer (self.register_buffer(...), self.steps.add_(1)), or run the model under "
+            "lowtide.online."
+        )
+
+
+def as_now(some: Iterable[Read]) -> Reads:
+    """The same, with what is there now."""
+    reads = Reads({one.place: one._replace(value=current(*one[:3])) for one in some})
+    Contents(reads.contents).keep(one.value for one in reads.values.values())
+    return reads
+
+
+class Readers:
+    """The functions of a model, and those that its code names: all that may read what a call of it leaves."""
+
+    def __init__(self, model: nn.Module, reads: Reads) -> None:
+        self._model = model
+        named = [read.owner for read in reads.values.values() if (read.kind, read.name) == ("made of", "__code__")]
+        kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not is_trusted(kind)}
+        methods = [one for kind in kinds for one in functions_of(kind) if isinstance(one, types.FunctionType)]
+        self._functions = [*dict.fromkeys([*named, *methods])]
+
+    def of(self, variables: Iterable[Read]) -> list[Read]:
+        """Those that they may do more with than to write to them."""
+        return [one for one in variables if self._read(one.name, one.kind in _OF_OBJECTS)]
+
+    def of_attributes(self, places: Iterable[AttributePath]) -> list[AttributePath]:
+        """The same of attributes of the model; PyTorch's own modules know what they do with theirs."""
+        return [place for place in places if self._may_read(place)]
+
+    def of_objects(self, places: Iterable[AttributePath]) -> list[AttributePath]:
+        """The same where a call puts an object of its own, which no later one need read: it may be stored alone."""
+        return [place for place in places if self._may_read(place) and not is_only_stored(leaf(place), self._functions)]
+
+    def name(self, *names: str) -> bool:
+        """Whether any of them names one of these."""
+        return any(not names_in(one.__code__).all.isdisjoint(names) for one in self._functions)
+
+    def _may_read(self, place: AttributePath) -> bool:
+        if leaf(place) == "training":
+            return True
+        theirs = not is_trusted(type(self._model.get_submodule(place[0])))
+        return theirs and self._read(leaf(place), by_string=True)
+
+    def _read(self, name: str, by_string: bool) -> bool:
+        return is_read(name, self._functions, by_string)
+
+
+def put_back(counters: Iterable[Read], reads: Reads) -> None:
+    """Make them what they were when they were first read; ``reads`` has what was in holders then."""
+    rewound: dict[int, Any] = {}
+    for counter in counters:
+        read = reads.values.get(counter.place, counter)
+        value = _rewound(read.value, reads, rewound)
+        if current(*read[:3]) is not value:
+            assign(*read[:3], value)
+        for holder in reachable([value], _can_be_filled):
+            known = reads.contents.get(id(holder))
+            if known is not None:
+                items = [_rewound(item, reads, rewound) for item in known.items]
+                if not identical(content(holder) or (), items):
+                    _fill(holder, items)
+
+
+def _can_be_filled(value: Any) -> bool:
+    items = content(value)
+    return items is not None and not opaque.is_told_by_parts(items, value)
+
+
+def _rewound(value: Any, reads: Reads, rewound: dict[int, Any]) -> Any:
+    """An iterator where this one was, one for each, also in a tuple; anything else itself."""
+    if type(value) is tuple:
+        items = tuple(_rewound(one, reads, rewound) for one in value)
+        return value if identical(value, items) else items
+    known = reads.contents.get(id(value)) if isinstance(value, Iterator) else None
+    if known is None or id(value) in rewound or Contents(reads.contents).same(value, value):
+        return rewound.get(id(value), value)
+    rewound[id(value)] = value
+    try:
+        make, arguments, *state = known.items
+        iterator = make(*_rewound(arguments, reads, rewound))
+        for one in state:
+            iterator.__setstate__(_rewound(one, reads, rewound))
+        rewound[id(value)] = iterator
+    except (AttributeError, TypeError, ValueError):  # one that cannot be made again, a generator say
+        pass
+    return rewound[id(value)]
+
+
+def assign(kind: str, owner: Any, name: str, value: Any) -> None:
+    """Put ``value`` where ``owner`` has something under ``name``, see ``objects.walk.current``."""
+    variables = own_attributes(owner) if kind == "attribute" else owner if kind == "item" else None
+    if variables is not None and value is not ABSENT:
+        variables[name] = value
+    elif variables is not None:
+        variables.pop(name, None)
+    elif kind == "cell":
+        owner.cell_contents = value
+    elif kind == "class" and name in vars(owner):
+        setattr(owner, name, value) if value is not ABSENT else delattr(owner, name)
+    elif kind == "slot":
+        object.__setattr__(owner, name, value)
+    elif kind == "names":
+        for added in {*current(kind, owner, name)} - {*value}:
+            delattr(owner, added)
+
+
+def _fill(holder: Any, items: Sequence[Any]) -> None:
+    if isinstance(holder, (*MUTABLE, defaultdict)):
+        before = len(content(type(holder)()) or ())  # what is not in it: the longest length of a deque, say
+        items = items[before:]
+    half = len(items) // 2
+    if isinstance(holder, dict):
+        refill(holder, dict(zip(items[:half], items[half:], strict=True)))
+    elif isinstance(holder, MUTABLE):
+        refill(holder, items)
+    elif isinstance(holder, (types.SimpleNamespace, threading.local)):
+        refill(vars(holder), dict(zip(items[:half], items[half:], strict=True)))
+    elif isinstance(holder, contextvars.ContextVar) and items:
+        holder.set(items[0])
+    elif isinstance(holder, types.CellType):
+        holder.cell_contents = items[0]
+    elif isinstance(holder, (io.BytesIO, io.StringIO)):
+        cast(Any, holder).__setstate__(items[0])
+    elif isinstance(holder, io.IOBase) and isinstance(items[1], int):
+        holder.seek(items[1])
+    elif isinstance(holder, (bytearray, array.array, np.ndarray)):
+        with contextlib.suppress(
+            StopIteration, TypeError, ValueError
+        ):  # where it has another length, or cannot be written
+            memoryview(cast(Any, holder)).cast("B")[:] = next(item for item in items if isinstance(item, bytes))

@@ -1,0 +1,117 @@
+"""Files that the forward pass opens: a program is good as long as they are what they were when it was captured."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from lowtide.capture.python_state.code.code_names import is_standard
+from lowtide.capture.python_state.code.installed import is_installed
+from lowtide.capture.trace.patches import all_wrapped
+from lowtide.errors import CaptureError
+
+_CODE = (".pyc", ".so", ".pyd", ".dll")
+_ELSEWHERE = ("subprocess.Popen", "sqlite3.connect", "socket.connect")
+_READING = ("open", "os.listdir", "os.scandir", *_ELSEWHERE)  # events
+_SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/")
+_WHETHER = {
+    "exists",
+    "isfile",
+    "isdir",
+    "is_file",
+    "is_dir",
+    "islink",
+    "is_symlink",
+}  # functions that ask whether something is there
+_watching = threading.local()
+
+
+class File(NamedTuple):
+    """A file or a folder by its path as given: another working folder has another one there. ``whole``: not only whether it is
+    there is of consequence."""
+
+    path: str
+    whole: bool = True
+
+    def state(self) -> Any:
+        """Changes where it is written or replaced; ``None`` where there is none."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return None
+        return (found.st_mtime_ns, found.st_size, found.st_ino) if self.whole else stat.S_IFMT(found.st_mode)
+
+
+@contextlib.contextmanager
+def opened(found: dict[File, Any]) -> Iterator[None]:
+    """Inside, files that this thread opens, asks for the size of, or whether they are there, and folders that it lists, are
+    noted in ``found``, with their states. Libraries, devices, what is installed, and files that compilers leave in temporary
+    folders are not: they are no data of its; nor what libraries ask for."""
+    _install()
+    outer = getattr(_watching, "found", None)
+    _watching.found = found
+    try:
+        with all_wrapped([(os, name) for name in ("stat", "lstat", "access")], _noting):
+            yield
+    finally:
+        _watching.found = outer
+
+
+@functools.cache
+def _install() -> None:
+    sys.addaudithook(_note)  # it stays for the life of the process, and does nothing outside of ``opened``
+
+
+def _note(event: str, args: tuple[Any, ...]) -> None:
+    if not _READING or event not in _READING:  # at the end of the process names of modules are gone
+        return
+    if event in _ELSEWHERE:
+        if getattr(_watching, "found", None) is not None and _asking_code(sys._getframe(1))[0]:
+            raise CaptureError(
+                f"the forward pass asks another process or a database ({event}), whose answer may be another one in every "
+                "call. Ask outside of the forward pass and keep or pass the answer, or run the model under lowtide.online."
+            )
+    elif isinstance(args[0], (str, bytes, os.PathLike)):
+        _keep(os.fsdecode(args[0]))
+
+
+def _asking_code(frame: Any) -> tuple[bool, set[str]]:
+    """Whether the user's code asks, by functions of Python's own or by itself, and the names of these."""
+    names = set()
+    while frame.f_back is not None and is_standard(str(frame.f_globals.get("__name__"))):
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return not is_installed(frame.f_code.co_filename), names
+
+
+def _keep(path: str, whole: bool = True) -> None:
+    found = getattr(_watching, "found", None)
+    if found is None or path.endswith(_CODE) or _is_constant(os.path.abspath(path)):
+        return
+    file = File(path, whole)
+    _watching.found = None  # what is asked for here is no read
+    found.setdefault(file, file.state())
+    _watching.found = found
+
+
+def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(path: Any, *args: Any, **kwargs: Any) -> Any:
+        theirs, names = _asking_code(sys._getframe(2))
+        if isinstance(path, (str, bytes, os.PathLike)) and theirs:
+            _keep(os.fsdecode(path), whole=not names & _WHETHER)
+        return function(path, *args, **kwargs)
+
+    return asked
+
+
+def _is_constant(path: str) -> bool:
+    """Whether it is a file of the system, of an installed library, or one that a compiler of PyTorch's made."""
+    compilers = os.path.join(tempfile.gettempdir(), "torchinductor_")
+    return path.startswith((*_SYSTEM, sys.prefix, compilers)) or is_installed(path)

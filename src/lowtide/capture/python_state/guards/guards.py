@@ -1,0 +1,183 @@
+"""What a program depends on that no argument of the call shows: what the model's Python code read while it was captured.
+
+``Guards`` keeps the values that were read (``guards.observe``) and how the model's modules were put together, and tells
+before each planned call whether all of it is still so: numbers, strings and holders (``objects.walk``) are compared by
+what they are or hold, everything else is the very same object. Where nothing has changed, ``guards.quick`` says so in
+some ten nanoseconds a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lowtide.capture.python_state.guards.compared import NUMBERS, Comparisons
+from lowtide.capture.python_state.guards.external_effects import hooks_of
+from lowtide.capture.python_state.guards.files import File
+from lowtide.capture.python_state.guards.quick import Unchanged
+from lowtide.capture.python_state.guards.reads import Contents, Met, Place, Read, Reads, identical, put_together
+from lowtide.capture.python_state.paths import AttributePath, named, owned, value_at
+from lowtide.objects import structure
+from lowtide.objects.keys import tensor_key
+from lowtide.objects.walk import ABSENT, PLAIN, content, current, part_name
+
+_REWIRED = ("is a {}", "is another {}", "has other hooks", "has other submodules")
+_MOST_REMAKES = 8  # of the quick function, where equal values are put anew before each call
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guards:
+    """``wiring``: of the modules, in order, see ``_wiring``. ``contents``: of holders that were read."""
+
+    wiring: Sequence[tuple[Any, ...]] = ()
+    reads: tuple[Read, ...] = ()
+    contents: Contents = field(default_factory=Contents)
+    hidden: tuple[tuple[nn.Module, list[Any]], ...] = ()
+    files: Mapping[File, Any] = field(default_factory=dict)
+    _quick: list[Unchanged] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        reads: Reads,
+        free: Collection[AttributePath] = (),
+        followed: Sequence[torch.Tensor] = (),
+        after: Collection[tuple[AttributePath, Any]] = (),
+        compared: Mapping[Place, Comparisons] | None = None,
+    ) -> Guards:
+        """Of what was read, what must stay as it was. ``free``: attributes that may be anything; ``followed``: tensors whose
+        layout alone matters; ``after``: other values than the model has now; ``compared``: how numbers compare that may be
+        others. What the forward pass changes outside of the model
+        is no condition: it would not hold for the next call."""
+        anywhere = Contents()
+        anywhere.keep(value_at(model, place) for place in free)
+        layouts = {id(tensor): tensor_key(tensor) for tensor in followed}
+        contents = Contents(dict(reads.contents), frozenset(anywhere.held), layouts)
+        instead: dict[tuple[int, str], Any] = {}
+        for place, value in after:
+            instead[owned(model, place)] = value
+            contents.keep([value])
+        anything = {owned(model, place) for place in (("", "forward"), *free)}
+        # As it is now: it is another one while a model is traced.
+        kept = [Read("class", nn.Module, "__call__", nn.Module.__call__, "torch.nn.Module.__call__")]
+        for read in reads.values.values():
+            key = id(read.owner), read.name
+            if (key in anything and read.kind != "method") or not contents.same(read.value, current(*read[:3])):
+                continue
+            condition = (compared or {}).get(read.place, read.value)
+            kept.append(read._replace(value=instead.get(key, condition)))
+        return cls(
+            _wiring(list(model.modules())),
+            tuple(kept),
+            contents,
+            tuple(reads.hidden.values()),
+            {file: state for file, state in reads.files.items() if file.state() == state},
+        )
+
+    def hold(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether everything is as it was; ``modules`` are all of the model's."""
+        if self._quick and self._quick[-1]():
+            return True
+        if next(self._broken(modules), None) is not None:
+            return False
+        if len(self._quick) < _MOST_REMAKES:
+            self._quick.append(Unchanged(modules, self.reads, self.contents, self.hidden, self.files))
+        return True
+
+    def broken(self, model: nn.Module) -> str:
+        """In words, what is not as it was."""
+        return named([text for text, _ in self._broken(list(model.modules()))])
+
+    def other_tensors(self, model: nn.Module) -> set[AttributePath]:
+        """Attributes of the model's modules whose tensors are not those that they were."""
+        names = {id(module): name for name, module in model.named_modules()}
+        broken = [
+            read for _, read in self._broken(list(model.modules())) if read is not None and id(read.owner) in names
+        ]
+        return {
+            (names[id(read.owner)], read.name)
+            for read in broken
+            if structure.flatten(vars(read.owner).get(read.name))[0]
+        }
+
+    def other_numbers(self, model: nn.Module) -> dict[Place, Read]:
+        """Numbers that were read and are not those that they were, or compare otherwise."""
+        broken = [read for _, read in self._broken(list(model.modules())) if read is not None]
+        kinds = (*NUMBERS, Comparisons)
+        return {r.place: r for r in broken if type(r.value) in kinds and type(current(*r[:3])) in NUMBERS}
+
+    def compared(self) -> dict[Place, Read]:
+        """Numbers that were read, and only compared."""
+        return {read.place: read for read in self.reads if type(read.value) is Comparisons}
+
+    def _broken(self, modules: Sequence[nn.Module]) -> Iterator[tuple[str, Read | None]]:
+        yield from ((text, None) for text in _rewired(self.wiring, modules))
+        yield from self.changed(self.reads)
+        for module, parts in self.hidden:
+            if not identical(parts, put_together(module)):
+                yield f"{type(module).__name__} has other parameters, buffers, hooks or submodules", None
+        for file, state in self.files.items():
+            if file.state() != state:
+                yield f"the file {file.path} is another one", None
+
+    def changed(self, reads: Iterable[Read]) -> Iterator[tuple[str, Read]]:
+        """Those of its ``reads`` that would find other values, and in words which."""
+        met = Met()
+        for read in reads:
+            value = current(*read[:3])
+            if not _same(self.contents, read.value, value, met):
+                yield f"{read.text}{self._difference(read.value, value)}", read
+
+    def _difference(self, kept: Any, value: Any) -> str:
+        """In words, where in two values that are not the same the difference lies."""
+        known = self.contents.held.get(id(kept))
+        items = content(value) if known is not None and type(value) is type(kept) else None
+        if known is None or items is None or isinstance(kept, np.ndarray) or len(items) != len(known.items):
+            return f" is {_shown(value)}"
+        pairs = enumerate(zip(known.items, items, strict=True))
+        found = next(((i, pair) for i, pair in pairs if not self.contents.same(*pair)), None)
+        if found is None:
+            return " is no longer one object under several names, or has become one"
+        index, (one, other) = found
+        return f"{part_name(value, index)}{self._difference(one, other)}"
+
+
+def _same(contents: Contents, kept: Any, value: Any, met: Met) -> bool:
+    return kept.hold(value) if type(kept) is Comparisons else contents.same(kept, value, met)
+
+
+def _wiring(modules: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
+    """Of each module what ``_REWIRED`` names. Class and hooks of the model itself are around its planned forward."""
+    root = modules[0]
+    return [
+        (
+            None if module is root else type(module),
+            (module,),  # in which the same is equal, however modules compare
+            () if module is root else hooks_of(module),
+            [*module._modules.items()],
+        )
+        for module in modules
+    ]
+
+
+def _rewired(wiring: Sequence[Any], modules: Sequence[nn.Module]) -> Iterator[str]:
+    """In words, what is put together otherwise."""
+    if len(modules) != len(wiring):
+        yield f"{len(modules)} modules instead of {len(wiring)}"
+        return
+    for (name, module), now, old in zip(modules[0].named_modules(), _wiring(modules), wiring, strict=True):
+        difference = next((text for text, one, other in zip(_REWIRED, now, old, strict=True) if one != other), "")
+        if difference:
+            yield f"{name or type(modules[0]).__name__} {difference.format(type(module).__name__)}"
+
+
+def _shown(value: Any) -> str:
+    if value is ABSENT:
+        return "absent"
+    return repr(value) if isinstance(value, PLAIN) else f"another {type(value).__name__}"

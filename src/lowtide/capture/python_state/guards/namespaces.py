@@ -1,0 +1,78 @@
+"""What code reads of classes and of modules: no read of theirs is seen, so what it may name there is noted."""
+
+from __future__ import annotations
+
+import abc
+import enum
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide.capture.python_state.code.code_names import BY_COMPUTED_NAME, OPERATORS, is_code, is_library
+from lowtide.capture.python_state.guards.reads import Reads
+from lowtide.objects.walk import ABSENT, PLAIN, current
+
+_UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__slotnames__"})  # of what stands in a class
+_WHETHER = {"hasattr", *BY_COMPUTED_NAME}  # ask for attributes that may not be there
+
+
+class Namespaces:
+    """Classes and modules that code can reach, and the ``attributes`` that it names, of anything. ``reach`` is called with
+    what is found there, twice, and where."""
+
+    def __init__(self, reads: Reads, reach: Callable[[Any, Any, str], None]) -> None:
+        self.attributes: set[str] = set()
+        self._reads, self._reach = reads, reach
+        self._owners: dict[int, tuple[Any, str]] = {}
+        self._reached: set[tuple[int, str]] = set()
+        self._named = (0, 0)  # how many of both were looked at
+
+    def add(self, owner: Any, text: str) -> bool:
+        """Whether it is a new one."""
+        new = id(owner) not in self._owners
+        self._owners.setdefault(id(owner), (owner, text))
+        return new
+
+    def add_class(self, kind: type) -> None:
+        """All that stands in a class is noted: Python looks methods up there where nobody sees it."""
+        if not self.add(kind, kind.__qualname__):
+            return
+        for name in vars(kind).keys() - _UNREAD:
+            self._reads.note("class", kind, name, vars(kind)[name], f"{kind.__qualname__}.{name}")
+        self._reads.note_names(kind, current("names", kind, ""), kind.__qualname__)
+        self._reads.note("made of", kind, "__mro__", kind.__mro__, f"the bases of {kind.__qualname__}")
+        if isinstance(kind, abc.ABCMeta):
+            token = abc.get_cache_token
+            self._reads.note("answer", token, "", token(), "what is registered as a subclass")
+        if isinstance(kind, enum.EnumMeta):
+            self._reach(kind._member_map_, kind._member_map_, f"{kind.__qualname__}.__members__")
+
+    def read_named(self) -> None:
+        """Of tensors, and of classes and modules that code can reach, the attributes that it names."""
+        known, self._named = self._named, (len(self._owners), len(self.attributes))
+        if known == self._named:
+            return
+        for name in sorted(self.attributes | OPERATORS):
+            method = current("class", torch.Tensor, name)
+            if method is not ABSENT:
+                self._reads.note("class", torch.Tensor, name, method, f"torch.Tensor.{name}")
+        for owner, text in [*self._owners.values()]:
+            own = vars(owner)
+            named = sorted(self.attributes & own.keys())
+            if isinstance(owner, types.ModuleType):  # of a class, all is noted already
+                if is_library(owner):
+                    named = [
+                        name for name in named if is_code(own[name]) or isinstance(own[name], (*PLAIN, logging.Logger))
+                    ]
+                anything = self.attributes & BY_COMPUTED_NAME and not is_library(owner)
+                if self.attributes & _WHETHER and not is_library(owner):
+                    self._reads.note_names(owner, own, text)
+                for name in sorted(own) if anything else named:
+                    self._reads.note("item", own, name, own[name], f"{text}.{name}")
+            for name in named:
+                if (id(owner), name) not in self._reached:
+                    self._reached.add((id(owner), name))
+                    self._reach(own[name], own[name], f"{text}.{name}")

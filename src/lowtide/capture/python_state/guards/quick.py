@@ -1,0 +1,184 @@
+"""Whether nothing that a program read has changed, told by identities alone: some ten nanoseconds a value.
+
+Where an equal value has taken another one's place the answer is no, and the guards look closer and note the new ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.capture.python_state.guards.compared import Comparisons
+from lowtide.capture.python_state.guards.external_effects import HOOKS, hooks_of
+from lowtide.capture.python_state.guards.files import File
+from lowtide.capture.python_state.guards.reads import Contents, Read, put_together
+from lowtide.objects import opaque
+from lowtide.objects.keys import tensor_key
+from lowtide.objects.walk import ABSENT, READERS, content, current, own_attributes
+
+_IMMUTABLE = (tuple, frozenset, types.MethodType, types.BuiltinMethodType, functools.partial, *opaque.FIXED)
+_IN_CELL = operator.attrgetter("cell_contents")
+_IN_ORDER = operator.methodcaller("values")  # dict.values would not see that an OrderedDict was reordered
+_EXACT = frozenset((bytes, str, int))  # equal ones of these are the same
+_CHANGED = (KeyError, AttributeError, ValueError, RuntimeError, ReferenceError)
+
+
+class _Layout(tuple[Any, ...]):
+    """Stands for any tensor of this layout."""
+
+
+class Unchanged:
+    """Called, says whether modules are wired as when it was made, and ``reads`` find the objects that they found then."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        reads: Iterable[Read],
+        contents: Contents,
+        hidden: Iterable[tuple[nn.Module, list[Any]]],
+        opened: Mapping[File, Any],
+    ) -> None:
+        self._layouts = {key: _Layout(layout) for key, layout in contents.layouts.items()}
+        # By function: what it gives, and for what.
+        self._rows: dict[Callable[..., Any], dict[Any, tuple[Any, ...]]] = {}
+        self._absent: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}  # names that are not there
+        self._items: list[tuple[Callable[..., Any], tuple[Any, ...], Sequence[Any]]] = []
+        self._files = dict(opened)
+        self._wire(modules)
+        values = [self._read(read, current(*read[:3])) for read in reads]
+        self._hold(values, contents.free)
+        self._items += [(put_together, (module,), parts) for module, parts in hidden]
+        self._nowhere = [*zip(*self._absent.values(), strict=True)] or [(), ()]
+        self._columns: list[Any] = [
+            (function, *zip(*rows.values(), strict=True)) for function, rows in self._rows.items()
+        ]
+
+    def __call__(self) -> bool:
+        try:
+            return (
+                all(
+                    all(map(operator.is_, map(function, *arguments), found))
+                    for function, found, *arguments in self._columns
+                )
+                and not any(self._empty)
+                and not any(map(operator.contains, *self._nowhere))
+                and all(_same_items(function(*arguments), items) for function, arguments, items in self._items)
+                and all(file.state() == state for file, state in self._files.items())
+            )
+        except _CHANGED:
+            return False
+
+    def _expect(self, found: Any, function: Callable[..., Any], *arguments: Any) -> None:
+        self._rows.setdefault(function, {})[tuple(map(id, arguments))] = (found, *arguments)
+
+    def _stands(self, found: Any, own: Mapping[str, Any], name: str) -> None:
+        """That ``own`` has this under the name, or nothing."""
+        if found is ABSENT:
+            self._absent[id(own), name] = (own, name)
+        else:
+            self._expect(found, operator.getitem, own, name)
+
+    def _wire(self, modules: Sequence[nn.Module]) -> None:
+        """Classes, children in their order, and hooks; the model's own are around its planned forward."""
+        inner = modules[1:]
+        registries = [module._modules for module in modules]
+        for module in inner:
+            hooks = [vars(module)[name] for name in HOOKS]
+            if any(hooks):
+                self._items.append((hooks_of, (module,), hooks_of(module)))
+            else:
+                registries += hooks
+        filled: list[Any] = [registry for registry in registries if registry]
+        self._empty = [registry for registry in registries if not registry]
+        self._items.append((_values, tuple(filled), _values(*filled)))
+        for module in inner:
+            self._expect(type(module), type, module)
+        for module in modules:
+            if module._modules:  # which a list of modules makes anew where one is taken out
+                self._expect(module._modules, operator.getitem, vars(module), "_modules")
+
+    def _read(self, read: Read, value: Any) -> Any:
+        kind, owner, name = read[:3]
+        own = own_attributes(owner) if kind in ("attribute", "names") else owner if kind == "item" else None
+        if type(read.value) is Comparisons:
+            self._items.append((_compared, (read.value.hold, kind, owner, name), [True]))
+            return None
+        if id(value) in self._layouts or kind in ("answer", "layout", "version"):  # made anew where they are asked for
+            self._items.append((_single, (kind, owner, name), [self._layouts.get(id(value), value)]))
+        elif kind == "names":
+            self._items.append((current, (kind, owner, name), value) if own is None else (tuple, (own,), value))
+            if own is not None:
+                self._expect(own, own_attributes, owner)
+        elif kind == "cell" and value is not ABSENT:
+            self._expect(value, _IN_CELL, owner)
+        elif kind == "type":
+            self._expect(value, type, owner)
+        elif own is not None:
+            if not isinstance(owner, (nn.Module, dict)):
+                self._expect(own, own_attributes, owner)
+            self._stands(value, own, name)
+        elif kind == "class":
+            for base in owner.__mro__:
+                found = vars(base).get(name, ABSENT)
+                self._stands(found, _namespace(base), name)
+                if found is not ABSENT:
+                    break
+        else:
+            self._expect(value, READERS[kind], owner, name)
+        return value
+
+    def _hold(self, values: list[Any], free: Collection[int]) -> None:
+        """That holders hold what they do, and those in them."""
+        met: dict[int, Any] = {}
+        while values:
+            holder = values.pop()
+            items = None if id(holder) in met or id(holder) in free else content(holder)
+            if items is not None:
+                met[id(holder)] = holder
+                values += items
+                expected = [self._layouts.get(id(item), item) for item in items]
+                if not isinstance(holder, _IMMUTABLE) or any(type(item) is _Layout for item in expected):
+                    self._items.append((content, (holder,), expected))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _namespace(kind: type) -> Any:
+    """One view of what stands in a class: ``vars`` makes one for every call."""
+    return vars(kind)
+
+
+def _values(*registries: dict[str, Any]) -> list[Any]:
+    return [*itertools.chain.from_iterable(map(_IN_ORDER, registries))]
+
+
+def _compared(holds: Callable[[Any], bool], kind: str, owner: Any, name: str) -> list[Any]:
+    return [holds(current(kind, owner, name))]
+
+
+def _single(kind: str, owner: Any, name: str) -> list[Any]:
+    return [current(kind, owner, name)]
+
+
+def _same_items(now: Sequence[Any] | None, before: Sequence[Any]) -> bool:
+    return (
+        now is not None
+        and len(now) == len(before)
+        and (all(map(operator.is_, now, before)) or all(map(_same_item, now, before)))
+    )
+
+
+def _same_item(one: Any, other: Any) -> bool:
+    if type(other) is _Layout:
+        return isinstance(one, torch.Tensor) and tensor_key(one) == other
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    return _same_items(one, other) if type(other) is tuple else type(other) in _EXACT and bool(one == other)

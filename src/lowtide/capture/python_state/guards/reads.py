@@ -1,0 +1,198 @@
+"""What Python code read while it ran: the records that an observer makes, and how guards compare them."""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from lowtide.capture.python_state.guards.caches import Results
+from lowtide.capture.python_state.guards.external_effects import hooks_of
+from lowtide.capture.python_state.guards.files import File
+from lowtide.capture.python_state.paths import named
+from lowtide.capture.trace.patches import STANDS_FOR
+from lowtide.errors import CaptureError
+from lowtide.objects.keys import tensor_key
+from lowtide.objects.walk import MUTABLE, PLAIN, beside, class_attribute, content, exact, own_attributes
+
+Place = tuple[str, int, str]
+
+
+class Read(NamedTuple):
+    """A value that was read. ``kind``: where ``owner`` has it under ``name`` (``objects.walk.current``)."""
+
+    kind: str
+    owner: Any
+    name: str
+    value: Any
+    text: str
+
+    @property
+    def place(self) -> Place:
+        """By which reads are told apart."""
+        return self.kind, id(self.owner), self.name
+
+
+class Content(NamedTuple):
+    """A holder, and what was in it when it was first reached."""
+
+    holder: Any
+    items: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """What was in holders, by their ids. ``free``: ids of holders that may hold anything; ``layouts``: of tensors, by their
+    ids, whose layout alone matters."""
+
+    held: dict[int, Content] = field(default_factory=dict)
+    free: frozenset[int] = frozenset()
+    layouts: Mapping[int, Any] = field(default_factory=dict)
+
+    def keep(self, some: Iterable[Any], entered: Callable[[Any], bool] = lambda _: True) -> None:
+        """Add what holders among these hold, and those in them, where they are ``entered``."""
+        waiting = [*some]
+        while waiting:
+            value = waiting.pop()
+            items = None if id(value) in self.held or isinstance(value, PLAIN) else content(value)
+            if items is not None and entered(value):
+                self.held[id(value)] = Content(value, items)
+                waiting += items
+
+    def same(self, kept: Any, value: Any, met: Met | None = None) -> bool:
+        """Whether a value is to the program what ``kept`` was. ``met``: of several values, to be one where they were one."""
+        if id(kept) in self.layouts:
+            return isinstance(value, torch.Tensor) and tensor_key(value) == self.layouts[id(kept)]
+        known = self.held.get(id(kept))
+        if known is None or known.holder is not kept:
+            return kept is value or _equal(kept, value)
+        if type(value) is not type(kept):
+            return False
+        if kept is value and id(kept) in self.free:
+            return True
+        met = Met() if met is None else met
+        if not met.agree(kept, value):
+            return False
+        if not met.first(kept, value):
+            return True
+        items = content(value)
+        if items is None or len(items) != len(known.items):
+            return False
+        return all(self.same(one, other, met) for one, other in zip(known.items, items, strict=True))
+
+
+class Met:
+    """Pairs of holders that were compared."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[int, int], Any] = {}  # with the values, so that no id comes again
+        self._partners: tuple[dict[int, int], dict[int, int]] = {}, {}
+
+    def agree(self, kept: Any, value: Any) -> bool:
+        """Whether one of two containers that can be written has no other partner."""
+        if not isinstance(kept, MUTABLE):
+            return True
+        one, other = self._partners
+        return one.setdefault(id(kept), id(value)) == id(value) and other.setdefault(id(value), id(kept)) == id(kept)
+
+    def first(self, kept: Any, value: Any) -> bool:
+        """Whether they meet for the first time."""
+        new = (id(kept), id(value)) not in self._pairs
+        self._pairs[id(kept), id(value)] = value
+        return new
+
+
+def identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether both are of the very same objects."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _equal(kept: Any, value: Any) -> bool:
+    if isinstance(kept, types.MethodType) and isinstance(value, types.MethodType):  # made anew where they are read
+        return kept.__func__ is value.__func__ and kept.__self__ is value.__self__
+    if type(kept) is not type(value) or not isinstance(kept, (*PLAIN, np.generic)):
+        return False
+    one, other = beside(kept), beside(value)
+    same = one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
+    return same and bool(exact(kept) == exact(value))
+
+
+@dataclass(eq=False)
+class Reads:
+    """All that one or several runs read: single values by kind, owner and name, and holders by their ids."""
+
+    values: dict[Place, Read] = field(default_factory=dict)
+    contents: dict[int, Content] = field(default_factory=dict)
+    hidden: dict[int, tuple[nn.Module, list[Any]]] = field(default_factory=dict)  # modules that are registered nowhere
+    files: dict[File, Any] = field(default_factory=dict)
+    caches: dict[int, Results] = field(default_factory=dict)  # of the user's functions, by their ids
+    unknown: dict[int, str] = field(default_factory=dict)  # objects that do not show what they hold, or give it away
+
+    def add(self, later: Reads) -> None:
+        """Those of a later run, where nothing is known from earlier ones."""
+        for mine, others in zip(vars(self).values(), vars(later).values(), strict=True):
+            mine.update({key: value for key, value in others.items() if key not in mine})
+
+    def prefer(self, later: Reads) -> None:
+        """What a later run found, where an earlier one has changed it: the program is the later run's."""
+        for mine, others in zip(vars(self).values(), vars(later).values(), strict=True):
+            mine.update(others)
+
+    def forget(self, some: Iterable[Read]) -> None:
+        for read in some:
+            self.values.pop(read.place, None)
+
+    def note(self, kind: str, owner: Any, name: str, value: Any, text: str) -> None:
+        if type(value) is types.FunctionType:
+            value = value.__dict__.get(STANDS_FOR, value)  # what is there when nothing is captured
+        self.values.setdefault((kind, id(owner), name), Read(kind, owner, name, value, text))
+
+    def refuse_unknown(self) -> None:
+        """Raises ``CaptureError`` where such objects were read; at once, since a capture cannot put back what it takes there,
+        and once more at the end, since the user's code may have caught that."""
+        if self.unknown:
+            raise CaptureError(
+                "the forward pass reads objects of native code that do not show what they hold, or generators "
+                f"({named([*self.unknown.values()])}): a capture could not leave them as they were, nor a planned call know "
+                "whether they still are so. Read them outside of the forward pass and keep or pass what they say, or run the "
+                "model under lowtide.online."
+            )
+
+    def note_names(self, owner: Any, found: Iterable[str], text: str) -> None:
+        """That ``owner`` has attributes of these names."""
+        names = tuple(found)
+        self.contents[id(names)] = Content(names, names)
+        self.note("names", owner, "", names, f"the attributes of {text}")
+
+
+def put_together(module: nn.Module) -> list[Any]:
+    """What a module is made of: classes, parameters, buffers, hooks and submodules, all the way down."""
+    return [
+        part
+        for one in module.modules()
+        for part in (
+            type(one), *one._parameters.values(), *one._buffers.values(), *one._modules.values(), *hooks_of(one),
+        )
+    ]  # fmt: skip
+
+
+def decided_by(owner: Any, name: str) -> list[tuple[str, Any]]:
+    """What decides an attribute of an object: its own one or, where there is none, that none is there and its class's."""
+    kind = type(owner)
+    if name == "__class__":
+        return [("type", owner)]
+    of_class = class_attribute(kind, name)
+    if isinstance(of_class, (types.MemberDescriptorType, types.GetSetDescriptorType)):
+        return [("slot", owner)]
+    own = own_attributes(owner)
+    if own is None:
+        return [("class", kind)]
+    here: list[tuple[str, Any]] = [("attribute", owner)]
+    decided = isinstance(of_class, property) or (name not in own)
+    return [*here, ("class", kind)] if decided else here

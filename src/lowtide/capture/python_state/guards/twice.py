@@ -1,0 +1,85 @@
+"""Objects that a forward pass reaches twice: through the model, a copy of which is traced, and by a variable or an argument,
+which is no copy. What it writes by one way it does not find by the other; where it writes nothing, both are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.capture.python_state.guards.reads import Content, identical
+from lowtide.capture.python_state.paths import OWN, named
+from lowtide.errors import CaptureError
+from lowtide.objects.walk import PLAIN, content, fields
+
+_NOT_PLAIN = OWN | {"forward"}
+_DEPTH = 8
+
+
+def refuse_writes(
+    seen: Mapping[int, Any],
+    copies: Mapping[int, tuple[Any, Any]],
+    tensors: Mapping[int, torch.Tensor],
+    written: Collection[tuple[int, str]],
+    contents: Mapping[int, Content],
+) -> None:
+    """Raises ``CaptureError`` where a run wrote into one of these. ``seen``: what each object that it came to is, of the user's
+    own, by its id; ``copies`` and ``tensors``: what objects and tensors of the model's copy are copies of; ``written``:
+    attributes, by the ids of their objects; ``contents``: of holders before the run."""
+    changed = {key for key, _ in written}
+    names = []
+    for original, copied in copies.values():
+        if seen.get(id(original)) is not original or id(copied) not in seen or original is copied:
+            continue
+        held = contents.get(id(original))
+        untouched = held is None or identical(content(original) or (), held.items)
+        if id(original) in changed or not untouched or not _mirrors(original, copied, copies, tensors):
+            names.append(type(original).__name__)
+    if names:
+        raise CaptureError(
+            f"the forward pass comes to an object ({named(names)}) both through the model and by a variable or an argument, "
+            "and writes into it, which no trace of a copy of the model can follow. Use one of both ways, or run the model "
+            "under lowtide.online."
+        )
+
+
+def _mirrors(
+    original: Any, copied: Any, copies: Mapping[int, tuple[Any, Any]], tensors: Mapping[int, torch.Tensor]
+) -> bool:
+    """Whether a copy still holds copies of what the original holds."""
+    (names, mine), (others, theirs) = _parts(original), _parts(copied)
+    if names != others or len(mine) != len(theirs):
+        return False
+
+    def source(item: Any) -> Any:
+        return tensors.get(id(item), copies.get(id(item), (item,))[0])
+
+    def alike(own: Any, item: Any, depth: int = 0) -> bool:
+        if source(item) is own:
+            return True
+        if type(own) is not type(item) or id(item) in copies:
+            return False
+        if isinstance(own, PLAIN):
+            return bool(own == item)
+        # A class may make anew what its objects hold where it copies them.
+        mine, theirs = content(own), content(item)
+        if mine is None or theirs is None or len(mine) != len(theirs) or depth == _DEPTH:
+            return False
+        return all(alike(*pair, depth + 1) for pair in zip(mine, theirs, strict=True))
+
+    if isinstance(original, (set, frozenset)):
+        return {id(source(item)) for item in theirs} == set(map(id, mine))
+    return all(map(alike, mine, theirs))
+
+
+def _parts(value: Any) -> tuple[Any, list[Any]]:
+    """Names, and what an object has under them. Of modules, parameters and buffers are the program's."""
+    items = None if isinstance(value, nn.Module) else content(value)
+    if items is not None:
+        return None, [*items]
+    own = fields(value)
+    if isinstance(value, nn.Module):
+        own = {name: item for name, item in own.items() if name not in _NOT_PLAIN}
+    return set(own), [own[name] for name in sorted(own)]

@@ -1,0 +1,1 @@
+"""What Python objects hold: walked, described by keys, and taken apart into tensors."""

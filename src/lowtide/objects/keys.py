@@ -1,0 +1,131 @@
+"""Hashable descriptions of arguments, results and attributes: equal where one program serves both.
+
+Objects are described by what they hold, however they compare: options that are made anew for each call are the same as
+before, and those that were changed since are not. What has nothing to look into is told apart as Python does it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import hashlib
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.objects.structure import Nested, OpenObject, Slot, flatten
+from lowtide.objects.walk import PLAIN, beside, cell_value, content, exact, fields, is_open
+
+_LONG = 256  # bytes, from which on they are told by a digest
+_NAMES = frozenset((str, int))
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+
+
+def fingerprint(structure: Any) -> Any:
+    """Of a structure (``objects.structure``): equal for trees that differ only in their tensors."""
+    return _Visit().key(structure)
+
+
+def layout(tree: Any) -> Any:
+    """Equal for trees that differ only in the values of their tensors."""
+    tensors, structure = flatten(tree)
+    return fingerprint(structure), tuple(map(tensor_key, tensors))
+
+
+def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.is_nested:  # which has neither shape nor strides
+        return ("nested", tensor.layout)
+    strides: Any = tensor.layout
+    if strides is torch.strided:
+        strides = tensor.stride()
+    elif strides is torch.sparse_coo:  # which has none, nor have compressed ones
+        strides = (strides, tensor._nnz(), tensor.is_coalesced())
+    return (tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_conj(), tensor.is_neg())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Same:
+    """Equal for one tensor alone."""
+
+    tensor: torch.Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.tensor is other.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
+
+class _Visit:
+    """Goes through a structure. An object that is met again is told by when it was met first, so cycles end."""
+
+    def __init__(self) -> None:
+        self.met: dict[int, tuple[int, Any]] = {}
+
+    def key(self, node: Any) -> Any:
+        if isinstance(node, bytes) and len(node) > _LONG:
+            return ("bytes", hashlib.sha256(node).digest())
+        if isinstance(node, PLAIN) and not beside(node):
+            return (type(node), exact(node))
+        if isinstance(node, Slot):
+            return ("tensor", node.index)
+        if isinstance(node, Nested):
+            kind = node.spec.context if isinstance(node.spec.context, type) else None  # of a named tuple
+            return (str(node.spec), kind, tuple(map(self.key, node.leaves)))
+        if isinstance(node, OpenObject):
+            return (type(node.prototype), self._items(node.attributes))
+        if isinstance(node, torch.Tensor):
+            return ("held", _Same(node), None if node.is_inference() else node._version, tensor_key(node))
+        parts, more = _parts(node), beside(node)
+        if not parts and not more:
+            return (type(node), *_told(node))
+        if id(node) in self.met:
+            return ("met", self.met[id(node)][0])
+        if not isinstance(node, (tuple, frozenset)):
+            self.met[id(node)] = (len(self.met), node)
+        return (type(node), self._items(parts), *((self._items(more),) if more else ()))
+
+    def _items(self, parts: dict[Any, Any]) -> tuple[Any, ...]:
+        return tuple((name if type(name) in _NAMES else self.key(name), self.key(part)) for name, part in parts.items())
+
+
+def _parts(node: Any) -> dict[Any, Any]:
+    """What an object holds, by name; nothing where it cannot be looked into."""
+    if isinstance(node, dict):
+        return node
+    if isinstance(node, PLAIN):
+        return {"": exact(node)}
+    if isinstance(node, types.FunctionType):
+        cells = dict(enumerate(map(cell_value, node.__closure__ or ())))
+        held = {"defaults": node.__defaults__, "keywords": node.__kwdefaults__, "closure": cells}
+        named = {"code": node.__code__, "variables": id(node.__globals__)}
+        return {**named, **held} if cells or any(held.values()) else {}
+    items = content(node)
+    if items is not None:
+        return dict(enumerate(items))
+    return fields(node) if is_open(node) and not _is_closed(type(node)) else {}
+
+
+def _told(node: Any) -> tuple[Any, ...]:
+    """What tells an object apart that cannot be looked into. Equal ones may be told by their text (``Decimal``)."""
+    if not _is_hashable(node):
+        return (repr(node),)
+    return (node, repr(node)) if getattr(type(node), "__eq__", None) is not object.__eq__ else (node,)
+
+
+def _is_closed(kind: type) -> bool:
+    """Whether objects of the type are told apart as Python does it: members of enumerations, and what Python brings along
+    (loggers, locks), but for plain holders of attributes."""
+    root = str(kind.__module__).partition(".")[0]
+    return issubclass(kind, enum.Enum) or (root in sys.stdlib_module_names and kind not in _NAMESPACES)
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

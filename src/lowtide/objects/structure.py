@@ -1,0 +1,197 @@
+"""Nested arguments and results taken apart into tensors, and put together again with the same types.
+
+``torch.utils._pytree`` knows lists, tuples, dictionaries and registered classes. Dataclasses and plain objects that hold
+tensors (key-value caches, say) are handled here: a shallow copy is made and its attributes are replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from lowtide.objects.walk import CLOSED, PLAIN, fields
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for the tensor at ``index`` in the flat list."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenObject:
+    """An object whose attributes hold tensors: a prototype and the structures of those attributes."""
+
+    prototype: Any
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """A container that pytree knows."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentSlot:
+    """Stands for the object at ``index`` among those of the arguments."""
+
+    index: int
+
+
+def flatten(tree: Any) -> tuple[list[torch.Tensor], Any]:
+    """The tensors in ``tree``, each object once per occurrence, and the structure that ``unflatten`` takes."""
+    tensors: list[torch.Tensor] = []
+    return tensors, _visit(tree, tensors, (), {})
+
+
+def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[int, ...], bare: dict[int, Any]) -> Any:
+    """``bare``: objects that are known to lead to no tensor, by identity."""
+    if isinstance(node, torch.Tensor):
+        tensors.append(node)
+        return Slot(len(tensors) - 1)
+    if _is_closed(node) or id(node) in seen:
+        return node
+    within = (*seen, id(node))
+    if not _is_pytree_leaf(node):
+        leaves, spec = _one_level(node)
+        return Nested(spec, tuple(_visit(leaf, tensors, within, bare) for leaf in leaves))
+    # A class that pytree does not know is looked into only where it holds tensors.
+    if _is_bare(node, bare):
+        return node
+    attributes = {name: _visit(value, tensors, within, bare) for name, value in fields(node).items()}
+    if not any(slots(child) for child in attributes.values()):
+        return node
+    return OpenObject(_emptied(node, attributes), attributes)
+
+
+def _is_bare(node: Any, bare: dict[int, Any]) -> bool:
+    """Whether no tensor can be reached; each object is looked at once, by however many ways it is reached: a logger, say, leads
+    to all others. What leads to none is added to ``bare``."""
+    seen: dict[int, Any] = {}
+    waiting = [node]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, torch.Tensor):
+            return False
+        if not _is_closed(one) and id(one) not in seen and id(one) not in bare:
+            seen[id(one)] = one
+            waiting += fields(one).values() if _is_pytree_leaf(one) else _one_level(one)[0]
+    bare.update(seen)
+    return True
+
+
+def _is_closed(node: Any) -> bool:
+    return isinstance(node, (*PLAIN, *CLOSED)) or getattr(type(node), "_lowtide_runtime", False)
+
+
+def flatten_distinct(tree: Any) -> tuple[list[torch.Tensor], Any]:
+    """As ``flatten``, with a tensor that occurs several times listed once."""
+    return distinct(*flatten(tree))
+
+
+def distinct(
+    tensors: Sequence[torch.Tensor], structure: Any, known: Sequence[torch.Tensor] = ()
+) -> tuple[list[torch.Tensor], Any]:
+    """Each of the tensors once, but for those that are ``known``; and the structure, whose slots count the known ones first."""
+    position = dict(zip(map(id, known), itertools.count(), strict=False))
+    new = {id(tensor): tensor for tensor in tensors if id(tensor) not in position}
+    position |= zip(new, itertools.count(len(known)), strict=False)
+    slot_of = [Slot(position[id(tensor)]) for tensor in tensors]
+    renumbered = replaced(structure, lambda leaf: slot_of[leaf.index] if isinstance(leaf, Slot) else leaf)
+    return list(new.values()), renumbered
+
+
+def unflatten(structure: Any, tensors: Sequence[Any], given: Sequence[Any] = ()) -> Any:
+    """The tree whose tensors are ``tensors``, and its objects from the arguments those of ``given``; inverse of ``flatten``."""
+    if isinstance(structure, Slot):
+        return tensors[structure.index]
+    if isinstance(structure, ArgumentSlot):
+        return given[structure.index]
+    if isinstance(structure, Nested):
+        return pytree.tree_unflatten([unflatten(leaf, tensors, given) for leaf in structure.leaves], structure.spec)
+    if isinstance(structure, OpenObject):
+        clone = copy.copy(structure.prototype)
+        for name, child in structure.attributes.items():
+            object.__setattr__(clone, name, unflatten(child, tensors, given))
+        return clone
+    return structure
+
+
+def with_argument_slots(structure: Any, objects: Sequence[Any]) -> Any:
+    """The same structure with ``ArgumentSlot`` for each of the objects."""
+    index_of = {id(value): index for index, value in enumerate(objects)}
+    return replaced(structure, lambda leaf: ArgumentSlot(index_of[id(leaf)]) if id(leaf) in index_of else leaf)
+
+
+def objects(structure: Any) -> list[Any]:
+    """What is neither a tensor nor a plain value in it, in order."""
+    found: list[Any] = []
+    replaced(structure, lambda leaf: leaf if isinstance(leaf, (Slot, *PLAIN)) else found.append(leaf))
+    return found
+
+
+def replaced(structure: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The same structure with other leaves, slots included."""
+    if isinstance(structure, Nested):
+        return Nested(structure.spec, tuple(replaced(child, leaf) for child in structure.leaves))
+    if isinstance(structure, OpenObject):
+        attributes = {name: replaced(child, leaf) for name, child in structure.attributes.items()}
+        return OpenObject(structure.prototype, attributes)
+    return leaf(structure)
+
+
+def state_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Its parameters and buffers."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def slots_in_objects(structure: Any) -> frozenset[int]:
+    """Slots inside opaque objects (caches): results that are carried along rather than trained on."""
+    if isinstance(structure, OpenObject) and not dataclasses.is_dataclass(structure.prototype):
+        return frozenset(slots(structure))
+    return frozenset().union(*map(slots_in_objects, _children(structure)))
+
+
+def slots(structure: Any) -> list[int]:
+    """The slots in it, in order."""
+    if isinstance(structure, Slot):
+        return [structure.index]
+    return [slot for child in _children(structure) for slot in slots(child)]
+
+
+def _children(structure: Any) -> Iterable[Any]:
+    if isinstance(structure, OpenObject):
+        return structure.attributes.values()
+    return structure.leaves if isinstance(structure, Nested) else ()
+
+
+def _is_pytree_leaf(node: Any) -> bool:
+    is_leaf = getattr(pytree, "tree_is_leaf", None) or pytree._is_leaf
+    return bool(is_leaf(node))
+
+
+def _one_level(node: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The children of a container, itself among them, perhaps. ``tree_flatten`` leaves a reference cycle behind, which must not
+    hold the tensors: so it is the first one asked for that is no leaf."""
+    answers = iter((False,))
+    return pytree.tree_flatten(node, is_leaf=lambda _: next(answers, True))
+
+
+def _emptied(node: Any, attributes: dict[str, Any]) -> Any:
+    """A shallow copy that keeps no tensor of ``node`` alive."""
+    prototype = copy.copy(node)
+    for name, child in attributes.items():
+        if slots(child):
+            object.__setattr__(prototype, name, None)
+    return prototype

@@ -1,0 +1,319 @@
+"""The one walk over Python objects: what an object directly holds, without limits of depth or number.
+
+A *holder* is an object of Python's own (or NumPy's) whose content is all there is to it: containers, arrays, bound methods,
+weak references. Everything else with attributes is an *object*: what it is to a program is told by the attributes that are
+read (``guards.observe``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import enum
+import functools
+import itertools
+import logging
+import random
+import struct
+import threading
+import types
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lowtide.objects import opaque
+
+
+class _Absent(enum.Enum):
+    ABSENT = enum.auto()
+
+
+ABSENT = _Absent.ABSENT  # instead of the value of an attribute that is not there
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
+CONTAINERS = (list, tuple, deque, set, frozenset, dict)
+MUTABLE = (list, deque, dict, set)
+_BESIDE = (*PLAIN, *CONTAINERS, types.FunctionType, functools.partial)
+CLOSED = (
+    nn.Module, torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, np.ndarray, types.ModuleType, types.FunctionType,
+    types.MethodType, type,
+)  # fmt: skip
+
+
+def _bytes(value: Any) -> tuple[Any, ...]:
+    view = memoryview(value)
+    return view.format, bytes(view.cast("B")), getattr(value, "_objects", None)  # what a pointer of ctypes points to
+
+
+def _array(value: np.ndarray) -> tuple[Any, ...]:
+    plain = np.asarray(value)
+    items = plain.ravel().tolist() if value.dtype.hasobject else [plain.tobytes()]
+    return (
+        (value.shape, value.dtype.str, *items, *_namespace(value))
+        if hasattr(value, "__dict__")
+        else (value.shape, value.dtype.str, *items)
+    )
+
+
+def _variable(value: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
+    try:
+        return (value.get(),)
+    except LookupError:
+        return ()
+
+
+def _referent(value: Any) -> tuple[Any, ...]:
+    """Of a proxy, which passes on all that is asked of it."""
+    try:
+        return (value.__init__.__self__,)
+    except ReferenceError:
+        return ()
+
+
+def _namespace(value: Any) -> tuple[Any, ...]:
+    return (*vars(value).keys(), *vars(value).values())
+
+
+def _state_of_generator(value: Any) -> tuple[Any, ...]:
+    frame = value.gi_frame
+    return () if frame is None else (frame.f_lasti, *frame.f_locals.values())
+
+
+def _items_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """Past what a subclass makes of its length, or of going through it."""
+    return lambda value: tuple(kind.__iter__(value))
+
+
+GENERATORS: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)  # those that all share, of Python and of NumPy
+OWN_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_HOLDERS: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]]], ...] = (
+    (deque, lambda value: (value.maxlen, *value)),
+    *(((kind,), _items_of(kind)) for kind in (list, tuple, set, frozenset)),
+    (defaultdict, lambda value: (value.default_factory, *value.keys(), *value.values())),
+    ((dict, types.MappingProxyType), lambda value: (*value.keys(), *value.values())),
+    (functools.partial, lambda value: (value.func, value.args, value.keywords)),
+    (types.MethodType, lambda value: (value.__self__, value.__func__)),
+    (types.BuiltinMethodType, lambda value: (value.__self__, value.__name__)),
+    (weakref.ref, lambda value: (value(),)),
+    (weakref.ProxyType, _referent),
+    (contextvars.ContextVar, _variable),
+    (np.ndarray, _array),
+    (memoryview, lambda value: (value.format, value.shape, value.tobytes())),
+    (type(threading.Lock()), lambda value: (value.locked(),)),
+    (logging.Logger, lambda value: (value.level, value.getEffectiveLevel(), value.disabled, value.manager.disable)),
+    ((types.SimpleNamespace, threading.local), _namespace),
+    (types.CellType, lambda value: (cell_value(value),)),
+    (types.GeneratorType, _state_of_generator),
+    (BaseException, lambda value: (value.args, value.__cause__, *_namespace(value))),
+)
+
+
+_WHOLE = (
+    "torch.optim.",
+    "torch.distributions.",
+    "torch.utils.data.",
+    "torch.amp.grad_scaler",
+    "threading",
+)  # objects read as what they hold
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _reader(kind: Any) -> Callable[[Any], tuple[Any, ...]] | None:
+    read = next((read for kinds, read in _HOLDERS if issubclass(kind, kinds)), None)
+    return _namespace if read is None and kind.__dictoffset__ and str(kind.__module__).startswith(_WHOLE) else read
+
+
+def content(value: Any) -> tuple[Any, ...] | None:
+    """What a holder holds, in order: of a dictionary keys and values, of an array its shape, type and bytes; ``None`` for what
+    is no holder. Two holders of one type are the same to a program where their contents are."""
+    kind: Any = type(value)
+    read = _reader(kind)
+    if read is not None:
+        return read(value)
+    if any(value is generator for generator in GENERATORS):  # whose draws are followed by themselves
+        return None
+    if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, type, types.FunctionType, types.ModuleType)):
+        return None
+    try:
+        return (kind.__name__, *_bytes(value))
+    except (TypeError, ValueError, BufferError):
+        return opaque.state(value) if opaque.is_of_c(kind) else None
+
+
+def exact(value: Any) -> Any:
+    """Of a plain value: equal for two of one type where no code tells them apart. Zeros of both signs are equal otherwise."""
+    if isinstance(value, float):
+        return struct.pack("d", value)
+    return struct.pack("dd", value.real, value.imag) if isinstance(value, complex) else value
+
+
+def beside(value: Any) -> dict[str, Any]:
+    """The attributes that a plain value, a container or a function of a class of its own has beside what it is or holds."""
+    kind = type(value)
+    if not kind.__dictoffset__ or isinstance(value, enum.Enum) or not isinstance(value, _BESIDE):
+        return {}
+    return own_attributes(value) or {}
+
+
+def part_name(holder: Any, index: int) -> str:
+    """How code would name a part of a holder's content."""
+    if isinstance(holder, (defaultdict, deque)):
+        if index == 0:
+            return ".default_factory" if isinstance(holder, defaultdict) else ".maxlen"
+        index -= 1
+    if isinstance(holder, (dict, types.MappingProxyType)):
+        return f"[{[*holder, *holder][index]!r}]"
+    if isinstance(holder, types.SimpleNamespace):
+        return f".{[*vars(holder), *vars(holder)][index]}"
+    return f"[{index}]" if isinstance(holder, (list, tuple, deque)) else ""
+
+
+def cell_value(cell: types.CellType) -> Any:
+    """The variable that a closure's cell holds; ``ABSENT`` where it is not set."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
+
+
+def class_attribute(kind: type, name: str) -> Any:
+    """What a class or one of its bases has under the name, as it stands there."""
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), ABSENT)
+
+
+def own_attributes(value: Any) -> dict[str, Any] | None:
+    """The dictionary of an object's own attributes, past what its class makes of reading it."""
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return own if isinstance(own, dict) else None
+
+
+def _names(owner: Any) -> Iterable[str]:
+    if isinstance(owner, type):
+        return (name for name in vars(owner) if name != "__slotnames__")  # which copying puts there
+    return own_attributes(owner) or ()
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    own = own_attributes(owner)
+    return ABSENT if own is None else own.get(name, ABSENT)
+
+
+def _slot(owner: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(owner, name)
+    except AttributeError:
+        return ABSENT
+
+
+def _method(owner: Any, name: str) -> Any:
+    """Sharding puts a class of its own before the user's."""
+    for base in type(owner).__mro__:
+        if name in vars(base) and not base.__module__.startswith("torch.distributed."):
+            return vars(base)[name]
+    return ABSENT
+
+
+def _layout(tensor: torch.Tensor, _: str) -> str:
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    return str((tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad))
+
+
+# How an ``owner`` has something under a ``name``: what gives it, ``ABSENT`` where nothing is.
+READERS: dict[str, Callable[[Any, str], Any]] = {
+    "attribute": _attribute,  # in the dictionary of an object
+    "slot": _slot,  # in a slot of its class
+    "class": class_attribute,  # in a class or its bases
+    "type": lambda owner, _: type(owner),  # the class of an object
+    "method": _method,  # in that or its bases
+    "names": lambda owner, _: tuple(_names(owner)),  # of all its attributes
+    "item": lambda owner, name: owner.get(name, ABSENT),  # in a namespace
+    "place": lambda owner, number: next(itertools.islice(owner.values(), int(number), None), ABSENT),  # in a dictionary
+    "cell": lambda owner, _: cell_value(owner),  # in a cell of a closure
+    "made of": getattr,  # what a function or a class is made of
+    "answer": lambda owner, _: owner(),  # what it says when it is called
+    "layout": _layout,  # of a tensor
+    "version": lambda owner, _: owner._version,  # how often a tensor was written in place
+}
+
+
+def current(kind: str, owner: Any, name: str) -> Any:
+    """What there is now where ``owner`` has something under ``name``, see ``READERS``."""
+    return READERS[kind](owner, name)
+
+
+def reachable(roots: Iterable[Any], enter: Callable[[Any], bool]) -> Iterator[Any]:
+    """What is in ``roots``, and in whatever ``enter`` says to look into; each object once, plain values left out."""
+    seen: dict[int, Any] = {}
+    waiting = [*roots]
+    while waiting:
+        value = waiting.pop()
+        if not isinstance(value, PLAIN) and id(value) not in seen:
+            seen[id(value)] = value
+            yield value
+            if enter(value):
+                held = content(value)
+                waiting += fields(value).values() if held is None else held
+
+
+def closed_over(function: types.FunctionType) -> tuple[Any, ...]:
+    """What a function has in variables of the code around it, and as defaults."""
+    return *map(cell_value, function.__closure__ or ()), *(function.__defaults__ or ())
+
+
+def functions_in(roots: Iterable[Any], enter: Callable[[Any], bool]) -> list[types.FunctionType]:
+    """Functions in ``roots``, in whatever ``enter`` says to look into, and in what these functions close over."""
+    found: dict[int, types.FunctionType] = {}
+    waiting: list[Iterable[Any]] = [roots]
+    while waiting:
+        for one in reachable(waiting.pop(), enter):
+            if isinstance(one, types.FunctionType) and id(one) not in found:
+                found[id(one)] = one
+                waiting.append(closed_over(one))
+    return [*found.values()]
+
+
+def parts_of(value: Any) -> Iterator[Any]:
+    """What is in nested containers, and no plain value."""
+    return reachable([value], lambda one: isinstance(one, CONTAINERS))
+
+
+def items(container: Any) -> list[Any]:
+    """What is in it; of a dict, keys and values."""
+    return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
+
+
+def refill(container: Any, others: Any) -> None:
+    """Put ``others`` instead of what is in it."""
+    container.clear()
+    (container.update if isinstance(container, (dict, set)) else container.extend)(others)
+
+
+def is_open(value: Any) -> bool:
+    """Whether it is an object with attributes of its own, such as a configuration, that may be looked into."""
+    if isinstance(value, (*PLAIN, *CONTAINERS, *CLOSED)) or getattr(type(value), "_lowtide_runtime", False):
+        return False  # a planned forward that a wrapper keeps is none of the model's state
+    return bool(fields(value))
+
+
+def fields(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots included, past what its class makes of reading them: a configuration may
+    refuse to answer."""
+    own = getattr(value, "__dict__", None)
+    found = dict(own) if type(own) is dict else {}
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                # Python stores a hidden one under a name of the class's.
+                hidden = name.startswith("__") and not name.endswith("__")
+                name = f"_{base.__name__.lstrip('_')}{name}" if hidden else name
+                with contextlib.suppress(AttributeError):
+                    found[name] = object.__getattribute__(value, name)
+    return found

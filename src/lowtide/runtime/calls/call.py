@@ -1,0 +1,348 @@
+"""One call of a planned model: its generator, and how its backward program comes to the gradients of each node."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from lowtide.errors import ExecutionError
+from lowtide.lower import GradientGroup, Lowered, Step
+from lowtide.memory.arena import AddressTable
+from lowtide.program import generators, layouts
+from lowtide.program.distributed.local import address_of, has_forms, spec_for, version_of
+from lowtide.program.results import GradientMask
+from lowtide.program.sizes import device_of_inputs
+from lowtide.runtime.calls.arriving import expected, place, prepared, wanted
+from lowtide.runtime.programs.rescue import Rescue
+from lowtide.runtime.updates.optimizer import UpdatingOptimizer
+
+# Given besides: whether gradients are kept, and the flat inputs.
+ForMask = Callable[[GradientMask, bool, Sequence[torch.Tensor]], Lowered]
+Node = tuple[tuple[int, int], ...]
+Copied = tuple[Sequence[int], Callable[[Sequence[int]], None] | None]
+
+
+@dataclass(eq=False, repr=False)
+class ModelCall:
+    """The state of one forward pass until its backward pass is done.
+
+    ``for_mask`` gives the same program for gradients of other outputs, or in another layout, or one that keeps all of them for
+    the step of ``optimizer``. ``inputs``: the flat inputs.
+    ``nodes[i]``: what the i-th node of the chain returns, as pairs of a flat input and the number of a term of its gradient
+    (see ``Lowered.terms``); ``gradients``: those that are ready. ``on_backward`` and ``on_end`` are called when a backward pass
+    comes to it and when it leaves it.
+    ``rescue`` lowers the plan where memory runs out. A backward program that began again has other groups of gradients than the
+    nodes: ``ends[i]`` of them must have run for the i-th node, and ``ran`` have. ``arrived``: the gradients of the outputs, for
+    that. ``next_node`` is the one that a backward pass comes to next. ``copied``: see ``programs.changing``;
+    ``late``: see ``calls.step``. ``superseded``: whether its gradients are to leave in terms, see ``calls.waiting``.
+    """
+
+    begun: ClassVar[int] = 0  # forward passes by plans, in this process
+
+    lowered: Lowered
+    for_mask: ForMask
+    inputs: list[torch.Tensor]
+    nodes: tuple[Node, ...]
+    device_type: str
+    tangents: list[torch.Tensor] = field(default_factory=list)
+    gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    versions: list[int | None] = field(default_factory=list)
+    addresses: list[int | None] = field(default_factory=list)
+    output_versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    rng_state: generators.SavedState | None = None
+    generator: Step | None = None
+    received: bool = False
+    optimizer: UpdatingOptimizer | None = None
+    copied: Copied = ((), None)
+    copies: dict[int, torch.Tensor] = field(default_factory=dict)
+    late: Callable[[], str] | None = None
+    rescue: Rescue | None = None
+    rescues: int = 0
+    superseded: bool = False
+    first_versions: list[int | None] = field(default_factory=list)  # of what the forward pass writes into
+    arrived: list[torch.Tensor] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    ran: int = 0
+    next_node: int = 0
+    on_backward: Callable[[], None] | None = None
+    on_end: Callable[[], None] | None = None
+
+    def specs(self, node: int) -> tuple[Any, ...]:
+        """How the gradients lie that the node returns, ``None`` of plain ones; nothing where all are."""
+        if not has_forms():
+            return ()
+        placed = dict(self.lowered.program.placed)
+        found = tuple(spec_for(self.inputs[i], placed.get(i)) for i, _ in self.nodes[node])
+        return found if any(found) else ()
+
+    def forward(self) -> list[torch.Tensor]:
+        """Run the forward program; returns the forward outputs."""
+        ModelCall.begun += 1
+        lowered, kept = self.lowered, self.lowered.program.kept
+        if lowered.addresses is not None:
+            lowered.addresses.reserve()
+        if lowered.random:
+            self.rng_state = generators.saved(generators.default_generator(device_of_inputs(self.inputs)))
+        self.first_versions = [version_of(self.inputs[i]) for i in lowered.writes]
+        self.copies = {i: layouts.copied(self.inputs[i]) for i in self.copied[0]}
+        self.generator = lowered.step(self._given(), self.tangents, True)
+        handed = resumed(self.generator)
+        outputs = list(handed)
+        handed.clear()  # the generator must not keep what autograd is about to mark: the cycle would never be freed
+        own = len(outputs) - len(kept)
+        self.kept = dict(zip(kept, outputs[own:], strict=True))
+        self.versions = [version_of(tensor) for tensor in self.inputs]
+        self.addresses = [address_of(tensor) for tensor in self.inputs]
+        self.output_versions = [(outputs[i].detach(), outputs[i]._version) for i in lowered.reads_outputs]
+        return outputs[:own]
+
+    def _given(self) -> list[torch.Tensor]:
+        """The inputs with the values that they had when the forward pass began."""
+        known = {**self.copies, **self.kept}
+        return [known.get(i, tensor) for i, tensor in enumerate(self.inputs)]
+
+    def receive(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The gradients of the forward outputs have arrived at ``node``: start the backward program, in its first state.
+
+        A backward pass to some of the inputs alone runs some of the gradient groups; whatever comes after it starts over.
+        """
+        if self.on_backward is not None:
+            self.on_backward()
+        changed = "" if self.late is None else self.late()
+        if changed:
+            raise ExecutionError(
+                f"{changed}, but was another one in the forward pass. Code reads it in the backward pass (that of an autograd "
+                "function, or a hook), which in a planned call has done so before. Change it after the backward pass."
+            )
+        copied, note = self.copied
+        if note is not None:
+            note([i for i in copied if version_of(self.inputs[i]) != self.versions[i]])
+        lowered, updated = self.lowered, self.lowered.program.updated
+        updates = self.optimizer is not None and self.optimizer.begin(self, node, updated)
+        keeps = bool(updated) and not updates
+        whole = lowered.reads, lowered.reads
+        self.superseded = self.superseded and not self._changed(*whole)  # which it could not run again with
+        again = self.generator is None or self.received or keeps or self.superseded or not expected(lowered, gradients)
+        self._check_unmodified(*(whole if again else (lowered.reads_after, lowered.reads_again)))
+        self.gradients.clear()
+        self.next_node = 0
+        if again:
+            self._run_again(gradients, keeps)
+        else:
+            self.received = True
+            self.arrived = prepared(lowered, gradients)  # the plan counts them to the end
+            self.tangents.extend(self.arrived)
+            self.ends, self.ran = list(range(1, len(lowered.gradient_groups) + 1)), 0
+
+    def stage(self, node: int) -> tuple[torch.Tensor | None, ...]:
+        """Run the next segment; the gradients of ``nodes[node]``, ``None`` for inputs that have none."""
+        if node != self.next_node:
+            raise ExecutionError(
+                "a backward pass begins in the middle of a planned model, whose program runs from its outputs on. Schedules of "
+                "pipelines that split it (ZeroBubble, ZBV, DualPipeV) do that: use GPipe, 1F1B or Interleaved1F1B, or call "
+                "lowtide.restore(model)."
+            )
+        self.next_node += 1
+        if self.generator is not None:
+            self._advance_to(node)
+            if node + 1 == len(self.nodes):
+                self.generator.close()
+                self.generator = None
+        result = tuple(self.gradients.pop(term, None) for term in self.nodes[node])
+        if node + 1 == len(self.nodes):
+            self.gradients.clear()
+            self.arrived.clear()
+            if self.optimizer is not None:
+                self.optimizer.finished(self)
+            if self.rescue is not None:
+                self.rescue.ended(self)
+            if not torch._C._autograd._get_current_graph_task_keep_graph():  # as by retain_graph=True
+                self.inputs.clear()  # the graph lives as long as the loss; an earlier part's output need not
+                self.kept.clear()
+                self.copies.clear()
+            if self.on_end is not None:
+                self.on_end()
+        return result
+
+    def _add_left_terms(self) -> None:
+        """Of a program for other gradients, terms for which no node has a place go to the last place that there is."""
+        places = dict(sorted(term for node in self.nodes for term in node))  # position -> its last number
+        for position, number in sorted(self.gradients):
+            last = places.get(position, 0)
+            if number > last:
+                added = self.gradients.pop((position, number))
+                before = self.gradients.get((position, last))
+                self.gradients[position, last] = added if before is None else before + added
+
+    def _advance_to(self, node: int) -> None:
+        """Run the backward program until the gradients of the node have left it: where memory runs out, again from its start by
+        a lower plan, of which those that left before wait for nobody."""
+        restart: Lowered | None = None
+        while True:
+            try:
+                if restart is not None:
+                    self._begin_again(restart)
+                end = self.ends[node] if self.ends else 0
+                for group in self.lowered.gradient_groups[self.ran : end]:
+                    assert self.generator is not None
+                    self._advance(self.lowered, self.generator, group)
+                    self.ran += 1
+                return
+            except Exception as error:
+                restart = self._rescued(error, self.lowered, self.nodes[:node])
+                if restart is None:
+                    raise
+
+    def _begin_again(self, lowered: Lowered) -> None:
+        """Come to where the gradients arrived, by another plan for the same program."""
+        self._take(lowered)
+        self.generator = self._begun(lowered, lambda: self.arrived)
+        made = {lowered.terms[i]: place for place, group in enumerate(lowered.gradient_groups) for i in group.gradients}
+        places = [max((made[term] + 1 for term in each if term in made), default=0) for each in self.nodes]
+        self.ends = [*itertools.accumulate(places[:-1], max), len(lowered.gradient_groups)]
+        self.ran = 0
+
+    def _take(self, lowered: Lowered) -> None:
+        """Run by another plan, in whose arena, if there is one, the memory of the former goes."""
+        self.lowered = lowered
+        if lowered.addresses is not None:
+            lowered.addresses.reserve()
+
+    def _begun(self, lowered: Lowered, arrived: Callable[[], list[torch.Tensor]]) -> Step:
+        """A backward program, after a forward pass that draws as the first one did and writes nothing back."""
+        tangents: list[torch.Tensor] = []
+        generator = lowered.step(self._given(), tangents, False)
+        with generators.replayed(self.rng_state):
+            resumed(generator)
+        tangents.extend(arrived())
+        return generator
+
+    def _rescued(self, error: Exception, lowered: Lowered, left: Sequence[Node]) -> Lowered | None:
+        """What a backward pass that failed is to run by from its start; ``None`` where that cannot be. ``left``: what the nodes
+        before have handed out."""
+        if self.rescue is None:
+            return None
+        changed = self._changed(lowered.reads, lowered.reads)
+        reason = f"{changed} was modified since the forward pass ended" if changed else None
+        if self.optimizer is not None and self.optimizer.has_updated(self):
+            reason = "parameters have been updated in it already"
+        return self.rescue.again(self, lowered, error, reason, [term for each in left for term in each])
+
+    def let_go(self) -> None:
+        """Drop what a pass that failed holds."""
+        self.generator = None
+        self.tangents.clear()
+        self.gradients.clear()
+
+    def has_written(self) -> bool:
+        """Whether the forward pass has updated any of what it writes into."""
+        return any(
+            before is None or version_of(self.inputs[i]) != before
+            for i, before in zip(self.lowered.writes, self.first_versions, strict=False)
+        )
+
+    def _advance(self, lowered: Lowered, generator: Step, group: GradientGroup) -> None:
+        """Run the backward program until the gradients of the group have left it."""
+        values = resumed(generator)
+        for index in reversed(group.gradients):
+            self.gradients[lowered.terms[index]] = values.pop()
+
+    def _run_again(self, gradients: Sequence[torch.Tensor | None], keeps: bool) -> None:
+        """Other gradients than expected, or a second backward pass: run the forward pass again and all of the backward.
+
+        The forward pass runs under its own generator state and writes nothing back, so its effects stay as they were.
+        """
+        self.generator = None
+        program = self.lowered.program
+        mask = tuple(wanted(result, gradients) for result in program.results[: len(program.mask)])
+        same = mask == program.mask and not keeps and not self.superseded
+        lowered = self.lowered if same else self.for_mask(mask, keeps, self.inputs)
+        if list(map(place, lowered.program.results)) != list(map(place, program.results)):
+            raise ExecutionError(
+                "the program for the gradients that arrived returns other tensors than the one that was run, so these cannot "
+                "be handed to it. Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
+            )
+        while True:
+            try:
+                generator = self._begun(lowered, functools.partial(prepared, lowered, gradients))
+                for group in lowered.gradient_groups:
+                    self._advance(lowered, generator, group)
+                generator.close()
+                self._add_left_terms()
+                return
+            except Exception as error:
+                restart = self._rescued(error, lowered, ())
+                if restart is None:
+                    raise
+            if lowered is self.lowered:
+                self._take(restart)
+            lowered = restart
+
+    def _changed(self, read: Sequence[int], again: Sequence[int]) -> str:
+        """The names of those of the flat inputs ``read`` that were written into since the forward pass ended, and of those that
+        it is to read ``again`` and that were given other memory. Eager has views of the one that they had."""
+        changed = {i for i in read if version_of(self.inputs[i]) != self.versions[i]}
+        changed |= {i for i in again if address_of(self.inputs[i]) != self.addresses[i]}
+        names = self.lowered.program.state_names
+        found = sorted(changed - self.copies.keys())
+        return ", ".join(names[i][0] if i < len(names) else f"argument {i - len(names)}" for i in found)
+
+    def _check_unmodified(self, read: Sequence[int], again: Sequence[int]) -> None:
+        what = self._changed(read, again)
+        if what or any(tensor._version != version for tensor, version in self.output_versions):
+            raise ExecutionError(
+                f"{what or 'an output of the model'} was modified in place, or given other data, between the forward and "
+                "the backward pass, which needs the value it had. Do that after the backward pass, or modify a clone."
+            )
+
+
+def call_of(outputs: Sequence[torch.Tensor]) -> ModelCall | None:
+    """The one that returned these; ``None`` where none of them has a gradient."""
+    return next((call for call in map(maker_of, outputs) if isinstance(call, ModelCall)), None)
+
+
+def maker_of(tensor: torch.Tensor) -> Any:
+    """The call that returned it, if one did: views are aliases of what its node returned."""
+    node = tensor.grad_fn
+    if node is not None and node.name() == "AliasBackward0":
+        node = node.next_functions[0][0]
+    return getattr(node, "call", None)
+
+
+def resumed(generator: Step) -> list[torch.Tensor]:
+    """What the step yields next; what is allocated afterwards is not its own."""
+    with below_autograd():
+        try:
+            return next(generator)
+        finally:
+            AddressTable.end()
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Operators run as inside eager's forward pass: nothing is recorded, but kernels that ask find gradients enabled.
+
+    The engine's own thread state is restored afterwards.
+    """
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        yield
+
+
+@contextlib.contextmanager
+def noting_failure(call: ModelCall) -> Iterator[None]:
+    """What fails inside, in the backward pass of ``call``, ends it; the error says what had been updated before."""
+    try:
+        yield
+    except BaseException as error:
+        if call.received:
+            call.generator = None  # it has ended
+        if call.optimizer is not None:
+            call.optimizer.failed(error)
+        raise

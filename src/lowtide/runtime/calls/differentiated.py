@@ -1,0 +1,115 @@
+"""Calls whose backward passes are differentiated again (``create_graph=True``): gradient penalties, residuals of differential
+equations, products with a Hessian, learning to learn.
+
+The gradients of a planned program have no history, so such calls run by the model's own code. A call does not say beforehand
+what will become of it, but the code around it does: where code on the stack names ``create_graph``, calls of a kind that is new
+run like this once, and their backward pass tells.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowtide.objects import structure
+
+_LOG = logging.getLogger(__name__)
+_NAME = "create_graph"
+WHY = f"backward passes through it are differentiated again ({_NAME}=True), which those of a planned program cannot be"
+
+
+class DifferentiatedAgain:
+    """Which calls of a model are. ``any``: whether some are known to be."""
+
+    def __init__(self, name: str) -> None:
+        self.any = False
+        self._name = name
+        self._watches: bool | None = None  # None: the code around the first call has not been asked
+        self._kinds: dict[Any, bool] = {}
+        self._run = set[Any]()  # kinds of calls
+
+    def may_be(
+        self, inputs: Sequence[torch.Tensor], caller: types.FrameType | None, within: types.CodeType | None = None
+    ) -> bool:
+        """Whether a call on these flat inputs, which the code in ``caller`` makes, is one of them, or may be. Of who calls
+        ``within`` nothing is asked."""
+        if self._watches is None:
+            self._watches = is_named(caller, within)
+        return self._watches and self._kinds.get(_kind(inputs), True)
+
+    def is_new(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether a call on these flat inputs is the first one of its kind that runs like this."""
+        return _kind(inputs) not in self._run
+
+    def run(self, forward: Callable[..., Any], inputs: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        """``forward(*args, **kwargs)``; listens to the backward passes through what it returns."""
+        kind = _kind(inputs)  # as they are before the call
+        self._run.add(kind)
+        heard = functools.partial(self._heard, kind)
+        result = forward(*args, **kwargs)
+        for node in {tensor.grad_fn for tensor in structure.flatten(result)[0]}:
+            if node is not None:
+                node.register_prehook(heard)
+        return result
+
+    def _heard(self, kind: Any, gradients: Any) -> None:
+        """A backward pass has come to a call of this kind."""
+        if not torch.is_grad_enabled():
+            self._kinds.setdefault(kind, False)
+            return
+        self._kinds[kind] = True
+        if not self.any:
+            self.any = True
+            _LOG.warning(
+                "calls of %s run by its own code, outside the budget, where %s. lowtide.online runs them within a budget.",
+                self._name, WHY,
+            )  # fmt: skip
+
+
+def _kind(inputs: Sequence[torch.Tensor]) -> tuple[tuple[bool, bool], ...]:
+    return tuple((tensor.requires_grad, tensor.is_leaf) for tensor in inputs)
+
+
+def is_named(frame: types.FrameType | None, within: types.CodeType | None = None) -> bool:
+    """Whether code on the stack from here on, or code in the modules that it belongs to, says ``create_graph``."""
+    modules: dict[int, dict[str, Any]] = {}
+    while frame is not None and frame.f_code is not within:
+        root = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if root != "lowtide" and _says(frame.f_code):
+            return True
+        if root not in ("torch", "lowtide"):
+            modules[id(frame.f_globals)] = frame.f_globals
+        frame = frame.f_back
+    return any(_says(function.__code__) for module in modules.values() for function in _functions(module))
+
+
+def _says(code: types.CodeType) -> bool:
+    """Names of keyword arguments lie in a tuple among the constants."""
+    for constant in code.co_consts:
+        if constant == _NAME or (isinstance(constant, tuple) and _NAME in constant):
+            return True
+        if isinstance(constant, types.CodeType) and _says(constant):
+            return True
+    return False
+
+
+def _functions(module: Mapping[str, Any]) -> Iterator[types.FunctionType]:
+    """Those that a module defines, in classes as well."""
+    name = module.get("__name__")
+    for value in list(module.values()):
+        defined = vars(value).values() if isinstance(value, type) and value.__module__ == name else (value,)
+        for each in map(_unwrapped, list(defined)):
+            if isinstance(each, types.FunctionType) and each.__module__ == name:
+                yield each
+
+
+def _unwrapped(value: Any) -> Any:
+    """The function of a method or a property."""
+    if isinstance(value, (classmethod, staticmethod)):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value

@@ -1,0 +1,57 @@
+"""Hooks on results: one that tells of a backward pass, and refusing those on a gradient that is never there as a whole."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from lowtide.capture.python_state.code.code_names import is_trusted
+from lowtide.errors import ExecutionError
+from lowtide.objects import structure
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__  # with the inputs whose gradients are asked for
+
+
+def tell(result: Any, reached: Callable[[torch.Tensor], None]) -> None:
+    """Have ``reached`` called where a backward pass comes to any of the tensors of ``result``, which keep it alive."""
+    for tensor in structure.flatten(result)[0]:
+        if tensor.grad_fn is not None:
+            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+
+
+def refuse_hooks(tensor: torch.Tensor) -> None:
+    """The gradient of a result that others are computed from is summed inside the program, where no hook sees it."""
+    reference = weakref.ref(tensor)
+
+    def check(_: torch.Tensor | None) -> None:
+        result = reference()
+        if result is None:
+            return
+        hooks = (result._backward_hooks or {}).values()
+        if result.retains_grad or _is_asked_for(result) or not all(map(is_trusted, hooks)):
+            raise ExecutionError(
+                "a result of the model has a hook or retain_grad(), or its gradient is asked for (torch.autograd.grad), and "
+                "other results are computed from it inside the model: in a planned call its gradient is never there as a "
+                "whole. Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
+            )
+
+    tensor.register_hook(check)  # type: ignore[no-untyped-call]
+
+
+def _is_asked_for(result: torch.Tensor) -> bool:
+    """Whether a backward pass that runs now is for the gradient of this very tensor (``torch.autograd.grad``). The engine does
+    not say so; the call that started it, perhaps in another thread, does."""
+    for frame in sys._current_frames().values():
+        caller: FrameType | None = frame
+        while caller is not None:
+            if caller.f_code is _ENGINE:
+                given = caller.f_locals.get("args", ())
+                if any(asked is result for asked in (given[3] if len(given) > 3 else ())):
+                    return True
+            caller = caller.f_back
+    return False

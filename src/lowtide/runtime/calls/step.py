@@ -1,0 +1,153 @@
+"""The chain of autograd nodes that drives a call of a planned model.
+
+The chain mirrors the backward program. Seen from the result, the first node receives the gradients of the outputs; each
+further node runs the next segment of the backward program and returns the gradients that became final in it. The nodes
+are linked by empty tensors, so the engine runs them one after the other and accumulates each group of gradients in
+between, as it does in eager.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C._autograd import CreationMeta, _set_creation_meta
+
+from lowtide.lower import Lowered
+from lowtide.program import generators
+from lowtide.program.distributed.local import whole_gradient, whole_of
+from lowtide.program.results import with_views
+from lowtide.program.sizes import device_of_inputs
+from lowtide.program.targets import UnexpectedValueError
+from lowtide.runtime.calls.arriving import check_arriving, refuse_casts
+from lowtide.runtime.calls.call import Copied, ForMask, ModelCall, Node, noting_failure
+from lowtide.runtime.calls.result_hooks import refuse_hooks
+from lowtide.runtime.programs.rescue import Rescue
+from lowtide.runtime.updates.optimizer import UpdatingOptimizer
+
+_SPARE_TERMS = 6  # of a gradient, where a program for other gradients has more of them than the one that ran forward
+
+
+class OutputNode(torch.autograd.Function):
+    """Runs the forward program; its backward takes the gradients of the outputs and leaves the work to the gradient groups."""
+
+    @staticmethod
+    def forward(ctx: Any, call: ModelCall, fixed: tuple[int, ...], token: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(token)
+        with without_autocast(call.device_type):
+            outputs = with_views(call.forward(), call.inputs, call.lowered.program.results)
+        ctx.mark_non_differentiable(*(outputs[i] for i in fixed))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        check_arriving(gradients)
+        refuse_casts(ctx.call.lowered.program, ctx.call.device_type)
+        _ = ctx.saved_tensors  # the engine's own error on a second backward pass without retain_graph=True
+        with noting_failure(ctx.call):
+            ctx.call.receive(ctx, gradients)
+        return None, None, torch.empty(0, device="cpu")
+
+
+class StageNode(torch.autograd.Function):
+    """Its backward runs one segment of the backward program."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: ModelCall, node: int, token: torch.Tensor | None, *inputs: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.call = call
+        ctx.node = node
+        ctx.chained = token is not None
+        ctx.specs = call.specs(node)
+        return torch.empty(0, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
+        check_arriving((token,))
+        with without_autocast(ctx.call.device_type), noting_failure(ctx.call):
+            gradients = ctx.call.stage(ctx.node)
+        wholes = map(whole_gradient, gradients, ctx.specs) if ctx.specs else gradients
+        return None, None, torch.empty(0, device="cpu") if ctx.chained else None, *wholes
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """The captured operators have the types that autocast chose already: they must not be cast again."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def run(
+    lowered: Lowered,
+    inputs: list[torch.Tensor],
+    for_mask: ForMask,
+    terms_from: int | None = None,
+    optimizer: UpdatingOptimizer | None = None,
+    rescue: Rescue | None = None,
+    copied: Copied = ((), None),
+    late: Callable[[], str] | None = None,
+) -> list[torch.Tensor]:
+    """Forward outputs of the program on the flat ``inputs``, linked to them in the autograd graph. ``terms_from``: the flat
+    input from which on gradients leave as the terms of their sums. ``rescue`` lowers the plan where memory runs out.
+    ``copied``: which inputs are copied, and whom to tell which of them have been written into before the backward pass.
+    ``late`` says what code would find changed that eager runs in the backward pass."""
+    rescues = 0
+    while True:
+        nodes, device_type = _nodes(lowered, inputs, terms_from), device_of_inputs(inputs).type
+        call = ModelCall(lowered, for_mask, list(inputs), nodes, device_type, optimizer=optimizer, copied=copied)
+        call.rescue, call.rescues, call.late = rescue, rescues, late
+        try:
+            return _linked(call, inputs)
+        except UnexpectedValueError:
+            generators.put_back(call.rng_state)
+            raise
+        except Exception as error:
+            written = "buffers or arguments have been updated already" if call.has_written() else None
+            restart = None if rescue is None else rescue.again(call, lowered, error, written)
+            if restart is None:
+                raise
+        generators.put_back(call.rng_state)
+        lowered, rescues = restart, call.rescues
+
+
+def _linked(call: ModelCall, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The forward outputs of ``call``, and its nodes in the graph of autograd."""
+    program, nodes = call.lowered.program, call.nodes
+    if call.optimizer is not None:
+        call.optimizer.called(call)
+    token = None
+    for node in range(len(nodes) - 1, -1, -1):
+        token = StageNode.apply(call, node, token, *(whole_of(inputs[i]) for i, _ in nodes[node]))  # type: ignore[no-untyped-call]
+    differentiable = {result.returned for result in program.results if result.requires_grad}
+    returned = len(program.graph.forward_outputs) - len(program.kept)
+    fixed = tuple(i for i in range(returned) if i not in differentiable)
+    outputs: list[torch.Tensor] = list(OutputNode.apply(call, fixed, token))  # type: ignore[no-untyped-call]
+    for result in program.results:
+        if result.returned is not None and result.view is not None:
+            # Views of a function's outputs may not be written into, nor may what they are views of, but for the first one's.
+            _set_creation_meta(outputs[result.returned], CreationMeta.DEFAULT)
+            if result.requires_grad and result.returned > 0:
+                outputs[result.returned] = torch.ops.aten.alias.default(outputs[result.returned])
+    for index in call.lowered.inner:
+        refuse_hooks(outputs[index])
+    return outputs
+
+
+def _nodes(lowered: Lowered, inputs: Sequence[torch.Tensor], terms_from: int | None) -> tuple[Node, ...]:
+    """What each node returns: the terms of its group, and the last one whatever else may come for inputs that require a
+    gradient."""
+    groups = [[lowered.terms[index] for index in group.gradients] for group in lowered.gradient_groups] or [[]]
+    terms = Counter(position for position, _ in lowered.terms)
+    sums = dict(lowered.program.sums)
+    for position, tensor in enumerate(inputs):
+        if tensor.requires_grad and position not in lowered.program.unlinked:
+            in_terms = terms_from is not None and position >= terms_from
+            most = terms[position] + _SPARE_TERMS if in_terms else sums.get(position, 1)
+            groups[-1].extend((position, number) for number in range(terms[position], most))
+    return tuple(map(tuple, groups))

@@ -1,0 +1,56 @@
+"""How much memory steps take that run as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtide.memory.allocators import PeakWindow, meter_of
+from lowtide.objects import structure
+from lowtide.runtime.calls.call import ModelCall
+from lowtide.runtime.calls.result_hooks import tell
+
+
+class EagerSteps:
+    """``peak_bytes``: the most that a step has allocated so far, above what was allocated when it began. A step begins with a
+    call after a backward pass has ended, and ends with its last backward pass; 0 until one has ended. ``are_its_own``: whether
+    nothing else is seen in them: no gradients of what its arguments were computed from, and no passes by plans."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self.are_its_own = True
+        self._window: PeakWindow | None = None
+        self._passes = 0  # by plans, when the step began
+        self._ended = self._ending = False  # whether a backward pass has ended, and whether it is told of one's end
+
+    def begin(self, device: torch.device) -> None:
+        """A call is about to run."""
+        if self._window is None or self._ended:
+            if self._window is not None:
+                self._window.close()
+            meter, self._passes = meter_of(device), ModelCall.begun
+            self._window = None if meter is None else PeakWindow(meter)
+            self._ended = False
+        self._ending = False  # also after a backward pass that failed
+
+    def given(self, arguments: Any) -> None:
+        """A call has these arguments."""
+        if any(tensor.grad_fn is not None for tensor in structure.flatten(arguments)[0]):
+            self.are_its_own = False
+
+    def returned(self, result: Any) -> None:
+        """A call returns this."""
+        tell(result, self._in_backward)
+
+    def _in_backward(self, _: torch.Tensor) -> None:
+        if not self._ending and self._window is not None:
+            self._ending = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._note)
+
+    def _note(self) -> None:
+        self._ending = False
+        if self._window is not None:
+            self._ended = True
+            self.peak_bytes = max(self.peak_bytes, self._window.peak_bytes)
+            self.are_its_own &= self._passes == ModelCall.begun

@@ -1,0 +1,99 @@
+"""A forward pass of one of several programs in a step, and what it leaves for those before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from lowtide.runtime.calls.call import ModelCall, maker_of
+from lowtide.runtime.planned import Planned
+from lowtide.runtime.programs.entry import Entry
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class ForwardPass:
+    """A forward pass of the current step. ``between_bytes`` were held by no graph when it began, and
+    ``backward_between_bytes`` when its backward pass did, as far as that is known. ``gradients`` are those that its backward
+    pass leaves, each with whom it is for: the id of a leaf, the key of a forward pass that returned it, or ``None`` where
+    nobody knows. ``key``: which graph it is, and how often it ran before in the step. ``waiting``: the keys of those that
+    waited for their backward passes meanwhile, of a pass that has both of its own within another one; ``None`` where all
+    before it do."""
+
+    key: tuple[int, int]
+    graph: Planned
+    entry: Entry
+    call: Callable[[], ModelCall | None]  # a weak reference
+    between_bytes: int
+    gradients: tuple[tuple[int, int | tuple[int, int] | None], ...]
+    backward_between_bytes: int | None = None
+    waiting: tuple[tuple[int, int], ...] | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it still holds what its backward pass needs."""
+        found = self.call()
+        return found is not None and found.generator is not None
+
+    @property
+    def between(self) -> tuple[int, int]:
+        """Bytes held by no graph in its forward and in its backward pass; before that is over, as in the forward pass."""
+        backward = self.backward_between_bytes
+        return self.between_bytes, self.between_bytes if backward is None else backward
+
+
+def gradients_of(
+    entry: Entry, inputs: Sequence[torch.Tensor], ran: Sequence[ForwardPass]
+) -> Iterator[tuple[int, int | tuple[int, int] | None]]:
+    """Of a pass of ``entry`` on ``inputs`` after those that ``ran``, see ``ForwardPass``."""
+    makers = {id(call): one.key for one in ran if (call := one.call()) is not None}
+    graph, sizes = entry.program.graph, entry.plan.costs.storage_bytes
+    for position, value in dict(reversed(entry.program.gradients)).items():  # one of the terms of each
+        tensor = inputs[position]
+        owner = id(tensor) if tensor.grad_fn is None else makers.get(id(maker_of(tensor)))
+        yield int(sizes[graph.values[value].storage]), owner
+
+
+def waiting_places(ran: Sequence[ForwardPass]) -> list[tuple[int, ...]]:
+    """For each of ``ran``, which of them wait for their backward passes while it runs."""
+    places = {one.key: place for place, one in enumerate(ran)}
+    return [
+        tuple(other for other in range(place) if ran[other].waiting is None)
+        if one.waiting is None
+        else tuple(places[key] for key in one.waiting if key in places)
+        for place, one in enumerate(ran)
+    ]
+
+
+def left_gradient_bytes(ran: Sequence[ForwardPass], sums: bool = True) -> list[int]:
+    """For each of ``ran``, bytes of the gradients that those whose backward pass is before its own have left when that begins;
+    with ``sums``, also of the sum where it adds to one. What is there where a pass within another one begins is measured."""
+    places: dict[object, int] = {one.key: place for place, one in enumerate(ran)}
+    left, staying, leaves = [0] * len(ran), 0, set[object]()
+    waiting = [0] * len(ran)  # for what this one returned
+    for place in _backward_order(ran):
+        if ran[place].waiting is None:
+            left[place] = staying + sum(waiting[:place])
+            if sums:
+                left[place] += max((nbytes for nbytes, owner in ran[place].gradients if owner in leaves), default=0)
+        for nbytes, owner in ran[place].gradients:
+            if owner in places:
+                waiting[places[owner]] += nbytes
+            elif owner not in leaves:
+                staying += nbytes
+                if isinstance(owner, int):
+                    leaves.add(owner)
+    return left
+
+
+def _backward_order(ran: Sequence[ForwardPass]) -> list[int]:
+    """Places in ``ran`` in the order of their backward passes: in reverse, but for those within others, which come in their
+    order where those that they do not wait for are over."""
+    order = [place for place in reversed(range(len(ran))) if ran[place].waiting is None]
+    for place, one in enumerate(ran):
+        if one.waiting is not None:
+            waits = {other.key for other in ran if other.waiting is None} & {*one.waiting}
+            after = next((i for i, other in enumerate(order) if ran[other].key in waits), len(order))
+            order.insert(after, place)
+    return order

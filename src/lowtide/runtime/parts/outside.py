@@ -1,0 +1,171 @@
+"""What submodules that are no parts hold, and which of them to run again where plans alone do not meet the budget."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowtide.capture.python_state.guards.external_effects import Reach
+from lowtide.memory.allocators import allocated_bytes
+from lowtide.objects import structure
+from lowtide.objects.keys import fingerprint
+from lowtide.program.distributed.collectives import collectives_begun
+from lowtide.program.distributed.sharded import version_of
+from lowtide.program.layouts import memory_of
+from lowtide.runtime.parts.recomputed import reach_of
+from lowtide.runtime.parts.shared import SharedBudget
+
+_MOST_CUTS = 32
+_MARGIN = 1.1  # of the bytes that are missing
+
+
+@dataclass(eq=False)
+class OutsideCall:
+    """A call of a submodule, by its ``name``, whose own code runs. ``kept_bytes``: what it keeps for the backward pass, parts
+    inside of it included; ``held_bytes``: the same where these keep what they would without plans; ``input_bytes``: what its
+    arguments are, but for what calls before it were given, too. ``may_run_again``: whether its arguments can be what they were:
+    containers and objects are put back, but ``given`` tensors, which had these versions, must not be written into, by itself or
+    by what runs after it; and whether it communicates with no other rank, which might not run it again."""
+
+    name: str
+    input_bytes: int
+    held_bytes: int = 0
+    kept_bytes: int = 0
+    may_run_again: bool = True
+    given: list[tuple[weakref.ref[torch.Tensor], int | None]] = field(default_factory=list)
+    inside: list[OutsideCall] = field(default_factory=list)
+
+    @property
+    def own_bytes(self) -> int:
+        """Of code between the calls inside."""
+        return max(self.kept_bytes - sum(one.kept_bytes for one in self.inside), 0)
+
+    def check(self) -> None:
+        """It cannot be run again where its arguments have been written into."""
+        for reference, version in self.given:
+            tensor = reference()
+            if tensor is not None and version_of(tensor) != version:
+                self.may_run_again = False
+
+
+class OutsideWatch:
+    """The calls of one step, outermost first."""
+
+    def __init__(self, shared: SharedBudget) -> None:
+        self.shared = shared
+        self.calls: list[OutsideCall] = []
+        self._steps = 0
+        self._open: list[OutsideCall] = []
+        self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # to calls that have ended, by memory
+
+    @contextlib.contextmanager
+    def call(self, name: str, arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> Iterator[None]:
+        if self._steps != self.shared.steps:
+            self._steps, self.calls, self._given = self.shared.steps, [], {}
+        tensors, tree = structure.flatten(arguments)
+        given = [(weakref.ref(each), version_of(each)) for each in tensors]
+        memory = {memory_of(each): each for each in tensors if each.layout is torch.strided}
+        new = [each.untyped_storage().nbytes() for key, each in memory.items() if not self._was_given(key)]
+        one, contents = OutsideCall(name, sum(new), given=given), _contents(tensors, tree)
+        reach = reach_of(*arguments)
+        (self._open[-1].inside if self._open else self.calls).append(one)
+        ran, before, communicated = len(self.shared.ran), self._level(), collectives_begun()
+        self._open.append(one)
+        try:
+            yield
+        finally:
+            self._open.pop()
+            one.may_run_again = communicated == collectives_begun()
+            one.may_run_again &= _contents(*structure.flatten(arguments)) == contents or _can_be_put_back(
+                reach, arguments, contents
+            )
+            one.check()
+            self._given.update((key, weakref.ref(each)) for key, each in memory.items())
+            members = [self.shared.member(each) for each in self.shared.ran[ran:]]
+            planned = sum(member.eager.saved_bytes - taken.saved_bytes for member, taken in members)
+            one.kept_bytes = max(self._level() - before, 0)
+            one.held_bytes = one.kept_bytes + planned
+
+    def _was_given(self, memory: int) -> bool:
+        """Whether a call before was given what has this memory, and it is still there."""
+        tensor = self._given[memory]() if memory in self._given else None
+        return tensor is not None and memory_of(tensor) == memory
+
+    def end(self) -> None:
+        """The call of the model has ended: what was written into since cannot be read again."""
+        for one in _every(self.calls):
+            one.check()
+
+    def _level(self) -> int:
+        return allocated_bytes(self.shared.between.device) or 0
+
+    def to_run_again(self, missing_bytes: int) -> list[str]:
+        """Names of submodules that free so much more where they run again, or all that help where that is not to be had."""
+        if self._steps != self.shared.steps:  # none in the last step
+            return []
+        sizes = sorted({one.held_bytes for one in _every(self.calls)}, reverse=True)[:_MOST_CUTS]
+        cuts = [_cut(self.calls, size) for size in sizes]
+        if not any(cuts):
+            return []
+        best = min(filter(None, cuts), key=lambda cut: _peak_bytes(self.calls, cut))
+        if _peak_bytes(self.calls, best) >= sum(one.kept_bytes for one in self.calls):
+            return []
+        chosen: dict[str, int] = {}
+        for one in best:
+            chosen[one.name] = chosen.get(one.name, 0) + one.kept_bytes - one.input_bytes
+        wanted = _MARGIN * missing_bytes + max(one.held_bytes for one in best)
+        found: list[str] = []
+        for name, freed in sorted(chosen.items(), key=lambda item: -item[1]):
+            if wanted > 0:
+                found.append(name)
+                wanted -= freed
+        return found
+
+
+def _every(calls: list[OutsideCall]) -> Iterator[OutsideCall]:
+    for one in calls:
+        yield one
+        yield from _every(one.inside)
+
+
+def _cut(calls: list[OutsideCall], most_bytes: int) -> list[OutsideCall]:
+    """The outermost calls that hold no more than this, and more than their arguments."""
+    found = []
+    for one in calls:
+        if (one.held_bytes > most_bytes or not one.may_run_again) and one.inside:
+            found += _cut(one.inside, most_bytes)
+        elif one.may_run_again and one.kept_bytes > one.input_bytes:
+            found.append(one)
+    return found
+
+
+def _peak_bytes(calls: list[OutsideCall], cut: list[OutsideCall]) -> int:
+    """What is held where these calls keep their arguments alone, and the largest of them runs again."""
+    chosen = set(map(id, cut))
+
+    def held(one: OutsideCall) -> int:
+        if id(one) in chosen:
+            return one.input_bytes
+        return one.own_bytes + sum(map(held, one.inside))
+
+    return sum(map(held, calls)) + max(one.held_bytes for one in cut)
+
+
+def _contents(tensors: Sequence[torch.Tensor], tree: Any) -> Any:
+    """Which tensors arguments hold, and what else."""
+    return [*map(id, tensors)], fingerprint(tree)
+
+
+def _can_be_put_back(reach: Reach, arguments: Any, contents: Any) -> bool:
+    """Whether all that was changed in arguments is known."""
+    now = reach.as_now()
+    reach.put_back()
+    try:
+        return bool(_contents(*structure.flatten(arguments)) == contents)
+    finally:
+        now.put_back()

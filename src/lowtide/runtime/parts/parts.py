@@ -1,0 +1,343 @@
+"""A model that is no single program, run in parts: each largest submodule that can be captured runs by a plan of its own.
+
+The model's own code runs as it is. While it does, every submodule that is called is tried: where it can be captured it is a
+part, where it cannot its own code runs too, and the submodules inside of it are tried in turn. So decisions that depend on
+data lie between parts, in code that runs once, and are never computed again. All parts share one budget with what lies between
+them, see ``parts.shared``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lowtide.budget import is_percentage
+from lowtide.capture import Captured
+from lowtide.capture.copies import model_state
+from lowtide.capture.python_state.guards.caches import caches_remembered
+from lowtide.capture.python_state.paths import named
+from lowtide.capture.trace.sizes import Shapes
+from lowtide.errors import CaptureError, NoGradientError
+from lowtide.memory.collector import collect_young
+from lowtide.pipeline import Finish
+from lowtide.planning import Plan
+from lowtide.program import Program
+from lowtide.program.distributed.sharded import is_sharded
+from lowtide.program.results import GradientMask
+from lowtide.program.sizes import outside_of_model
+from lowtide.runtime.calls.differentiated import DifferentiatedAgain
+from lowtide.runtime.parts.backward_calls import BackwardCalls
+from lowtide.runtime.parts.eager_steps import EagerSteps
+from lowtide.runtime.parts.forward_pass import ForwardPass
+from lowtide.runtime.parts.outside import OutsideWatch
+from lowtide.runtime.parts.recomputed import Recomputation
+from lowtide.runtime.parts.shared import SharedBudget
+from lowtide.runtime.parts.sharing_forward import SharingForward, device_of
+from lowtide.runtime.parts.step_record import StepRecord
+from lowtide.runtime.parts.submodules import can_run_in_parts, forwards_given, is_tried
+from lowtide.runtime.planned import Planned
+from lowtide.runtime.programs.entry import Entry, Names, Sample, Signature
+from lowtide.runtime.programs.kin import FamilyCall, Kin
+from lowtide.settings import Settings
+from lowtide.sharing import Constraint, Member
+
+_LOG = logging.getLogger(__name__)
+_MOST_NEW = 3  # programs in a row that are planned for calls none of which comes again
+
+
+class Part(SharingForward):
+    """A submodule that is tried as a part. ``outside``: why it is none, once that is known (empty where it has no gradient);
+    ``runs_again``: whether its own code, with all that is in it, runs again in the backward pass."""
+
+    def __init__(self, module: nn.Module, parts: Parts, name: str) -> None:
+        super().__init__(module, parts.shared)
+        self.in_terms = True  # whoever calls the module again, or reads what it reads, adds to gradients
+        self.parts = parts
+        self.name = name
+        self.outside: str | None = None
+        self.runs_again = False
+        self.keeps_nothing = False  # that could be freed, nor do its submodules
+        self.changes = False  # it is none because its program is another one in every call
+        self.differentiated = DifferentiatedAgain(name)  # by code of the model around it
+        self._recomputation = Recomputation()
+        self._new = 0  # programs, since one came again
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            self.parts.backward.hidden = True
+            return self.original_forward(*args, **kwargs)
+        if not self.parts.running or _saves_otherwise():
+            return self.original_forward(*args, **kwargs)
+        nested = self.parts.backward.are_under_way
+        self.parts.backward.found |= nested
+        if self.outside is None:
+            with self.parts.lifted(self.model):
+                try:
+                    return super().call(*args, **kwargs)
+                except NoGradientError:
+                    self.outside = ""
+                except CaptureError as error:
+                    self.outside = str(error)  # alone: its traceback holds tensors
+                    self._leave()
+                    _LOG.info("%s runs as it is, its submodules are tried as parts: %s", self.name, error)
+                collect_young()
+                self.shared.go_on()
+        if nested:  # whatever it keeps is soon let go
+            return self.original_forward(*args, **kwargs)
+        if self.runs_again:
+            with self.parts.paused():
+                return self._recomputation.run(self.model, self.original_forward, args, kwargs, self.shared.in_backward)
+        alone = self.parts.paused() if self.keeps_nothing else contextlib.nullcontext()
+        with self.parts.watch.call(self.name, (args, kwargs)), alone:
+            return self.original_forward(*args, **kwargs)
+
+    def _run(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Any:
+        if not self.differentiated.may_be(inputs, sys._getframe(1), Parts.call.__code__):
+            return super()._run(sample, inputs, names, tree)
+        self.shared.unlike = self.shared.unlike or self.differentiated.is_new(inputs)
+        result = self.differentiated.run(self.original_forward, inputs, sample.args, sample.kwargs)
+        self.shared.go_on()
+        return result
+
+    def _is_trained(self) -> bool:
+        return True
+
+    def find(self, key: Signature, modules: Sequence[nn.Module], inputs: list[torch.Tensor]) -> Entry | None:
+        entry = super().find(key, modules, inputs)
+        if entry is not None:
+            self._new = 0
+        return entry
+
+    def _captured(self, sample: Sample, mask: GradientMask | None) -> Captured:
+        self._count(1 if self.may_change else _MOST_NEW)
+        return super()._captured(sample, mask)
+
+    def entry_for(self, mask: GradientMask, old: Entry, inputs: Sequence[torch.Tensor]) -> Entry:
+        with self.parts.lifted(self.model):  # the backward pass may call submodules
+            return super().entry_for(mask, old, inputs)
+
+    def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
+        found = super()._member(key, sample)
+        if found[2] is not None and self.parts.decides_sizes_of(self):
+            self._count(1)
+        return found
+
+    def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
+        """Raises ``CaptureError`` where its first program would hold more than it can free, or is another one in each call
+        though the modules inside need not be: layers of which Python's generator says which run."""
+        if captured.contract.conditions.draws is not None and can_run_in_parts(self.model):
+            raise CaptureError("its program depends on what the generators of Python or NumPy draw")
+        program, plan = super().planned(captured, sample, finish, **known)
+        member = Member(program, plan.costs)
+        if self._replaced is None and not self.entries and member.freed_bytes <= member.held_bytes:
+            self.keeps_nothing = member.freed_bytes == 0
+            raise CaptureError("a plan for it alone could free nothing")
+        return program, plan
+
+    @property
+    def may_change(self) -> bool:
+        """Whether its program depends on numbers in its arguments, or they have as many rows as such numbers say."""
+        asked = () if self.latest is None else self.latest.conditions[0].questions
+        return any(one.ask != "bool" for one in asked) or self.parts.decides_sizes_of(self)
+
+    def _count(self, most: int) -> None:
+        """Raises ``CaptureError`` where programs are made in vain: for every call another one."""
+        if self._new >= most:
+            self.changes = True
+            raise CaptureError(
+                f"its program is another one in every call ({self._new + 1} in a row), which takes longer to plan than to run"
+            )
+        self._new += 1
+
+    def _leave(self) -> None:
+        """What it holds is held by code between parts from now on."""
+        if self.entries:
+            self.entries.clear()
+            self.shared.record = StepRecord()
+
+    def _may_be_apart(self) -> bool:
+        return True
+
+    @property
+    def kind(self) -> tuple[type, str] | None:
+        """Its class and the list that it is in, which others share; ``None`` where it is in none."""
+        parent, _, last = self.name.rpartition(".")
+        return (type(self.model), parent) if last.isdigit() else None
+
+
+class Parts:
+    """The parts of one model. ``why`` the model as a whole is none. Raises that where it is sharded."""
+
+    def __init__(self, model: nn.Module, settings: Settings, why: CaptureError) -> None:
+        if any(map(is_sharded, model.modules())):
+            raise why
+        self.why = str(why)
+        # What runs in one process need not run in another, so none may wait for another's plan. Arenas of parts would add up.
+        self.shared = SharedBudget(dataclasses.replace(settings, agreed=False, arena=False), "parts")
+        if settings.total_budget is not None:
+            self.shared.outside = outside_of_model(model, settings.optimizer_bytes)
+        self._model = weakref.ref(model)
+        self._parts: MutableMapping[nn.Module, Part] = WeakIdKeyDictionary()  # modules may compare as tensors do
+        self.watch = OutsideWatch(self.shared)
+        self.shared.give_way, self.shared.expected = self._run_more_again, self._with_siblings
+        self._calls = self._steps = 0
+        self._paused = False
+        self._eager = EagerSteps()
+        self.backward = BackwardCalls(self.shared, self._standing)
+        self.device = device_of(model_state(model).tensors)
+        self._has_any = can_run_in_parts(model)
+        if not self._has_any:
+            return
+        changed = ", without an arena" * settings.arena
+        changed += ", with a loss in pieces where one computes all of it" * settings.chunked_loss
+        _LOG.warning(
+            "%s cannot be one program, so its submodules are planned%s, and code between them runs as it is: %s",
+            type(model).__name__, changed, why,
+        )  # fmt: skip
+
+    @property
+    def running(self) -> bool:
+        """Whether a call of the model is under way, or a backward pass that may call submodules."""
+        return (self._calls > 0 or self.backward.are_under_way) and not self._paused
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, no submodule is a part."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    @property
+    def model(self) -> nn.Module:
+        found = self._model()
+        assert found is not None
+        return found
+
+    def _run_more_again(self, missing_bytes: int) -> bool:
+        """The plans of the parts do not fit: have further submodules that are no parts run again; whether there are any."""
+        chosen = self.watch.to_run_again(missing_bytes)
+        for part in self._parts.values():
+            part.runs_again = part.runs_again or part.name in chosen
+        if chosen:
+            _LOG.warning(
+                "plans alone do not meet the budget: from the next step on, %s run again in the backward pass",
+                named(chosen),
+            )
+        return bool(chosen)
+
+    def _with_siblings(self, passes: list[ForwardPass]) -> list[ForwardPass]:
+        """With passes of modules that have not run yet, such as dropped layers: as those of their kind in the same list."""
+        parts = list(self._in_order())
+        numbers: dict[Planned, int] = {part: number for number, part in enumerate(parts)}
+        met = {one.graph for one in passes}
+        like = {one.graph.kind: one for one in passes if isinstance(one.graph, Part)}
+        found = list(passes)
+        for number, part in enumerate(parts):
+            sibling = like.get(part.kind) if part.kind else None
+            if sibling is None or part in met or part.outside is not None or part.runs_again:
+                continue
+            after = [place for place, one in enumerate(found) if numbers.get(one.graph, number) < number]
+            one = dataclasses.replace(sibling, key=(id(part), 0), call=lambda: None)
+            found.insert(after[-1] + 1 if after else 0, one)
+        return found
+
+    def _in_order(self) -> Iterator[Part]:
+        return (self._parts[module] for _, module in self.model.named_modules() if module in self._parts)
+
+    def decides_sizes_of(self, part: Part) -> bool:
+        """Whether a module around it hands it what depends on data: rows that were chosen, say."""
+        return any(one.changes and part.name.startswith(f"{one.name}.") for one in self._parts.values())
+
+    def planned(self) -> list[Part]:
+        """Those that run by plans."""
+        return [part for part in self._parts.values() if part.entries]
+
+    def online_bytes(self, arguments: Any) -> int | None:
+        """The budget of the model, which is called with these ``arguments``, where there is no submodule to try, its steps are
+        its own, and one exceeds it. One in percent is of the largest step so far; one in bytes holds from the first on."""
+        if self._has_any or self._calls:
+            return None
+        peak_bytes, at_once = self._eager.peak_bytes, not is_percentage(self.shared.settings.given)
+        self._eager.given(arguments)
+        if not self._eager.are_its_own or not (peak_bytes or at_once):
+            return None
+        budget_bytes, _ = self.shared.budget_for([], [Constraint(peak_bytes, -1, False, ())])
+        return budget_bytes if peak_bytes > budget_bytes or at_once else None
+
+    def call(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The model's own, inside of ``installed``."""
+        return forward(*args, **kwargs)
+
+    def ran(self, result: Any) -> None:
+        """A call that returned this."""
+        self._eager.returned(result)
+        self.backward.returned(result)
+
+    def outside(self) -> dict[str, str]:
+        """Names of submodules that are no part, and why."""
+        return {part.name: part.outside for part in self._parts.values() if part.outside}
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, submodules run as parts where they can: a call of the model."""
+        if self._calls:  # the model calls itself
+            yield
+            return
+        self.backward.leave()
+        self._steps += 1
+        known = self._steps == 1 + self._has_any  # whether anything of it can be planned, or held to the budget
+        if known and not (self.planned() if self._has_any else self._eager.are_its_own):
+            _LOG.warning(
+                "%s runs without a plan, whatever the budget: nothing of it can be planned. lowtide.online takes any program, "
+                "with all of a step inside: %s",
+                type(self.model).__name__, self.why,
+            )  # fmt: skip
+        if not self._has_any:
+            self._eager.begin(self.device)
+        self._calls += 1
+        try:
+            with self.shared.call(self.device), caches_remembered(), self._standing():
+                yield
+            self.watch.end()
+            self.shared.postponed = self._steps == 1 and any(part.may_change for part in self.planned())
+        finally:
+            self._calls -= 1
+
+    @contextlib.contextmanager
+    def _standing(self) -> Iterator[None]:
+        """Inside, parts stand in the place of submodules."""
+        tried = [(name, module) for name, module in self.model.named_modules() if name and is_tried(module)]
+        with forwards_given([(module, self._part(name, module)) for name, module in tried]):
+            yield
+
+    def _part(self, name: str, module: nn.Module) -> Part:
+        """The part that a submodule is, made anew where its code has been replaced since."""
+        part = self._parts.get(module)
+        stands = part is not None and module.__dict__.get("forward") is part
+        if part is None or not (stands or part.given_forward == module.forward):
+            self._parts[module] = part = Part(module, self, name)
+        return part
+
+    def lifted(self, part: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Inside, the submodules of a part are as they are outside of calls."""
+        installed = ((module, module.__dict__.get("forward")) for module in part.modules() if module is not part)
+        ours = [(module, own) for module, own in installed if isinstance(own, Part) and own.parts is self]
+        return forwards_given(
+            [(module, own.original_forward if own.had_instance_forward else None) for module, own in ours]
+        )
+
+
+def _saves_otherwise() -> bool:
+    """Whether code between parts checkpoints or packs what is saved: it runs again without parts, as it must have run then."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -1,0 +1,85 @@
+"""A plan for one of several programs, at once, in the room that the others leave: operators are measured in it, too."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from lowtide.cost.room import measured_in_bytes, measured_within
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.pipeline import FIRST_PLANNER, START_PLANNER, make_program_plan, program_costs
+from lowtide.planning import Plan
+from lowtide.program import Program
+from lowtide.runtime.programs.entry import Entry
+from lowtide.settings import Settings, searches
+from lowtide.sharing import Member
+from lowtide.sharing.assignment import as_alone
+
+_NEARLY = 1.1  # times the room: what a longer search may find a way within
+
+
+class Room(NamedTuple):
+    """What is left of ``total_bytes`` for a program, the one of this ``number`` in a step. ``beside_bytes``: what of the budget
+    no plan can free."""
+
+    bytes: int
+    total_bytes: int
+    beside_bytes: int
+    number: int
+    must_fit: bool
+
+
+class Measuring:
+    """How the operators of several programs are measured: within what a step leaves, the rest when nothing is held."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Program] = []
+
+    def within(self, room_bytes: Callable[[Program], int]) -> contextlib.AbstractContextManager[None]:
+        """Inside, operators of a program are measured within ``room_bytes`` of it."""
+
+        def noted(program: Program) -> int:
+            room = room_bytes(program)
+            if any(measured_in_bytes(program, op.id) > room for op in program.graph.ops):
+                self._waiting.append(program)
+            return room
+
+        return measured_within(noted)
+
+    def made_up_for(self, members: Mapping[Entry, Member], room: int) -> dict[Entry, Member]:
+        """Those of the ``members`` of whom something could not be measured, with what now can within ``room``."""
+        waiting, self._waiting = {id(one) for one in self._waiting}, []
+        with measured_within(lambda _: room):
+            return {
+                entry: Member(entry.program, program_costs(entry.program))
+                for entry in members
+                if id(entry.program) in waiting
+            }
+
+
+def plan_in_room(member: Member, settings: Settings, room: int, fraction: float, *, must_fit: bool = True) -> Plan:
+    """A plan within ``room`` bytes that saves about this fraction of what the program would save without one, or more where
+    that cannot be. Raises ``InfeasibleBudgetError``, after a brief search unless it ``must_fit`` or nearly does."""
+    asked = dataclasses.replace(settings, budget=room, total_budget=None, reserve=0, planning="wait")
+
+    def planned(between: int, planner: str) -> Plan:
+        given = dataclasses.replace(asked, between_bytes=between, planner=planner)
+        return as_alone(make_program_plan(member.program, given, costs=member.costs), member)
+
+    quick = FIRST_PLANNER if searches(settings.planner) else settings.planner
+    most = between = max(room - member.limit_bytes(fraction) - member.arriving_bytes, 0) if fraction < 1 else 0
+    while between:
+        try:
+            return planned(between, quick)
+        except InfeasibleBudgetError as error:
+            missing = error.minimum_bytes - room
+            between = between - missing if between == most and missing < between / 2 else 0
+    try:
+        return planned(0, quick)
+    except InfeasibleBudgetError as error:
+        hopeless = error.proven or error.minimum_bytes > _NEARLY * room
+        if quick == settings.planner or (hopeless and not must_fit):
+            raise
+        return planned(0, START_PLANNER)

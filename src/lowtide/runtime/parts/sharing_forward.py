@@ -1,0 +1,93 @@
+"""The planned ``forward`` of one of several programs that share a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.capture import Captured
+from lowtide.memory.allocators import allocated_bytes
+from lowtide.memory.collector import collect_young
+from lowtide.pipeline import Finish, costs_from, fused
+from lowtide.planning import Plan
+from lowtide.program import Program
+from lowtide.program.results import GradientMask
+from lowtide.runtime.calls.call import call_of
+from lowtide.runtime.parts.shared import SharedBudget
+from lowtide.runtime.planned import Planned
+from lowtide.runtime.programs.entry import Entry, Sample, Signature
+from lowtide.runtime.programs.kin import FamilyCall
+
+
+class SharingForward(Planned):
+    """A module that runs by the plans of ``shared``. ``more_follow``: others run after it in the same step."""
+
+    more_follow = True
+    shares_budget = True
+
+    def __init__(self, module: nn.Module, shared: SharedBudget) -> None:
+        super().__init__(module, dataclasses.replace(shared.settings, planning="wait"))
+        self.shared = shared
+        self.adapts = shared.settings.planning == "background"
+        self._replaced: Entry | None = None  # by what is being planned in the backward pass
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        self.shared.enter(device_of((*args, *self.model.parameters())))
+        return super().call(*args, **kwargs)
+
+    def _run_as_it_is(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self.shared.go_on()
+        return super()._run_as_it_is(args, kwargs)
+
+    def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = super().run(entry, inputs)
+        self.shared.add(self, entry, inputs, call_of(outputs))
+        return outputs
+
+    def _make(
+        self, key: Signature, sample: Sample, old: Entry | None = None, mask: GradientMask | None = None
+    ) -> Entry:
+        collect_young()  # of what code between programs has left
+        self.shared.count()
+        before = allocated_bytes(self.shared.between.device) or 0
+        try:
+            return super()._make(key, sample, old, mask)
+        finally:
+            collect_young()  # which is neither kept nor memory of code between programs
+            kept = (allocated_bytes(self.shared.between.device) or 0) - before
+            if kept >= 0:
+                self.shared.between.set_aside(kept)
+            else:  # of older garbage, some has been collected
+                self.shared.count()
+
+    def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
+        program = finish(fused(captured.program, self.settings))
+        return program, self.shared.plan(self, program, self._replaced, self.more_follow)
+
+    def _adapted(self, member: FamilyCall, finish: Finish) -> tuple[Program, Plan]:
+        program = finish(member.captured.program)
+        with self.shared.measuring(self._replaced, self.more_follow):
+            costs = costs_from(program, member.branch.measured)
+        return program, self.shared.plan(self, program, self._replaced, self.more_follow, costs)
+
+    def entry_for(self, mask: GradientMask, old: Entry, inputs: Sequence[torch.Tensor]) -> Entry:
+        """In the backward pass, in the place of what ran in the forward pass."""
+        self._replaced = old
+        try:
+            new = super().entry_for(mask, old, inputs)
+        finally:
+            self._replaced = None
+        for one in self.shared.ran:
+            if one.entry is old:
+                one.entry = new
+        return new
+
+
+def device_of(values: Iterable[Any]) -> torch.device:
+    """The first among the tensors' that is no CPU, else the CPU."""
+    devices = (value.device for value in values if isinstance(value, torch.Tensor))
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

@@ -1,0 +1,98 @@
+"""What ran in a step, for planning the next ones; of a model whose steps differ, the fullest step that they make up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.planning import Plan
+from lowtide.runtime.parts.forward_pass import ForwardPass, left_gradient_bytes, waiting_places
+from lowtide.runtime.programs.entry import Entry, with_plan
+from lowtide.sharing import Constraint, sequential_constraints
+
+Key = tuple[int, int]
+Gap = tuple[int, tuple[ForwardPass, ...]]  # most bytes held by no program, and who waited for its backward pass
+
+
+class StepRecord:
+    """``passes`` in order; ``gaps``: the most bytes that no program held while passes up to this one waited."""
+
+    def __init__(self) -> None:
+        self.passes: list[ForwardPass] = []
+        self.gaps: dict[Key | None, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.passes or self.gaps)
+
+    def replace(self, ran: Sequence[ForwardPass], gaps: Sequence[Gap]) -> None:
+        """The last step alone."""
+        self.passes, self.gaps = [], {}
+        self.merge(ran, gaps, lambda _: 0)
+
+    def merge(self, ran: Sequence[ForwardPass], gaps: Sequence[Gap], size: Callable[[ForwardPass], int]) -> None:
+        """Another step: what is new in it runs too, in its place; of what ran in both, the larger one by ``size`` counts."""
+        place = 0
+        for one in ran:
+            known = next((i for i, other in enumerate(self.passes) if other.key == one.key), None)
+            if known is None:
+                self.passes.insert(place, one)
+            else:
+                place = known
+                other = self.passes[place]
+                larger = one if size(one) >= size(other) else other
+                between = [max(pair) for pair in zip(one.between, other.between, strict=True)]
+                self.passes[place] = dataclasses.replace(
+                    larger, between_bytes=between[0], backward_between_bytes=between[1]
+                )
+            place += 1
+        for held, waiting in gaps:
+            last = waiting[-1].key if waiting else None
+            self.gaps[last] = max(held, self.gaps.get(last, 0))
+
+    def exchange(self, plans: Mapping[Entry, Plan]) -> None:
+        """Have programs run by these ``plans`` from now on: here as well, since a pass of a fuller step than the next ones may
+        not come again soon."""
+        exchanged = {entry: with_plan(entry, plan) for entry, plan in plans.items()}
+        for graph in dict.fromkeys(one.graph for one in self.passes):
+            for known in graph.entries.values():
+                known[:] = [exchanged.get(entry, entry) for entry in known]
+                for entry in known:
+                    entry.for_masks.clear()
+                    entry.for_masks[entry.program.mask] = entry
+        self.passes = [dataclasses.replace(one, entry=exchanged[one.entry]) for one in self.passes]
+
+    @property
+    def are_several(self) -> bool:
+        """Whether the plan of one program does not tell all."""
+        return len(self.passes) > 1 or any(self.gaps.values())
+
+    @property
+    def most_between(self) -> int:
+        """The most that code between programs held."""
+        return max([*self.gaps.values(), *(max(one.between) for one in self.passes)], default=0)
+
+    def constraints(self, order: Sequence[int]) -> list[Constraint]:
+        """Of the passes, by members in this ``order``, and of the gaps between."""
+        places, waiting = {one.key: place for place, one in enumerate(self.passes)}, waiting_places(self.passes)
+
+        def held(last: Key | None) -> tuple[int, ...]:
+            return (*(order[one] for one in waiting[places[last]]), order[places[last]]) if last in places else ()
+
+        gaps = [Constraint(most, -1, False, held(last)) for last, most in self.gaps.items()]
+        between = [one.between for one in self.passes]
+        return sequential_constraints(order, between, left_gradient_bytes(self.passes), waiting) + gaps
+
+    def infeasible(self, error: InfeasibleBudgetError, what: str, budget: int) -> InfeasibleBudgetError:
+        """``error`` of planning all passes together, in words. ``what`` they are."""
+        between, needed = self.most_between, f"{error.minimum_bytes} bytes"
+        held = f", {between} of them for code between them, or gradients" if between else ""
+        step = f"the {len(self.passes)} {what} of the step need {needed} together{held}"
+        if not self.passes:
+            step = f"none of the {what} of the step can be planned, and code between them holds {needed} or more"
+        advice = "avoid the graph breaks" if what == "graphs" else "run the model under lowtide.online"
+        return InfeasibleBudgetError(
+            f"{step}, more than the budget of {budget}; raise it, or {advice}.",
+            minimum_bytes=error.minimum_bytes,
+            budget_bytes=budget,
+        )

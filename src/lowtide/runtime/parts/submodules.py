@@ -1,0 +1,50 @@
+"""The submodules of a model: which of them are tried as parts, and what stands in the place of their ``forward`` meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.program.distributed.sharded import is_sharded
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, torch.jit.ScriptModule)
+
+
+def can_run_in_parts(model: nn.Module) -> bool:
+    """Whether it has submodules to try."""
+    return not any(map(is_sharded, model.modules())) and any(map(is_tried, list(model.modules())[1:]))
+
+
+def is_tried(module: nn.Module) -> bool:
+    """Whether a plan for the module alone could free anything."""
+    return not isinstance(module, _CONTAINERS) and not is_one_operator(module)
+
+
+def is_one_operator(module: nn.Module) -> bool:
+    """Whether it is a layer of PyTorch's own, of which there is nothing to run again."""
+    plain = type(module).__module__.startswith("torch.nn.modules.") and next(module.children(), None) is None
+    return plain and not isinstance(module, nn.RNNBase)  # which computes step by step
+
+
+@contextlib.contextmanager
+def forwards_given(given: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """Inside, modules have these in the place of their class's ``forward``, or with ``None`` that one."""
+    before = [(module, module.__dict__.get("forward")) for module, _ in given]
+    try:
+        for module, forward in given:
+            _set(module, forward)
+        yield
+    finally:
+        for module, forward in before:
+            _set(module, forward)
+
+
+def _set(module: nn.Module, forward: Any) -> None:
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward

@@ -1,0 +1,107 @@
+"""Inputs of planned calls that others write into before the backward pass.
+
+Eager reads in the backward pass what it saved; a plan may also read a buffer, an attribute or an argument again to compute
+what eager had saved. Where that is written into meanwhile (a memory of embeddings, a moving average that is updated after the
+call), it would find another value. So the first calls of a program read copies of such inputs, as far as the budget leaves room
+for them beside the plan, and all later ones copies of those that changed. Buffers that their module writes itself, outside of
+``forward``, are copied in any case, as are what is small of a part and, in its first call, in which operators are measured, its
+arguments.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.ir.graph import UPDATE_TARGET
+from lowtide.program import Program
+from lowtide.program.distributed.local import spec_of
+from lowtide.runtime.programs.entry import Entry
+
+_FIRST_CALLS = 2
+_SMALL_OF_PART = 1 << 20  # bytes; what is larger is copied only where it is known to change
+_FORWARD = ("forward", "__init__")
+
+
+class ChangingInputs:
+    """``changed``: names of buffers, or numbers of other inputs, that were seen to change between the two passes."""
+
+    def __init__(self) -> None:
+        self.changed: set[str | int] = set()
+
+    def copied(self, entry: Entry, inputs: Sequence[torch.Tensor], model: nn.Module, is_part: bool) -> tuple[int, ...]:
+        """The flat inputs that a call of ``model`` by this program is to copy."""
+        early = entry.calls < _FIRST_CALLS
+        if not early and not self.changed:
+            return ()
+        if entry.read_again is None:
+            entry.read_again = _only_read_again(entry.program)
+        room = entry.plan.budget_bytes - entry.plan.peak_bytes
+        found = []
+        for i in sorted(entry.read_again, key=lambda one: inputs[one].nbytes):
+            key, size = _key(entry.program, i), inputs[i].nbytes
+            whole = is_part and isinstance(key, int) and not entry.calls
+            small = whole or size <= (_SMALL_OF_PART if is_part else room)
+            wanted = key in self.changed or (early and (small or _may_change(model, key)))
+            if wanted and _can_be_copied(inputs[i]):
+                room -= size
+                found.append(i)
+        return tuple(sorted(found))
+
+    def note(self, entry: Entry, changed: Sequence[int]) -> None:
+        """These were written into since the forward pass."""
+        self.changed.update(_key(entry.program, i) for i in changed)
+
+
+def _can_be_copied(tensor: torch.Tensor) -> bool:
+    """Whether a copy takes its place for every operator. Parameters, as ``torch.compile`` has them, are not copied."""
+    if isinstance(tensor, nn.Parameter):
+        return False
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.layout is torch.strided and spec_of(tensor) is None and not lazy
+
+
+def _may_change(model: nn.Module, key: str | int) -> bool:
+    """Whether an input is a buffer that its module names where others call it and something is written."""
+    if isinstance(key, int):
+        return False
+    owner, _, name = key.rpartition(".")
+    kind: Any = type(model.get_submodule(owner))
+    return name in _named_by_writers(kind)
+
+
+@functools.cache
+def _named_by_writers(kind: Any) -> frozenset[str]:
+    """What those methods of a module's class name that write something, ``forward`` and what makes a module excepted."""
+    members = (vars(each).get(name) for each in kind.__mro__ if each not in nn.Module.__mro__ for name in vars(each))
+    functions = (one for one in members if isinstance(one, types.FunctionType) and one.__name__ not in _FORWARD)
+    return frozenset(name for function in functions if _writes(function) for name in function.__code__.co_names)
+
+
+def _writes(function: types.FunctionType) -> bool:
+    """Whether a function sets an attribute, an item or a slice, or calls what has the name of an in-place operator."""
+    operators = {item.opname for item in dis.get_instructions(function)} & {"STORE_SUBSCR", "STORE_SLICE", "STORE_ATTR"}
+    return bool(operators) or any(name.endswith("_") and name[:1] != "_" for name in function.__code__.co_names)
+
+
+def _key(program: Program, i: int) -> str | int:
+    names = program.state_names
+    return names[i][0] if i < len(names) else i - len(names)
+
+
+def _only_read_again(program: Program) -> tuple[int, ...]:
+    """Inputs beside parameters that operators of the forward pass read, and none of the backward pass: eager does not save
+    them. What the program updates itself, it keeps itself."""
+    graph = program.graph
+    known = {graph.values[value].storage for op in graph.ops[graph.forward_ops :] for value in op.inputs}
+    known |= {graph.values[op.inputs[0]].storage for op in graph.ops if op.target == UPDATE_TARGET}
+    read = {value for op in graph.ops[: graph.forward_ops] for value in op.inputs}
+    storages = [None if value is None else graph.values[value].storage for value in program.inputs]
+    reading = {graph.values[value].storage for value in read} - known
+    return tuple(i for i, storage in enumerate(storages) if i >= program.parameters and storage in reading)

@@ -1,0 +1,211 @@
+"""What a plan is made for and runs: a signature of calls, a sample of them, and the planned program."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lowtide.capture import Captured
+from lowtide.capture.arguments import flat_arguments, rebuilt
+from lowtide.capture.contract import Conditions
+from lowtide.capture.copies import model_state
+from lowtide.capture.python_state.effects import attribute_effects
+from lowtide.capture.trace.autocast import is_kept
+from lowtide.errors import ExecutionError
+from lowtide.ir import Schedule, simulate
+from lowtide.lower import Lowered
+from lowtide.memory.arena import Arena
+from lowtide.objects.keys import fingerprint, tensor_key
+from lowtide.planning import Plan
+from lowtide.program import Program, layouts
+from lowtide.program.distributed.local import like_form, spec_of
+from lowtide.program.results import GradientMask
+from lowtide.program.sizes import device_of_inputs
+from lowtide.runtime.programs.modes import fixed_modes, modes_as, modes_of
+from lowtide.runtime.programs.placed import lowered
+
+Signature = tuple[Any, ...]
+_MOST_SCHEDULES = 8  # that are offered to siblings
+_GAIN = 0.005  # of the time of a step, from which another's schedule is taken over
+Names = tuple[tuple[str, ...], ...]
+
+
+def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], names: Names, tree: Any) -> Signature:
+    """Structure and non-tensor values of the call (``tree``), names of the model's tensors and layout of every flat input,
+    flags of the modules, autocast and modes."""
+    device_type = device_of_inputs(inputs).type
+    autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+    return (
+        names,
+        fingerprint(tree),
+        tuple(map(tensor_key, inputs)),
+        modes_of(modules),
+        fixed_modes(),
+        any(module.__dict__.get("gradient_checkpointing") for module in modules),
+        autocast and (autocast, torch.is_autocast_cache_enabled(), *map(is_kept, inputs)),
+        tuple(map(type, inputs)),
+        tuple(map(_attributes, inputs[: len(names)])),
+        tuple(map(spec_of, inputs[len(names) :])),
+    )
+
+
+def _attributes(tensor: torch.Tensor) -> Any:
+    """What Python code put on a tensor of the model's, or how it is distributed."""
+    own, spec = vars(tensor), spec_of(tensor)
+    if spec is not None:
+        return spec
+    return fingerprint(dict(own)) if own else None
+
+
+def describe(inputs: Sequence[torch.Tensor], states: int) -> str:
+    """The call's tensors in a few words, for messages."""
+    tensors = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in inputs[states:]]
+    return ", ".join(tensors) or "no tensors"
+
+
+class Sample(NamedTuple):
+    """A call to capture."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)  # printing a tensor without memory ends the process
+class KeptSample:
+    """A call to capture again, for other gradients, in the ``autocast`` state that it had. Shapes suffice for that, so of its
+    floating ``tensors`` the memory is not kept; but values answer questions, so the integers stay. ``given``: its values that
+    are no tensors."""
+
+    tensors: Sequence[torch.Tensor]
+    arguments: Any
+    given: Any
+    autocast: contextlib.AbstractContextManager[Any]
+
+    @staticmethod
+    def of(sample: Sample, model: nn.Module, device_type: str) -> KeptSample:
+        tensors, arguments = flat_arguments(*sample, model_state(model).tensors)
+        hollow = [like_form(each, _without_data(each)) for each in tensors]
+        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        keep_casts = torch.is_autocast_cache_enabled()
+        autocast = torch.autocast(device_type, dtype if enabled else None, enabled, cache_enabled=keep_casts)
+        return KeptSample(hollow, arguments, fingerprint(arguments), autocast)
+
+    def on(self, model: nn.Module) -> Sample:
+        """The call, with the parameters and buffers of now where they are arguments."""
+        return Sample(*rebuilt(self.arguments, model_state(model).registered, self.tensors))
+
+    @property
+    def is_as_given(self) -> bool:
+        """Whether objects among the arguments are what they were when the call was kept."""
+        return bool(fingerprint(self.arguments) == self.given)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A planned program, ready to run for the calls with signature ``key`` on which one of ``conditions`` holds, the last used
+    first. ``captured`` is the program before there were kernels in it, and ``sample`` what it was captured with. ``for_masks``:
+    the entries for the same calls whose gradients arrive otherwise, which share this and the conditions. ``before``: attributes
+    of the model as the latest call found them. ``plan`` and ``lowered`` are exchanged where a better plan was found.
+    ``version``: the schedules of its ``siblings`` that it knows; ``used``: when, by the count of all calls; ``calls``
+    of its own, and when it was ``made``. ``arena``: where its tensors have their places, if there is one. ``most_bytes`` of
+    the settings that it was planned by. ``read_again``: see ``programs.changing``, once that was asked for."""
+
+    key: Signature
+    captured: Captured
+    plan: Plan
+    lowered: Lowered
+    conditions: list[Conditions]
+    sample: KeptSample
+    for_masks: dict[GradientMask, Entry]
+    before: list[attribute_effects.Before] = field(default_factory=list)
+    siblings: Siblings | None = None
+    version: int = 0
+    used: int = 0
+    calls: int = 0
+    made: float = field(default_factory=time.monotonic)
+    arena: Arena | None = None
+    most_bytes: int | None = None
+    read_again: tuple[int, ...] | None = None
+
+    @contextlib.contextmanager
+    def call_as_it_was(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the model and the process are in the modes of the forward pass. Raises ``ExecutionError`` where something
+        else that the program depends on has been changed since."""
+        modules, (_, _, _, modes, fixed, *_) = [*model.modules()], self.key
+        changed = "hooks of all modules" if fixed != fixed_modes() else ""
+        changed = changed or ("" if self.sample.is_as_given else "an object among its arguments")
+        changed = changed or ("" if len(modules) == len(modes[0]) else "submodules have come or gone")
+        if changed:
+            raise _changed_before_backward(model, changed)
+        with modes_as(modules, modes), self.sample.autocast, torch.enable_grad():
+            changed = self.conditions[0].changed(model)
+            if changed:
+                raise _changed_before_backward(model, changed)
+            yield
+
+    @property
+    def program(self) -> Program:
+        return self.lowered.program
+
+    def goes(self, expected: Sequence[bool], modules: Sequence[nn.Module], inputs: list[torch.Tensor]) -> bool:
+        """Whether it is for a call whose first checks of values go like this."""
+        goes = self.captured.contract.conditions.go(expected)
+        return goes and any(one.hold(modules, inputs, {}) for one in self.conditions)
+
+
+def _changed_before_backward(model: nn.Module, changed: str) -> ExecutionError:
+    return ExecutionError(
+        f"{type(model).__name__} was changed between a forward pass and its backward pass, which needs a program of its own "
+        f"({changed}). Change it after the backward pass."
+    )
+
+
+def with_plan(entry: Entry, plan: Plan | None) -> Entry:
+    """The entry run by ``plan``, or as it was."""
+    return replace(entry, plan=plan, lowered=lowered(entry.program, plan, entry.arena)) if plan else entry
+
+
+class Siblings:
+    """The schedules of programs that are the same operators at other sizes: each is one for all. ``version`` counts them."""
+
+    def __init__(self) -> None:
+        self.schedules: list[Schedule] = []
+        self.version = 0
+
+    def keep(self, entry: Entry) -> None:
+        """Offer the schedule of ``entry``, which is one of them, to the others from now on."""
+        entry.siblings = self
+        if entry.plan.schedule not in self.schedules:
+            self.schedules = [*self.schedules, entry.plan.schedule][-_MOST_SCHEDULES:]
+            self.version += 1
+        entry.version = self.version
+
+    def take_over(self, entry: Entry) -> None:
+        """Give ``entry`` a schedule that was found for another since it was planned, where that is quicker."""
+        entry.version, plan = self.version, entry.plan
+        for schedule in self.schedules:
+            run = simulate(plan.graph, plan.costs, schedule)
+            if run.peak_bytes <= plan.budget_bytes and run.time_ns < (1 - _GAIN) * plan.time_ns:
+                found = plan.with_schedule(schedule, run)
+                plan = found if entry.arena is None or found.is_placed else plan
+        if plan is not entry.plan:
+            entry.plan, entry.lowered = plan, lowered(entry.program, plan, entry.arena)
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    """Integers and single numbers as they are, since they answer questions, and sparse and conjugated ones; else a tensor of
+    the layout without memory."""
+    if tensor.layout is not torch.strided:
+        return tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+    if tensor.dim() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    hollow = layouts.without_memory(tensor)
+    return hollow if tensor.is_leaf else torch.ops.aten.alias.default(hollow)

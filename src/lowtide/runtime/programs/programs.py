@@ -1,0 +1,336 @@
+"""The planned programs of one model, by the signature of the calls that they are for: made when they are asked for, kept,
+and exchanged for better ones."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.capture import Known
+from lowtide.capture.arguments import flat_arguments
+from lowtide.capture.contract import Captured
+from lowtide.capture.copies import model_state
+from lowtide.capture.python_state.effects import attribute_effects, buffer_effects
+from lowtide.capture.python_state.effects.held_inputs import HeldInputs, held_tensors
+from lowtide.capture.trace.questions import Question
+from lowtide.capture.trace.sizes import Shapes
+from lowtide.errors import CaptureError, ExecutionError, PlanError
+from lowtide.memory.arena import Arena, new_arena
+from lowtide.pipeline import (
+    FIRST_PLANNER,
+    START_PLANNER,
+    Finish,
+    adapted_plan,
+    captured_program,
+    plan_request,
+    planned_program,
+)
+from lowtide.planning import Plan
+from lowtide.program import Program
+from lowtide.program.distributed.local import spec_of
+from lowtide.program.results import GradientMask
+from lowtide.program.sizes import program_device
+from lowtide.progress import shown
+from lowtide.runtime.programs.changing import ChangingInputs
+from lowtide.runtime.programs.entry import Entry, KeptSample, Names, Sample, Signature, describe
+from lowtide.runtime.programs.fitting import fitted, with_updates
+from lowtide.runtime.programs.improving import Improving, ImprovingTogether
+from lowtide.runtime.programs.kin import FamilyCall, Kin, Kins
+from lowtide.runtime.programs.placed import lowered
+from lowtide.runtime.programs.recaptures import Recaptures
+from lowtide.runtime.programs.rescue import Rescue
+from lowtide.runtime.updates.optimizer import UpdatingOptimizer
+from lowtide.settings import Settings
+from lowtide.sharing.agreement import several_processes
+from lowtide.solve import format_spec, get_planner
+from lowtide.stage_times import itemised, stage, stage_seconds
+
+_LOG = logging.getLogger(__name__)
+_FIRST = (
+    *(format_spec(get_planner(one)) for one in (FIRST_PLANNER, START_PLANNER)),
+    "adapted",
+)  # plans that a search may improve
+_MOST_CONDITIONS = 16  # kept, of each
+
+
+class Programs:
+    """``entries`` by signature; ``latest`` is what the last planned call ran. ``shares_budget``: with other programs."""
+
+    shares_budget = False
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self._model = weakref.ref(model)
+        self.settings = settings
+        self.entries: dict[Signature, list[Entry]] = {}
+        self.latest: Entry | None = None
+        self.optimizer: UpdatingOptimizer | None = None  # whose updates happen inside of backward passes
+        self.improving = (ImprovingTogether if several_processes() else Improving)(type(model).__name__)
+        self.rescue = Rescue(self)
+        self.changing = ChangingInputs()
+        self.in_terms = False  # whether gradients leave as the terms of their sums, since others may add to them
+        self._kins = Kins(settings.dynamic if settings.compiler == "eager" and not settings.chunked_loss else False)
+        self._calls, self._warned = 0, False
+        self.adapts = settings.planning == "background"  # at new sizes at once, by what is known of others
+        self.recaptures = Recaptures()
+        self._arenas: dict[torch.device, Arena | None] = {}
+
+    @property
+    def terms_from(self) -> int | None:
+        """The flat input from which on gradients leave as the terms of their sums; ``None`` where none does."""
+        return 0 if self.in_terms else None
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise ExecutionError("the rematerialized model no longer exists; keep a reference to it.")
+        return model
+
+    def find(self, key: Signature, modules: Sequence[nn.Module], inputs: list[torch.Tensor]) -> Entry | None:
+        """The entry for a call with this signature, if there is one."""
+        memo: dict[int, Any] = {}
+        for entry in self.entries.get(key, ()):
+            for index, conditions in enumerate(entry.conditions):
+                if conditions.hold(modules, inputs, memo):
+                    entry.conditions.insert(0, entry.conditions.pop(index))
+                    self._calls = entry.used = self._calls + 1
+                    entry.calls += 1
+                    self.improving.exchange(entry)
+                    if entry.siblings is not None and entry.version != entry.siblings.version:
+                        entry.siblings.take_over(entry)
+                    return self.rescue.within(entry)
+        return None
+
+    def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Names, Any]:
+        """Parameters, buffers and the call's tensors; the names of the model's, and the structure of the call's arguments."""
+        state = model_state(self.model)
+        tensors, tree = flat_arguments(args, kwargs, state.tensors)
+        return [*state.tensors, *tensors], state.names, tree
+
+    def _make(
+        self, key: Signature, sample: Sample, old: Entry | None = None, mask: GradientMask | None = None
+    ) -> Entry:
+        """An entry for a call like ``sample``: a known one, where the program is the same. ``old``: one for the same call whose
+        gradients arrive otherwise."""
+        known = self.entries.get(key, [])
+        with stage_seconds() as taken, shown(type(self.model).__name__):
+            kin, shapes, member = None, None, None
+            if old is not None:
+                captured = self._capture(sample, mask, Known.of(old.captured))
+            else:
+                kin, shapes, member = self._member(key, sample)
+                usual = known[0].captured.program.mask if known else None
+                captured = member.captured if member else self._captured(sample, usual)
+                held = {id(tensor) for tensor in held_tensors(self.model)}
+                same = next((entry for entry in known if captured.same_as(entry.captured, held)), None)
+                if same is not None:
+                    same.conditions.insert(0, captured.contract.conditions)
+                    del same.conditions[_MOST_CONDITIONS:]
+                    return same
+            arena = self._arena(captured.program)
+            alike = self._kins.alike(captured.program) if member is None and old is None else None
+            relative = FamilyCall(captured, alike) if alike is not None and alike.tells else member
+            adapted = relative is not None and bool(relative.branch.measured) and self.adapts
+            program, plan = self._fitting(key, captured, sample, relative if adapted else None)
+            with stage("lowering"):
+                runs = lowered(program, plan, arena)
+        conditions, for_masks = ([captured.contract.conditions], {}) if old is None else (old.conditions, old.for_masks)
+        kept = KeptSample.of(sample, self.model, program_device(program).type)
+        entry = Entry(
+            key, captured, plan, runs, conditions, kept, for_masks, arena=arena, most_bytes=self.settings.most_bytes
+        )
+        self._added(entry, taken)
+        if kin and shapes and program.updated == with_updates(self, captured.program, key[-1]).updated:
+            kin.met(entry, shapes, member, measured=not adapted)
+            if kin.at_once and not kin.branches and not kin.hopeless:
+                kin.extend(self.model, sample, shapes, lambda: captured, self.terms_from)
+        if alike is not None:
+            alike.join(entry, measured=not adapted)
+        if adapted or member is not None:
+            self.recaptures.forget_one(key)
+        if self._searches(entry) and (relative is None or relative.branch.wants_search(entry)):
+            self._search(entry)
+        return entry
+
+    def _added(self, entry: Entry, taken: dict[str, float]) -> None:
+        self._keep(entry)
+        self.rescue.watch(entry)
+        _LOG.info(
+            "planned %s: peak %d bytes of %d (%s)",
+            type(self.model).__name__, entry.plan.peak_bytes, entry.plan.budget_bytes, itemised(taken),
+        )  # fmt: skip
+
+    def _searches(self, entry: Entry) -> bool:
+        """Whether a search may find a better plan for a new entry while training runs."""
+        return entry.plan.overhead > 0 and entry.plan.planner in _FIRST and self.settings.planning == "background"
+
+    def improve(self, entry: Entry) -> None:
+        """Search for a better plan than that of ``entry``, where one may be found while training runs."""
+        if self._searches(entry):
+            self._search(entry)
+
+    def begin_anew(self) -> None:
+        """The budget was lowered: end the searches within the former one, and give up the memory of arenas."""
+        self.improving.stop()
+        known = (entry for entries in self.entries.values() for entry in entries)
+        used = [one for entry in known for one in {entry, *entry.for_masks.values()} if one.arena is not None]
+        self._arenas.clear()
+        for entry in used:
+            entry.arena = self._arena(entry.program)
+            entry.lowered = lowered(entry.program, entry.plan, entry.arena)
+
+    def _search(self, entry: Entry) -> None:
+        of = entry.program, entry.plan.costs, entry.plan.budget_bytes
+        self.improving.add(entry, plan_request(*of, self.settings))
+
+    def _arena(self, program: Program) -> Arena | None:
+        """The one of all programs on that device, where there is to be one."""
+        device = program_device(program)
+        if self.settings.arena and device not in self._arenas:
+            self._arenas[device] = new_arena(device)
+        return self._arenas.get(device)
+
+    def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
+        """The kind of the call and the shapes of its tensors, where shapes may vary, and what its family tells of it."""
+        inputs, names, _ = self._flat(sample.args, sample.kwargs)
+        # Of distributed tensors the global sizes are in the program as well, of sparse ones the numbers of their entries.
+        if any(spec_of(tensor) is not None or tensor.layout is not torch.strided for tensor in inputs):
+            return None, None, None
+        kin, shapes = self._kins.of(key, inputs, len(names))
+        if kin is None or shapes is None:
+            return None, None, None
+
+        def holds(captured: Captured) -> bool:
+            conditions = captured.contract.conditions
+            goes = conditions.go(self.recaptures.known.expected or ())
+            return goes and conditions.hold(list(self.model.modules()), inputs, {})
+
+        def asked(held: HeldInputs, question: Question) -> Any:
+            given = held.behind(inputs, self.model)
+            return None if given is None else question.asked(given, {})
+
+        member = kin.member(shapes, holds, asked)
+        if member is None and kin.is_new(shapes):
+            kin.extend(self.model, sample, shapes, lambda: self._captured(sample, None), self.terms_from)
+            member = kin.member(shapes, holds, asked)
+        return kin, shapes, member
+
+    def _adapted(self, member: FamilyCall, finish: Finish) -> tuple[Program, Plan]:
+        program, branch = finish(member.captured.program), member.branch
+        known, schedules = branch.measured, branch.siblings.schedules
+        return program, adapted_plan(program, self.settings, self.model, self._granted(), known, schedules)
+
+    def _keep(self, entry: Entry) -> None:
+        """Add an entry; the one that was used longest ago goes where there are too many."""
+        self._calls = entry.used = self._calls + 1
+        self.entries[entry.key] = [*self.entries.get(entry.key, []), entry]
+        kept = [one for entries in self.entries.values() for one in entries]
+        if len(kept) > self.settings.max_programs:
+            oldest = min(kept, key=lambda one: one.used)
+            self.entries[oldest.key].remove(oldest)
+            self.improving.drop(oldest)
+            if not self.entries[oldest.key]:
+                del self.entries[oldest.key]
+
+    def _forget(self, key: Signature) -> None:
+        """Drop the entries for these calls."""
+        for entry in self.entries.pop(key, []):
+            self.improving.drop(entry)
+
+    def _captured(self, sample: Sample, mask: GradientMask | None) -> Captured:
+        known = self.recaptures.known
+        try:
+            captured = self._capture(sample, mask, known)
+        except CaptureError:  # as constants their values are known
+            if not (known.follow or known.numbers):
+                raise
+            self.recaptures.known = Known(expected=known.expected)
+            return self._capture(sample, mask, self.recaptures.known)
+        self.recaptures.learn(captured)
+        return captured
+
+    def _capture(self, sample: Sample, mask: GradientMask | None, known: Known | None = None) -> Captured:
+        return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, known, self.terms_from)
+
+    def _may_be_apart(self) -> bool:
+        """Whether a ``CaptureError`` lets the call run otherwise."""
+        return False
+
+    def _latest(self, key: Signature) -> Entry:
+        """The program for these shapes that ran last, if one did."""
+        known = self.entries[key]
+        return self.latest if self.latest is not None and self.latest in known else known[-1]
+
+    def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
+        """What is to run, and its plan; ``known`` as of ``planned_program``."""
+        of, granted = (captured, self.model, sample.args, sample.kwargs), self._granted()
+        return planned_program(*of, self.settings, granted, finish, **known)
+
+    def _fitting(
+        self, key: Signature, captured: Captured, sample: Sample, member: FamilyCall | None = None
+    ) -> tuple[Program, Plan]:
+        """What is to run for calls with this signature, and its plan. ``member``: what a family tells of it."""
+
+        def planned(finish: Finish) -> tuple[Program, Plan]:
+            return self.planned(captured, sample, finish) if member is None else self._adapted(member, finish)
+
+        return fitted(self, captured.program, key[-1], planned)
+
+    def in_mode(self, entry: Entry, updated: tuple[int, ...]) -> Entry:
+        """The entry for the same program in which the flat inputs ``updated`` are updated by their optimizer."""
+        key = (*entry.key[:-1], updated)
+        known = [
+            *self.entries.get(key, ()),
+            *(one for each in self.entries.get(key, ()) for one in each.for_masks.values()),
+        ]
+        same: Entry | None = next((one for one in known if one.captured is entry.captured), None)
+        if same is not None:
+            return self.rescue.within(same)
+        with stage_seconds() as taken, shown(type(self.model).__name__), torch.enable_grad(), entry.sample.autocast:
+            program, plan = self._fitting(key, entry.captured, entry.sample.on(self.model))
+            runs = lowered(program, plan, entry.arena)
+        made = Entry(key, entry.captured, plan, runs, entry.conditions, entry.sample, {}, arena=entry.arena)
+        made.most_bytes = self.settings.most_bytes
+        self._added(made, taken)
+        self.improve(made)
+        return made
+
+    def _granted(self) -> int:
+        """The most that a program of this model was given, but for first calls, whose programs do not come again."""
+        every = (entry for entries in self.entries.values() for entry in entries)
+        return max((e.plan.budget_bytes for e in every if e.captured.contract.effects.come_again), default=0)
+
+    def entry_for(self, mask: GradientMask, old: Entry, inputs: Sequence[torch.Tensor]) -> Entry:
+        """An entry for gradients that arrive otherwise than for ``old``, which ran on these flat ``inputs``: it takes the place
+        of ``old``, which is kept in case they alternate."""
+        if old in self.entries.get(old.key, ()):
+            old.for_masks[old.program.mask] = old
+        entry = old.for_masks.get(mask)
+        if entry is None:
+            with (
+                attribute_effects.undone(self.model, old.before),
+                buffer_effects.as_given(self.model, old.captured.contract.buffers, old.program.state_names, inputs),
+                old.call_as_it_was(self.model),
+            ):
+                entry = old.for_masks[mask] = self._make(old.key, old.sample.on(self.model), old, mask)
+        others = (one for one in self.entries.get(old.key, ()) if one is not entry and one is not old)
+        self.entries[old.key] = [entry, *others]
+        return self.rescue.within(entry)
+
+    def _refuse(self, key: Signature, inputs: list[torch.Tensor]) -> None:
+        what = f"a call with {describe(inputs, len(model_state(self.model).tensors))} "
+        if self.entries.get(key):
+            what += f"has another program than the planned ones ({self._latest(key).conditions[0].broken(self.model, inputs)})"
+        else:
+            what += "has another signature than the planned ones"
+        if self.settings.on_new_signature == "error":
+            raise PlanError(f'{what}; call with the planned shapes, or pass on_new_signature="plan" (or "eager").')
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{what}; it runs without a plan, outside the budget.", stacklevel=4)

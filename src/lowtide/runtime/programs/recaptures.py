@@ -1,0 +1,94 @@
+"""Why calls of shapes that are known are captured again, and what is learned from it for the next capture."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from lowtide.capture import Captured, Known
+from lowtide.errors import CaptureError
+from lowtide.runtime.programs.entry import Entry, Signature
+
+_LOG = logging.getLogger(__name__)
+_MANY_CAPTURES = 8  # for the same shapes: said in the log
+_MOST_CAPTURES = 16  # for the same shapes, in most calls, of what may run in parts instead
+_FEW_CAPTURES = 4  # the same, where a number changes that is computed with, or what is drawn
+_DECIDED_CAPTURES, _DECIDED_CALLS = 5, 4  # the same, where draws decide, in fewer calls than so many for each capture
+_MANY_DRAWS, _OF_MANY_CAPTURES = 5, 2  # the same, where so many draws decide: there are more ways than calls will show
+_MOST_UNEXPECTED = 3  # programs for the same shapes that differ in how checks of values go
+
+
+class Recaptures:
+    """``known``: what was seen to change from call to call. Both methods raise ``CaptureError`` where it does so again and
+    again."""
+
+    def __init__(self) -> None:
+        self.known = Known()
+        self._counts: Counter[Signature] = Counter()
+
+    def forget_one(self, key: Signature) -> None:
+        """It took little."""
+        if not self.known.computed:
+            self._counts[key] -= 1
+
+    def learn(self, captured: Captured) -> None:
+        """What is still worth knowing after a capture."""
+        self.known = self.known.after(captured)
+
+    def changed(
+        self,
+        key: Signature,
+        entries: Sequence[Entry],
+        latest: Entry,
+        model: nn.Module,
+        inputs: list[torch.Tensor],
+        may_be_apart: bool,
+    ) -> None:
+        """Log why none of the ``entries``, the programs that are known for these shapes, holds; once louder, where that is so
+        again and again."""
+        self._counts[key] += 1
+        times, name, conditions = self._counts[key] + 1, type(model).__name__, latest.conditions[0]
+        why = conditions.broken(model, inputs)
+        self.known = self.known.with_changes(conditions, model)
+        computed = self.known.numbers.keys() & self.known.computed
+        drawn = conditions.draws is not None and not conditions.draws.come_again
+        most, each = _FEW_CAPTURES if computed or drawn else _MOST_CAPTURES, 1
+        if drawn and conditions.draws is not None and conditions.draws.numbers is not None:
+            many = len(conditions.draws.numbers) >= _MANY_DRAWS
+            most, each = _OF_MANY_CAPTURES if many else _DECIDED_CAPTURES, _DECIDED_CALLS
+        if times >= most and each * times > sum(entry.calls for entry in entries) and may_be_apart:
+            raise CaptureError(
+                f"its program depends on what changes from call to call ({why}), and was captured {times} times for the same "
+                "shapes. Make it constant, keep it in a buffer, or pass it as a tensor that is only computed with."
+            )
+        _LOG.info("%s is captured again: %s", name, why)
+        if times == _MANY_CAPTURES:
+            _LOG.warning(
+                "%s has been captured %d times for the same shapes: its program depends on what changes from call to call "
+                "(%s). Each time takes a capture, and a plan where the program is another one. Make it constant, keep it in a "
+                "buffer, pass it as a tensor that is only computed with, or run the model under lowtide.online.",
+                name, times, why,
+            )  # fmt: skip
+
+    @contextlib.contextmanager
+    def unexpected(self, entries: Sequence[Entry], model: nn.Module, expected: tuple[bool, ...]) -> Iterator[None]:
+        """Inside, a call is captured whose checks of values go like this, and otherwise in all of the ``entries``."""
+        if len(entries) >= _MOST_UNEXPECTED:
+            raise CaptureError(
+                "its program depends on the values of floating-point or random tensors: what it checks in the forward pass "
+                f"went in {len(entries)} ways already. Make the decision independent of the data, or run the model under "
+                "lowtide.online."
+            )
+        _LOG.info("%s is captured again: a value that it checks is not as it usually is", type(model).__name__)
+        usual, self.known = self.known.expected, replace(self.known, expected=expected)
+        try:
+            yield
+        except CaptureError:  # the model's own error, say
+            self.known = replace(self.known, expected=usual)
+            raise

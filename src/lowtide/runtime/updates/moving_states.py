@@ -1,0 +1,308 @@
+"""States of an optimizer that lie in a second memory between the updates of their parameters.
+
+What moves of a parameter's state are its large tensors, as Adam's moments; counts stay. In ``optimizer.state`` a tensor that is
+away is an ``AwayState``, which whoever reads it fetches. Each parameter has a place of its own in the second memory, where its
+state lies until the next update.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+from torch.utils import _pytree as pytree
+
+from lowtide.errors import ExecutionError
+from lowtide.memory.allocators import round_up
+from lowtide.offload import Copy, Lease, SecondMemoryOf, open_memory
+from lowtide.offload.interface import ALIGNMENT
+from lowtide.program.optimizer_state import state_sizes
+from lowtide.program.updates import StateMoves
+from lowtide.runtime.updates.optimizer_step import step_for
+
+_LOG = logging.getLogger(__name__)
+_LEAST_BYTES = ALIGNMENT  # of a tensor that moves
+_LEAST_SHARE = 1e-3  # of all that may move, that the state of a parameter is
+
+
+class AwayState(torch.Tensor):
+    """A tensor of an optimizer's state in a second memory: whoever reads it fetches it, and nobody can write into it."""
+
+    copy: Copy
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor, copy: Copy) -> AwayState:
+        kind: dict[str, Any] = {"strides": tensor.stride(), "dtype": tensor.dtype, "device": tensor.device}
+        made: AwayState = torch.Tensor._make_wrapper_subclass(cls, tensor.shape, **kind)
+        made.copy = copy
+        return made
+
+    def begun(self) -> torch.Tensor:
+        """The tensor, in memory that begins to fill: nobody may use it before ``copy.back()``."""
+        self.copy.left()
+        (tensor,) = self.copy.fetch()
+        return tensor
+
+    def fetched(self) -> torch.Tensor:
+        """The tensor. Raises ``ExecutionError`` where it cannot be read."""
+        tensor = self.begun()
+        self.copy.back()
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0], args[0].copy)
+        if func._schema.is_mutable:
+            written = [
+                v for a, v in zip(func._schema.arguments, args, strict=False) if a.alias_info and a.alias_info.is_write
+            ]
+            if any(isinstance(leaf, AwayState) for leaf in pytree.tree_leaves(written)):
+                raise ExecutionError(
+                    f"{func} would write into a state of the optimizer that lies in the second memory (offload=). Load states "
+                    "with optimizer.load_state_dict, or call lowtide.restore(model) before."
+                )
+        here = functools.partial(pytree.tree_map_only, AwayState, AwayState.fetched)
+        return func(*here(args), **here(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.fetched()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.fetched().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"AwayState(shape={list(self.shape)}, dtype={self.dtype})"
+
+
+@dataclass(slots=True, eq=False)
+class FetchedState:
+    """What moves of the state of ``parameter``, by key, while it is there; nothing before its first update."""
+
+    parameter: torch.Tensor
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class MovingStates:
+    """The states of ``optimizer`` for ``parameters``, some of which may lie in a second memory, by its name. ``share``: how
+    many of them do between updates, by their bytes and from the largest on."""
+
+    def __init__(self, optimizer: Optimizer, memory: str, parameters: Sequence[torch.Tensor]) -> None:
+        self.optimizer, self.share = optimizer, 0.0
+        self._memory, self._parameters = memory, parameters
+        # Parameters that were stepped, and their gradients.
+        self._kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._moving: list[torch.Tensor] = []  # parameters whose states move
+        self._leases: dict[int, tuple[Lease, int]] = {}
+
+    def movable_bytes(self, share: float) -> int:
+        """Of the states that move where ``share`` of them are to."""
+        return sum(self._sizes[id(parameter)] for parameter in self._chosen(share))
+
+    def has_room(self) -> bool:
+        """Whether there is something to move, and the second memory has room for all of it."""
+        chosen = self._chosen(1.0)
+        return bool(chosen) and self._opened(chosen[0]).free_bytes() >= sum(self._sizes.values())
+
+    def moves(self, parameters: Mapping[int, torch.Tensor], share: float) -> dict[int, StateMoves]:
+        """Of ``parameters`` by position those whose state moves where ``share`` of all bytes are to, and how."""
+        chosen = set(map(id, self._chosen(share)))
+        return {
+            position: StateMoves(FetchState(self), StoreState(self), self._sizes[id(parameter)])
+            for position, parameter in parameters.items()
+            if id(parameter) in chosen
+        }
+
+    def _chosen(self, share: float) -> list[torch.Tensor]:
+        """The parameters whose states move where ``share`` of all bytes are to."""
+        sizes, taken, found = self._sizes, 0, list[torch.Tensor]()
+        whole = sum(sizes.values())
+        for parameter in sorted(self._parameters, key=lambda one: -sizes.get(id(one), 0)) if share else ():
+            size = sizes.get(id(parameter), 0)
+            if taken >= share * whole or size < max(1, _LEAST_SHARE * whole):
+                break
+            taken += size
+            found.append(parameter)
+        return found
+
+    @functools.cached_property
+    def _sizes(self) -> dict[int, int]:
+        """By parameter that trains, the bytes of what may move of its state."""
+        known = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        return {
+            id(one): movable_bytes(state_sizes(self.optimizer, one), one.device)
+            for one in self._parameters
+            if one.requires_grad and id(one) in known
+        }
+
+    def _opened(self, parameter: torch.Tensor) -> SecondMemoryOf:
+        return open_memory(self._memory, parameter.device)
+
+    def begin(self, share: float) -> None:
+        """Have ``share`` of the states away from now on."""
+        self.share, self._moving = share, self._chosen(share)
+        _LOG.info("%d bytes of states of an optimizer lie in the second memory", self.movable_bytes(share))
+        self.send_away()
+
+    def end(self) -> None:
+        """All states are where they were."""
+        self.bring_home(self._moving)
+        self.share, self._moving = 0.0, []
+        self._leases.clear()
+
+    def fetch(self, parameter: torch.Tensor) -> Callable[[], FetchedState]:
+        """Begin to fetch the state of ``parameter``. Called, what is returned waits for it."""
+        state = self._of(parameter)
+        away = {key: value for key, value in state.items() if isinstance(value, AwayState)}
+        fetched = FetchedState(parameter, {key: one.begun() for key, one in away.items()})
+
+        def end() -> FetchedState:
+            for one in away.values():
+                one.copy.back()
+            return fetched
+
+        return end
+
+    def update(self, parameter: torch.Tensor, fetched: FetchedState | None, step: Callable[[], None]) -> None:
+        """Run a ``step`` of the optimizer for ``parameter`` alone, with its state there; what moves of it is in ``fetched``
+        afterwards."""
+        state = self._of(parameter)
+        state.update({} if fetched is None else fetched.tensors)
+        self.bring_home((parameter,))
+        step()
+        if fetched is not None:
+            fetched.parameter = parameter
+            fetched.tensors = {key: one for key, one in self._of(parameter).items() if _moves(one)}
+
+    def store(self, fetched: FetchedState) -> Callable[[], None]:
+        """Begin to take the state back. Called, what is returned waits for that, and raises ``ExecutionError`` where it cannot
+        be written: then it stays."""
+        state, tensors = self._of(fetched.parameter), fetched.tensors
+        sizes = list(map(_slot, tensors.values()))
+        lease, offsets = self._lease(fetched.parameter, sum(sizes)), itertools.accumulate(sizes, initial=0)
+        copies = {key: lease.offload(offset, (tensors[key],)) for key, offset in zip(tensors, offsets, strict=False)}
+        state.update({key: AwayState(tensors[key], copy) for key, copy in copies.items()})
+
+        def end() -> None:
+            try:
+                for copy in copies.values():
+                    copy.left()
+            except BaseException:
+                state.update(tensors)
+                raise
+            finally:
+                tensors.clear()
+
+        return end
+
+    def send_away(self) -> None:
+        """Take states that are there, but should not be, to the second memory."""
+        for parameter in self._moving:
+            there = {key: one for key, one in self._of(parameter).items() if _moves(one)}
+            if there:
+                self.store(FetchedState(parameter, there))()
+
+    def step_kept(self) -> None:
+        """The optimizer's step for parameters whose states move and whose gradients were kept, one after the other, while the
+        next state comes and the former goes. The step that follows finds no gradients there, until ``show_kept``."""
+        self.show_kept()
+        chosen = [parameter for parameter in self._moving if parameter.grad is not None]
+        groups = {id(one): group for group in self.optimizer.param_groups for one in group["params"]}
+        coming = [self.fetch(parameter) for parameter in chosen[:1]]
+        going: list[Callable[[], None]] = []
+        with torch.no_grad():
+            for parameter, following in itertools.zip_longest(chosen, chosen[1:]):
+                fetched = coming.pop()()
+                if going:
+                    going.pop()()
+                if following is not None:
+                    coming.append(self.fetch(following))
+                group, state = groups[id(parameter)], self.optimizer.state
+                self.update(parameter, fetched, functools.partial(step_for, self.optimizer, group, parameter, state))
+                self._kept.append((parameter, parameter.grad))
+                parameter.grad = None
+                going.append(self.store(fetched))
+        for end in going:
+            end()
+
+    def show_kept(self) -> None:
+        """Gradients that were kept are where they were."""
+        for parameter, gradient in self._kept:
+            parameter.grad = gradient
+        self._kept.clear()
+        self.send_away()
+
+    def bring_home(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Fetch the states of ``parameters`` for whoever reads and writes them outside of a planned pass."""
+        for parameter in parameters:
+            state = self._of(parameter)
+            for key in [key for key, value in state.items() if isinstance(value, AwayState)]:
+                state[key] = state[key].fetched()
+
+    def _of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        found: dict[str, Any] = self.optimizer.state.get(parameter, {})
+        return found
+
+    def _lease(self, parameter: torch.Tensor, nbytes: int) -> Lease:
+        """Room for the state of a parameter."""
+        lease, room = self._leases.get(id(parameter), (None, 0))
+        if lease is None or room < nbytes:
+            lease = self._opened(parameter).lease(nbytes)
+            self._leases[id(parameter)] = lease, nbytes
+        return lease
+
+
+class _Transfer:
+    """An operator of a program."""
+
+    def __init__(self, states: MovingStates) -> None:
+        self.states = states
+        self.__name__ = self.__qualname__ = type(self).__name__
+        self.__module__ = "lowtide"
+
+
+class FetchState(_Transfer):
+    """Returns the state of a parameter from the second memory."""
+
+    def __call__(self, parameter: torch.Tensor) -> FetchedState:
+        return self.begin(parameter)()
+
+    def begin(self, parameter: torch.Tensor) -> Callable[[], FetchedState]:
+        return self.states.fetch(parameter)
+
+
+class StoreState(_Transfer):
+    """Takes the state back there."""
+
+    def __call__(self, fetched: FetchedState) -> None:
+        self.begin(fetched)()
+
+    def begin(self, fetched: FetchedState) -> Callable[[], None]:
+        return self.states.store(fetched)
+
+
+def movable_bytes(sizes: Iterable[int], device: torch.device) -> int:
+    """What may move of the state of a parameter, whose tensors are of these sizes."""
+    return sum(round_up(size, device) for size in sizes if size >= _LEAST_BYTES)
+
+
+def saved_whole(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """A ``state_dict`` whose tensors are all there."""
+    here = functools.partial(pytree.tree_map_only, AwayState, AwayState.fetched)
+    return {**saved, "state": {number: here(state) for number, state in saved["state"].items()}}
+
+
+def _moves(value: Any) -> bool:
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, AwayState)
+    return plain and value.nbytes >= _LEAST_BYTES
+
+
+def _slot(tensor: torch.Tensor) -> int:
+    return -(-tensor.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT

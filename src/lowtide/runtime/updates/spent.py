@@ -1,0 +1,108 @@
+"""What stands in ``.grad`` for a gradient that was used up by the update of its parameter.
+
+It has the gradient's shape and type and no memory. The optimizer's ``step`` does not see it (``updates.optimizer``), and
+``zero_grad`` takes it away; whatever else would read it (clipping by a norm, a gradient scaler, a log of norms, a further
+gradient that is to be added) is told that the gradient is gone, so that none goes wrong in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtide.errors import ExecutionError
+
+_ATEN = torch.ops.aten
+_ZEROING = (_ATEN.zero_.default, _ATEN._foreach_zero_.default)
+_ELSEWHERE = (_ATEN.detach.default, _ATEN.alias.default, _ATEN._to_copy.default)
+
+
+class SpentGradient(torch.Tensor):
+    """A gradient without memory. ``is_zeroed``: whether it was set to zero since, so that it counts as none."""
+
+    is_zeroed: bool
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> SpentGradient:
+        made: SpentGradient = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=stride, dtype=dtype, device=device
+        )
+        made.is_zeroed = False
+        return made
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> SpentGradient:
+        return cls(parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in _ZEROING:
+            for one in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+                if isinstance(one, SpentGradient):
+                    one.is_zeroed = True
+                else:
+                    one.zero_()
+            return args[0]
+        if func in _ELSEWHERE and isinstance(args[0], SpentGradient):
+            own, given = args[0], kwargs or {}
+            return cls(own.shape, own.stride(), given.get("dtype") or own.dtype, given.get("device") or own.device)
+        if func is _ATEN.add_.Tensor and isinstance(args[0], SpentGradient):
+            raise ExecutionError(
+                f"a gradient is added to that of a parameter of shape {list(args[0].shape)}, with which its optimizer has "
+                "updated the parameter in the backward pass already. Where another backward pass adds to gradients, call "
+                "optimizer.zero_grad() before it, or run those before the last inside lowtide.accumulating(model); where the "
+                "loss uses parameters outside of the model (a penalty on weights, say), compute it in the model's forward, or "
+                "leave out optimizer= in lowtide.rematerialize."
+            )
+        raise ExecutionError(
+            f"{func} needs the gradient of a parameter of shape {list(_shape(args))}, but its optimizer has updated the "
+            "parameter with it in the backward pass already, and it is gone. For what needs gradients between backward() and "
+            "step() (clipping by their norm, GradScaler, logging), give lowtide.rematerialize keep_gradients=True, or run the "
+            "forward and backward pass inside lowtide.accumulating(model)."
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"SpentGradient(shape={list(self.shape)}, dtype={self.dtype}: used by the update of its parameter)"
+
+
+class SpentGradients:
+    """One for each parameter, made again where that became another."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, SpentGradient] = {}
+
+    def made(self, parameter: torch.Tensor) -> SpentGradient:
+        """In the place of a gradient that was used now."""
+        spent, kind = self._latest.get(id(parameter)), (parameter.shape, parameter.dtype, parameter.device)
+        if spent is None or (spent.shape, spent.dtype, spent.device) != kind:
+            spent = self._latest[id(parameter)] = SpentGradient.of(parameter)
+        spent.is_zeroed = False
+        return spent
+
+    def latest(self, parameter: torch.Tensor) -> SpentGradient:
+        """The one that was made last."""
+        return self._latest[id(parameter)]
+
+
+def fill_zeroed(optimizer: torch.optim.Optimizer) -> None:
+    """Where spent gradients were set to zero, others may be added to them now."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if isinstance(parameter.grad, SpentGradient) and parameter.grad.is_zeroed:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _shape(args: Any) -> torch.Size:
+    """Of the spent gradient among these."""
+    for one in args:
+        found = (
+            next((each for each in one if isinstance(each, SpentGradient)), one)
+            if isinstance(one, (list, tuple))
+            else one
+        )
+        if isinstance(found, SpentGradient):
+            return found.shape
+    return torch.Size()
