@@ -12,7 +12,7 @@ import sysconfig
 from pathlib import Path
 
 _LIBRARIES = tuple({*site.getsitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<frozen"})
-_OURS = str(Path(__file__).parents[2])
+_OURS = str(Path(__file__).parents[3])
 
 
 @functools.lru_cache(maxsize=1 << 14)
