@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.arguments import put_on, rebuilt, refuse_marks
 from lowtide.capture.copies import State, copy_without_data
@@ -42,23 +39,22 @@ from lowtide.capture.python_state.guards.noting import NotingClasses
 from lowtide.capture.python_state.guards.observe import Observer
 from lowtide.capture.python_state.guards.reads import Place, Read, Reads
 from lowtide.capture.python_state.paths import AttributePath, attributes_of, locate, owned
-from lowtide.capture.trace.autocast import Period, periods_of_casts
+from lowtide.capture.tensor_calls import TensorCalls
+from lowtide.capture.trace.autocast import periods_of_casts
 from lowtide.capture.trace.checkpoints import unwrapped
+from lowtide.capture.trace.classes import mark_parameters
 from lowtide.capture.trace.expected import Expectations
-from lowtide.capture.trace.fake import copy_attributes, known_value, read_values
-from lowtide.capture.trace.origins import note, origins_announced
-from lowtide.capture.trace.packed import of_packed
-from lowtide.capture.trace.patches import below, replaced, replaced_methods
+from lowtide.capture.trace.fake import copy_attributes, known_value
+from lowtide.capture.trace.origins import origins_announced
+from lowtide.capture.trace.patches import replaced
 from lowtide.capture.trace.sizes import SymbolicSizes
-from lowtide.capture.trace.stacked import stacked
 from lowtide.capture.trace.staying import staying
-from lowtide.capture.trace.writes import RefuseWrites, assigned_data, refuse_gradients, refuse_required
+from lowtide.capture.trace.writes import RefuseWrites, refuse_required
 from lowtide.errors import CaptureError
 from lowtide.objects import structure
 from lowtide.objects.walk import ABSENT, CONTAINERS, current, is_open, parts_of, reachable
 from lowtide.program.distributed.local import distributed, local_results
 from lowtide.program.results import GradientMask, Viewed, bases, outputs_of, unreached
-from lowtide.program.source import user_source
 
 NO_SAVED_TENSORS_HOOKS = (
     "the model offloads or packs activations by itself (saved_tensors_hooks), which a plan replaces: switch that off or, where "
@@ -195,6 +191,7 @@ class TracedModel:
         for traced, real in zip(tensors, reals, strict=True):
             copy_attributes(real, traced)
         wholes = self._wholes(tensors, reals)
+        mark_parameters(wholes, (*self.call.state.registered, *reals[len(names) :]))
         state, others = wholes[: len(names)], wholes[len(names) :]
         given, held = others[: len(self.call.tensors)], others[len(self.call.tensors) :]
         model, copies = self._copy([*state, *held])
@@ -275,7 +272,7 @@ class TracedModel:
             no_hooks,
             unwrapped(self.call.model),
             periods_of_casts(self._keep_casts) as period,
-            _RecordSource(*tensors, period, self.latest_reads),
+            TensorCalls(*tensors, period, self.latest_reads),
             RefuseWrites(),  # type: ignore[no-untyped-call]
             origins_announced(model, self._call),
         ):
@@ -298,54 +295,3 @@ def _constant(traced: torch.Tensor) -> torch.Tensor | None:
     """The real tensor, where it is one that eager's first call would have left."""
     real = None if traced.requires_grad else known_value(traced, constant=True)
     return real if real is not None and real.device == traced.device else None
-
-
-_ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
-_TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
-_VALUES = (torch.Tensor.tolist, *_ARRAYS, *_TEXTS)
-
-
-class _RecordSource(torch.overrides.TorchFunctionMode):
-    """Notes the user's line at every call of a torch function, and the ``period`` of its casts; in ``reads`` constant tensors
-    whose values become numbers of Python's. ``state``: what must not be given other data; its gradients, and those of
-    ``others``, are the user's."""
-
-    def __init__(
-        self, state: Sequence[torch.Tensor], others: Sequence[torch.Tensor], period: Period, reads: Reads
-    ) -> None:
-        super().__init__()
-        self.state, self.given = state, [*state, *(other for other in others if other.requires_grad)]
-        self.period = period
-        self.reads = reads
-        self.replaced = replaced_methods()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if id(func) in self.replaced:
-            with torch._C.DisableTorchFunction():
-                return self.replaced[id(func)](*args, **(kwargs or {}))
-        func = below(func, sys._getframe(1))
-        note(source=user_source(), casts=self.period(func, args, kwargs))
-        if func in _VALUES and not isinstance(args[0], (FakeTensor, FunctionalTensor)):
-            self.reads.note("version", args[0], "", args[0]._version, "the values of a constant tensor")
-        if assigned_data(func, args, self.state):
-            return None
-        if func is torch.Tensor._nnz and isinstance(args[0], (FakeTensor, FunctionalTensor)):
-            raise CaptureError(
-                f"the forward pass asks how many entries a sparse tensor has ({user_source()}), which no plan knows. Pass the "
-                "number as an argument, or run the model under lowtide.online."
-            )
-        refuse_gradients(func, args, self.given)
-        if func in _ARRAYS or func in _TEXTS:
-            real = read_values(args[0])
-            if real is not None:
-                with _disable_current_modes():
-                    return func(real if real.requires_grad else real.clone(), *args[1:], **(kwargs or {}))
-            if func in _TEXTS and not isinstance(args[0], FakeTensor):
-                return f"tensor(..., size={tuple(args[0].shape)}, dtype={args[0].dtype})"
-            if func in _ARRAYS:
-                raise CaptureError(
-                    f"the forward pass makes an array of NumPy's of a tensor ({user_source()}), whose values no plan knows. "
-                    "Compute with torch, or run the model under lowtide.online."
-                )
-        made = stacked(func, args, kwargs or {})
-        return of_packed(func)(*args, **(kwargs or {})) if made is None else made

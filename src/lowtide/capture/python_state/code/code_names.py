@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import itertools
 import operator
 import re
 import sys
@@ -190,11 +191,21 @@ def attributes_named(function: types.FunctionType) -> frozenset[str]:
     return frozenset() if is_installed(function.__code__.co_filename) else names_in(function.__code__).all
 
 
-def asks_for_types(function: types.FunctionType) -> bool:
-    """Whether the code of a function asks for the class of anything but ``self``."""
-    instructions = [item for part in codes(function.__code__) for item in dis.get_instructions(part)]
+@functools.lru_cache(maxsize=1 << 14)
+def asks_for_types(code: types.CodeType) -> bool:
+    """Whether code asks by ``type`` for the class of anything but ``self``."""
+    instructions = [item for part in codes(code) for item in dis.get_instructions(part)]
     places = [i for i, item in enumerate(instructions) if item.opname in _GLOBAL and item.argval == "type"]
     return any(instructions[i + 1].argval != "self" or "CALL" not in instructions[i + 2].opname for i in places)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def asks_for_classes(code: types.CodeType) -> bool:
+    """Whether code asks for the class of anything but ``self``, by ``type`` or by ``__class__``."""
+    instructions = [item for part in codes(code) for item in dis.get_instructions(part) if item.opname != "CACHE"]
+    pairs = itertools.pairwise(instructions)
+    named = any(item.opname in _ATTRIBUTE and item.argval == "__class__" and of.argval != "self" for of, item in pairs)
+    return named or asks_for_types(code)
 
 
 def given(arguments: Iterable[Any]) -> Iterator[Any]:

@@ -188,7 +188,7 @@ class Standing:
 
     def met(self, function: types.FunctionType) -> None:
         """The run may call it, which may tell stand-ins from numbers."""
-        if self.bare and asks_for_types(function):
+        if self.bare and asks_for_types(function.__code__):
             for names in self.bare.values():
                 for comparisons in names.values():
                     comparisons.used_otherwise = True

@@ -34,6 +34,7 @@ from lowtide.capture.python_state.guards.namespaces import Namespaces
 from lowtide.capture.python_state.guards.noting import NotingClasses
 from lowtide.capture.python_state.guards.reads import Content, Contents, Reads, decided_by, put_together
 from lowtide.capture.python_state.paths import FORWARD_HOOKS, OWN
+from lowtide.capture.trace.classes import ClassesShown, Type
 from lowtide.objects import opaque
 from lowtide.objects.walk import ABSENT, PLAIN, content, current, fields, own_attributes, part_name
 
@@ -76,8 +77,11 @@ class Observer:
         self._unregistered: set[int] = set()  # modules that are not of the model, as the run sees them
         self._model = (model, clone)
         self._arguments = arguments
-        theirs = filter(code_names.is_third_party, map(type, model.modules()))
+        theirs = {*filter(code_names.is_third_party, map(type, model.modules()))}
         self._defining = {kind.__module__ for kind in theirs}
+        self._classes_shown = ClassesShown()
+        for function in (one for kind in theirs for one in code_names.functions_of(kind)):
+            self._show_classes(function)
 
     @contextlib.contextmanager
     def watching(self, *, backward: bool = False) -> Iterator[None]:
@@ -85,6 +89,7 @@ class Observer:
         function, or a hook)."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._classes.remove)
+            stack.enter_context(self._classes_shown)
             for classes in (self._modules, self._classes):
                 stack.enter_context(classes.noted(self._note_read, self._note_write))
             if backward:
@@ -228,16 +233,23 @@ class Observer:
     def _look_at_function(self, seen: types.FunctionType, function: types.FunctionType) -> None:
         self._namespaces.attributes |= code_names.attributes_named(function)
         self._numbers.met(function)
+        self._show_classes(function)
         theirs = function.__globals__.get("__name__") in self._defining
         self._read(seen, (*code_names.variables_of(function), *(code_names.called_by(function) if theirs else ())))
         if vars(function) and not is_installed(function.__code__.co_filename):
             self._texts[id(function)] = code_names.full_name(function)
             self._note_whole(function, function)
 
+    def _show_classes(self, function: Any) -> None:  # to its module, where it asks for them
+        if isinstance(function, types.FunctionType) and code_names.asks_for_classes(function.__code__):
+            self._classes_shown.to(function.__globals__)
+
     def _read(self, seen: Any, variables: Iterable[Named]) -> None:
         """``seen``: the function whose code reads them."""
         for variable in variables:
             value = current(variable.kind, variable.owner, variable.name)
+            if value is Type:
+                continue
             self.reads.note(variable.kind, variable.owner, variable.name, value, variable.text)
             if value is not ABSENT:
                 self._reach(code_names.value_in(seen, variable, value), value, variable.text)

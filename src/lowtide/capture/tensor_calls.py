@@ -1,0 +1,77 @@
+"""Calls of torch functions while a model is traced: where in the user's code they are, and what is answered, or refused, where
+the traced tensor would answer otherwise than the real one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide.capture.python_state.guards.reads import Reads
+from lowtide.capture.trace.autocast import Period
+from lowtide.capture.trace.classes import IS_LEAF, is_leaf
+from lowtide.capture.trace.fake import read_values
+from lowtide.capture.trace.origins import note
+from lowtide.capture.trace.packed import of_packed
+from lowtide.capture.trace.patches import below, replaced_methods
+from lowtide.capture.trace.stacked import stacked
+from lowtide.capture.trace.writes import assigned_data, refuse_gradients
+from lowtide.errors import CaptureError
+from lowtide.program.source import user_source
+
+_ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
+_TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
+_VALUES = (torch.Tensor.tolist, *_ARRAYS, *_TEXTS)
+
+
+class TensorCalls(torch.overrides.TorchFunctionMode):
+    """Notes the user's line at every call of a torch function, and the ``period`` of its casts; in ``reads`` constant tensors
+    whose values become numbers of Python's. ``state``: what must not be given other data; its gradients, and those of
+    ``others``, are the user's."""
+
+    def __init__(
+        self, state: Sequence[torch.Tensor], others: Sequence[torch.Tensor], period: Period, reads: Reads
+    ) -> None:
+        super().__init__()
+        self.state, self.given = state, [*state, *(other for other in others if other.requires_grad)]
+        self.period = period
+        self.reads = reads
+        self.replaced = replaced_methods()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if id(func) in self.replaced:
+            with torch._C.DisableTorchFunction():
+                return self.replaced[id(func)](*args, **(kwargs or {}))
+        func = below(func, sys._getframe(1))
+        note(source=user_source(), casts=self.period(func, args, kwargs))
+        if func in _VALUES and not isinstance(args[0], (FakeTensor, FunctionalTensor)):
+            self.reads.note("version", args[0], "", args[0]._version, "the values of a constant tensor")
+        if assigned_data(func, args, self.state):
+            return None
+        if func is torch.Tensor._nnz and isinstance(args[0], (FakeTensor, FunctionalTensor)):
+            raise CaptureError(
+                f"the forward pass asks how many entries a sparse tensor has ({user_source()}), which no plan knows. Pass the "
+                "number as an argument, or run the model under lowtide.online."
+            )
+        refuse_gradients(func, args, self.given)
+        if func == IS_LEAF and any(args[0] is one for one in self.given):
+            return is_leaf(args[0])
+        if func in _ARRAYS or func in _TEXTS:
+            real = read_values(args[0])
+            if real is not None:
+                with _disable_current_modes():
+                    return func(real if real.requires_grad else real.clone(), *args[1:], **(kwargs or {}))
+            if func in _TEXTS and not isinstance(args[0], FakeTensor):
+                return f"tensor(..., size={tuple(args[0].shape)}, dtype={args[0].dtype})"
+            if func in _ARRAYS:
+                raise CaptureError(
+                    f"the forward pass makes an array of NumPy's of a tensor ({user_source()}), whose values no plan knows. "
+                    "Compute with torch, or run the model under lowtide.online."
+                )
+        made = stacked(func, args, kwargs or {})
+        return of_packed(func)(*args, **(kwargs or {})) if made is None else made
