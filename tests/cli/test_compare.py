@@ -20,7 +20,7 @@ TABLE = """\
 chain: 12 ops, peak without recomputation 6.8 KiB
 planner                   100%             70%              1B
 --------  --------------------  --------------  --------------
-greedy             0.000 N.N s    21.212 N.N s  unsolved N.N s
+greedy    0.000* (0.000) N.N s    21.212 N.N s  unsolved N.N s
 keep-all  0.000* (0.000) N.N s  unsolved N.N s  unsolved N.N s
 
 overhead in % (proven lower bound), seconds of planning; * marks a proven optimum

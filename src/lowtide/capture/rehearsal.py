@@ -24,6 +24,7 @@ from lowtide.capture.python_state.guards.counters import Readers
 from lowtide.capture.python_state.guards.external_effects import WHAT_TO_DO, ExternalEffects, hooks_in
 from lowtide.capture.python_state.guards.reads import Place, Read, Reads
 from lowtide.capture.python_state.paths import AttributePath, tensors_in, texts, value_at
+from lowtide.capture.trace.classes import mark_parameters
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of, known_value
 from lowtide.capture.trace.joint import as_traced
 from lowtide.capture.trace.patches import all_wrapped
@@ -72,6 +73,7 @@ def rehearse(
     fakes = fakes_of(mode, state.tensors, (*followed, *tensors))
     reals = (*state.tensors, *followed, *tensors)
     wholes = [like_form(real, fake) for real, fake in zip(reals, fakes, strict=True)]
+    mark_parameters(wholes, (*state.registered, *followed, *tensors))
     clone, _ = copy_without_data(model, (*state.registered, *followed), wholes[:count])
     calls: list[RehearsedCall] = []
     readers = Readers(model, reads)
@@ -84,7 +86,7 @@ def rehearse(
         args, kwargs = rebuilt(traced.arguments, wholes[: len(state.tensors)], inputs)
         outer, variables = ExternalEffects(clone, (*args, *kwargs.values())), counters.as_now(outside)
         mode.expectations.begin()
-        with as_traced(), untouched(), traced.caches.without_fakes(), outer, mode:
+        with as_traced(), untouched(), traced.caches.without_fakes(), traced.classes, outer, mode:
             with called:
                 result = clone.forward(*args, **kwargs)
             called.ended(clone, before, result)

@@ -42,7 +42,7 @@ from lowtide.capture.python_state.paths import AttributePath, attributes_of, loc
 from lowtide.capture.tensor_calls import TensorCalls
 from lowtide.capture.trace.autocast import periods_of_casts
 from lowtide.capture.trace.checkpoints import unwrapped
-from lowtide.capture.trace.classes import mark_parameters
+from lowtide.capture.trace.classes import ClassesShown, mark_parameters
 from lowtide.capture.trace.expected import Expectations
 from lowtide.capture.trace.fake import copy_attributes, known_value
 from lowtide.capture.trace.origins import origins_announced
@@ -75,6 +75,7 @@ class TracedCall:
     mask: GradientMask | None = None
     sizes: SymbolicSizes | None = None
     caches: Caches = field(default_factory=caches)
+    classes: ClassesShown = field(default_factory=ClassesShown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,7 @@ class TracedModel:
         args, kwargs = rebuilt(self.call.arguments, state, given)
         wanting, marks = [tensor.requires_grad for tensor in tensors], list(map(put_on, wholes))
         with standing_in(self.numbers, copies) as standing:
-            noting = self.latest_reads, self._modules, standing
+            noting = self.latest_reads, self._modules, standing, self.call.classes
             observer = Observer(self.call.model, model, copies, *noting, [*parts_of((args, kwargs))])
             result, reached = self._forward(model, args, kwargs, (state, given), observer)
         sources = dict(zip(map(id, (*state, *held)), (*self.call.state.registered, *self.held), strict=True))

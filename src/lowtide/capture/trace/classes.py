@@ -6,6 +6,7 @@ So the name ``type`` stands for ``Type`` in the modules whose code asks, and ``x
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -70,37 +71,46 @@ def is_leaf(tensor: torch.Tensor) -> bool:
 
 
 class ClassesShown:
-    """Inside, the code of modules is told these classes: of those whose variables were given to it, before or meanwhile."""
+    """Inside, the code of modules is told these classes: of those whose variables were given to it, before or meanwhile.
+    What is entered more than once, or of several calls, ends where it is left the last time."""
+
+    _shown = Counter[int]()  # for how many, by the id of a module's variables
 
     def __init__(self) -> None:
         self._modules: dict[int, dict[str, Any]] = {}
-        self._is_on = False
+        self._entered = 0
 
     def to(self, variables: dict[str, Any]) -> None:
         """To the module that has these variables. Where it calls something else ``type``, by that name it asks for no class."""
-        if _NAME in variables or str(variables.get("__name__")).partition(".")[0] in _OWN:
+        known = id(variables) in self._modules or variables.get(_NAME, Type) is not Type
+        if known or str(variables.get("__name__")).partition(".")[0] in _OWN:
             return
         self._modules[id(variables)] = variables
-        if self._is_on:
+        for _ in range(self._entered):
             self._show(variables)
 
     def _show(self, variables: dict[str, Any]) -> None:
+        self._shown[id(variables)] += 1
         variables[_NAME] = Type
         for kind in _TRACED:
             setattr(kind, _READ, _attribute_of)
 
+    def _hide(self, variables: dict[str, Any]) -> None:
+        self._shown[id(variables)] -= 1
+        if self._shown[id(variables)] == 0:
+            del self._shown[id(variables)], variables[_NAME]
+            for kind in () if self._shown else _TRACED:
+                delattr(kind, _READ)
+
     def __enter__(self) -> None:
-        self._is_on = True
+        self._entered += 1
         for variables in self._modules.values():
             self._show(variables)
 
     def __exit__(self, *_: object) -> None:
-        self._is_on = False
+        self._entered -= 1
         for variables in self._modules.values():
-            del variables[_NAME]
-        if self._modules:
-            for kind in _TRACED:
-                delattr(kind, _READ)
+            self._hide(variables)
 
 
 def _attribute_of(tensor: torch.Tensor, name: str) -> Any:

@@ -236,7 +236,8 @@ class SharedBudget:
         known_later = more_follow and is_percentage(self.settings.given) and not self.granted_bytes
         if known_later:  # of what is not known yet
             left = max(left, own.keep_all.forward_bytes, own.keep_all.backward_bytes)
-        must_fit = not earlier and not known_later and not (self.give_way is not None and between > 0)
+        more_can_be_done = self.must_fit or (self.give_way is not None and between > 0)
+        must_fit = not earlier and not known_later and not more_can_be_done
         return Room(left, budget + reserve, reserve + between, len(members), must_fit)
 
     def _plan(self, graph: Planned, own: Member, replaced: Entry | None, more_follow: bool) -> Plan:

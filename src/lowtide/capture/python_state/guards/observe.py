@@ -63,6 +63,7 @@ class Observer:
         reads: Reads,
         modules: NotingClasses,
         numbers: Standing,
+        classes: ClassesShown,
         arguments: Sequence[Any] = (),
     ) -> None:
         self.reads = reads
@@ -75,11 +76,11 @@ class Observer:
         self._waiting: deque[tuple[Any, Any, str]] = deque()
         self._namespaces = Namespaces(reads, self._reach)
         self._unregistered: set[int] = set()  # modules that are not of the model, as the run sees them
-        self._model = (model, clone)
-        self._arguments = arguments
-        theirs = {*filter(code_names.is_third_party, map(type, model.modules()))}
-        self._defining = {kind.__module__ for kind in theirs}
-        self._classes_shown = ClassesShown()
+        self._model, self._arguments = (model, clone), arguments
+        kinds = {base for module in model.modules() for base in type(module).__mro__}
+        theirs = {kind for kind in kinds if code_names.is_third_party(kind)}
+        self._defining = {kind.__module__ for kind in map(type, model.modules()) if kind in theirs}
+        self._classes_shown = classes
         for function in (one for kind in theirs for one in code_names.functions_of(kind)):
             self._show_classes(function)
 
@@ -240,7 +241,7 @@ class Observer:
             self._texts[id(function)] = code_names.full_name(function)
             self._note_whole(function, function)
 
-    def _show_classes(self, function: Any) -> None:  # to its module, where it asks for them
+    def _show_classes(self, function: Any) -> None:
         if isinstance(function, types.FunctionType) and code_names.asks_for_classes(function.__code__):
             self._classes_shown.to(function.__globals__)
 
