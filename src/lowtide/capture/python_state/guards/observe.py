@@ -72,7 +72,7 @@ class Observer:
         self.originals: dict[int, Any] = {}  # of what the run sees, by its id
         self._copied = copies
         self._alive: list[Any] = [clone]  # no id comes again
-        self._modules, self._classes, self._numbers = modules, NotingClasses(), numbers
+        self._modules, self._classes, self._numbers, self._shown = modules, NotingClasses(), numbers, classes
         self._waiting: deque[tuple[Any, Any, str]] = deque()
         self._namespaces = Namespaces(reads, self._reach)
         self._unregistered: set[int] = set()  # modules that are not of the model, as the run sees them
@@ -80,7 +80,6 @@ class Observer:
         kinds = {base for module in model.modules() for base in type(module).__mro__}
         theirs = {kind for kind in kinds if code_names.is_third_party(kind)}
         self._defining = {kind.__module__ for kind in map(type, model.modules()) if kind in theirs}
-        self._classes_shown = classes
         for function in (one for kind in theirs for one in code_names.functions_of(kind)):
             self._show_classes(function)
 
@@ -90,7 +89,7 @@ class Observer:
         function, or a hook)."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._classes.remove)
-            stack.enter_context(self._classes_shown)
+            stack.enter_context(self._shown)
             for classes in (self._modules, self._classes):
                 stack.enter_context(classes.noted(self._note_read, self._note_write))
             if backward:
@@ -243,7 +242,7 @@ class Observer:
 
     def _show_classes(self, function: Any) -> None:
         if isinstance(function, types.FunctionType) and code_names.asks_for_classes(function.__code__):
-            self._classes_shown.to(function.__globals__)
+            self._shown.to(function.__globals__)
 
     def _read(self, seen: Any, variables: Iterable[Named]) -> None:
         """``seen``: the function whose code reads them."""
