@@ -33,6 +33,7 @@ from lowtide.capture.python_state.effects.random_numbers import RandomRecorder
 from lowtide.capture.python_state.effects.returned import with_originals
 from lowtide.capture.python_state.guards import twice
 from lowtide.capture.python_state.guards.caches import Caches, caches
+from lowtide.capture.python_state.guards.classes_shown import ClassesShown
 from lowtide.capture.python_state.guards.compared import NUMBERS, ComparedNumber, CountedNumber, standing_in
 from lowtide.capture.python_state.guards.external_effects import ExternalEffects, hooks_in
 from lowtide.capture.python_state.guards.noting import NotingClasses
@@ -42,7 +43,7 @@ from lowtide.capture.python_state.paths import AttributePath, attributes_of, loc
 from lowtide.capture.tensor_calls import TensorCalls
 from lowtide.capture.trace.autocast import periods_of_casts
 from lowtide.capture.trace.checkpoints import unwrapped
-from lowtide.capture.trace.classes import ClassesShown, mark_parameters
+from lowtide.capture.trace.classes import mark_parameters
 from lowtide.capture.trace.expected import Expectations
 from lowtide.capture.trace.fake import copy_attributes, known_value
 from lowtide.capture.trace.origins import origins_announced

@@ -1,12 +1,12 @@
 """What code is told that asks for the class of a tensor while it is traced: that of the tensor which the traced one stands for.
 
 ``isinstance`` says the same of both, but ``type(x) is torch.Tensor`` does not, and would take another branch than eager code.
-So the name ``type`` stands for ``Type`` in the modules whose code asks, and ``x.__class__`` says what that does.
+So the name ``type`` stands for ``Type`` in the modules whose code asks, and ``x.__class__`` says what that does
+(``guards.classes_shown``).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,9 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from lowtide.errors import CaptureError
 from lowtide.program.source import user_source
 
-_TRACED = (FunctionalTensor, FakeTensor)
-_NAME, _READ = "type", "__getattribute__"
-_OWN = ("torch", "lowtide")
+TRACED = (FunctionalTensor, FakeTensor)
 IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 
 
@@ -47,7 +45,7 @@ class Type(metaclass=_Asking):
 def class_of(value: Any) -> type:
     """``type(value)``, or the class of what a traced tensor stands for."""
     kind: type = type(value)
-    if not issubclass(kind, _TRACED):
+    if not issubclass(kind, TRACED):
         return kind
     return nn.Parameter if getattr(value, "_is_param", False) else torch.Tensor  # isinstance asks for the class, too
 
@@ -70,48 +68,5 @@ def is_leaf(tensor: torch.Tensor) -> bool:
     return True
 
 
-class ClassesShown:
-    """Inside, the code of modules is told these classes: of those whose variables were given to it, before or meanwhile.
-    What is entered more than once, or of several calls, ends where it is left the last time."""
-
-    _shown = Counter[int]()  # for how many, by the id of a module's variables
-
-    def __init__(self) -> None:
-        self._modules: dict[int, dict[str, Any]] = {}
-        self._entered = 0
-
-    def to(self, variables: dict[str, Any]) -> None:
-        """To the module that has these variables. Where it calls something else ``type``, by that name it asks for no class."""
-        known = id(variables) in self._modules or variables.get(_NAME, Type) is not Type
-        if known or str(variables.get("__name__")).partition(".")[0] in _OWN:
-            return
-        self._modules[id(variables)] = variables
-        for _ in range(self._entered):
-            self._show(variables)
-
-    def _show(self, variables: dict[str, Any]) -> None:
-        self._shown[id(variables)] += 1
-        variables[_NAME] = Type
-        for kind in _TRACED:
-            setattr(kind, _READ, _attribute_of)
-
-    def _hide(self, variables: dict[str, Any]) -> None:
-        self._shown[id(variables)] -= 1
-        if self._shown[id(variables)] == 0:
-            del self._shown[id(variables)], variables[_NAME]
-            for kind in () if self._shown else _TRACED:
-                delattr(kind, _READ)
-
-    def __enter__(self) -> None:
-        self._entered += 1
-        for variables in self._modules.values():
-            self._show(variables)
-
-    def __exit__(self, *_: object) -> None:
-        self._entered -= 1
-        for variables in self._modules.values():
-            self._hide(variables)
-
-
-def _attribute_of(tensor: torch.Tensor, name: str) -> Any:
+def attribute_of(tensor: torch.Tensor, name: str) -> Any:
     return class_of(tensor) if name == "__class__" else torch.Tensor.__getattribute__(tensor, name)

@@ -295,7 +295,7 @@ class Parts:
             yield
             return
         self.backward.leave()
-        self._steps += 1
+        self._steps += not self.shared.unlike  # to the one before, in which parts ran as they are
         known = self._steps == 1 + self._has_any  # whether anything of it can be planned, or held to the budget
         if known and not (self.planned() if self._has_any else self._eager.are_its_own):
             _LOG.warning(

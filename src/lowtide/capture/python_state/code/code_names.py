@@ -200,12 +200,11 @@ def asks_for_types(code: types.CodeType) -> bool:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def asks_for_classes(code: types.CodeType) -> bool:
-    """Whether code asks for the class of anything but ``self``, by ``type`` or by ``__class__``."""
+def reads_classes(code: types.CodeType) -> bool:
+    """Whether code reads ``__class__`` of anything but ``self``."""
     instructions = [item for part in codes(code) for item in dis.get_instructions(part) if item.opname != "CACHE"]
     pairs = itertools.pairwise(instructions)
-    named = any(item.opname in _ATTRIBUTE and item.argval == "__class__" and of.argval != "self" for of, item in pairs)
-    return named or asks_for_types(code)
+    return any(item.opname in _ATTRIBUTE and item.argval == "__class__" and of.argval != "self" for of, item in pairs)
 
 
 def given(arguments: Iterable[Any]) -> Iterator[Any]:

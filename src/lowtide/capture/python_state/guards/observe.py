@@ -29,12 +29,13 @@ from lowtide.capture.python_state.code.asked import Named, asked_by, asked_under
 from lowtide.capture.python_state.code.installed import is_installed
 from lowtide.capture.python_state.guards import files
 from lowtide.capture.python_state.guards.caches import Results, is_cache
+from lowtide.capture.python_state.guards.classes_shown import ClassesShown
 from lowtide.capture.python_state.guards.compared import StandIn, Standing
 from lowtide.capture.python_state.guards.namespaces import Namespaces
 from lowtide.capture.python_state.guards.noting import NotingClasses
 from lowtide.capture.python_state.guards.reads import Content, Contents, Reads, decided_by, put_together
 from lowtide.capture.python_state.paths import FORWARD_HOOKS, OWN
-from lowtide.capture.trace.classes import ClassesShown, Type
+from lowtide.capture.trace.classes import Type
 from lowtide.objects import opaque
 from lowtide.objects.walk import ABSENT, PLAIN, content, current, fields, own_attributes, part_name
 
@@ -77,11 +78,9 @@ class Observer:
         self._namespaces = Namespaces(reads, self._reach)
         self._unregistered: set[int] = set()  # modules that are not of the model, as the run sees them
         self._model, self._arguments = (model, clone), arguments
-        kinds = {base for module in model.modules() for base in type(module).__mro__}
-        theirs = {kind for kind in kinds if code_names.is_third_party(kind)}
-        self._defining = {kind.__module__ for kind in map(type, model.modules()) if kind in theirs}
-        for function in (one for kind in theirs for one in code_names.functions_of(kind)):
-            self._show_classes(function)
+        theirs = {*filter(code_names.is_third_party, map(type, model.modules()))}
+        self._defining = {kind.__module__ for kind in theirs}
+        self._shown.met_library(theirs)
 
     @contextlib.contextmanager
     def watching(self, *, backward: bool = False) -> Iterator[None]:
@@ -233,16 +232,12 @@ class Observer:
     def _look_at_function(self, seen: types.FunctionType, function: types.FunctionType) -> None:
         self._namespaces.attributes |= code_names.attributes_named(function)
         self._numbers.met(function)
-        self._show_classes(function)
+        self._shown.met(function)
         theirs = function.__globals__.get("__name__") in self._defining
         self._read(seen, (*code_names.variables_of(function), *(code_names.called_by(function) if theirs else ())))
         if vars(function) and not is_installed(function.__code__.co_filename):
             self._texts[id(function)] = code_names.full_name(function)
             self._note_whole(function, function)
-
-    def _show_classes(self, function: Any) -> None:
-        if isinstance(function, types.FunctionType) and code_names.asks_for_classes(function.__code__):
-            self._shown.to(function.__globals__)
 
     def _read(self, seen: Any, variables: Iterable[Named]) -> None:
         """``seen``: the function whose code reads them."""
