@@ -3,6 +3,7 @@ the traced tensor would answer otherwise than the real one."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from lowtide.capture.trace.classes import IS_LEAF, is_leaf
 from lowtide.capture.trace.fake import read_values
 from lowtide.capture.trace.origins import note
 from lowtide.capture.trace.packed import of_packed
-from lowtide.capture.trace.patches import below, replaced_methods
+from lowtide.capture.trace.patches import below, replaced, replaced_methods
 from lowtide.capture.trace.stacked import stacked
 from lowtide.capture.trace.writes import assigned_data, refuse_gradients
 from lowtide.errors import CaptureError
@@ -27,6 +28,20 @@ from lowtide.program.source import user_source
 _ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
 _VALUES = (torch.Tensor.tolist, *_ARRAYS, *_TEXTS)
+
+
+def compiled_operators_refused() -> contextlib.AbstractContextManager[None]:
+    """Inside, ``torch.cond`` and its like are refused. They compile their functions, which would fail while a model is traced,
+    and for the whole process from then on."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise CaptureError(
+            f"the forward pass calls torch.cond, while_loop or the like ({user_source()}), whose branches are programs of their "
+            "own. Decide by a Python condition, or run the model in parts."
+        )
+
+    owner, name = torch._higher_order_ops.utils, "_hop_compile_and_call"
+    return replaced(owner, name, refuse) if hasattr(owner, name) else contextlib.nullcontext()
 
 
 class TensorCalls(torch.overrides.TorchFunctionMode):

@@ -40,7 +40,7 @@ from lowtide.capture.python_state.guards.noting import NotingClasses
 from lowtide.capture.python_state.guards.observe import Observer
 from lowtide.capture.python_state.guards.reads import Place, Read, Reads
 from lowtide.capture.python_state.paths import AttributePath, attributes_of, locate, owned
-from lowtide.capture.tensor_calls import TensorCalls
+from lowtide.capture.tensor_calls import TensorCalls, compiled_operators_refused
 from lowtide.capture.trace.autocast import periods_of_casts
 from lowtide.capture.trace.checkpoints import unwrapped
 from lowtide.capture.trace.classes import mark_parameters
@@ -271,6 +271,7 @@ class TracedModel:
             self.call.caches.without_fakes(),
             replaced(FunctionalTensor, "__repr__", torch.Tensor.__repr__),
             replaced(nn.Module, "to", staying(nn.Module.to)),
+            compiled_operators_refused(),
             no_hooks,
             unwrapped(self.call.model),
             periods_of_casts(self._keep_casts) as period,
