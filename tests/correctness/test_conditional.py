@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -20,6 +21,7 @@ class _Deciding(nn.Module):
         return torch.cond(y.sum() > 0, lambda one: one.sin(), lambda one: one.cos(), (y,)).square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
 def test_a_model_that_calls_it_runs_in_parts() -> None:
     torch.manual_seed(0)
     model, x = _Deciding(), torch.randn(32, 8)

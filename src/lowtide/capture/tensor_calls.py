@@ -36,8 +36,8 @@ def compiled_operators_refused() -> contextlib.AbstractContextManager[None]:
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise CaptureError(
-            f"the forward pass calls torch.cond, while_loop or the like ({user_source()}), whose branches are programs of their "
-            "own. Decide by a Python condition, or run the model in parts."
+            f"the forward pass calls torch.cond, while_loop or the like ({user_source()}), whose branches are programs of "
+            "their own. Decide by a Python condition, or run the model in parts."
         )
 
     owner, name = torch._higher_order_ops.utils, "_hop_compile_and_call"

@@ -64,6 +64,13 @@ def is_cache(value: Any) -> bool:
     return type(value) is _CACHE and not is_library(value)
 
 
+class _Noting(type):
+    """Of what stands in the place of the type of caches, for ``isinstance`` too: Dynamo asks."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, _CACHE)
+
+
 class Caches:
     """Every ``functools.lru_cache`` in the process."""
 
@@ -84,11 +91,16 @@ class Caches:
                     one.cache_clear()
                 self._misses[one] = one.cache_info().misses
 
-    def made(self, *args: Any) -> Any:
-        """One that is made now, in the place of functools' own type."""
-        one = _CACHE(*args)
-        self._misses[one] = 0
-        return one
+    @property
+    def made(self) -> type:
+        """Those that are made now, in the place of functools' own type."""
+
+        def new(_: type, *args: Any) -> Any:
+            one = _CACHE(*args)
+            self._misses[one] = 0
+            return one
+
+        return _Noting(_CACHE.__name__, (), {"__new__": new})
 
 
 class _Remembered:
