@@ -21,7 +21,7 @@ from lowtide.ir import (
     schedule_from_json,
     simulate,
 )
-from tests.ir.text_parser import parse_graph, parse_schedule
+from lowtide.ir.parser import parse_graph, parse_schedule
 from tests.support.chains import chain_dag
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph

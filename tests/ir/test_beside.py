@@ -28,9 +28,9 @@ from lowtide.ir import (
     schedule_from_sequence,
     simulate,
 )
+from lowtide.ir.parser import parse_graph
 from lowtide.solve.moving.steps import place_transfers
 from tests.ir.lanes import run_tasks, tasks_of
-from tests.ir.text_parser import parse_graph
 from tests.solve.brute_force_moves import memory_like
 from tests.solve.small_graphs import chain
 from tests.support.overwriting import overwriting

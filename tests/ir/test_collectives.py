@@ -26,7 +26,7 @@ from lowtide.ir import (
     load_instance,
     schedule_from_sequence,
 )
-from tests.ir.text_parser import parse_graph
+from lowtide.ir.parser import parse_graph
 from tests.solve.small_graphs import chain
 
 _AGAIN = [0, 1, 2, 1, 3, 4, 5]

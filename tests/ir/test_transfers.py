@@ -30,7 +30,7 @@ from lowtide.ir import (
     schedule_to_json,
     simulate,
 )
-from tests.ir.text_parser import parse_graph, parse_schedule
+from lowtide.ir.parser import parse_graph, parse_schedule
 from tests.solve.small_graphs import chain
 
 _SLOW = SecondMemory(500_000_000, 250_000_000, latency_ns=3)  # 4 bytes: 11 ns there, 19 ns back

@@ -1,4 +1,4 @@
-"""Reads the text forms of graphs and schedules (``lowtide.ir.text``) back: they leave nothing out."""
+"""Reads the text forms of graphs and schedules (``ir.text``) back."""
 
 from __future__ import annotations
 
