@@ -14,7 +14,7 @@ from lowtide.capture import capture
 from lowtide.capture.trace import joint, recorder
 from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
 from lowtide.capture.trace.joint import export_joint
-from lowtide.program.distributed.roles import Gradient, Input, Output, Tangent, Written
+from lowtide.program.roles import Gradient, Input, Output, Tangent, Written
 
 Function = Callable[..., Sequence[torch.Tensor]]
 

@@ -56,10 +56,10 @@ from lowtide.memory.collector import collector_held
 from lowtide.objects import structure
 from lowtide.program.distributed.gathers import with_gathers
 from lowtide.program.distributed.local import with_own_sizes
-from lowtide.program.distributed.roles import Gradient, Output
 from lowtide.program.overwrites import with_overwrites
 from lowtide.program.program import Program
 from lowtide.program.results import GradientMask, Result
+from lowtide.program.roles import Gradient, Output
 
 _LOCK = threading.RLock()  # tracing changes PyTorch's state, and Python's generators, for the whole process
 

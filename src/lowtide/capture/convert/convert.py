@@ -43,9 +43,9 @@ from lowtide.ir import Phase
 from lowtide.ir.graph import EXPECT_TARGET
 from lowtide.program import targets
 from lowtide.program.distributed.collectives import is_collective, is_wait, waited
-from lowtide.program.distributed.roles import Gradient, Input, Written
 from lowtide.program.foreign import is_foreign
 from lowtide.program.program import Call, Ref
+from lowtide.program.roles import Gradient, Input, Written
 
 _ATEN = torch.ops.aten
 _ALIASES = {

@@ -23,8 +23,8 @@ from lowtide.capture.convert.nodes import is_backward
 from lowtide.capture.trace.packed import refuse_later_terms
 from lowtide.ir import Phase
 from lowtide.program import layouts, targets
-from lowtide.program.distributed.roles import Gradient, Term
 from lowtide.program.program import Call, Ref, TensorMeta
+from lowtide.program.roles import Gradient, Term
 
 _ADD = torch.ops.aten.add.Tensor
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from lowtide.capture.trace.fake import UNINITIALISED
 from lowtide.capture.trace.sizes import SYMBOLIC, expression
-from lowtide.program.distributed.roles import Tangent
+from lowtide.program.roles import Tangent
 
 _ATEN = torch.ops.aten
 _TRAINING_NORMS = {"_native_batch_norm_legit_functional", "_batch_norm_with_update_functional"}

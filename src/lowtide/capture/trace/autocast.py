@@ -17,7 +17,7 @@ from torch import fx
 
 from lowtide.capture.trace.patches import wrapped
 from lowtide.device import plain_types
-from lowtide.program.distributed.roles import Gradient
+from lowtide.program.roles import Gradient
 
 _ATEN = torch.ops.aten
 _TO_COPY = _ATEN._to_copy.default

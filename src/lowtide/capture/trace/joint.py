@@ -36,10 +36,10 @@ from lowtide.capture.trace.writes import (
     refuse_unregistered,
 )
 from lowtide.device import plain_types
-from lowtide.program.distributed.roles import Gradient, Input, Output, Tangent, Written
 from lowtide.program.foreign import is_foreign
 from lowtide.program.layouts import memory_of
 from lowtide.program.results import below
+from lowtide.program.roles import Gradient, Input, Output, Tangent, Written
 
 Function = Callable[..., Sequence[torch.Tensor]]
 

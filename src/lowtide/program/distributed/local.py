@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.program.distributed import sharded
-from lowtide.program.distributed.roles import Gradient
+from lowtide.program.roles import Gradient
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _FORMS: Any = WeakTensorKeyDictionary()  # by distributed tensor
