@@ -11,6 +11,7 @@ What must be free when a program's forward pass ends is told to its planner as b
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Sequence
 
@@ -142,13 +143,12 @@ class _Search:
 
     def common_fraction(self, budget_bytes: int) -> list[float]:
         """About the largest that all members can have. Raises ``InfeasibleBudgetError``."""
-        low, high = self._first_that_fits(_FIRST_TRIED, budget_bytes), 1.0
+        low = next((fraction for fraction in _FIRST_TRIED[:-1] if self._fits(fraction, budget_bytes)), _FIRST_TRIED[-1])
+        self.assignments([low] * len(self.members), budget_bytes)
+        high = 1.0
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
-            try:
-                low = self._first_that_fits((middle,), budget_bytes)
-            except InfeasibleBudgetError:
-                high = middle
+            low, high = (middle, high) if self._fits(middle, budget_bytes) else (low, middle)
         return [low] * len(self.members)
 
     def menus(self, chosen: Sequence[Assignment], budget_bytes: int) -> list[list[Assignment]]:
@@ -186,14 +186,13 @@ class _Search:
                     best, time = tried, taken
         return best
 
-    def _first_that_fits(self, fractions: Sequence[float], budget_bytes: int) -> float:
-        """The first of ``fractions`` with which the budget is met. Raises ``InfeasibleBudgetError``."""
-        for fraction in fractions[:-1]:
-            with contextlib.suppress(InfeasibleBudgetError):
-                self.assignments([fraction] * len(self.members), budget_bytes)
-                return fraction
-        self.assignments([fractions[-1]] * len(self.members), budget_bytes)
-        return fractions[-1]
+    def _fits(self, fraction: float, budget_bytes: int) -> bool:
+        """Whether the budget is met where all members have this fraction."""
+        try:
+            self.assignments([fraction] * len(self.members), budget_bytes)
+        except InfeasibleBudgetError:
+            return False
+        return True
 
     def lowest(self, budget_bytes: int) -> list[Assignment]:
         """Assignments whose peak is about the least that there is. Raises ``InfeasibleBudgetError`` where it is too large."""
@@ -201,15 +200,17 @@ class _Search:
         options = {program: self._lowest(index) for program, index in first.items()}
         chosen = {program: own[0] for program, own in options.items()}
 
-        def peak(**changed: Assignment) -> int:
-            tried = chosen | changed
+        def peak(changed: str, option: Assignment) -> int:
+            tried = chosen | {changed: option}
             return peak_bytes(self.constraints, [tried[program].footprint for program in self._programs])
 
         for program in [*options] * _ROUNDS:
-            chosen[program] = min(options[program], key=lambda own: peak(**{program: own}))
-        if peak() > budget_bytes:
-            raise _too_little(budget_bytes, peak())
-        return [chosen[program] for program in self._programs]
+            chosen[program] = min(options[program], key=functools.partial(peak, program))
+        found = [chosen[program] for program in self._programs]
+        least = peak_bytes(self.constraints, [one.footprint for one in found])
+        if least > budget_bytes:
+            raise _too_little(budget_bytes, least)
+        return found
 
     def _lowest(self, index: int) -> list[Assignment]:
         """Ways to run a member that take little: the one that takes least while it runs, the one that does and saves little

@@ -70,14 +70,14 @@ class Expectations:
 
 def note_expected(func: Any, args: Sequence[Any], result: Any) -> None:
     """Note on the result of an operator what it usually is, if that is known."""
-    if func in _LEAST | _MOST:
+    if func in _LEAST or func in _MOST:
         result._lowtide_least = func in _LEAST  # of numbers, or the most
     if func is _ATEN.new_ones.default:
         result._lowtide_ones = True  # PyTorch's own functions ask whether something is equal to that
     if not isinstance(result, FakeTensor) or result.dtype is not torch.bool:
         return
     usual = _EXPECTED.get(func)
-    if func in _BELOW | _ABOVE and hasattr(args[0], "_lowtide_least"):
+    if (func in _BELOW or func in _ABOVE) and hasattr(args[0], "_lowtide_least"):
         usual = (func in _ABOVE) == args[0]._lowtide_least
     if usual is None and func in _NOT | _AND | _OR | _SAME:
         of = [getattr(one, "_lowtide_expected", None) for one in args if isinstance(one, torch.Tensor)]

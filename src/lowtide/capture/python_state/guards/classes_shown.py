@@ -58,6 +58,7 @@ class ClassesShown:
         self._shown[id(owner)] -= 1
         if self._shown[id(owner)]:
             return
+        del self._shown[id(owner)]
         if isinstance(owner, dict):
             del owner[name]
         else:
