@@ -10,6 +10,7 @@ Everything that the caller could notice is put back: generator states, gradient 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,17 +65,12 @@ _VALID: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {
     "aten.multilabel_margin_loss_backward.default": (4, lambda is_target: is_target.zero_()),
 }
 _NOT_RUN = (TANGENT_TARGET, EXPECT_TARGET, *STATE_TARGETS)  # what states take to come and go is that of a second memory
-_MOST_BYTES = 1 << 14
 _BYTES: dict[
     str, OperatorCost | None
-] = {}  # by signature, what operators take; ``None`` of those that cannot be run by themselves
+] = {}  # what operators take, by signature; ``None``: they cannot be run by themselves
+_MOST_KNOWN = 1 << 14  # of these
 _ARGUMENT = -1  # output group of what lives in an argument's storage
-_CANNOT_RUN = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    IndexError,
-)  # what operators raise of tensors that they are not made for
+_CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError)  # raised of tensors that an operator is not made for
 
 
 def measure_costs(
@@ -130,8 +126,9 @@ def measure_operators(
     if missing():
         room = room_for(program)
         with cache.measuring(), _undisturbed(device):  # another process may have measured the same meanwhile
-            now = {key: op for key, op in missing().items() if _fits(program, op, room)}
-            failed = dict.fromkeys(missing().keys() - now.keys(), "")
+            left = missing()
+            now = {key: op for key, op in left.items() if _fits(program, op, room)}
+            failed = dict.fromkeys(left.keys() - now.keys(), "")
             failed |= _measure(program, now, Counter(keys.values()), cache, report)
     report("measuring operators", 1.0)
     known = {op: cache.costs[key] for op, key in keys.items() if key not in failed}
@@ -145,7 +142,7 @@ def _fits(program: Program, op: int, room: int | None) -> bool:
 
 
 def _keep_bytes(key: str, cost: OperatorCost | None) -> None:
-    if len(_BYTES) >= _MOST_BYTES:
+    if len(_BYTES) >= _MOST_KNOWN:
         _BYTES.clear()
     _BYTES[key] = cost
 
@@ -190,12 +187,12 @@ def measure_bytes(program: Program, like: Costs) -> Costs:
     of a step. Times are those of ``like``, of the same operators at other sizes."""
     ops = [op for op in program.graph.ops if op.target not in _NOT_RUN]
     workspace, real, device = [0] * len(program.graph.ops), storage_bytes(program), program_device(program)
-    room = room_for(program)
+    room = functools.cache(room_for)  # which takes longer than to find that all are known
     with _undisturbed(device):
         for op in ops:
             key = signature(program, op.id)
             if key not in _BYTES:
-                if not _fits(program, op.id, room):
+                if not _fits(program, op.id, room(program)):
                     workspace[op.id] = workspace_bytes(program, op.id)
                     continue
                 _keep_bytes(key, _bytes_of(program, op.id, device))

@@ -51,7 +51,7 @@ class TensorMeta:
     entries: tuple[int, bool] | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Program:
     """A captured training program.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ class Measuring:
     """How the operators of several programs are measured: within what a step leaves, the rest when nothing is held."""
 
     def __init__(self) -> None:
-        self._waiting: list[Program] = []
+        self._waiting = weakref.WeakSet[Program]()
 
     def within(self, room_bytes: Callable[[Program], int]) -> contextlib.AbstractContextManager[None]:
         """Inside, operators of a program are measured within ``room_bytes`` of it."""
@@ -43,20 +44,17 @@ class Measuring:
         def noted(program: Program) -> int:
             room = room_bytes(program)
             if any(measured_in_bytes(program, op.id) > room for op in program.graph.ops):
-                self._waiting.append(program)
+                self._waiting.add(program)
             return room
 
         return measured_within(noted)
 
     def made_up_for(self, members: Mapping[Entry, Member], room: int) -> dict[Entry, Member]:
         """Those of the ``members`` of whom something could not be measured, with what now can within ``room``."""
-        waiting, self._waiting = {id(one) for one in self._waiting}, []
+        found = [entry for entry in members if entry.program in self._waiting]
+        self._waiting.clear()
         with measured_within(lambda _: room):
-            return {
-                entry: Member(entry.program, program_costs(entry.program))
-                for entry in members
-                if id(entry.program) in waiting
-            }
+            return {entry: Member(entry.program, program_costs(entry.program)) for entry in found}
 
 
 def plan_in_room(member: Member, settings: Settings, room: int, fraction: float, *, must_fit: bool = True) -> Plan:
