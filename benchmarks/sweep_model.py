@@ -20,6 +20,7 @@ from torch import nn
 import lowtide
 from benchmarks.models import MODELS
 from benchmarks.zoo import Sample, loss_of, moved
+from lowtide.demo.training import repeat_bits
 from lowtide.device import find, interface_of
 
 ITERATIONS = 3
@@ -72,7 +73,9 @@ def sweep_model(
     device: str = "cpu",
 ) -> list[Row]:
     """The rows of one model, in the order of ``budgets``."""
-    return _Sweep(name, planner, iterations, timings, find(device).device).run(budgets)
+    found = find(device).device
+    repeat_bits(found)
+    return _Sweep(name, planner, iterations, timings, found).run(budgets)
 
 
 class _Sweep:

@@ -1,9 +1,8 @@
 """One model under one mechanism, in a process of its own: every setting beside plain eager, taken in turn.
 
 Prints one JSON list of rows. A step is a forward and a backward pass, what the model returned held until its end, as training
-loops do. Memory is its exact allocator peak above the level at its start, ``.grad`` absent; on an accelerator
-``torch.accelerator.max_memory_allocated``, and ``max_memory_reserved`` beside it. Times are wall clock, there those of events.
-The accelerators' part has not been run on a GPU yet.
+loops do. Memory is its exact allocator peak above the level at its start, ``.grad`` absent; on an accelerator what its allocator
+reserved beside it. Times are wall clock, there those of events.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from benchmarks.compare.mechanisms import MECHANISMS, Job
 from benchmarks.compare.models import COMPARED
 from benchmarks.outcomes import error_text, gradient_error
 from benchmarks.zoo import Sample, in_precision, loss_of, moved
-from lowtide.device import Accelerator, interface_of
+from lowtide.device import interface_of
 
 _MESSAGE = 300
 
@@ -176,15 +175,12 @@ class _Comparison:
         return found
 
     def _peak(self, ready: _Ready) -> tuple[int, int]:
-        """Allocated bytes, and on accelerators reserved ones, above those at the start."""
+        """Allocated bytes, and on accelerators reserved ones, above the allocated ones at the start."""
         ready.sample[0].zero_grad(set_to_none=True)
-        interface = interface_of(self.device)
-        if isinstance(interface, Accelerator):
-            peak, reserved = _peaks(interface, ready)
-        else:
-            peak, reserved = lowtide.measure(ready.step).peak_bytes, 0
+        interface_of(self.device).release_cached()
+        found = lowtide.measure(ready.step)
         ready.sample[0].zero_grad(set_to_none=True)
-        return peak, reserved
+        return found.peak_bytes, 0 if self.device.type == "cpu" else found.reserved_bytes
 
     def _timed(self, ready: _Ready) -> int:
         ready.sample[0].zero_grad(set_to_none=True)
@@ -201,16 +197,6 @@ def _lower_bound(plan: lowtide.Plan) -> float:
 
 def _is_planned(ready: _Ready) -> bool:
     return getattr(ready.sample[0].__dict__.get("forward"), "_lowtide_runtime", False)
-
-
-def _peaks(device: Accelerator, ready: _Ready) -> tuple[int, int]:
-    device.synchronize()
-    torch.accelerator.empty_cache()
-    device.reset_peak()
-    allocated, reserved = device.allocated_bytes(), device.reserved_bytes()
-    ready.step()
-    device.synchronize()
-    return device.peak_bytes() - allocated, device.reserved_peak_bytes() - reserved
 
 
 if __name__ == "__main__":

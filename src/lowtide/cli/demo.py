@@ -59,10 +59,11 @@ def run(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> tuple[Training, Training, Plan]:
     import lowtide
     from lowtide.demo.gpt2 import Shape, build_model, draw_batches, load_corpus
-    from lowtide.demo.training import Training, train_side_by_side
+    from lowtide.demo.training import Training, repeat_bits, train_side_by_side
     from lowtide.device import find
 
     shape, device = Shape(layers=options.layers, batch=options.batch), find(options.device).device
+    repeat_bits(device)
     model = build_model(shape).to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(

@@ -25,7 +25,7 @@ from lowtide.cost.collectives import collective_costs
 from lowtide.cost.devices import device_name, get_device
 from lowtide.cost.on_links import collective_workspace
 from lowtide.cost.room import measured_in_bytes, room_for
-from lowtide.cost.signature import is_lasting, is_opaque, signature, target_name
+from lowtide.cost.signature import is_lasting, origin_of, signature, target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.cost.timing import peak_of, time_call
 from lowtide.device import interface_of
@@ -274,12 +274,12 @@ def _runnable(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _opaque(program: Program, value: int) -> torch.Tensor | None:
-    """Bytes that one operator keeps for another (the workspace of a recurrent layer) must really come from it.
+    """What one operator keeps for another (the workspace of a recurrent layer, the seed of an attention) must really come from it.
 
-    A backward operator reads pointers and sizes from them; made-up bytes would crash the process.
+    A backward operator reads pointers and sizes from it, or reads it on the host; what is made up would crash the process.
     """
-    producer = program.graph.values[value].producer
-    if producer is None or not is_opaque(program.metas[value]):
+    producer = origin_of(program, value)
+    if producer is None:
         return None
     call = program.calls[producer]
     args, kwargs, _ = synthetic_arguments(program, producer)

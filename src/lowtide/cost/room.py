@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 from lowtide.cost.analytical import operand_bytes
-from lowtide.cost.signature import is_opaque
+from lowtide.cost.signature import origin_of
 from lowtide.program.overwrites import overwritten_argument
 from lowtide.program.program import Program, Ref
 
@@ -36,7 +36,7 @@ def measured_in_bytes(program: Program, op: int) -> int:
     call, inputs = program.calls[op], program.graph.ops[op].inputs
     position = overwritten_argument(call.target)
     copied = [call.args[position]] if position is not None else []
-    made = {program.graph.values[value].producer for value in inputs if is_opaque(program.metas[value])}
+    made = {origin_of(program, value) for value in inputs}
     return (
         operand_bytes(program, op)
         + sum(program.metas[one.value].storage_bytes for one in copied if isinstance(one, Ref))

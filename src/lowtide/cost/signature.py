@@ -24,6 +24,7 @@ from lowtide.program.program import Program, Ref, TensorMeta
 
 ALIGNMENT_BYTES = 64
 _OBJECT = "<object "  # of this process
+_GENERATOR_STATES = ("philox_seed", "philox_offset", "rng_state")  # as schemas name results
 
 
 def signature(program: Program, op: int) -> str:
@@ -45,9 +46,18 @@ def target_name(target: Callable[..., Any]) -> str:
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', repr(target))}"
 
 
-def is_opaque(meta: TensorMeta) -> bool:
-    """Plain bytes: state that an operator keeps for its backward, not numbers."""
-    return meta.dtype == torch.uint8
+def origin_of(program: Program, value: int) -> int | None:
+    """The operator that made a value which only itself could have made: plain bytes that it keeps for its backward, or where it
+    began to draw random numbers, which lies on the host where its other results need not."""
+    producer = program.graph.values[value].producer
+    if producer is None:
+        return None
+    call = program.calls[producer]
+    place = program.graph.ops[producer].outputs.index(value)
+    position = 0 if call.positions is None else call.positions[place]
+    returns = call.target._schema.returns if isinstance(call.target, torch._ops.OpOverload) else []
+    named = returns[position].name if position < len(returns) else ""
+    return producer if program.metas[value].dtype == torch.uint8 or named in _GENERATOR_STATES else None
 
 
 def settings() -> str:
@@ -90,11 +100,9 @@ class _Describer:
         return f"{_OBJECT}{type(argument).__name__} {id(argument)}>"
 
     def _origin(self, value: int) -> str:
-        """The operator behind opaque bytes: what they hold depends on it."""
-        producer = self.program.graph.values[value].producer
-        if producer is None or not is_opaque(self.program.metas[value]):
-            return ""
-        return f"<-{target_name(self.program.calls[producer].target)}"
+        """The operator that alone could have made a value: what it holds depends on it."""
+        producer = origin_of(self.program, value)
+        return "" if producer is None else f"<-{target_name(self.program.calls[producer].target)}"
 
 
 def _layout(meta: TensorMeta) -> str:

@@ -5,6 +5,7 @@ Each run has its own model, optimizer and generator state; nothing but the start
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -72,6 +73,14 @@ class Training:
         loss = self.model(input_ids=batch, labels=batch).loss
         loss.backward()
         self.losses.append(loss.item())
+
+
+def repeat_bits(device: torch.device) -> None:
+    """From now on take operators that repeat their bits. Some of an accelerator's do not by themselves, such as the gradients of
+    attention: plain PyTorch differs from itself there."""
+    if not interface_of(device).repeats_bits:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is used first
+        torch.use_deterministic_algorithms(True)
 
 
 def train_side_by_side(runs: list[Training], batches: list[torch.Tensor]) -> Iterator[int]:
