@@ -1,8 +1,8 @@
 """One model under one mechanism, in a process of its own: every setting beside plain eager, taken in turn.
 
 Prints one JSON list of rows. A step is a forward and a backward pass, what the model returned held until its end, as training
-loops do. Memory is its exact allocator peak above the level at its start, ``.grad`` absent; on an accelerator what its allocator
-reserved beside it. Times are wall clock, there those of events.
+loops do. Memory is its exact allocator peak above the level at its start, ``.grad`` absent; on an accelerator what its
+allocator reserved beside it. Times are wall clock, there those of events.
 """
 
 from __future__ import annotations

@@ -77,6 +77,27 @@ def test_views_cost_no_bytes_and_integers_are_valid_indices() -> None:
     assert costs.workspace_bytes[:2].tolist() == [0, 0]
 
 
+def test_where_an_operator_began_to_draw_comes_from_it() -> None:
+    """An attention's gradient reads on the host what its forward pass put there, whatever the program says of its device."""
+    library = torch.library.Library("seeds", "FRAGMENT")
+    library.define("drawn(Tensor x) -> (Tensor output, Tensor philox_seed)")
+    library.define("drawn_backward(Tensor gradient, Tensor philox_seed) -> Tensor")
+
+    def backward(gradient: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+        assert (seed.item(), seed.device.type) == (1234, "cpu")  # of the program's it is not
+        return gradient + 1
+
+    library.impl("drawn", lambda x: (x + 1, torch.tensor(1234)), "CPU")
+    library.impl("drawn_backward", backward, "CPU")
+    try:
+        drawn, again = torch.ops.seeds.drawn.default, torch.ops.seeds.drawn_backward.default
+        program = program_of((("y", "seed"), drawn, ("x",)), ("z", again, ("y", "seed")), x=torch.empty(100))
+        measure_costs(program, cache=CostCache(None))
+        assert "<-seeds.drawn.default" in signature(program, 1)
+    finally:
+        library._destroy()
+
+
 def test_equal_signatures_are_measured_once() -> None:
     texts: list[float] = []
     program = program_of(

@@ -158,7 +158,6 @@ def test_rematerialized(name: str) -> None:
     assert torch.equal(generator.get_state(), after)
     (plan,) = lowtide.plans(budgeted[0])
     peak = step_peak(budgeted)
-    print(f"{name}: predicted {plan.peak_bytes:,}, measured {peak:,}, budget {plan.budget_bytes:,}")
     assert plan.overhead > 0
     assert 0.95 * plan.peak_bytes <= peak <= plan.budget_bytes
 

@@ -274,7 +274,8 @@ def _runnable(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _opaque(program: Program, value: int) -> torch.Tensor | None:
-    """What one operator keeps for another (the workspace of a recurrent layer, the seed of an attention) must really come from it.
+    """What one operator keeps for another (the workspace of a recurrent layer, the seed of an attention) must really come from
+    it.
 
     A backward operator reads pointers and sizes from it, or reads it on the host; what is made up would crash the process.
     """

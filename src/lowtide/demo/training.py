@@ -76,8 +76,8 @@ class Training:
 
 
 def repeat_bits(device: torch.device) -> None:
-    """From now on take operators that repeat their bits. Some of an accelerator's do not by themselves, such as the gradients of
-    attention: plain PyTorch differs from itself there."""
+    """From now on take operators that repeat their bits. By themselves some of an accelerator's do not, such as the gradients
+    of attention: plain PyTorch differs from itself there."""
     if not interface_of(device).repeats_bits:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is used first
         torch.use_deterministic_algorithms(True)
