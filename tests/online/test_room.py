@@ -12,7 +12,7 @@ from torch.nn.functional import conv3d
 import lowtide
 from examples.dynamic import load
 from lowtide.dynamic import run
-from lowtide.dynamic.executor import Executor, PredictingExecutor
+from lowtide.dynamic.executor import Executor, Observed, PredictingExecutor
 from lowtide.dynamic.memory import Memory
 from lowtide.memory import cpu_allocator
 from lowtide.memory.cpu_allocator import AllocationCounter
@@ -26,8 +26,8 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> AllocationCounter:
     counter = cpu_allocator.install()
     assert counter is not None
 
-    def executor_for(memory: Memory, device: torch.device) -> Executor:
-        return PredictingExecutor(memory, device)
+    def executor_for(memory: Memory, device: torch.device, observed: Observed) -> Executor:
+        return PredictingExecutor(memory, device, observed)
 
     monkeypatch.setattr(run, "executor_for", executor_for)
     return counter
@@ -104,6 +104,20 @@ def test_scratch_is_remembered(counter: AllocationCounter) -> None:
         assert session.statistics.evictions > 0
         assert [tensor.sum().item() for tensor in tensors] == sums
         assert torch.equal(results[1], expected)
+
+
+def test_scratch_is_remembered_from_entry_to_entry(counter: AllocationCounter) -> None:
+    """A context that is entered anew knows what it saw before, and exceeds its budget not once."""
+    kernel, data = torch.randn(16, 16, 3, 3, 3), torch.randn(1, 16, 16, 32, 32)
+    session = lowtide.online(lowtide.measure(lambda: conv3d(data, kernel)).peak_bytes + 2 * TENSOR_BYTES)
+    peaks = []
+    for _ in range(2):
+        with session:
+            tensors = chain()
+            conv3d(data, kernel)
+            del tensors
+        peaks.append(session.statistics.peak_bytes)
+    assert peaks[1] <= session.settings.budget_bytes < peaks[0]
 
 
 def test_observed_costs_are_believed(counter: AllocationCounter) -> None:

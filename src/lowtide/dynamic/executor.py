@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,13 +27,16 @@ from lowtide.memory.cpu_allocator import AllocationCounter
 
 _OBSERVED = 3  # first calls of a signature that are observed, and then
 _AGAIN_EVERY = 100  # one in so many
+_MOST_KNOWN = 1 << 15  # signatures
 # Arguments whose value can decide what an operator takes; objects, such as the profiler's, may not even be comparable.
 _VALUES = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.device, torch.memory_format)
 
 
-def executor_for(memory: Memory, device: torch.device) -> Executor:
+def executor_for(memory: Memory, device: torch.device, observed: Observed) -> Executor:
     """What runs operators within the limit of the device's memory."""
-    return Executor(memory) if isinstance(memory.meter, AllocationCounter) else PredictingExecutor(memory, device)
+    if isinstance(memory.meter, AllocationCounter):
+        return Executor(memory)
+    return PredictingExecutor(memory, device, observed)
 
 
 class Executor:
@@ -87,24 +90,35 @@ class _Prediction:
     cost_ns: int = 0
 
 
-class PredictingExecutor(Executor):
-    """Makes room operator by operator, from what was observed of earlier calls."""
+@dataclass(slots=True, eq=False)
+class Observed:
+    """What was observed of calls by their signature, and the most scratch of an operator, for all entries into one context: to
+    observe anew takes the device's queue empty."""
 
-    def __init__(self, memory: Memory, device: torch.device) -> None:
+    predictions: dict[Hashable, _Prediction] = field(default_factory=dict)
+    scratch_bytes: dict[Any, int] = field(default_factory=dict)
+
+
+class PredictingExecutor(Executor):
+    """Makes room operator by operator, from what was ``observed`` of earlier calls."""
+
+    def __init__(self, memory: Memory, device: torch.device, observed: Observed) -> None:
         super().__init__(memory)
         self.counter = None
         self.device = device
-        self.predictions: dict[Hashable, _Prediction] = {}
-        self.scratch_bytes: dict[Operator, int] = {}
+        self.observed = observed
 
     def run(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, int]:
         """Run the operator in room made for it."""
-        signature = (operator, _geometry(args), _geometry(kwargs))
-        expected = self.predictions.get(signature)
+        signature = (operator.run, _geometry(args), _geometry(kwargs))
+        known = self.observed.predictions
+        expected = known.get(signature)
         if expected is None:
             results_bytes = _result_bytes(operator, args, kwargs, self.device)
-            expected = self.predictions[signature] = _Prediction(results_bytes, results_bytes)
-            self._make_what_can_be(expected.bytes + self.scratch_bytes.get(operator, 0))
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            expected = known[signature] = _Prediction(results_bytes, results_bytes)
+            self._make_what_can_be(expected.bytes + self.observed.scratch_bytes.get(operator.run, 0))
         if not self.memory.make_room(expected.bytes):
             raise torch.OutOfMemoryError(f"{operator.name}: can't allocate memory within the budget")
         if expected.calls < _OBSERVED or expected.calls % _AGAIN_EVERY == 0:
@@ -125,8 +139,8 @@ class PredictingExecutor(Executor):
         first = expected.calls == 0
         expected.bytes = taken_bytes if first else max(expected.bytes, taken_bytes)
         expected.cost_ns = cost_ns if first else min(expected.cost_ns, cost_ns)
-        scratch_bytes = self.scratch_bytes.get(operator, 0)
-        self.scratch_bytes[operator] = max(scratch_bytes, taken_bytes - expected.results_bytes)
+        scratch_bytes = self.observed.scratch_bytes.get(operator.run, 0)
+        self.observed.scratch_bytes[operator.run] = max(scratch_bytes, taken_bytes - expected.results_bytes)
         self._make_what_can_be(0)
         return result
 

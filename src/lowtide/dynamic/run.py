@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lowtide.dynamic.engine import Engine, current_origin
-from lowtide.dynamic.executor import executor_for
+from lowtide.dynamic.executor import Observed, executor_for
 from lowtide.dynamic.foresight import Foresight
 from lowtide.dynamic.habits import Habits
 from lowtide.dynamic.memory import Memory, Refusal
@@ -44,7 +44,8 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The arguments of ``lowtide.online``, checked. ``habits``: what is known of the program; ``None``: nothing is planned."""
+    """The arguments of ``lowtide.online``, checked. ``habits``: what is known of the program; ``None``: nothing is planned.
+    ``observed``: what is known of its operators."""
 
     budget_bytes: int
     heuristic: str
@@ -55,6 +56,7 @@ class Settings:
     warn_above: float
     device: torch.device
     habits: Habits | None = None
+    observed: Observed = field(default_factory=Observed)
 
 
 class OnlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -116,7 +118,7 @@ class OnlineRun:
         pool = Pool(heuristic=settings.heuristic, sample=sample, skip_small=sample, seed=settings.seed)
         recorder = None if settings.record is None else Recorder(settings.record, self.device.type, budget_bytes)
         self.memory = Memory(pool, meter, settings.policy, recorder)
-        self.executor = executor_for(self.memory, self.device)
+        self.executor = executor_for(self.memory, self.device, settings.observed)
         self.engine = Engine(self.memory, self.executor, device=self.device, tiny_bytes=budget_bytes // _TINY)
         self.sessions: list[Session] = []
         self.thread = _Thread()
