@@ -7,6 +7,7 @@ import gc
 import json
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from benchmarks.sweep import problems
 from benchmarks.sweep_model import sweep_model
 from lowtide.cli.main import main as command_line
 from lowtide.device import Accelerator, accelerator_in_use, accelerators, find, interface_of
+from lowtide.ir import Compute
 from lowtide.memory.allocators import PeakWindow, device_memory, free_memory, meter_of, round_up
 from lowtide.offload.host import HostMemory
 from lowtide.runtime.updates.moving_states import AwayState
@@ -277,6 +279,40 @@ def test_autocast() -> None:
     expected = trained(copy.deepcopy(model), x, autocast=True)
     assert equal(trained(budgeted, x, autocast=True), expected)
     assert not equal(trained(model, x), expected)
+
+
+class Summing(nn.Module):
+    """Sums that a GPU takes in another order each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.zeros_like(x).index_add(0, index, layer(torch.tanh(torch.sin(x)))).cumsum(0)
+        return x.square().mean()
+
+
+def test_what_does_not_repeat_its_bits_runs_once() -> None:
+    """On a device like this one, unless PyTorch is told to take operators that do."""
+    model, x, index = Summing(), torch.randn(256, 32), torch.randint(256, (256,))
+
+    def run_once(device: torch.device) -> list[str]:
+        plan = lowtide.plan(model.to(device), (x.to(device), index.to(device)), budget="80%", planner=QUICK)
+        times = Counter(step.op for step in plan.schedule.steps if isinstance(step, Compute))
+        once = [op for op in plan.graph.ops if op.once]
+        assert all(times[op.id] == 1 for op in once)
+        assert max(times.values()) > 1
+        return sorted({op.target.split(".")[1] for op in once})
+
+    assert run_once(FIRST) == ["cumsum", "index_add"]
+    assert run_once(torch.device("cpu")) == []
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert run_once(FIRST) == []
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 class Deciding(nn.Module):

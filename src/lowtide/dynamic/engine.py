@@ -177,7 +177,7 @@ class Engine:
             return False
         if storage.nbytes() <= _LENGTHS_BYTES and not (tensor.is_floating_point() or tensor.is_complex()):
             return False
-        return not operator.differs_in_bits or self.repeats_bits
+        return not operator.differs_in_bits or self.repeats_bits or torch.are_deterministic_algorithms_enabled()
 
     def _nodes_in(self, values: list[Any]) -> list[Node]:
         return list(dict.fromkeys(self.memory.node_of(tensor) for tensor in tensors_of(values)))

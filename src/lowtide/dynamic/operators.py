@@ -10,6 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 from lowtide.program.generators import form_with_generator
+from lowtide.program.repeating import differs_in_bits
 
 Position = int | str  # of an argument: its place, or its name where it is passed by name
 
@@ -87,7 +88,7 @@ class Operator:
         aliases = bool(schema.returns) and all(returned.alias_info is not None for returned in schema.returns)
         self.passes = not self.composite and not self.writes and (aliases or name in _PASSES)
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
-        self.differs_in_bits = torch.Tag.nondeterministic_bitwise in overload.tags
+        self.differs_in_bits = differs_in_bits(overload)
         self.geometry_only = name in _GEOMETRY_ONLY
         self.once = overload.namespace not in _FUNCTIONS
         self.statistics = _UPDATES_STATISTICS.get(name)

@@ -45,6 +45,7 @@ from lowtide.program import targets
 from lowtide.program.distributed.collectives import is_collective, is_wait, waited
 from lowtide.program.foreign import is_foreign
 from lowtide.program.program import Call, Ref
+from lowtide.program.repeating import repeats_bits
 from lowtide.program.roles import Gradient, Input, Written
 
 _ATEN = torch.ops.aten
@@ -237,6 +238,8 @@ class _Walk:
 
     def _flags(self, node: fx.Node) -> dict[str, bool]:
         flags = _flags(node.target)
+        if flags and not repeats_bits(node.target, _device_of(node)):
+            flags["once"] = True
         if node in self.natures:
             found = self.natures[node]
             flags["random"], flags["effect"] = found.random and not found.effect, flags["effect"] or bool(found.effect)
@@ -276,6 +279,13 @@ def _callable(target: Any) -> Callable[..., Any]:
     if not callable(target):
         raise CaptureError(f"{target} cannot be called in a captured program")
     return target  # type: ignore[no-any-return]
+
+
+def _device_of(node: fx.Node) -> torch.device:
+    """Of its results."""
+    result = node.meta.get("val")
+    tensors = result if isinstance(result, (list, tuple)) else (result,)
+    return next((each.device for each in tensors if isinstance(each, torch.Tensor)), torch.device("cpu"))
 
 
 def _flags(target: Any) -> dict[str, bool]:

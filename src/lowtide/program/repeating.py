@@ -1,0 +1,38 @@
+"""Which operators repeat their bits when they run again on the same numbers, and where.
+
+PyTorch's own tag for those that do not, ``nondeterministic_bitwise``, is on none of its operators (2.13); the list is that of
+``torch.use_deterministic_algorithms``, and the gradients of attention, seen to differ on an H200.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from lowtide.device import interface_of
+
+_DIFFERING = re.compile(
+    r"index_(add|copy|put|reduce)_?|put_?|scatter_(add|reduce)_?|cumsum_?|histc|bincount|(nan)?median|max_unpool[23]d"
+    r"|nll_loss2d_forward|_?adaptive_(avg|max)_pool[23]d_backward|avg_pool3d_backward|fractional_max_pool[23]d_backward"
+    r"|max_pool3d_with_indices_backward|_?upsample_\w*linear\w*_backward|_?upsample_bicubic\w*_backward|_ctc_loss_backward"
+    r"|(reflection|replication)_pad[123]d_backward|grid_sampler_[23]d_backward|_embedding_bag_(dense_)?backward"
+    r"|(_scaled_dot_product)?_(flash|efficient)_attention_backward|_roi_(align|pool)_backward|deform_conv2d_backward"
+)
+
+
+def repeats_bits(operator: Any, device: torch.device) -> bool:
+    """Whether an operator's results are the same to the bit however often it runs on the device, as settings are now."""
+    return not differs_in_bits(operator) or (
+        interface_of(device).repeats_bits or torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def differs_in_bits(operator: Any) -> bool:
+    """Whether there are devices on which it does not repeat its bits by itself."""
+    if not isinstance(operator, torch._ops.OpOverload):
+        return False
+    name = operator._schema.name.split("::")[1]
+    scattered = name in ("scatter", "scatter_") and "src" in operator._overloadname
+    return scattered or bool(_DIFFERING.fullmatch(name)) or torch.Tag.nondeterministic_bitwise in operator.tags
