@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import lowtide
+from tests.support.versions import needs_2_13
 
 
 class _Deciding(nn.Module):
@@ -21,6 +22,7 @@ class _Deciding(nn.Module):
         return torch.cond(y.sum() > 0, lambda one: one.sin(), lambda one: one.cos(), (y,)).square().mean()  # type: ignore[no-any-return]
 
 
+@needs_2_13
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
 def test_a_model_that_calls_it_runs_in_parts() -> None:
     torch.manual_seed(0)

@@ -17,6 +17,7 @@ from lowtide.capture.family import SymbolicFamily, capture_family
 from tests.support.networks import Residual, WithLoss, perceptron
 from tests.support.records import assert_same_records, run_training, scalar_loss, training_step
 from tests.support.training import copy_inputs, make
+from tests.support.versions import needs_2_13
 from tests.support.wide import pairs
 
 STEP = training_step(scalar_loss)
@@ -75,6 +76,7 @@ def _count_captures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
+@needs_2_13
 @pytest.mark.parametrize(("dynamic", "planning"), pairs((None, True), ("background", "wait")))
 def test_every_shape_is_as_eager_and_within_the_budget(
     dynamic: bool | None, planning: str, monkeypatch: pytest.MonkeyPatch
@@ -101,6 +103,7 @@ def _family() -> SymbolicFamily:
     return capture_family(make(_Attention), (tokens, torch.ones_like(tokens)), {}, [(0, 0), (0, 1), (1, 0), (1, 1)])
 
 
+@needs_2_13
 def test_programs_of_a_family_are_those_of_captures() -> None:
     model = make(_Attention)
     for shape in [(5, 13), (2, 17), (7, 11), (9, 35)]:

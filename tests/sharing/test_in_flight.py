@@ -18,6 +18,7 @@ from lowtide.planning import Plan
 from lowtide.settings import Settings
 from lowtide.sharing.in_flight import plan_in_flight
 from tests.support.training import QUICK
+from tests.support.versions import needs_2_13
 
 
 def blocks() -> nn.Module:
@@ -138,6 +139,7 @@ def test_what_does_not_go_together(options: dict[str, Any], words: str) -> None:
         lowtide.rematerialize(blocks(), (SAMPLE,), **{"budget": "60%", **options})
 
 
+@needs_2_13
 def test_a_backward_pass_from_the_middle_is_refused() -> None:
     """As zero-bubble schedules run it: to the inputs first, then on from what they have recorded."""
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight

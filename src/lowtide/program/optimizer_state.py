@@ -108,6 +108,9 @@ def _like(optimizer: torch.optim.Optimizer, copies: Copies) -> torch.optim.Optim
     other.state = defaultdict(
         dict, {copies[one]: dict(optimizer.state[one]) for one in copies if _is_idle(optimizer, one)}
     )
+    if isinstance(optimizer, torch.optim.Adagrad):  # before PyTorch 2.13 it makes its states when it is made
+        for copied in copies.values():
+            other.state.setdefault(copied, {"step": torch.tensor(0.0), "sum": torch.zeros_like(copied)})
     chosen = [[copies[one] for one in group["params"] if one in copies] for group in optimizer.param_groups]
     other.param_groups = [
         {**group, "params": own} for group, own in zip(optimizer.param_groups, chosen, strict=True) if own

@@ -59,7 +59,10 @@ def _noted(func: Any, known: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ..
 def _is_simple(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload) or func in _LEFT or func._schema.is_mutable:
         return False
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(str(func.name()), _COMPOSITE)  # type: ignore[no-untyped-call]
+    name = str(func.name())  # type: ignore[no-untyped-call]
+    if not torch._C._dispatch_has_kernel(name):  # ``aten::size``, which the dispatcher does not know
+        return False
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE)
     return not composite and torch.Tag.data_dependent_output not in func.tags
 
 

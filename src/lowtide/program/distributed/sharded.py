@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lowtide.errors import CaptureError
+from lowtide.errors import CaptureError, PlanError
 from lowtide.memory.allocators import allocated_bytes
 from lowtide.program import layouts
 from lowtide.program.distributed.communication import communicating, wait_for_copies
@@ -250,9 +250,13 @@ def state_of(module: nn.Module) -> Any:
 
 def units_of(model: nn.Module) -> list[Unit]:
     """The units of a model that is sharded itself, in the order of its modules. Raises ``CaptureError`` for what they hold that
-    is no shard of a plain tensor."""
+    is no shard of a plain tensor, ``PlanError`` where PyTorch is too old."""
     if not is_sharded(model):
         return []
+    if not hasattr(state_of(model), "_fsdp_param_groups"):
+        raise PlanError(
+            f"a model sharded by fully_shard is planned with PyTorch 2.13 or later, not with {torch.__version__}."
+        )
     found = dict.fromkeys(state_of(module) for module in model.modules() if is_sharded(module))
     return [_unit(group) for state in found for group in state._fsdp_param_groups]
 
