@@ -22,8 +22,8 @@ from lowtide.capture.python_state.code.installed import is_installed
 from lowtide.objects.walk import CONTAINERS, cell_value, reachable
 
 _TRUSTED = (__name__.partition(".")[0] + ".", "torch.")  # whose code knows what it does
-_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
-_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
 _LOADING = (*_GLOBAL, *_ATTRIBUTE, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 _BY_STRING = {"getattr", "hasattr", "attrgetter", "methodcaller"}  # take names of attributes in strings
 BY_COMPUTED_NAME = {"getattr", "vars", "__dict__"}  # reach any attribute of a module
@@ -252,7 +252,7 @@ def _uses(code: types.CodeType, name: str) -> frozenset[bool]:
 
 def _is_only_written(after: Sequence[dis.Instruction], name: str) -> bool:
     """Whether what has been loaded from this name goes back to it, or is there to be added to."""
-    counting = _COUNTING.match("".join(f"{item.opname} " for item in after[:10]))
+    counting = _COUNTING.match("".join(f"{item.opname.removesuffix('_BORROW')} " for item in after[:10]))
     if counting is not None:
         count = counting.group().count(" ")
         return counting["place"] is None or after[count - 1].argval == name
