@@ -6,6 +6,7 @@ PyTorch's own tag for those that do not, ``nondeterministic_bitwise``, is on non
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -29,6 +30,7 @@ def repeats_bits(operator: Any, device: torch.device) -> bool:
     )
 
 
+@functools.cache
 def differs_in_bits(operator: Any) -> bool:
     """Whether there are devices on which it does not repeat its bits by itself."""
     if not isinstance(operator, torch._ops.OpOverload):
