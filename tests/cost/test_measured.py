@@ -128,7 +128,7 @@ def test_numbers_that_no_kernel_treats_apart_share_a_measurement(exponents: tupl
     [
         ("y", aten.bernoulli.default, ("x",)),
         ("y", aten.binary_cross_entropy.default, ("x", "x")),
-        ("y", aten.cholesky.default, ("x",)),
+        *([("y", aten.cholesky.default, ("x",))] if hasattr(aten, "cholesky") else ()),  # which PyTorch 2.15 has not
         ("y", aten.multinomial.default, ("x", 2)),
         ("y", aten.normal.Tensor_Tensor, ("x", "x")),
         ("y", aten.normal.float_Tensor, (0.0, "x")),
