@@ -297,3 +297,23 @@ def test_a_percentage_where_nothing_can_be_planned(caplog: pytest.LogCaptureFixt
     """Of what, nobody knows, since the backward pass is not seen: it runs as without a plan."""
     _equal_steps(_Layers(), torch.randn(32, WIDTH), budget="5%")
     assert "_Layers runs without a plan, whatever the budget" in caplog.text
+
+
+class _Averaging(nn.Module):
+    """Its only part is another program in every call: statistics are averages over all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16, momentum=None), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten()
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers(x).square().mean()
+        return y if y.item() < 1e30 else y * 2
+
+
+def test_a_percentage_when_the_last_part_has_become_none() -> None:
+    """Code between no parts held nothing."""
+    model = _equal_steps(_Averaging(), torch.randn(6, 3, 10, 10), steps=4, budget="75%")
+    assert model.forward.parts.outside() and not lowtide.plans(model)
