@@ -15,6 +15,7 @@ from tests.fuzz.changed import Computes, Thing, rows
 _THING = Thing(step=0, scale=1.0, inner=Thing(scale=1.0))
 _TABLE: dict[str, Any] = {"step": 0, "scale": 1.0}
 _MODEL: list[Any] = []
+_ASKED: dict[Any, float] = {}
 
 
 class _Model(Computes):
@@ -141,3 +142,68 @@ def test_what_is_only_read_is_planned() -> None:
     assert _steps(model) == expected and len(lowtide.plans(model)) == 1
     _THING.inner.scale = model.part.scale = 2.0
     assert torch.equal(model(rows(), _THING), _Whole.forward(model, rows(), _THING)) and len(lowtide.plans(model)) == 2
+
+
+class _Blocks(nn.Module):
+    """Computes with what ``ask(block, given)`` says of each block."""
+
+    def __init__(self, ask: Callable[[Any, Any], float]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2))
+        self.ask = ask
+
+    def forward(self, x: torch.Tensor, given: Any) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) * self.ask(block, given)
+        return x.square().sum()
+
+
+def _hooked(ask: Callable[[Any, Any], float]) -> _Blocks:
+    """A hook asks, for which module it is called."""
+    model = _Blocks(lambda block, given: 1.0)
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, result: result * ask(module, _MODEL))
+    return model
+
+
+ASKS: dict[str, Callable[[Any, Any], float]] = {
+    "which it is": lambda block, given: 2.0 if block is _MODEL[0] else 1.0,
+    "whether it is in a list": lambda block, given: 2.0 if block in _MODEL else 1.0,
+    "what it has in a dictionary": lambda block, given: _ASKED.get(block, 1.0),
+    "whether it is an argument": lambda block, given: 2.0 if given is block else 1.0,
+    "whether it is among the arguments": lambda block, given: 2.0 if block in given else 1.0,
+}
+
+
+def _asking_steps(model: _Blocks, ask: str) -> list[Any]:
+    found = []
+    for chosen in (0, 0, 1, 1, 0):
+        _MODEL[:] = [model.blocks[chosen]]
+        _ASKED.clear()
+        _ASKED[model.blocks[chosen]] = 3.0
+        model.zero_grad()
+        loss = model(rows(), [*_MODEL] if "among" in ask else _MODEL[0])
+        loss.backward()
+        found.append((loss.item(), *(parameter.grad.tolist() for parameter in model.parameters())))  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "ask"), [*((_Blocks, ask) for ask in ASKS), *((_hooked, ask) for ask in ASKS if "argument" not in ask)]
+)
+def test_modules_are_told_apart(make: Callable[..., _Blocks], ask: str) -> None:
+    """By what is no copy: such a model runs in parts."""
+    torch.manual_seed(0)
+    expected = _asking_steps(make(ASKS[ask]), ask)
+    torch.manual_seed(0)
+    model = lowtide.rematerialize(make(ASKS[ask]), budget="100%", planner="keep-all")
+    assert _asking_steps(model, ask) == expected
+
+
+def test_a_module_by_a_variable_alone_is_planned() -> None:
+    """Of which is read what it has."""
+    torch.manual_seed(0)
+    model = _Blocks(lambda block, given: _MODEL[0][0].out_features / 8)
+    _MODEL[:] = [model.blocks[0]]
+    lowtide.rematerialize(model, (rows(), None), budget="100%", planner="keep-all", on_capture_error="error")
+    assert torch.equal(model(rows(), None), _Blocks.forward(model, rows(), None))

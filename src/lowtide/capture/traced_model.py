@@ -208,9 +208,12 @@ class TracedModel:
             observer = Observer(self.call.model, model, copies, *noting, [*parts_of((args, kwargs))])
             result, reached = self._forward(model, args, kwargs, (state, given), observer)
         sources = dict(zip(map(id, (*state, *held)), (*self.call.state.registered, *self.held), strict=True))
-        given_objects = reachable([args, kwargs], lambda one: is_open(one) or isinstance(one, CONTAINERS))
-        seen = observer.originals | {id(one): one for one in given_objects}
+        given_objects = {
+            id(one): one for one in reachable([args, kwargs], lambda one: is_open(one) or isinstance(one, CONTAINERS))
+        }
+        seen = observer.originals | given_objects
         twice.refuse_writes(seen, copies, sources, observer.written, self.latest_reads.contents)
+        twice.refuse_told_apart(seen, copies, self.latest_reads, given_objects, observer.compares)
         extra = new_buffers(model, names, state)
         refuse_required(tensors, wanting)
         changes = attribute_effects.changes(model, before)

@@ -207,6 +207,17 @@ def reads_classes(code: types.CodeType) -> bool:
     return any(item.opname in _ATTRIBUTE and item.argval == "__class__" and of.argval != "self" for of, item in pairs)
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def compares(code: types.CodeType) -> bool:
+    """Whether code asks if two things that it comes to are one, are equal, or if one is in the other: constants excepted."""
+    instructions = [item for part in codes(code) for item in dis.get_instructions(part) if item.opname != "CACHE"]
+    return any(
+        item.opname in ("IS_OP", "CONTAINS_OP") or (item.opname == "COMPARE_OP" and "=" in str(item.argval))
+        for before, item in itertools.pairwise(instructions)
+        if before.opname != "LOAD_CONST"
+    )
+
+
 def given(arguments: Iterable[Any]) -> Iterator[Any]:
     """What a call is given, functions in containers and in partials included."""
     return reachable(arguments, lambda one: isinstance(one, (*CONTAINERS, functools.partial)))

@@ -1,21 +1,24 @@
 """Objects that a forward pass reaches twice: through the model, a copy of which is traced, and by a variable or an argument,
-which is no copy. What it writes by one way it does not find by the other; where it writes nothing, both are the same."""
+which is no copy. What it writes by one way it does not find by the other; where it writes nothing, both are the same, but for
+code that asks whether they are one: of modules it does, as hooks look up which one they are called for."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.capture.python_state.guards.reads import Content, identical
+from lowtide.capture.python_state.guards.reads import Content, Reads, identical
 from lowtide.capture.python_state.paths import OWN, named
 from lowtide.errors import CaptureError
 from lowtide.objects.walk import PLAIN, content, fields
 
 _NOT_PLAIN = OWN | {"forward"}
 _DEPTH = 8
+_KEYED = (dict, set, frozenset)  # which find things by what they are
 
 
 def refuse_writes(
@@ -43,6 +46,38 @@ def refuse_writes(
             "and writes into it, which no trace of a copy of the model can follow. Use one of both ways, or run the model "
             "under lowtide.online."
         )
+
+
+def refuse_told_apart(
+    seen: Mapping[int, Any],
+    copies: Mapping[int, tuple[Any, Any]],
+    reads: Reads,
+    arguments: Mapping[int, Any],
+    compares: bool,
+) -> None:
+    """Raises ``CaptureError`` where a run came to a module of the model's by a variable or among the ``arguments`` as well, and
+    tells it from others: as a key, or, where its code ``compares``, at all. ``seen`` and ``copies`` as above."""
+    modules = {id(one): one for one, copied in copies.values() if isinstance(one, nn.Module) and one is not copied}
+    modules = {key: one for key, one in modules.items() if seen.get(key) is one}
+    if not modules:
+        return
+    holders = [held for held in reads.contents.values() if not isinstance(held.holder, weakref.ReferenceType)]
+    keyed = [one for one in (*arguments.values(), *(held.holder for held in holders)) if isinstance(one, _KEYED)]
+    found = {id(_referent(key)) for one in keyed for key in one}
+    if compares:
+        found |= {*arguments, *(id(read.value) for read in reads.values.values())}
+        found |= {id(item) for held in holders for item in held.items}
+    names = [type(modules[key]).__name__ for key in modules.keys() & found]
+    if names:
+        raise CaptureError(
+            f"the forward pass, or a hook in it, comes to a module of the model ({named(names)}) by a variable or an argument, "
+            "and may ask which one it is, which a trace of a copy of the model cannot answer. Keep what it is asked for in "
+            "attributes of the model, or run the model under lowtide.online."
+        )
+
+
+def _referent(key: Any) -> Any:
+    return key() if isinstance(key, weakref.ReferenceType) else key
 
 
 def _mirrors(
