@@ -184,6 +184,40 @@ def test_an_annealed_number_costs_few_captures(caplog: pytest.LogCaptureFixture)
     assert [part.name for part in model.forward.parts.planned()] == ["block"]
 
 
+class _Queue(nn.Module):
+    """Momentum contrast: keys go into a queue, at a place that a buffer says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, 128), nn.Tanh(), nn.Linear(128, WIDTH))
+        self.register_buffer("queue", torch.randn(WIDTH, 256))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys = self.encoder(x)
+        loss = (keys @ self.queue.clone()).logsumexp(1).mean()
+        place = int(self.place)
+        self.queue[:, place : place + len(x)] = keys.detach().T
+        self.place[0] = (place + len(x)) % self.queue.shape[1]
+        return loss
+
+
+def test_a_place_in_a_queue_costs_few_captures(caplog: pytest.LogCaptureFixture) -> None:
+    model = _equal_steps(_Queue(), torch.randn(16, WIDTH), steps=8, budget="150%")
+    assert "was captured 4 times for the same shapes" in caplog.text
+    assert [part.name for part in model.forward.parts.planned()] == ["encoder"]
+
+
+def test_what_nothing_can_be_planned_of_in_parts_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
+    """``momentum=None`` divides by how many calls there were, in the only part that a plan could free something of."""
+    layers = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16, momentum=None), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(0)
+    body = nn.Sequential(nn.Sequential(*layers), nn.Unflatten(0, (1, -1)), nn.LPPool1d(2, 2), nn.AdaptiveAvgPool1d(1))
+    model, x = nn.Sequential(body, nn.Flatten(0), nn.Unflatten(0, (1, 1)), nn.AvgPool1d(1)), torch.randn(8, 3, 24, 24)
+    model = _equal_steps(model, x, steps=8, budget="90%")
+    assert "is captured in every call, as nothing of it can be planned in parts" in caplog.text
+    assert model.forward.parts is None and model.forward.entries
+
+
 class _Shrinking(nn.Module):
     """Is another program in every call, whose one part is as large as the whole."""
 

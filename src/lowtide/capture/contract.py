@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,12 +101,22 @@ class Conditions:
             return self.changed(model) or "tensors in its attributes are not where they were"
         if not self.are_apart(given):
             return "tensors that it writes into share their memory with others"
+        answers = (f"{question.source}: {question.answer}, then {new}" for question, new in self._other_answers(given))
+        return self.changed(model) or next(answers, "what is drawn from the generators of Python or NumPy")
+
+    def counts(self, model: nn.Module, inputs: list[torch.Tensor]) -> bool:
+        """Whether a question has another answer that is about what the program itself writes: a buffer that counts calls, a
+        place in a queue."""
+        given = self.held_inputs.behind(inputs, model)
+        return given is not None and any(
+            question.known.positions() & self.written for question, _ in self._other_answers(given)
+        )
+
+    def _other_answers(self, given: Sequence[torch.Tensor]) -> Iterator[tuple[Any, Any]]:
+        """The questions that have another answer now, and that."""
         memo: dict[int, Any] = {}
         now = ((question, question.asked(given, memo)) for question in self.questions)
-        answers = (
-            f"{question.source}: {question.answer}, then {new}" for question, new in now if new != question.answer
-        )
-        return self.changed(model) or next(answers, "what is drawn from the generators of Python or NumPy")
+        return ((question, answer) for question, answer in now if answer != question.answer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -128,6 +128,9 @@ class Rematerialized(Planned):
     def _run_unplanned(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.parts is None:
             return self._run_online(args, kwargs)
+        if self._was_whole and self.parts.are_none:
+            self._go_whole("nothing of it can be planned in parts")
+            return self.call(*args, **kwargs)
         began = False
         try:
             budget_bytes = self.parts.online_bytes((args, kwargs))
@@ -141,7 +144,7 @@ class Rematerialized(Planned):
                 self.parts.ran(result)
         except Exception as error:
             if isinstance(error, InfeasibleBudgetError) and not began and self._was_whole:
-                self._go_whole(error)
+                self._go_whole(f"its parts do not fit: {error}")
                 return self.call(*args, **kwargs)
             if not self._runs_in_parts:  # the call itself is wrong: that is no reason to run others in parts
                 self.parts = None
@@ -246,9 +249,9 @@ class Rematerialized(Planned):
     def _may_be_apart(self) -> bool:
         return self.settings.on_capture_error == "parts" and not self._stays_whole and can_run_in_parts(self.model)
 
-    def _go_whole(self, error: InfeasibleBudgetError) -> None:
-        """Its parts do not fit the budget: every call is captured, which takes longer but meets it."""
-        _LOG.warning("%s is captured in every call, as its parts do not fit: %s", type(self.model).__name__, error)
+    def _go_whole(self, why: str) -> None:
+        """Its parts do not meet the budget: every call is captured, which takes longer but does."""
+        _LOG.warning("%s is captured in every call, as %s", type(self.model).__name__, why)
         self.parts, self._runs_in_parts, self._was_whole, self._stays_whole = None, False, False, True
         self._apart.clear()
 

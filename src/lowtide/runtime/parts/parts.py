@@ -263,6 +263,11 @@ class Parts:
         """Those that run by plans."""
         return [part for part in self._parts.values() if part.entries]
 
+    @property
+    def are_none(self) -> bool:
+        """Whether submodules were tried in a step, and none runs by a plan."""
+        return self._has_any and self._steps > 0 and not (self._calls or self.shared.unlike or self.planned())
+
     def online_bytes(self, arguments: Any) -> int | None:
         """The budget of the model, which is called with these ``arguments``, where there is no submodule to try, its steps are
         its own, and one exceeds it. One in percent is of the largest step so far; one in bytes holds from the first on."""

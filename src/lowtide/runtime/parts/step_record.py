@@ -23,7 +23,7 @@ class StepRecord:
         self.gaps: dict[Key | None, int] = {}
 
     def __bool__(self) -> bool:
-        return self.are_several or bool(self.passes)
+        return bool(self.passes or any(self.gaps.values()))
 
     def replace(self, ran: Sequence[ForwardPass], gaps: Sequence[Gap]) -> None:
         """The last step alone."""

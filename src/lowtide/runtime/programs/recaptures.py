@@ -18,7 +18,7 @@ from lowtide.runtime.programs.entry import Entry, Signature
 _LOG = logging.getLogger(__name__)
 _MANY_CAPTURES = 8  # for the same shapes: said in the log
 _MOST_CAPTURES = 16  # for the same shapes, in most calls, of what may run in parts instead
-_FEW_CAPTURES = 4  # the same, where a number changes that is computed with, or what is drawn
+_FEW_CAPTURES = 4  # the same, where a number changes that is computed with, what is drawn, or what it counts itself
 _DECIDED_CAPTURES, _DECIDED_CALLS = 5, 4  # the same, where draws decide, in fewer calls than so many for each capture
 _MANY_DRAWS, _OF_MANY_CAPTURES = 5, 2  # the same, where so many draws decide: there are more ways than calls will show
 _MOST_UNEXPECTED = 3  # programs for the same shapes that differ in how checks of values go
@@ -31,10 +31,11 @@ class Recaptures:
     def __init__(self) -> None:
         self.known = Known()
         self._counts: Counter[Signature] = Counter()
+        self._counting: set[Signature] = set()  # of calls that write what their program depends on
 
     def forget_one(self, key: Signature) -> None:
-        """It took little."""
-        if not self.known.computed:
+        """It took little, and calls may come to programs that are known."""
+        if not self.known.computed and key not in self._counting:
             self._counts[key] -= 1
 
     def learn(self, captured: Captured) -> None:
@@ -58,7 +59,10 @@ class Recaptures:
         self.known = self.known.with_changes(conditions, model)
         computed = self.known.numbers.keys() & self.known.computed
         drawn = conditions.draws is not None and not conditions.draws.come_again
-        most, each = _FEW_CAPTURES if computed or drawn else _MOST_CAPTURES, 1
+        if conditions.counts(model, inputs):
+            self._counting.add(key)
+        few = computed or drawn or key in self._counting
+        most, each = _FEW_CAPTURES if few else _MOST_CAPTURES, 1
         if drawn and conditions.draws is not None and conditions.draws.numbers is not None:
             many = len(conditions.draws.numbers) >= _MANY_DRAWS
             most, each = _OF_MANY_CAPTURES if many else _DECIDED_CAPTURES, _DECIDED_CALLS
