@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from tests.fuzz.changed import Computes, Thing, rows
 
 _THING = Thing(step=0, scale=1.0, inner=Thing(scale=1.0))
 _TABLE: dict[str, Any] = {"step": 0, "scale": 1.0}
+_ARRAY = np.ones((2, 2))
 _MODEL: list[Any] = []
 _ASKED: dict[Any, float] = {}
 
@@ -21,7 +23,7 @@ _ASKED: dict[Any, float] = {}
 class _Model(Computes):
     def __init__(self, compute: Callable[..., torch.Tensor]) -> None:
         super().__init__(compute)
-        self.thing, self.table, self.scale = _THING, _TABLE, 1.0
+        self.thing, self.table, self.array, self.scale = _THING, _TABLE, _ARRAY, 1.0
         self.register_buffer("total", torch.zeros(4))
 
 
@@ -79,12 +81,19 @@ def _buffer_in_variable(self: Any, y: torch.Tensor, x: torch.Tensor, given: Any)
 
 
 def _only_reads(self: Any, y: torch.Tensor, x: torch.Tensor, given: Any) -> torch.Tensor:
+    y = y * self.array.sum() * _ARRAY.mean()
     return y * self.thing.scale * _THING.inner.scale * given.scale * _MODEL[-1].scale
+
+
+def _fills_array(self: Any, y: torch.Tensor, x: torch.Tensor, given: Any) -> torch.Tensor:
+    _ARRAY[0, 0] = 3.0
+    made: torch.Tensor = y * self.array.sum()
+    return made
 
 
 WRITES = [
     _counts, _counts_outside, _sets, _sets_outside, _both, _puts_tensor, _sets_argument, _reads_argument, _model_in_variable,
-    _buffer_in_variable,
+    _buffer_in_variable, _fills_array,
 ]  # fmt: skip
 
 
@@ -105,6 +114,7 @@ def _made(compute: Callable[..., torch.Tensor]) -> _Whole:
     _THING.inner.scale = 1.0
     _TABLE.clear()
     _TABLE.update(step=0, scale=1.0)
+    _ARRAY[:] = 1.0
     torch.manual_seed(0)
     whole = _Whole(compute)
     _MODEL[:] = [whole.part]

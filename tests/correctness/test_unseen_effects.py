@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from collections.abc import Callable
@@ -518,3 +519,25 @@ def test_a_lazy_conjugate_beside_its_base() -> None:
     base.mul_(2)
     assert torch.equal(conjugate, 2 * torch.fft.fft(x).conj())
     result.sum().backward()
+
+
+def _of_kind(kinds: set[int], y: torch.Tensor) -> torch.Tensor:
+    return (y * len(kinds)).square().mean()
+
+
+class _Kinds(_Linear):
+    """Has a set, in a partial function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_kind = functools.partial(_of_kind, set([16, 1, 2, 3, 4]))  # noqa: C405 (copies have another order)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.of_kind(self.linear(x))
+
+
+def test_a_set_whose_copies_have_another_order() -> None:
+    model, x = make(_Kinds), _rows()
+    assert [*model.of_kind.args[0]] != [*copy.copy(model.of_kind.args[0])]
+    lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all", on_capture_error="error")
+    assert torch.equal(model(x), _Kinds.forward(model, x))

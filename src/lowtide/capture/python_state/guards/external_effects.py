@@ -342,4 +342,6 @@ def _set_attributes(kind: type, wanted: dict[str, Any]) -> None:
 
 
 def _items(holder: Any) -> list[Any]:
+    if isinstance(holder, set):  # a copy may have them in another order
+        return sorted(holder, key=id)
     return list(holder.values() if isinstance(holder, (dict, types.MappingProxyType)) else holder)

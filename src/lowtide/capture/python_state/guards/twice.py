@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture.python_state.guards.reads import Content, Reads, identical
+from lowtide.capture.python_state.guards.reads import Content, Contents, Reads, identical
 from lowtide.capture.python_state.paths import OWN, named
 from lowtide.errors import CaptureError
 from lowtide.objects.walk import PLAIN, content, fields
@@ -36,9 +36,11 @@ def refuse_writes(
     for original, copied in copies.values():
         if seen.get(id(original)) is not original or id(copied) not in seen or original is copied:
             continue
-        held = contents.get(id(original))
-        untouched = held is None or identical(content(original) or (), held.items)
-        if id(original) in changed or not untouched or not _mirrors(original, copied, copies, tensors):
+        if (
+            id(original) in changed
+            or _is_touched(original, contents)
+            or not _mirrors(original, copied, copies, tensors)
+        ):
             names.append(type(original).__name__)
     if names:
         raise CaptureError(
@@ -46,6 +48,16 @@ def refuse_writes(
             "and writes into it, which no trace of a copy of the model can follow. Use one of both ways, or run the model "
             "under lowtide.online."
         )
+
+
+def _is_touched(original: Any, contents: Mapping[int, Content]) -> bool:
+    """Whether something else is in it. What an array holds is made anew where it is asked for."""
+    items, held = content(original) or (), contents.get(id(original))
+    if held is None or identical(items, held.items):
+        return False
+    known = Contents({**contents})
+    pairs = zip(held.items, items, strict=False)
+    return len(items) != len(held.items) or not all(one is now or known.same(one, now) for one, now in pairs)
 
 
 def refuse_told_apart(
