@@ -39,7 +39,7 @@ def _with_compiled(compiled: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), compiled, nn.Linear(8, 4), _Rolling())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_compiled_modules_with_parameters_are_refused_for_that() -> None:
     with pytest.raises(lowtide.CaptureError, match=r"module '1' is compiled \(torch.jit\) and has parameters"):
         capture(_with_compiled(torch.jit.script(nn.Linear(8, 8))), (torch.randn(3, 4),))

@@ -15,7 +15,7 @@ from lowtide.extras import EXTRAS, MissingExtraError, require
 from lowtide.report.writers import WRITERS
 from lowtide.trace import write_trace
 from tests.report.reports import small_plan, trace_of_chain
-from tests.support.versions import needs_2_13
+from tests.support.versions import needs_known_fsdp2
 
 _MODULE = """
 import torch
@@ -102,7 +102,7 @@ def test_plan_needs_a_budget_or_a_curve(options: list[str], capsys: pytest.Captu
     assert "--curve" in capsys.readouterr().err
 
 
-@needs_2_13
+@needs_known_fsdp2
 @pytest.mark.usefixtures("_module")
 @pytest.mark.parametrize("command", ["plan", "fits"])
 def test_a_mesh(command: str, capsys: pytest.CaptureFixture[str]) -> None:

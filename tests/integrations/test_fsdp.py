@@ -15,9 +15,9 @@ from lowtide.units import format_bytes
 from tests.integrations.launch import ranks_of, torchrun
 from tests.integrations.trainers import gpt2, text
 from tests.support.training import QUICK
-from tests.support.versions import needs_2_13
+from tests.support.versions import needs_known_fsdp2
 
-pytestmark = needs_2_13
+pytestmark = needs_known_fsdp2
 
 _PROGRAM = "tests.integrations.fsdp_program"
 

@@ -17,9 +17,9 @@ from lowtide.ir.graph import GATHER_TARGET
 from lowtide.whole_step.mesh import blocks_of, link_of, parse_links, parse_mesh, pretended, spread
 from lowtide.whole_step.ranked import checkpointed
 from tests.integrations.launch import torchrun
-from tests.support.versions import needs_2_13
+from tests.support.versions import needs_known_fsdp2
 
-pytestmark = needs_2_13
+pytestmark = needs_known_fsdp2
 
 _SIZES = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,

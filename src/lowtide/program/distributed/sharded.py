@@ -250,15 +250,21 @@ def state_of(module: nn.Module) -> Any:
 
 def units_of(model: nn.Module) -> list[Unit]:
     """The units of a model that is sharded itself, in the order of its modules. Raises ``CaptureError`` for what they hold that
-    is no shard of a plain tensor, ``PlanError`` where PyTorch is too old."""
+    is no shard of a plain tensor, ``PlanError`` where PyTorch's FSDP2 is another."""
     if not is_sharded(model):
         return []
-    if not hasattr(state_of(model), "_fsdp_param_groups"):
-        raise PlanError(
-            f"a model sharded by fully_shard is planned with PyTorch 2.13 or later, not with {torch.__version__}."
-        )
+    _refuse_other_versions(state_of(model))
     found = dict.fromkeys(state_of(module) for module in model.modules() if is_sharded(module))
     return [_unit(group) for state in found for group in state._fsdp_param_groups]
+
+
+def _refuse_other_versions(state: Any) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    if not (hasattr(state, "_fsdp_param_groups") and hasattr(FSDPParam, "_get_unsharded_dtensor_spec")):
+        raise PlanError(
+            f"models sharded by fully_shard are planned with PyTorch 2.13; {torch.__version__} has another."
+        )
 
 
 def begun(model: nn.Module) -> list[Unit]:
