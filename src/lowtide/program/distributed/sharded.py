@@ -253,18 +253,8 @@ def units_of(model: nn.Module) -> list[Unit]:
     is no shard of a plain tensor, ``PlanError`` where PyTorch's FSDP2 is another."""
     if not is_sharded(model):
         return []
-    _refuse_other_versions(state_of(model))
     found = dict.fromkeys(state_of(module) for module in model.modules() if is_sharded(module))
-    return [_unit(group) for state in found for group in state._fsdp_param_groups]
-
-
-def _refuse_other_versions(state: Any) -> None:
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    if not (hasattr(state, "_fsdp_param_groups") and hasattr(FSDPParam, "_get_unsharded_dtensor_spec")):
-        raise PlanError(
-            f"models sharded by fully_shard are planned with PyTorch 2.13; {torch.__version__} has another."
-        )
+    return [_unit(group) for state in found for group in getattr(state, "_fsdp_param_groups", [state])]
 
 
 def begun(model: nn.Module) -> list[Unit]:
@@ -312,6 +302,10 @@ def _unit(group: Any) -> Unit:
 def _refuse_other(group: Any) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
+    if not all(hasattr(shard, "_get_unsharded_dtensor_spec") for shard in getattr(group, "fsdp_params", [None])):
+        raise PlanError(
+            f"models sharded by fully_shard are planned with PyTorch 2.13; {torch.__version__} has another FSDP2."
+        )
     what = ""
     if not isinstance(group.mesh_info, FSDPMeshInfo):
         what = "replicates its parameters (torch.distributed's replicate): use DistributedDataParallel"
