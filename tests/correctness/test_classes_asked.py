@@ -109,6 +109,50 @@ def test_in_a_backward_pass() -> None:
     assert all(torch.equal(one, two.grad) for one, two in zip(expected, model.parameters(), strict=True))  # type: ignore[arg-type]
 
 
+_UNKNOWN = {
+    "_version": lambda model, x, y: (model.linear.weight._version - model.first[0]) % 2 == 0,
+    "_version of a constant": lambda model, x, y: (model.asked_of._version - model.first[1]) % 2 == 0,
+    "_base": lambda model, x, y: x._base is None,
+    "_is_view": lambda model, x, y: x._is_view(),
+    "storage_offset": lambda model, x, y: x.storage_offset() % 16 == 0,
+    "untyped_storage": lambda model, x, y: x.untyped_storage().nbytes() > 200,
+}
+
+
+@pytest.mark.parametrize("question", _UNKNOWN)
+def test_what_no_plan_knows(question: str) -> None:
+    """What weights that are cached by their version ask, say: the model runs in parts."""
+    torch.manual_seed(0)
+    model, whole = _Asking(_UNKNOWN[question]), torch.randn(8, 8)
+    model.asked_of = torch.ones(3)
+    eager = copy.deepcopy(model)
+    for one in (model, eager):
+        one.first = one.linear.weight._version, one.asked_of._version  # type: ignore[assignment, union-attr]
+    lowtide.rematerialize(model, (torch.randn(4, 8),), budget="100%")
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model, eager)]
+    for step in range(4):
+        loss, expected = model(whole[step:][:4]), eager(whole[step:][:4])
+        assert torch.equal(loss, expected)
+        loss.backward()
+        expected.backward()
+        for optimizer, one in zip(optimizers, (model, eager), strict=True):
+            optimizer.step()
+            one.asked_of.add_(1)  # type: ignore[operator, union-attr]
+
+
+def test_leaves_that_are_no_parameters() -> None:
+    model, x = _Asking(lambda model, x, y: model.scale.is_leaf and model.scale.grad_fn is None), torch.randn(4, 8)
+    eager = copy.deepcopy(model)
+    lowtide.rematerialize(model, (x,), budget="100%", on_capture_error="error")
+    assert torch.equal(model(x), eager(x))
+
+
+def test_what_an_argument_was_computed_by() -> None:
+    model, x = _Asking(lambda model, x, y: x.grad_fn is None), torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(lowtide.CaptureError, match="is a leaf"):
+        lowtide.rematerialize(model, (x,), budget="100%", on_capture_error="error")
+
+
 def test_whether_an_argument_is_a_leaf_is_no_question_for_a_plan() -> None:
     model, x = _Asking(lambda model, x, y: x.is_leaf), torch.randn(4, 8, requires_grad=True)
     with pytest.raises(lowtide.CaptureError, match="is a leaf"):

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.python_state.guards.reads import Reads
 from lowtide.capture.trace.autocast import Period
-from lowtide.capture.trace.classes import IS_LEAF, is_leaf
+from lowtide.capture.trace.classes import GRAD_FN, IS_LEAF, is_leaf, refuse_unknown
 from lowtide.capture.trace.fake import read_values
 from lowtide.capture.trace.origins import note
 from lowtide.capture.trace.packed import of_packed
@@ -74,8 +74,10 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
                 "number as an argument, or run the model under lowtide.online."
             )
         refuse_gradients(func, args, self.given)
-        if func == IS_LEAF and any(args[0] is one for one in self.given):
-            return is_leaf(args[0])
+        refuse_unknown(func, sys._getframe(1))
+        if func in (IS_LEAF, GRAD_FN) and any(args[0] is one for one in self.given):
+            leaf = is_leaf(args[0])
+            return leaf if func == IS_LEAF else None
         if func in _ARRAYS or func in _TEXTS:
             real = read_values(args[0])
             if real is not None:

@@ -8,6 +8,7 @@ So the name ``type`` stands for ``Type`` in the modules whose code asks, and ``x
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,10 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.errors import CaptureError
-from lowtide.program.source import user_source
+from lowtide.program.source import is_user_file, user_source
 
 TRACED = (FunctionalTensor, FakeTensor)
-IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
+_TENSOR: Any = torch.Tensor
+IS_LEAF, GRAD_FN = _TENSOR.is_leaf.__get__, _TENSOR.grad_fn.__get__
+# What traced tensors answer otherwise than those that they stand for, or another call's answer otherwise.
+_UNKNOWN: dict[Any, str] = {
+    **{getattr(_TENSOR, name).__get__: name for name in ("_version", "_base", "_backward_hooks")},
+    **{getattr(_TENSOR, name): f"{name}()" for name in ("storage_offset", "untyped_storage", "is_shared", "_is_view")},
+}
 
 
 class _Asking(type):
@@ -58,14 +65,25 @@ def mark_parameters(traced: Iterable[torch.Tensor], owns: Iterable[torch.Tensor]
 
 
 def is_leaf(tensor: torch.Tensor) -> bool:
-    """Whether the parameter that a traced tensor stands for is a leaf. Raises ``CaptureError`` for an argument, of which a plan
-    serves both kinds."""
-    if not getattr(tensor, "_is_param", False):
+    """Whether the parameter or buffer that a traced tensor stands for is a leaf. Raises ``CaptureError`` for an argument that
+    requires a gradient: a plan serves both kinds."""
+    if tensor.requires_grad and not getattr(tensor, "_is_param", False):
         raise CaptureError(
             f"the forward pass asks whether an argument that requires a gradient is a leaf ({user_source()}), which no plan "
             "knows. Decide it outside of the model."
         )
     return True
+
+
+def refuse_unknown(function: Any, calling: FrameType) -> None:
+    """Raises ``CaptureError`` where the user's code, ``calling``, asks a tensor what no plan knows of it."""
+    if function in _UNKNOWN and (
+        calling.f_code is torch.overrides.handle_torch_function.__code__ or is_user_file(calling.f_code.co_filename)
+    ):
+        raise CaptureError(
+            f"the forward pass asks a tensor for its {_UNKNOWN[function]} ({user_source()}), which no plan knows: it is "
+            "another one in other calls. Decide by it outside of the model, or run the model under lowtide.online."
+        )
 
 
 def attribute_of(tensor: torch.Tensor, name: str) -> Any:
