@@ -180,6 +180,10 @@ ASKS: dict[str, Callable[[Any, Any], float]] = {
     "which it is": lambda block, given: 2.0 if block is _MODEL[0] else 1.0,
     "whether it is in a list": lambda block, given: 2.0 if block in _MODEL else 1.0,
     "what it has in a dictionary": lambda block, given: _ASKED.get(block, 1.0),
+    "what a weight of it has in a dictionary": lambda block, given: _ASKED.get(block[0].weight, 1.0),
+    "what its id has in a dictionary": lambda block, given: _ASKED.get(id(block), 1.0),
+    "what the id of a weight has in a dictionary": lambda block, given: _ASKED.get(id(block[0].weight), 1.0),
+    "its hash": lambda block, given: 2.0 if hash(block) == hash(_MODEL[0]) else 1.0,
     "whether it is an argument": lambda block, given: 2.0 if given is block else 1.0,
     "whether it is among the arguments": lambda block, given: 2.0 if block in given else 1.0,
 }
@@ -190,7 +194,9 @@ def _asking_steps(model: _Blocks, ask: str) -> list[Any]:
     for chosen in (0, 0, 1, 1, 0):
         _MODEL[:] = [model.blocks[chosen]]
         _ASKED.clear()
-        _ASKED[model.blocks[chosen]] = 3.0
+        key: Any = model.blocks[chosen]
+        key = key[0].weight if "weight" in ask else key
+        _ASKED[id(key) if " id " in ask else key] = 3.0
         model.zero_grad()
         loss = model(rows(), [*_MODEL] if "among" in ask else _MODEL[0])
         loss.backward()
@@ -202,12 +208,13 @@ def _asking_steps(model: _Blocks, ask: str) -> list[Any]:
     ("make", "ask"), [*((_Blocks, ask) for ask in ASKS), *((_hooked, ask) for ask in ASKS if "argument" not in ask)]
 )
 def test_modules_are_told_apart(make: Callable[..., _Blocks], ask: str) -> None:
-    """By what is no copy: such a model runs in parts."""
+    """By what is no copy: such a model runs in parts, but where only numbers are asked for."""
     torch.manual_seed(0)
     expected = _asking_steps(make(ASKS[ask]), ask)
     torch.manual_seed(0)
     model = lowtide.rematerialize(make(ASKS[ask]), budget="100%", planner="keep-all")
     assert _asking_steps(model, ask) == expected
+    assert not {"id", "hash"} & globals().keys()
 
 
 def test_a_module_by_a_variable_alone_is_planned() -> None:

@@ -1,8 +1,5 @@
 # ruff: noqa: E501
-"""Changes between two steps of whatever Python code can read, in out-of-the-way places too.
-
-Those that are not noticed (``UNSEEN``) are named in ``docs/architecture.md``; each is expected to fail until it is.
-"""
+"""Changes between two steps of whatever Python code can read, in out-of-the-way places too."""
 
 from __future__ import annotations
 
@@ -310,16 +307,8 @@ MADE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-UNSEEN = frozenset({"offset of a buffer"})
-
-
 def _cases(groups: dict[str, dict[str, Any]]) -> list[Any]:
-    unseen = pytest.mark.xfail(reason="no guard sees it", strict=True)
-    return [
-        pytest.param(case, id=name, marks=[unseen] if name in UNSEEN else [])
-        for cases in groups.values()
-        for name, case in cases.items()
-    ]
+    return [pytest.param(case, id=name) for cases in groups.values() for name, case in cases.items()]
 
 
 @pytest.fixture(autouse=True)

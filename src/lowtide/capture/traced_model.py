@@ -206,14 +206,15 @@ class TracedModel:
         with standing_in(self.numbers, copies) as standing:
             noting = self.latest_reads, self._modules, standing, self.call.classes
             observer = Observer(self.call.model, model, copies, *noting, [*parts_of((args, kwargs))])
+            sources = dict(zip(map(id, (*state, *held)), (*self.call.state.registered, *self.held), strict=True))
+            self.call.classes.copied({key: own for key, (own, _) in copies.items()} | sources)
             result, reached = self._forward(model, args, kwargs, (state, given), observer)
-        sources = dict(zip(map(id, (*state, *held)), (*self.call.state.registered, *self.held), strict=True))
         given_objects = {
             id(one): one for one in reachable([args, kwargs], lambda one: is_open(one) or isinstance(one, CONTAINERS))
         }
         seen = observer.originals | given_objects
         twice.refuse_writes(seen, copies, sources, observer.written, self.latest_reads.contents)
-        twice.refuse_told_apart(seen, copies, self.latest_reads, given_objects, observer.compares)
+        twice.refuse_told_apart(seen, copies, sources, self.latest_reads, given_objects, observer.compares)
         extra = new_buffers(model, names, state)
         refuse_required(tensors, wanting)
         changes = attribute_effects.changes(model, before)

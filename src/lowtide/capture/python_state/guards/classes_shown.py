@@ -1,28 +1,45 @@
-"""Where ``type(x)`` and ``x.__class__`` say what they would of the tensors that traced ones stand for."""
+"""Where ``type``, ``__class__``, ``id`` and ``hash`` say what they would of what copies and traced tensors stand for."""
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lowtide.capture.python_state.code.code_names import asks_for_types, functions_of, reads_classes
+from lowtide.capture.python_state.code.code_names import asks_for_types, functions_of, names_in, reads_classes
 from lowtide.capture.trace.classes import TRACED, Type, attribute_of
+from lowtide.capture.trace.patches import STANDS_FOR, by_thread
 
-_NAME = "type"
+_ASKED = (id, hash)  # of a copy, and of what is traced, the answer is that of the original
 _OWN = ("torch", "lowtide")
+
+
+def is_shown(value: Any) -> bool:
+    """Whether that stands in a variable of the user's for a while."""
+    return value is Type or (type(value) is types.FunctionType and vars(value).get(STANDS_FOR) in _ASKED)
 
 
 class ClassesShown:
     """Inside, the code of modules is told these classes: of those whose functions were met, before or meanwhile.
     What is entered more than once, or of several calls, ends where it is left the last time."""
 
-    _shown = Counter[int]()  # for how many, by the id of what is changed for them
+    _shown = Counter[tuple[int, str]]()  # for how many, by the id of what is changed for them, and the name there
 
     def __init__(self) -> None:
-        self._changed: dict[int, tuple[Any, str, Any]] = {}  # variables or a class, and what is what there
+        self._originals: dict[int, Any] = {}  # by the ids of copies
+        self._asked = {one.__name__: by_thread(functools.partial(self._of_original, one), one) for one in _ASKED}
+        self._changed: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # variables or a class, and what is what there
         self._entered = 0
+
+    def copied(self, originals: Mapping[int, Any]) -> None:
+        """In the next run, which has copies of these, by the ids of the copies."""
+        self._originals.clear()
+        self._originals.update(originals)
+
+    def _of_original(self, function: Callable[[Any], int], value: Any) -> int:
+        return function(self._originals.get(id(value), value))
 
     def met(self, function: Any) -> None:
         """The run may call it."""
@@ -30,8 +47,13 @@ class ClassesShown:
             return
         variables, code = function.__globals__, function.__code__
         own = str(variables.get("__name__")).partition(".")[0] in _OWN
-        if asks_for_types(code) and variables.get(_NAME, Type) is Type and not own:
-            self._change(variables, _NAME, Type)
+        if own:
+            return
+        if asks_for_types(code) and variables.get("type", Type) is Type:
+            self._change(variables, "type", Type)
+        for name in self._asked.keys() & names_in(code).variables:
+            if is_shown(variables.get(name, Type)):
+                self._change(variables, name, self._asked[name])
         for kind in TRACED if reads_classes(code) else ():
             self._change(kind, "__getattribute__", attribute_of)
 
@@ -42,23 +64,23 @@ class ClassesShown:
                 self.met(function)
 
     def _change(self, owner: Any, name: str, value: Any) -> None:
-        if id(owner) not in self._changed:
-            self._changed[id(owner)] = owner, name, value
+        if (id(owner), name) not in self._changed:
+            self._changed[id(owner), name] = owner, name, value
             for _ in range(self._entered):
                 self._show(owner, name, value)
 
     def _show(self, owner: Any, name: str, value: Any) -> None:
-        self._shown[id(owner)] += 1
+        self._shown[id(owner), name] += 1
         if isinstance(owner, dict):
             owner[name] = value
         else:
             setattr(owner, name, value)
 
     def _hide(self, owner: Any, name: str) -> None:
-        self._shown[id(owner)] -= 1
-        if self._shown[id(owner)]:
+        self._shown[id(owner), name] -= 1
+        if self._shown[id(owner), name]:
             return
-        del self._shown[id(owner)]
+        del self._shown[id(owner), name]
         if isinstance(owner, dict):
             del owner[name]
         else:

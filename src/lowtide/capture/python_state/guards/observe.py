@@ -29,13 +29,12 @@ from lowtide.capture.python_state.code.asked import Named, asked_by, asked_under
 from lowtide.capture.python_state.code.installed import is_installed
 from lowtide.capture.python_state.guards import files
 from lowtide.capture.python_state.guards.caches import Results, is_cache
-from lowtide.capture.python_state.guards.classes_shown import ClassesShown
+from lowtide.capture.python_state.guards.classes_shown import ClassesShown, is_shown
 from lowtide.capture.python_state.guards.compared import StandIn, Standing
 from lowtide.capture.python_state.guards.namespaces import Namespaces
 from lowtide.capture.python_state.guards.noting import NotingClasses
 from lowtide.capture.python_state.guards.reads import Content, Contents, Reads, decided_by, put_together
 from lowtide.capture.python_state.paths import FORWARD_HOOKS, OWN
-from lowtide.capture.trace.classes import Type
 from lowtide.objects import opaque
 from lowtide.objects.walk import ABSENT, PLAIN, content, current, fields, own_attributes, part_name
 
@@ -245,7 +244,7 @@ class Observer:
         """``seen``: the function whose code reads them."""
         for variable in variables:
             value = current(variable.kind, variable.owner, variable.name)
-            if value is Type:
+            if is_shown(value):
                 continue
             self.reads.note(variable.kind, variable.owner, variable.name, value, variable.text)
             if value is not ABSENT:

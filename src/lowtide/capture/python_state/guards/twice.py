@@ -63,28 +63,28 @@ def _is_touched(original: Any, contents: Mapping[int, Content]) -> bool:
 def refuse_told_apart(
     seen: Mapping[int, Any],
     copies: Mapping[int, tuple[Any, Any]],
+    tensors: Mapping[int, torch.Tensor],
     reads: Reads,
     arguments: Mapping[int, Any],
     compares: bool,
 ) -> None:
     """Raises ``CaptureError`` where a run came to a module of the model's by a variable or among the ``arguments`` as well, and
-    tells it from others: as a key, or, where its code ``compares``, at all. ``seen`` and ``copies`` as above."""
+    its code ``compares``; or where one of these is a key there, or one of the ``tensors``. ``seen``, ``copies`` as above."""
     modules = {id(one): one for one, copied in copies.values() if isinstance(one, nn.Module) and one is not copied}
-    modules = {key: one for key, one in modules.items() if seen.get(key) is one}
-    if not modules:
-        return
-    holders = [held for held in reads.contents.values() if not isinstance(held.holder, weakref.ReferenceType)]
-    keyed = [one for one in (*arguments.values(), *(held.holder for held in holders)) if isinstance(one, _KEYED)]
-    found = {id(_referent(key)) for one in keyed for key in one}
+    outside = {id(one): one for one in (*arguments.values(), *(held.holder for held in reads.contents.values()))}
+    outside = {key: one for key, one in outside.items() if seen.get(key) is one}  # no copies
+    keys = {id(_referent(key)) for one in outside.values() if isinstance(one, _KEYED) for key in one}
+    found = [one for one in (*modules.values(), *tensors.values()) if id(one) in keys]
     if compares:
-        found |= {*arguments, *(id(read.value) for read in reads.values.values())}
-        found |= {id(item) for held in holders for item in held.items}
-    names = [type(modules[key]).__name__ for key in modules.keys() & found]
-    if names:
+        holders = [held for held in reads.contents.values() if not isinstance(held.holder, weakref.ReferenceType)]
+        named_ones = {*arguments, *(id(read.value) for read in reads.values.values())}
+        named_ones |= {id(item) for held in holders for item in held.items}
+        found += [one for key, one in modules.items() if key in named_ones and seen.get(key) is one]
+    if found:
         raise CaptureError(
-            f"the forward pass, or a hook in it, comes to a module of the model ({named(names)}) by a variable or an argument, "
-            "and may ask which one it is, which a trace of a copy of the model cannot answer. Keep what it is asked for in "
-            "attributes of the model, or run the model under lowtide.online."
+            f"the forward pass, or a hook in it, comes to a {type(found[0]).__name__} of the model by a variable or an "
+            "argument, and may ask which one it is, which a trace of a copy of the model cannot answer. Keep what it is asked "
+            "for in attributes of the model, or run the model under lowtide.online."
         )
 
 
