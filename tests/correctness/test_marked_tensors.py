@@ -98,6 +98,28 @@ def test_what_stays_on_tensors_is_left_to_eager_code(do: _Called, message: str) 
         lowtide.rematerialize(_Doing(do), (x[0],), budget="100%", on_capture_error="error")
 
 
+def _adds_gradients(model: Any, x: torch.Tensor) -> None:
+    for each in (model.scale, model.last.bias):
+        if each.grad is not None:
+            model.scale.add_(each.grad)
+
+
+def test_that_there_is_no_gradient_is_a_condition() -> None:
+    """As vector quantization asks of its averages; parameters have one where gradients are accumulated."""
+
+    def step(model: Any, number: int) -> Any:
+        if number < 2:
+            model.zero_grad()
+        if number == 3:
+            model.scale.grad = torch.full((4,), 0.5)
+        out = model(torch.randn(3, 4))
+        out.sum().backward()
+        return out
+
+    assert len(lowtide.plans(assert_as_eager(lambda: _Doing(_adds_gradients), step, steps=2))) == 1
+    assert_as_eager(lambda: _Doing(_adds_gradients), step, steps=5)
+
+
 def test_attributes_of_results_are_left_to_eager_code() -> None:
     assert_as_eager(lambda: _Tagged(_nothing), lambda model, number: _step(model, torch.ones(3, 4)))
 

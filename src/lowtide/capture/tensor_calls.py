@@ -21,7 +21,7 @@ from lowtide.capture.trace.origins import note
 from lowtide.capture.trace.packed import of_packed
 from lowtide.capture.trace.patches import below, replaced, replaced_methods
 from lowtide.capture.trace.stacked import stacked
-from lowtide.capture.trace.writes import assigned_data, refuse_gradients
+from lowtide.capture.trace.writes import GET_GRADIENT, assigned_data, refuse_gradients
 from lowtide.errors import CaptureError
 from lowtide.program.source import user_source
 
@@ -46,13 +46,19 @@ def compiled_operators_refused() -> contextlib.AbstractContextManager[None]:
 
 class TensorCalls(torch.overrides.TorchFunctionMode):
     """Notes the user's line at every call of a torch function, and the ``period`` of its casts; in ``reads`` constant tensors
-    whose values become numbers of Python's. ``state``: what must not be given other data; its gradients, and those of
-    ``others``, are the user's."""
+    whose values become numbers of Python's, and which tensors have no gradient. ``state``: what must not be given other data,
+    for the ``registered`` tensors; its gradients, and those of ``others``, are the user's."""
 
     def __init__(
-        self, state: Sequence[torch.Tensor], others: Sequence[torch.Tensor], period: Period, reads: Reads
+        self,
+        registered: Sequence[torch.Tensor],
+        state: Sequence[torch.Tensor],
+        others: Sequence[torch.Tensor],
+        period: Period,
+        reads: Reads,
     ) -> None:
         super().__init__()
+        self.registered = registered
         self.state, self.given = state, [*state, *(other for other in others if other.requires_grad)]
         self.period = period
         self.reads = reads
@@ -73,6 +79,8 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
                 f"the forward pass asks how many entries a sparse tensor has ({user_source()}), which no plan knows. Pass the "
                 "number as an argument, or run the model under lowtide.online."
             )
+        if func == GET_GRADIENT and self._has_none(args[0]):
+            return None
         refuse_gradients(func, args, self.given)
         refuse_unknown(func, sys._getframe(1))
         if func in (IS_LEAF, GRAD_FN) and any(args[0] is one for one in self.given):
@@ -92,3 +100,11 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
                 )
         made = stacked(func, args, kwargs or {})
         return of_packed(func)(*args, **(kwargs or {})) if made is None else made
+
+    def _has_none(self, tensor: torch.Tensor) -> bool:
+        """Whether it stands for a parameter or a buffer that has no gradient, which is noted."""
+        real = next((one for one, traced in zip(self.registered, self.state, strict=True) if traced is tensor), None)
+        if real is None or real.grad is not None:
+            return False
+        self.reads.note("gradient", real, "", None, "the gradient of a parameter or a buffer")
+        return True

@@ -279,7 +279,7 @@ class TracedModel:
             no_hooks,
             unwrapped(self.call.model),
             periods_of_casts(self._keep_casts) as period,
-            TensorCalls(*tensors, period, self.latest_reads),
+            TensorCalls(self.call.state.registered, *tensors, period, self.latest_reads),
             RefuseWrites(),  # type: ignore[no-untyped-call]
             origins_announced(model, self._call),
         ):

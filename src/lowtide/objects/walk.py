@@ -240,6 +240,7 @@ READERS: dict[str, Callable[[Any, str], Any]] = {
     "answer": lambda owner, _: owner(),  # what it says when it is called
     "layout": _layout,  # of a tensor
     "version": lambda owner, _: owner._version,  # how often a tensor was written in place
+    "gradient": lambda owner, _: owner.grad,  # of a parameter or a buffer
 }
 
 

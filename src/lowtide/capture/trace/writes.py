@@ -30,7 +30,8 @@ WRITTEN_HISTORY = (
     "Write into a copy, outside the forward pass, or run it under lowtide.online."
 )
 _GRADIENT: Any = torch.Tensor.grad
-_OF_GRADIENT = (_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__)
+GET_GRADIENT = _GRADIENT.__get__
+_OF_GRADIENT = (GET_GRADIENT, _GRADIENT.__set__, _GRADIENT.__delete__)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
