@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -743,3 +744,44 @@ def test_parts_of_what_was_planned_as_a_whole_begin_with_its_budget() -> None:
         whole = max([whole, *(plan.budget_bytes for plan in lowtide.plans(model))])
         peak = lowtide.measure(lambda: model(tokens).backward()).peak_bytes
     assert peak <= whole <= runtime.parts.shared.granted_bytes
+
+
+class _TwoResults(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.layers(x)
+        return y.sin(), y.cos()
+
+
+class _UsesOneOfThem(nn.Module):
+    """One result of the first call and the other one of the second, and more memory between its parts in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.steps = _TwoResults(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, _ = self.inner(x)
+        if first.sum() > 1e9:
+            return first.sum()
+        self.steps += 1
+        _, second = self.inner(x.flip(0))
+        return torch.stack([(first * second + i).exp() for i in range(self.steps)]).mean()
+
+
+def test_gradients_that_arrive_otherwise_in_turns_are_captured_once(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    plain, x = _UsesOneOfThem(), torch.randn(256, 64)
+    model = lowtide.rematerialize(copy.deepcopy(plain), (x,), budget="60%", planner="auto{effort=0}")
+    caplog.set_level("INFO", logger="lowtide")
+    captures = []
+    for _ in range(5):
+        for each in (model, plain):
+            each.zero_grad()
+            each(x).backward()
+        assert _same(model, plain)
+        captures.append(len(re.findall(r"planned _TwoResults.*capture", caplog.text)))
+    assert caplog.text.count("all are replanned") > 1 and captures[2] == captures[-1]

@@ -122,6 +122,7 @@ class Rematerialized(Planned):
         for key, entries in list(self.entries.items()):
             for entry in entries:
                 entry.for_masks.clear()
+                entry.captured_for.clear()
             self._forget(key)
         self._kins = Kins(self._kins.dynamic)
 

@@ -110,7 +110,8 @@ class KeptSample:
 class Entry:
     """A planned program, ready to run for the calls with signature ``key`` on which one of ``conditions`` holds, the last used
     first. ``captured`` is the program before there were kernels in it, and ``sample`` what it was captured with. ``for_masks``:
-    the entries for the same calls whose gradients arrive otherwise, which share this and the conditions. ``before``: attributes
+    the entries for the same calls whose gradients arrive otherwise, which share this, the conditions and what was captured for
+    these (``captured_for``, which lasts where all are planned anew). ``before``: attributes
     of the model as the latest call found them. ``plan`` and ``lowered`` are exchanged where a better plan was found.
     ``version``: the schedules of its ``siblings`` that it knows; ``used``: when, by the count of all calls; ``calls``
     of its own, and when it was ``made``. ``arena``: where its tensors have their places, if there is one. ``most_bytes`` of
@@ -123,6 +124,7 @@ class Entry:
     conditions: list[Conditions]
     sample: KeptSample
     for_masks: dict[GradientMask, Entry]
+    captured_for: dict[GradientMask, Captured] = field(default_factory=dict)
     before: list[attribute_effects.Before] = field(default_factory=list)
     siblings: Siblings | None = None
     version: int = 0

@@ -121,8 +121,11 @@ class Programs:
         known = self.entries.get(key, [])
         with stage_seconds() as taken, shown(type(self.model).__name__):
             kin, shapes, member = None, None, None
-            if old is not None:
-                captured = self._capture(sample, mask, Known.of(old.captured))
+            if old is not None and mask is not None:
+                old.captured_for.setdefault(old.captured.program.mask, old.captured)
+                found = old.captured_for.get(mask)
+                captured = found or self._capture(sample, mask, Known.of(old.captured))
+                old.captured_for[mask] = captured
             else:
                 kin, shapes, member = self._member(key, sample)
                 usual = known[0].captured.program.mask if known else None
@@ -142,9 +145,10 @@ class Programs:
                 runs = lowered(program, plan, arena)
         conditions, for_masks = ([captured.contract.conditions], {}) if old is None else (old.conditions, old.for_masks)
         kept = KeptSample.of(sample, self.model, program_device(program).type)
-        entry = Entry(
-            key, captured, plan, runs, conditions, kept, for_masks, arena=arena, most_bytes=self.settings.most_bytes
-        )
+        most_bytes = self.settings.most_bytes
+        entry = Entry(key, captured, plan, runs, conditions, kept, for_masks, arena=arena, most_bytes=most_bytes)
+        if old is not None:
+            entry.captured_for = old.captured_for
         self._added(entry, taken)
         if kin and shapes and program.updated == with_updates(self, captured.program, key[-1]).updated:
             kin.met(entry, shapes, member, measured=not adapted)
