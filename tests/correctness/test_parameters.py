@@ -10,7 +10,7 @@ from torch import nn
 
 import lowtide
 from tests.support.networks import WithLoss, generator, perceptron, rows
-from tests.support.training import compare_training
+from tests.support.training import compare_training, make
 
 
 def _token_ids(iteration: int) -> Any:
@@ -158,3 +158,29 @@ def test_a_module_that_is_moved_elsewhere() -> None:
     with pytest.raises(lowtide.CaptureError):
         lowtide.rematerialize(model, rows()(0)[0], budget="100%", on_capture_error="error")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+class _TrainedBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = perceptron(2)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * self.scale.requires_grad_()).square().mean()
+
+
+def test_a_buffer_that_the_first_call_has_require_a_gradient() -> None:
+    plain, model = (make(_TrainedBuffer) for _ in range(2))
+    x = rows()(0)[0][0]
+    with pytest.raises(lowtide.CaptureError, match="done once the model was called"):
+        lowtide.rematerialize(model, (x,), budget="100%", on_capture_error="error")
+    assert not model.scale.requires_grad
+    for one in (plain, model):
+        one(x)
+    lowtide.rematerialize(model, (x,), budget="100%", on_capture_error="error")
+    for _ in range(2):
+        for one in (plain, model):
+            one(x).backward()
+    for theirs, ours in ((plain.scale, model.scale), *zip(plain.parameters(), model.parameters(), strict=True)):
+        assert torch.equal(theirs.grad, ours.grad)  # type: ignore[arg-type]

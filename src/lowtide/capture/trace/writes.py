@@ -91,8 +91,9 @@ def refuse_required(given: Sequence[torch.Tensor], before: Sequence[bool]) -> No
     """Raises ``CaptureError`` where other tensors require a gradient than ``before``."""
     if [tensor.requires_grad for tensor in given] != [*before]:
         raise CaptureError(
-            "the forward pass calls requires_grad_() on an argument or a parameter, which planned calls would not do. Call "
-            "it before the forward pass, or run the model under lowtide.online."
+            "the forward pass calls requires_grad_() on an argument, a parameter or a buffer, which planned calls would not "
+            "do. Call it before the forward pass (of a buffer, that is done once the model was called), or run the model "
+            "under lowtide.online."
         )
 
 
