@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import pickle
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from torch import nn
 
 import lowtide
+from tests.support.networks import WithLoss, generator
+from tests.support.training import compare_training
 
 
 class Net(nn.Module):
@@ -195,3 +198,42 @@ def test_copies_inside_of_a_model_that_runs_in_parts() -> None:
             model(torch.randn(3, 4)).backward()
         found.append([p.grad for p in model.parameters()])
     assert all(map(torch.equal, *found))
+
+
+class _CopiesItself(nn.Module):
+    def __init__(self, how: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear, self.norm, self.how = nn.Linear(8, 8), nn.BatchNorm1d(8), how
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.how(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.norm(self.linear(x)))
+
+
+def _made_anew(module: _CopiesItself) -> _CopiesItself:
+    other = _CopiesItself(module.how)
+    other.load_state_dict(module.state_dict())
+    return other
+
+
+def _pickled(module: _CopiesItself) -> Any:
+    return pickle.loads(pickle.dumps(module))
+
+
+def _refused(module: _CopiesItself) -> Any:
+    raise RuntimeError("not to be copied")
+
+
+@pytest.mark.parametrize("how", [_made_anew, _pickled, _refused])
+def test_modules_that_copy_themselves(how: Callable[[Any], Any]) -> None:
+    def make_model() -> nn.Module:
+        return WithLoss(nn.Sequential(nn.Linear(8, 8), _CopiesItself(how), nn.Tanh(), _CopiesItself(how)))
+
+    compare_training(
+        make_model,
+        lambda i: ((torch.randn(64, 8, generator=generator(i)),), {}),
+        budgets=("100%",),
+        on_capture_error="error",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ def copy_without_data(
     closures = _closures(model, {*map(id, state), *map(id, model.modules())})
     memo |= {id(function): copied for function, copied in closures}
     try:
-        clone = copy_module(model, memo)
+        clone = _copied(model, memo)
     except Exception as error:
         raise CaptureError(
             f"the model cannot be copied ({type(error).__name__}: {error}), and what is captured is a copy of it, so that the "
@@ -112,6 +113,28 @@ def copy_without_data(
     for function, copied in closures:
         _fill(function, copied, memo)
     return clone, {id(memo[id(one)]): (one, memo[id(one)]) for one in memo.get(id(memo), ()) if id(one) in memo}
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy. Modules that would copy themselves in a way of their own, which may fail, make other parameters or draw
+    random numbers, are copied attribute by attribute, unless that fails."""
+    own = [module for module in model.modules() if _copies_itself(type(module))]
+    if not own:
+        return copy_module(model, memo)
+    tried = memo | {id(module): object.__new__(type(module)) for module in own}
+    with contextlib.suppress(Exception):
+        for module in own:
+            vars(tried[id(module)]).update({name: copy.deepcopy(one, tried) for name, one in vars(module).items()})
+        clone = copy_module(model, tried)
+        kept = [*own, *tried.pop(id(tried), ())]
+        memo |= {**tried, id(memo): kept}
+        return clone
+    return copy_module(model, memo)
+
+
+def _copies_itself(kind: type) -> bool:
+    owner = next((each for each in kind.__mro__ if "__deepcopy__" in vars(each)), None)
+    return owner is not None and owner.__module__.partition(".")[0] != "torch"
 
 
 def _closures(model: nn.Module, held: Set[int]) -> list[tuple[FunctionType, FunctionType]]:
