@@ -224,3 +224,38 @@ def test_a_module_by_a_variable_alone_is_planned() -> None:
     _MODEL[:] = [model.blocks[0]]
     lowtide.rematerialize(model, (rows(), None), budget="100%", planner="keep-all", on_capture_error="error")
     assert torch.equal(model(rows(), None), _Blocks.forward(model, rows(), None))
+
+
+class _Policy:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+_MISSING, _SOFT, _HARD = object(), _Policy(1.0), _Policy(2.0)
+_WEIGHTS = {_SOFT: 1.0, _HARD: 3.0}
+CHOICES: dict[str, tuple[Callable[[Any], float], list[Any]]] = {
+    "a mark": (lambda one: 2.0 if one is _MISSING else 1.0, [_MISSING, None]),
+    "an object": (lambda one: one.scale if one is _HARD else 5.0, [_SOFT, _HARD]),
+    "a key": (lambda one: _WEIGHTS.get(one, 7.0), [_HARD, _SOFT]),
+    "a list": (lambda one: 2.0 if one is _MODEL else 1.0, [_MODEL, []]),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_objects_are_told_apart(choice: str) -> None:
+    """An attribute is the very object of a variable, or another one."""
+    ask, values = CHOICES[choice]
+    found = []
+    for planned in (False, True):
+        _MODEL.clear()
+        torch.manual_seed(0)
+        model = _Blocks(lambda block, given: ask(block.chosen))
+        if planned:
+            lowtide.rematerialize(model, budget="100%", planner="keep-all")
+        for value in (*values, *values):
+            for block in model.blocks:
+                block.chosen = value
+            loss = model(rows(), None)
+            loss.backward()
+            found.append((loss.item(), model.blocks[0][0].weight.grad.tolist()))  # type: ignore[index]
+    assert found[:4] == found[4:] and found[0] != found[1]

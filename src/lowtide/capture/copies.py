@@ -87,9 +87,10 @@ def copy_without_data(
     what each object in it is a copy of, by the id of the copy, with the copy: some are nowhere in it, and no id comes again."""
     memo: dict[int, Any] = {id(real): other for real, other in zip(state, others, strict=True)}
     held = [value for m in model.modules() for value in vars(m).values()]
+    parts = reachable(held, lambda one: isinstance(one, (*CONTAINERS, partial)))
     whole = [
-        one for one in reachable(held, lambda one: isinstance(one, (*CONTAINERS, partial))) if isinstance(one, _SHARED)
-    ]
+        one for one in parts if isinstance(one, _SHARED) or type(one) is object
+    ]  # which is told by being that one alone
     # Generators: those behind random.uniform and the like.
     for shared in (*held_tensors(model), *GENERATORS, *whole):
         memo.setdefault(id(shared), shared)

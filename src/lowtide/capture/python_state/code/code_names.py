@@ -27,6 +27,7 @@ _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
 _LOADING = (*_GLOBAL, *_ATTRIBUTE, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 _BY_STRING = {"getattr", "hasattr", "attrgetter", "methodcaller"}  # take names of attributes in strings
 BY_COMPUTED_NAME = {"getattr", "vars", "__dict__"}  # reach any attribute of a module
+_COMPARING = frozenset({"IS_OP", "CONTAINS_OP", "COMPARE_OP"})
 _OWN_NAMESPACE = {"globals", "eval", "exec"}  # reach any variable
 _ADDING = {"append", "appendleft", "extend", "add", "update"}  # methods of containers that return nothing
 # Methods that no code names where it calls them.
@@ -208,14 +209,11 @@ def reads_classes(code: types.CodeType) -> bool:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def compares(code: types.CodeType) -> bool:
-    """Whether code asks if two things that it comes to are one, are equal, or if one is in the other: constants excepted."""
+def compares(code: types.CodeType) -> frozenset[str]:
+    """How code compares what it comes to, constants excepted: whether two are one, are equal, or one is in the other."""
     instructions = [item for part in codes(code) for item in dis.get_instructions(part) if item.opname != "CACHE"]
-    return any(
-        item.opname in ("IS_OP", "CONTAINS_OP") or (item.opname == "COMPARE_OP" and "=" in str(item.argval))
-        for before, item in itertools.pairwise(instructions)
-        if before.opname != "LOAD_CONST"
-    )
+    pairs = itertools.pairwise(instructions)
+    return frozenset(item.opname for before, item in pairs if before.opname != "LOAD_CONST") & _COMPARING
 
 
 def given(arguments: Iterable[Any]) -> Iterator[Any]:

@@ -68,7 +68,7 @@ class Observer:
     ) -> None:
         self.reads = reads
         self._noted, self.written = set[tuple[int, str]](), set[tuple[int, str]]()
-        self.compares = False  # code that it may run
+        self.compares = frozenset[str]()  # how code that it may run does
         self._thread, self._busy = threading.get_ident(), False
         self.originals: dict[int, Any] = {}  # of what the run sees, by its id
         self._copied = copies
@@ -231,7 +231,8 @@ class Observer:
 
     def _look_at_function(self, seen: types.FunctionType, function: types.FunctionType) -> None:
         self._namespaces.attributes |= code_names.attributes_named(function)
-        self.compares |= code_names.compares(function.__code__) and not is_installed(function.__code__.co_filename)
+        if not is_installed(function.__code__.co_filename):
+            self.compares |= code_names.compares(function.__code__)
         self._numbers.met(function)
         self._shown.met(function)
         theirs = function.__globals__.get("__name__") in self._defining

@@ -1,6 +1,6 @@
 """Objects that a forward pass reaches twice: through the model, a copy of which is traced, and by a variable or an argument,
 which is no copy. What it writes by one way it does not find by the other; where it writes nothing, both are the same, but for
-code that asks whether they are one: of modules it does, as hooks look up which one they are called for."""
+code that asks whether they are one, as hooks look up which module they are called for."""
 
 from __future__ import annotations
 
@@ -66,26 +66,33 @@ def refuse_told_apart(
     tensors: Mapping[int, torch.Tensor],
     reads: Reads,
     arguments: Mapping[int, Any],
-    compares: bool,
+    compares: Collection[str],
 ) -> None:
-    """Raises ``CaptureError`` where a run came to a module of the model's by a variable or among the ``arguments`` as well, and
-    its code ``compares``; or where one of these is a key there, or one of the ``tensors``. ``seen``, ``copies`` as above."""
-    modules = {id(one): one for one, copied in copies.values() if isinstance(one, nn.Module) and one is not copied}
+    """Raises ``CaptureError`` where a run came to an object of the model's by a variable or among the ``arguments`` as well,
+    and its code asks with ``is`` for one, or ``compares`` in any way and it is a module; or where such an object, or one of
+    the ``tensors``, is a key there. ``seen``, ``copies`` as above."""
+    copied = {id(one): one for one, copy in copies.values() if one is not copy}
     outside = {id(one): one for one in (*arguments.values(), *(held.holder for held in reads.contents.values()))}
     outside = {key: one for key, one in outside.items() if seen.get(key) is one}  # no copies
     keys = {id(_referent(key)) for one in outside.values() if isinstance(one, _KEYED) for key in one}
-    found = [one for one in (*modules.values(), *tensors.values()) if id(one) in keys]
+    found = [one for one in (*copied.values(), *tensors.values()) if id(one) in keys and _is_told_by_identity(one)]
     if compares:
         holders = [held for held in reads.contents.values() if not isinstance(held.holder, weakref.ReferenceType)]
         named_ones = {*arguments, *(id(read.value) for read in reads.values.values())}
         named_ones |= {id(item) for held in holders for item in held.items}
-        found += [one for key, one in modules.items() if key in named_ones and seen.get(key) is one]
+        twice = [one for key, one in copied.items() if key in named_ones and seen.get(key) is one]
+        found += [one for one in twice if "IS_OP" in compares or isinstance(one, nn.Module)]
     if found:
         raise CaptureError(
             f"the forward pass, or a hook in it, comes to a {type(found[0]).__name__} of the model by a variable or an "
             "argument, and may ask which one it is, which a trace of a copy of the model cannot answer. Keep what it is asked "
             "for in attributes of the model, or run the model under lowtide.online."
         )
+
+
+def _is_told_by_identity(one: Any) -> bool:
+    found: Any = type(one).__hash__
+    return isinstance(one, torch.Tensor) or found is object.__hash__
 
 
 def _referent(key: Any) -> Any:
