@@ -81,7 +81,7 @@ def _step(model: Any, x: torch.Tensor) -> Any:
 _DOINGS = {
     "attributes": (_marked, "gives attributes"),
     "attribute of a buffer": (_marked_buffer, "gives attributes"),
-    "hook": (_hooked_once, "registers a hook"),
+    "hook": (_hooked_once, "asks a tensor for its _backward_hooks"),
     "a hook in every call": (_hooked, "registers a hook"),
     "hook of an argument": (_hooked_argument, "registers a hook"),
     "gradients": (_without_gradients, "sets .grad"),

@@ -237,7 +237,11 @@ def _rows() -> torch.Tensor:
         (_Lazy, lambda: (_rows(),), "call the model once"),
         (lambda: _Reads(lambda x, m: torch.initial_seed() % 7), lambda: (_rows(),), "calls torch.initial_seed"),
         (lambda: _Reads(lambda x, m: torch.get_rng_state()[0]), lambda: (_rows(),), "calls torch.get_rng_state"),
-        (lambda: _Reads(lambda x, m: 1 + (m.linear.weight.grad is None)), lambda: (_rows(),), r"sets \.grad of"),
+        (
+            lambda: _Reads(lambda x, m: 1 + bool(setattr(m.linear.weight, "grad", None))),
+            lambda: (_rows(),),
+            r"sets \.grad of",
+        ),
         (lambda: _Reads(lambda x, m: float(x.numpy()[0, 0])), lambda: (_rows(),), "an array of NumPy's"),
     ],
 )
