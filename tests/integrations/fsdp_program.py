@@ -220,7 +220,7 @@ def policies() -> None:
 
 
 def frozen_uneven_and_tied() -> None:
-    """Parameters that are not trained, that do not divide evenly, and units of several modules."""
+    """Parameters that are not trained, that do not divide evenly or into single elements, and units of several modules."""
 
     def frozen(model: Any) -> None:
         model.transformer.wte.requires_grad_(False)
@@ -236,7 +236,8 @@ def frozen_uneven_and_tied() -> None:
         runs = []
         for budget in ("100%", None):
             torch.manual_seed(0)
-            model = nn.Sequential(*(nn.Sequential(nn.Linear(37, 37), nn.Tanh()) for _ in range(4)), nn.Linear(37, 3))
+            layers = (nn.Sequential(nn.Linear(37, 37), nn.Tanh()) for _ in range(4))
+            model = nn.Sequential(*layers, nn.Linear(37, 3), nn.Linear(3, 2))  # of whose bias each rank has one element
             for group in groups:
                 fully_shard([model[index] for index in group])
             fully_shard(model)

@@ -343,6 +343,8 @@ def _unpacked(shard: Any, part: torch.Tensor, ranks: int) -> torch.Tensor:
         part = part.contiguous().view(dtype)
     dim = shard.fsdp_placement.dim
     if dim == 0:
-        return part.reshape(-1).clone() if part.is_contiguous() else part.reshape(-1)
+        return part.clone(memory_format=torch.contiguous_format).view(
+            -1
+        )  # of shards of one element, ``reshape`` is a view
     chunks = [row.view(shard.padded_sharded_param_size) for row in part]
     return torch.cat(chunks, dim=dim).view(-1)
