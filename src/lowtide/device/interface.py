@@ -12,8 +12,8 @@ import torch
 class DeviceInterface:
     """One device of PyTorch. What is said here holds for one without memory of its own, such as ``meta``.
 
-    ``granularity_bytes``: its allocator hands out multiples of that. ``repeats_bits``: whether operators that PyTorch tags as
-    nondeterministic to the bit repeat them. ``overlaps``: whether collectives run beside computing, whose cores a CPU's would
+    ``granularity_bytes``: its allocator hands out multiples of that. ``repeats_bits``: whether operators that
+    ``program.repeating`` lists repeat theirs. ``overlaps``: whether collectives run beside computing, whose cores a CPU's would
     take.
     """
 

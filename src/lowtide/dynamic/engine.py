@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from lowtide.device import interface_of
 from lowtide.dynamic.executor import Executor
 from lowtide.dynamic.foresight import Foresight
 from lowtide.dynamic.memory import Memory
@@ -39,6 +38,7 @@ from lowtide.dynamic.patches import Access
 from lowtide.dynamic.rebuild import Rebuilder, out_of_memory
 from lowtide.errors import ExecutionError
 from lowtide.program import generators
+from lowtide.program.repeating import repeats_bits
 
 _RELEASE_EVERY = 256  # operators
 _LENGTHS_BYTES = 1 << 16  # integers up to this size are kept: PyTorch reads lengths where nobody can notice
@@ -54,7 +54,6 @@ class Engine:
         self.memory = memory
         self.executor = executor
         self.device = device
-        self.repeats_bits = interface_of(device).repeats_bits
         self.tiny_bytes = tiny_bytes
         self.rebuilder = Rebuilder(memory, executor)
         self.foresight: Foresight | None = None
@@ -177,7 +176,7 @@ class Engine:
             return False
         if storage.nbytes() <= _LENGTHS_BYTES and not (tensor.is_floating_point() or tensor.is_complex()):
             return False
-        return not operator.differs_in_bits or self.repeats_bits or torch.are_deterministic_algorithms_enabled()
+        return repeats_bits(operator.run, self.device)
 
     def _nodes_in(self, values: list[Any]) -> list[Node]:
         return list(dict.fromkeys(self.memory.node_of(tensor) for tensor in tensors_of(values)))

@@ -10,7 +10,6 @@ import torch
 from torch._ops import OpOverload
 
 from lowtide.program.generators import form_with_generator
-from lowtide.program.repeating import differs_in_bits
 
 Position = int | str  # of an argument: its place, or its name where it is passed by name
 
@@ -49,7 +48,6 @@ class Operator:
         "_drawing",
         "composite",
         "detaches",
-        "differs_in_bits",
         "geometry_only",
         "name",
         "once",
@@ -65,7 +63,7 @@ class Operator:
         self._drawing: Operator | None = None
         self.detaches = overload is torch.ops.aten.detach.default
         self.name = str(overload)
-        self.passes = self.composite = self.random = self.geometry_only = self.differs_in_bits = False
+        self.passes = self.composite = self.random = self.geometry_only = False
         self.once = True
         self.writes: tuple[Position, ...] = ()
         self.statistics: tuple[tuple[int, ...], int] | None = None
@@ -88,7 +86,6 @@ class Operator:
         aliases = bool(schema.returns) and all(returned.alias_info is not None for returned in schema.returns)
         self.passes = not self.composite and not self.writes and (aliases or name in _PASSES)
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
-        self.differs_in_bits = differs_in_bits(overload)
         self.geometry_only = name in _GEOMETRY_ONLY
         self.once = overload.namespace not in _FUNCTIONS
         self.statistics = _UPDATES_STATISTICS.get(name)
