@@ -30,6 +30,7 @@ from lowtide.memory.allocators import PeakWindow, device_memory, free_memory, me
 from lowtide.offload.host import HostMemory
 from lowtide.runtime.updates.moving_states import AwayState
 from tests.device import hosted
+from tests.device.models import Block, Deciding, Mean
 from tests.support.leases import let_go_inside_a_lease
 from tests.support.training import QUICK
 from tests.support.wide import pairs
@@ -50,34 +51,6 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.accelerator.set_device_index(0)
     torch.ops.hosted.set_total(0, TOTAL_BYTES)
     gc.collect()
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, 2, dropout=0.1, batch_first=True)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        result: torch.Tensor = x + self.dropout(self.down(nn.functional.gelu(self.up(x))))
-        return result
-
-
-class Mean(nn.Module):
-    """A body and the loss."""
-
-    def __init__(self, *body: nn.Module) -> None:
-        super().__init__()
-        self.body = nn.Sequential(*body)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.body(x).square().mean()
-        return result
 
 
 def transformer() -> nn.Module:
@@ -313,20 +286,6 @@ def test_what_does_not_repeat_its_bits_runs_once() -> None:
         assert run_once(FIRST) == []
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-class Deciding(nn.Module):
-    """No single program: it decides by data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block(), Block()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            if x.mean() > -100:
-                x = block(x)
-        return x.square().mean()
 
 
 @pytest.mark.parametrize("device", [FIRST, SECOND])

@@ -18,6 +18,7 @@ from benchmarks.zoo import Sample, in_precision, loss_of, moved
 from lowtide.device import interface_of
 from lowtide.memory.allocators import free_memory, round_up
 from lowtide.runtime.updates.moving_states import AwayState
+from tests.device.models import Block, Deciding, Mean
 
 pytestmark = pytest.mark.gpu
 
@@ -26,50 +27,8 @@ WHOLE = {"on_capture_error": "error"}
 QUICK = "auto{effort=0}"
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 128) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, 2, dropout=0.1, batch_first=True)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        result: torch.Tensor = x + self.dropout(self.down(nn.functional.gelu(self.up(x))))
-        return result
-
-
-class Mean(nn.Module):
-    """A body and the loss."""
-
-    def __init__(self, *body: nn.Module) -> None:
-        super().__init__()
-        self.body = nn.Sequential(*body)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.body(x).float().square().mean()
-        return result
-
-
-class Deciding(nn.Module):
-    """No single program: it decides by data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block(), Block()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            if x.mean() > -100:
-                x = block(x)
-        return x.square().mean()
-
-
 def transformer() -> Sample:
-    return Mean(*(Block() for _ in range(4)), nn.Linear(128, 8)), (torch.randn(16, 256, 128),), {}
+    return Mean(*(Block(128) for _ in range(4)), nn.Linear(128, 8)), (torch.randn(16, 256, 128),), {}
 
 
 def convolutions() -> Sample:
@@ -218,7 +177,7 @@ def test_autocast(name: str, scaled: bool) -> None:
 
 def test_parts() -> None:
     torch.manual_seed(0)
-    model, x = Deciding().to(DEVICE), torch.randn(16, 256, 128, device=DEVICE)
+    model, x = Deciding(128).to(DEVICE), torch.randn(16, 256, 128, device=DEVICE)
     expected = trained((copy.deepcopy(model), (x,), {}))
     budget = step_peak((copy.deepcopy(model), (x,), {})) * 85 // 100
     budgeted = lowtide.rematerialize(copy.deepcopy(model), budget=budget)
@@ -230,7 +189,7 @@ def test_parts() -> None:
 def test_other_shapes() -> None:
     """Each batch size by a plan of its own, those that are derived from others included, and better plans between calls."""
     torch.manual_seed(0)
-    model = Mean(*(Block() for _ in range(4))).to(DEVICE)
+    model = Mean(*(Block(128) for _ in range(4))).to(DEVICE)
     plain, budgeted = copy.deepcopy(model), lowtide.rematerialize(copy.deepcopy(model), budget="60%")
     for batch in range(3, 8):
         sample = torch.randn(2 * batch, 256, 128, device=DEVICE)
