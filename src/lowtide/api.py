@@ -16,10 +16,12 @@ from lowtide.dynamic.context import is_inside
 from lowtide.errors import PlanError
 from lowtide.planning import Plan
 from lowtide.program.optimizer_state import optimizer_state_bytes
+from lowtide.program.tangents import with_own_tangents
 from lowtide.progress import Progress, told
 from lowtide.runtime.caller import let_go
 from lowtide.runtime.model import Rematerialized
 from lowtide.runtime.planned import Planned
+from lowtide.runtime.programs.owning import is_worth_owning
 from lowtide.runtime.updates.optimizer import of_model
 from lowtide.settings import Settings, searches
 
@@ -239,7 +241,14 @@ def plan(
         with torch.enable_grad():
             terms_from = len(model_state(model).tensors)  # as ``rematerialize`` has it
             program = pipeline.captured_program(model, args, kwargs, settings, terms_from=terms_from).program
-        return pipeline.make_program_plan(program, settings, model, tell)
+
+        def planned(settings: Settings) -> Plan:
+            return pipeline.make_program_plan(program, settings, model, tell)
+
+        owner = with_own_tangents(program)
+        if owner is program or not is_worth_owning(program, settings, planned):
+            return planned(settings)
+        return pipeline.make_program_plan(owner, settings, model, tell)
 
 
 def _planned(model: nn.Module) -> Rematerialized:

@@ -48,5 +48,5 @@ def _step(lowered: Lowered, inputs: Sequence[torch.Tensor]) -> None:
     torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
-def _no_other(mask: GradientMask, keeps: bool, inputs: Sequence[torch.Tensor]) -> Lowered:
+def _no_other(mask: GradientMask, keeps: bool, held: bool, inputs: Sequence[torch.Tensor]) -> Lowered:
     raise ExecutionError("a measured step was given other gradients than those it was planned for")

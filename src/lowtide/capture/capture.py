@@ -283,7 +283,7 @@ def _assemble(converted: Converted, run: TracedRun, state: State, name: str) -> 
         storages=builder.storages(),
         inputs=tuple(value.id for value in builder.values if value.producer is None),
         forward_outputs=(*returned, *converted.kept.values()),
-        # The caller may hold the gradients it hands in (``loss.backward()`` does): they count to the end.
+        # The caller may hold the gradients it hands in: they count to the end (but see ``program.tangents``).
         outputs=tuple(dict.fromkeys((*arriving, *(value for _, value in gradients)))),
         forward_ops=converted.forward_ops,
     )

@@ -196,6 +196,11 @@ class Graph:
             for op, changed in zip(self.ops, self.changed, strict=True)
         )
 
+    @functools.cached_property
+    def arriving(self) -> tuple[int, ...]:
+        """The gradients that arrive for the forward outputs, in their order."""
+        return tuple(op.outputs[0] for op in self.ops if op.target == TANGENT_TARGET)
+
     def storages_of(self, values: Iterable[int]) -> tuple[int, ...]:
         """The storages behind ``values``, each once."""
         return tuple(dict.fromkeys(self.values[value].storage for value in values))

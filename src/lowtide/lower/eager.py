@@ -104,7 +104,7 @@ class _Generator:
         self.lines: list[str] = []
         self.namespace: dict[str, Any] = {SAVE: generators.Draw}
         self._names: dict[Any, str] = {}
-        self.tangents = tuple(op.outputs[0] for op in self.graph.ops if op.target == TANGENT_TARGET)
+        self.tangents = self.graph.arriving
         self.live: set[int] = set()  # values that have a variable
         self.handed: set[int] = set()  # storages whose gradient has left
         self.drawing = Drawing(program, self._constant)

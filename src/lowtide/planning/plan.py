@@ -17,7 +17,7 @@ import numpy as np
 
 from lowtide.errors import PlanError, ScheduleError
 from lowtide.ir import Costs, Graph, Schedule, check, keep_all_schedule, plain_time_ns, simulate
-from lowtide.ir.graph import STATE_TARGETS, TANGENT_TARGET
+from lowtide.ir.graph import STATE_TARGETS
 from lowtide.ir.serial import (
     graph_from_json,
     graph_to_json,
@@ -304,8 +304,7 @@ class Plan:
 def storages_outside(graph: Graph) -> frozenset[int]:
     """Storages that have no place in an arena: results, which the caller keeps as long as it likes, and the gradients of the
     results, which it hands in."""
-    handed = (op.outputs[0] for op in graph.ops if op.target == TANGENT_TARGET)
-    return frozenset(graph.values[value].storage for value in (*graph.forward_outputs, *handed))
+    return frozenset(graph.storages_of((*graph.forward_outputs, *graph.arriving)))
 
 
 def _costs(form: PlanForm, graph: Graph) -> Costs:

@@ -31,7 +31,6 @@ from lowtide.runtime.parts.parts import Parts
 from lowtide.runtime.parts.submodules import can_run_in_parts
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.programs.entry import Entry, Names, Sample, Signature
-from lowtide.runtime.programs.kin import Kins
 from lowtide.runtime.programs.placed import lowered
 from lowtide.runtime.sharded_root import ShardedRoot
 from lowtide.settings import Settings
@@ -119,12 +118,9 @@ class Rematerialized(Planned):
     def _leave_in_terms(self, in_terms: bool) -> None:
         """From now on."""
         self.in_terms = in_terms
-        for key, entries in list(self.entries.items()):
-            for entry in entries:
-                entry.for_masks.clear()
-                entry.captured_for.clear()
-            self._forget(key)
-        self._kins = Kins(self._kins.dynamic)
+        for entry in (one for entries in self.entries.values() for one in entries):
+            entry.captured_for.clear()
+        self.plan_anew()
 
     def _run_unplanned(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.parts is None:

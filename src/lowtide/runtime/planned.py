@@ -183,8 +183,10 @@ class Planned(Programs):
         """The forward outputs of the planned program."""
         self.latest, self.ran = entry, self.ran + 1
 
-        def for_mask(mask: GradientMask, keeps: bool, given: Sequence[torch.Tensor]) -> Lowered:
-            same = mask == entry.program.mask and not (self.in_terms and entry.program.sums)
+        def for_mask(mask: GradientMask, keeps: bool, held: bool, given: Sequence[torch.Tensor]) -> Lowered:
+            if held:
+                self.owning.leave()
+            same = mask == entry.program.mask and not (held or (self.in_terms and entry.program.sums))
             other = entry if same else self.entry_for(mask, entry, given)
             return (self.in_mode(other, ()) if keeps else other).lowered
 

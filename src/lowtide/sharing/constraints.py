@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lowtide.ir import Costs, Kind, Schedule, keep_all_schedule, simulate
-from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.program.program import Program
 from lowtide.solve import working_set_bound
 
@@ -137,7 +136,7 @@ class Member:
     @functools.cached_property
     def arriving_bytes(self) -> int:
         """Bytes of the gradients that come back for the outputs."""
-        return self._bytes_of(op.outputs[0] for op in self.program.graph.ops if op.target == TANGENT_TARGET)
+        return self._bytes_of(self.program.graph.arriving)
 
     def _bytes_of(self, values: Iterable[int]) -> int:
         storages = {self.program.graph.values[value].storage for value in values}

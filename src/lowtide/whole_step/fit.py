@@ -24,12 +24,12 @@ from lowtide.cost.devices import DEVICES, get_device
 from lowtide.cost.workspaces import with_state_transfers
 from lowtide.errors import CostError, InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, Graph, SecondMemory, keep_all_schedule, simulate
-from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.ir.second_memory import check_second_memory
 from lowtide.planning import make_plan
 from lowtide.program import Program
 from lowtide.program.optimizer_state import Optimizer, optimizer_state_bytes
 from lowtide.program.sizes import held_bytes
+from lowtide.program.tangents import with_own_tangents
 from lowtide.progress import Progress, told
 from lowtide.units import format_bytes
 from lowtide.whole_step.answer import Fit
@@ -120,11 +120,10 @@ def _without_plan(
     """What a step takes on a device of unlimited memory, and the pass that it makes."""
     optimizer_name, optimizer_bytes = optimizer_state_bytes(optimizer, model)
     with torch.enable_grad(), contextlib.nullcontext() if name == "auto" else FusedAttention():
-        program = capture(model, args, kwargs).program
+        program = with_own_tangents(capture(model, args, kwargs).program)
     graph, costs = program.graph, analytical_costs(program, name, between)
     inputs, _ = flat_arguments(args, kwargs, model_state(model).tensors)
     whole = simulate(graph, costs, keep_all_schedule(graph))
-    arriving = {op.outputs[0] for op in graph.ops if op.target == TANGENT_TARGET}
     fit = Fit(
         model=type(model).__name__,
         device=device if isinstance(device, str) else format_bytes(device),
@@ -135,7 +134,9 @@ def _without_plan(
         input_bytes=held_bytes(inputs),
         optimizer=optimizer_name,
         optimizer_bytes=optimizer_bytes,
-        gradient_bytes=sum(program.metas[value].storage_bytes for value in graph.outputs if value not in arriving),
+        gradient_bytes=sum(
+            program.metas[value].storage_bytes for value in graph.outputs if value not in graph.arriving
+        ),
         pass_bytes=whole.peak_bytes,
         least_bytes=whole.peak_bytes,
         plan=None,

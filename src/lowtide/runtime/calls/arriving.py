@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,9 @@ from lowtide.ir import Op
 from lowtide.lower import Lowered
 from lowtide.program import Program, layouts
 from lowtide.program.results import Result
+from lowtide.program.tangents import owns_tangents
 
+_OWN_USES = 2  # of a storage: the tensor, and what asks
 _CAST = frozenset(f"aten.{name}.default" for name in ("mm", "bmm", "baddbmm", "addmm", "addbmm", "mv", "addmv", "addr"))
 
 
@@ -78,6 +81,41 @@ def prepared(lowered: Lowered, gradients: Sequence[torch.Tensor | None]) -> list
             gradient[once].copy_(arrived[once])
         found.append(gradient)
     return found
+
+
+class Tangents:
+    """The gradients that arrived at a call, as its program takes them. Of one that owns them they are here only until they are
+    handed to it."""
+
+    def __init__(self, lowered: Lowered, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._kept: list[torch.Tensor] | None = prepared(lowered, gradients)
+        self._known = [weakref.ref(tensor) for tensor in self._kept]
+        self._owned = owns_tangents(lowered.program.graph)
+
+    def handed(self) -> list[torch.Tensor]:
+        """All of them, to the program."""
+        assert self._kept is not None
+        found = self._kept
+        if self._owned:
+            self._kept = None
+        return found
+
+    def keep(self) -> bool:
+        """Keep them for the program to begin again, if it has let go of none of them."""
+        found = [tensor for one in self._known if (tensor := one()) is not None]
+        if len(found) < len(self._known):
+            return False
+        self._kept = found
+        return True
+
+
+def is_held(gradient: torch.Tensor | None) -> bool:
+    """Whether others than the caller, who has the only tensor that it knows of, hold a gradient's memory."""
+    if gradient is None:
+        return False
+    if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
+        return True
+    return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > _OWN_USES
 
 
 def check_arriving(gradients: Sequence[torch.Tensor | None]) -> None:

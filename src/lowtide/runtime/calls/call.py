@@ -13,17 +13,18 @@ import torch
 
 from lowtide.errors import ExecutionError
 from lowtide.lower import GradientGroup, Lowered, Step
-from lowtide.memory.arena import AddressTable
 from lowtide.program import generators, layouts
 from lowtide.program.distributed.local import address_of, has_forms, spec_for, version_of
 from lowtide.program.results import GradientMask
 from lowtide.program.sizes import device_of_inputs
-from lowtide.runtime.calls.arriving import expected, place, prepared, wanted
+from lowtide.program.tangents import owns_tangents
+from lowtide.runtime.calls.arriving import Tangents, expected, is_held, place, wanted
+from lowtide.runtime.calls.resuming import resumed
 from lowtide.runtime.programs.rescue import Rescue
 from lowtide.runtime.updates.optimizer import UpdatingOptimizer
 
-# Given besides: whether gradients are kept, and the flat inputs.
-ForMask = Callable[[GradientMask, bool, Sequence[torch.Tensor]], Lowered]
+# Given besides: whether gradients are kept, whether others hold those that arrived, and the flat inputs.
+ForMask = Callable[[GradientMask, bool, bool, Sequence[torch.Tensor]], Lowered]
 Node = tuple[tuple[int, int], ...]
 Copied = tuple[Sequence[int], Callable[[Sequence[int]], None] | None]
 
@@ -39,8 +40,9 @@ class ModelCall:
     comes to it and when it leaves it.
     ``rescue`` lowers the plan where memory runs out. A backward program that began again has other groups of gradients than the
     nodes: ``ends[i]`` of them must have run for the i-th node, and ``ran`` have. ``arrived``: the gradients of the outputs, for
-    that. ``next_node`` is the one that a backward pass comes to next. ``copied``: see ``programs.changing``;
-    ``late``: see ``calls.step``. ``superseded``: whether its gradients are to leave in terms, see ``calls.waiting``.
+    that; ``begin`` hands them to the program. ``next_node`` is the one that a backward pass comes to next. ``copied``: see
+    ``programs.changing``; ``late``: see ``calls.step``. ``superseded``: whether its gradients are to leave in terms, see
+    ``calls.waiting``.
     """
 
     begun: ClassVar[int] = 0  # forward passes by plans, in this process
@@ -67,7 +69,8 @@ class ModelCall:
     rescues: int = 0
     superseded: bool = False
     first_versions: list[int | None] = field(default_factory=list)  # of what the forward pass writes into
-    arrived: list[torch.Tensor] = field(default_factory=list)
+    arrived: Tangents | None = None
+    begin: Callable[[], None] | None = None
     ends: list[int] = field(default_factory=list)
     ran: int = 0
     next_node: int = 0
@@ -133,13 +136,20 @@ class ModelCall:
         self._check_unmodified(*(whole if again else (lowered.reads_after, lowered.reads_again)))
         self.gradients.clear()
         self.next_node = 0
-        if again:
-            self._run_again(gradients, keeps)
-        else:
-            self.received = True
-            self.arrived = prepared(lowered, gradients)  # the plan counts them to the end
-            self.tangents.extend(self.arrived)
-            self.ends, self.ran = list(range(1, len(lowered.gradient_groups) + 1)), 0
+        given = [None if one is None else one.detach() for one in gradients]
+        self.begin = functools.partial(self._begin, given, again, keeps)
+
+    def _begin(self, gradients: list[torch.Tensor | None], again: bool, keeps: bool) -> None:
+        """Hand the gradients to the program, now that the engine has let go of them."""
+        held = owns_tangents(self.lowered.program.graph) and any(map(is_held, gradients))
+        if again or held:
+            self._run_again(gradients, keeps, held)
+            return
+        self.received = True
+        self.arrived = Tangents(self.lowered, gradients)
+        gradients.clear()
+        self.tangents.extend(self.arrived.handed())
+        self.ends, self.ran = list(range(1, len(self.lowered.gradient_groups) + 1)), 0
 
     def stage(self, node: int) -> tuple[torch.Tensor | None, ...]:
         """Run the next segment; the gradients of ``nodes[node]``, ``None`` for inputs that have none."""
@@ -150,6 +160,9 @@ class ModelCall:
                 "lowtide.restore(model)."
             )
         self.next_node += 1
+        if self.begin is not None:
+            begin, self.begin = self.begin, None
+            begin()
         if self.generator is not None:
             self._advance_to(node)
             if node + 1 == len(self.nodes):
@@ -158,7 +171,7 @@ class ModelCall:
         result = tuple(self.gradients.pop(term, None) for term in self.nodes[node])
         if node + 1 == len(self.nodes):
             self.gradients.clear()
-            self.arrived.clear()
+            self.arrived = None
             if self.optimizer is not None:
                 self.optimizer.finished(self)
             if self.rescue is not None:
@@ -203,7 +216,7 @@ class ModelCall:
     def _begin_again(self, lowered: Lowered) -> None:
         """Come to where the gradients arrived, by another plan for the same program."""
         self._take(lowered)
-        self.generator = self._begun(lowered, lambda: self.arrived)
+        self.generator = self._begun(lowered)
         made = {lowered.terms[i]: place for place, group in enumerate(lowered.gradient_groups) for i in group.gradients}
         places = [max((made[term] + 1 for term in each if term in made), default=0) for each in self.nodes]
         self.ends = [*itertools.accumulate(places[:-1], max), len(lowered.gradient_groups)]
@@ -215,13 +228,14 @@ class ModelCall:
         if lowered.addresses is not None:
             lowered.addresses.reserve()
 
-    def _begun(self, lowered: Lowered, arrived: Callable[[], list[torch.Tensor]]) -> Step:
+    def _begun(self, lowered: Lowered) -> Step:
         """A backward program, after a forward pass that draws as the first one did and writes nothing back."""
         tangents: list[torch.Tensor] = []
         generator = lowered.step(self._given(), tangents, False)
         with generators.replayed(self.rng_state):
             resumed(generator)
-        tangents.extend(arrived())
+        assert self.arrived is not None
+        tangents.extend(self.arrived.handed())
         return generator
 
     def _rescued(self, error: Exception, lowered: Lowered, left: Sequence[Node]) -> Lowered | None:
@@ -231,6 +245,8 @@ class ModelCall:
             return None
         changed = self._changed(lowered.reads, lowered.reads)
         reason = f"{changed} was modified since the forward pass ended" if changed else None
+        if self.arrived is not None and not self.arrived.keep():
+            reason = "the plan has let go of gradients that arrived"
         if self.optimizer is not None and self.optimizer.has_updated(self):
             reason = "parameters have been updated in it already"
         return self.rescue.again(self, lowered, error, reason, [term for each in left for term in each])
@@ -254,7 +270,7 @@ class ModelCall:
         for index in reversed(group.gradients):
             self.gradients[lowered.terms[index]] = values.pop()
 
-    def _run_again(self, gradients: Sequence[torch.Tensor | None], keeps: bool) -> None:
+    def _run_again(self, gradients: list[torch.Tensor | None], keeps: bool, held: bool) -> None:
         """Other gradients than expected, or a second backward pass: run the forward pass again and all of the backward.
 
         The forward pass runs under its own generator state and writes nothing back, so its effects stay as they were.
@@ -262,16 +278,18 @@ class ModelCall:
         self.generator = None
         program = self.lowered.program
         mask = tuple(wanted(result, gradients) for result in program.results[: len(program.mask)])
-        same = mask == program.mask and not keeps and not self.superseded
-        lowered = self.lowered if same else self.for_mask(mask, keeps, self.inputs)
+        same = mask == program.mask and not (keeps or held or self.superseded)
+        lowered = self.lowered if same else self.for_mask(mask, keeps, held, self.inputs)
         if list(map(place, lowered.program.results)) != list(map(place, program.results)):
             raise ExecutionError(
                 "the program for the gradients that arrived returns other tensors than the one that was run, so these cannot "
                 "be handed to it. Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
             )
+        self.arrived = Tangents(lowered, gradients)
+        gradients.clear()
         while True:
             try:
-                generator = self._begun(lowered, functools.partial(prepared, lowered, gradients))
+                generator = self._begun(lowered)
                 for group in lowered.gradient_groups:
                     self._advance(lowered, generator, group)
                 generator.close()
@@ -314,25 +332,6 @@ def maker_of(tensor: torch.Tensor) -> Any:
     if node is not None and node.name() == "AliasBackward0":
         node = node.next_functions[0][0]
     return getattr(node, "call", None)
-
-
-def resumed(generator: Step) -> list[torch.Tensor]:
-    """What the step yields next; what is allocated afterwards is not its own."""
-    with below_autograd():
-        try:
-            return next(generator)
-        finally:
-            AddressTable.end()
-
-
-@contextlib.contextmanager
-def below_autograd() -> Iterator[None]:
-    """Operators run as inside eager's forward pass: nothing is recorded, but kernels that ask find gradients enabled.
-
-    The engine's own thread state is restored afterwards.
-    """
-    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
-        yield
 
 
 @contextlib.contextmanager

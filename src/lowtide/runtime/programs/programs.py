@@ -3,6 +3,7 @@ and exchanged for better ones."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 import weakref
@@ -42,6 +43,7 @@ from lowtide.runtime.programs.entry import Entry, KeptSample, Names, Sample, Sig
 from lowtide.runtime.programs.fitting import fitted, with_updates
 from lowtide.runtime.programs.improving import Improving, ImprovingTogether
 from lowtide.runtime.programs.kin import FamilyCall, Kin, Kins
+from lowtide.runtime.programs.owning import Owning
 from lowtide.runtime.programs.placed import lowered
 from lowtide.runtime.programs.recaptures import Recaptures
 from lowtide.runtime.programs.rescue import Rescue
@@ -52,10 +54,8 @@ from lowtide.solve import format_spec, get_planner
 from lowtide.stage_times import itemised, stage, stage_seconds
 
 _LOG = logging.getLogger(__name__)
-_FIRST = (
-    *(format_spec(get_planner(one)) for one in (FIRST_PLANNER, START_PLANNER)),
-    "adapted",
-)  # plans that a search may improve
+# Plans that a search may improve:
+_FIRST = (*(format_spec(get_planner(one)) for one in (FIRST_PLANNER, START_PLANNER)), "adapted")
 _MOST_CONDITIONS = 16  # kept, of each
 
 
@@ -72,6 +72,7 @@ class Programs:
         self.optimizer: UpdatingOptimizer | None = None  # whose updates happen inside of backward passes
         self.improving = (ImprovingTogether if several_processes() else Improving)(type(model).__name__)
         self.rescue = Rescue(self)
+        self.owning = Owning(self)
         self.changing = ChangingInputs()
         self.in_terms = False  # whether gradients leave as the terms of their sums, since others may add to them
         self._kins = Kins(settings.dynamic if settings.compiler == "eager" and not settings.chunked_loss else False)
@@ -284,7 +285,16 @@ class Programs:
         def planned(finish: Finish) -> tuple[Program, Plan]:
             return self.planned(captured, sample, finish) if member is None else self._adapted(member, finish)
 
-        return fitted(self, captured.program, key[-1], planned)
+        fit = functools.partial(fitted, self, captured.program, key[-1])
+        return self.owning.fitted(captured.program, fit, planned)
+
+    def plan_anew(self) -> None:
+        """Forget all plans, but not what was captured."""
+        for key, entries in list(self.entries.items()):
+            for entry in entries:
+                entry.for_masks.clear()
+            self._forget(key)
+        self._kins = Kins(self._kins.dynamic)
 
     def in_mode(self, entry: Entry, updated: tuple[int, ...]) -> Entry:
         """The entry for the same program in which the flat inputs ``updated`` are updated by their optimizer."""
