@@ -7,11 +7,12 @@ where it is not met otherwise; and from when others were seen to hold them, no p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from torch import nn
@@ -57,12 +58,21 @@ class Owning:
         self._owner = owner
         self._now = _Now.UNDECIDED
 
-    def leave(self) -> None:
-        """Others hold gradients that arrived."""
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """Others hold gradients that arrived: no program that is planned inside, or later, owns them."""
         name = type(self._owner.model).__name__
         _LOG.info("others hold gradients of the results of %s: its plans count them to the end", name)
         self._now = _Now.HELD
         self._owner.plan_anew()
+        try:
+            yield
+        except InfeasibleBudgetError as error:
+            error.add_note(
+                "lowtide: the plan so far let go of gradients of the results once they were read, but others hold gradients "
+                "(result.backward(gradient), a hook that keeps them). Call backward() on a loss, or raise the budget."
+            )
+            raise
 
     def fitted(self, program: Program, fit: Callable[[Planned], Found], planned: Planned) -> Found:
         """What ``fit`` makes of ``planned``, for ``program`` or for the same as the owner of what arrives. Raises
