@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from lowtide.cost.cache import FORMAT, CostCache, OperatorCost
+from lowtide.store.files import read_regular
 from tests.store.entries import signed
 
 COST = OperatorCost(5, 1, 4096, (4096, 0), (1, -1))
@@ -126,3 +128,25 @@ def test_the_costs_measured_last_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         cache.put(name, COST)
         cache.save()
     assert set(CostCache.open(CPU).costs) == {"a", "c"}
+
+
+def test_a_file_that_has_not_changed_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every program opens the cache, which has the costs of all."""
+    cache = CostCache.open(CPU)
+    cache.put("a", COST)
+    cache.save()
+    read: list[Path] = []
+
+    def counted(path: Path, most_bytes: int) -> bytes:
+        read.append(path)
+        return read_regular(path, most_bytes)
+
+    monkeypatch.setattr("lowtide.store.cache.read_regular", counted)
+    assert [CostCache.open(CPU).get("a", outputs=2) for _ in range(3)] == [COST] * 3
+    assert not read
+    assert cache.entries is not None
+    path = cache.entries.path(cache.key)
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(1, 1))  # as another process leaves it
+    assert [CostCache.open(CPU).get("a", outputs=2) for _ in range(3)] == [COST] * 3
+    assert read == [path]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -26,7 +27,7 @@ Amount = Annotated[int, Meta(ge=0, le=1 << 50)]  # a pebibyte, or 13 days: sums 
 Group = Annotated[int, Meta(ge=-1, le=1 << 20)]
 
 
-class OperatorCost(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class OperatorCost(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
     """What was measured of one signature.
 
     ``output_bytes[i]`` is the size of the real storage behind output i, 0 where it is the storage of an argument;
@@ -90,9 +91,11 @@ class CostCache:
                 return
             self._read(self.entries)
             others = {key: cost for key, cost in self._kept.items() if key not in self._unsaved}
-            self._kept = others | self._unsaved  # the costs measured last come last
-            if self.entries.put(self.key, dict([*self._kept.items()][-_MOST_OPERATORS:])):
+            every = others | self._unsaved  # the costs measured last come last
+            self._kept = dict([*every.items()][-_MOST_OPERATORS:])
+            if self.entries.put(self.key, self._kept):
                 self._stamp, self._unsaved = self.entries.stamp(self.key), {}
+                _latest[self.entries.path(self.key)] = self._stamp, self._kept
 
     def save(self) -> None:
         """Write what is new, beside what others have written meanwhile."""
@@ -101,11 +104,20 @@ class CostCache:
 
     def _read(self, entries: Cache) -> None:
         """Take in what is on disk, where that has changed."""
-        stamp = entries.stamp(self.key)
-        if stamp != self._stamp:
-            self._kept = entries.get(self.key, msgspec.json.Decoder(dict[str, OperatorCost]).decode) or {}
-            self._stamp = stamp
-            self.costs |= self._kept | self._unsaved
+        stamp, path = entries.stamp(self.key), entries.path(self.key)
+        if stamp == self._stamp:
+            return
+        known = _latest.get(path)
+        if known is None or known[0] != stamp:
+            known = stamp, entries.get(self.key, msgspec.json.Decoder(dict[str, OperatorCost]).decode) or {}
+            _latest.clear()  # of one device at a time
+            _latest[path] = known
+        self._stamp, self._kept = known
+        self.costs |= self._kept | self._unsaved
+
+
+_latest: dict[Path, tuple[Stamp, dict[str, OperatorCost]]] = {}
+"""What was last read, or written: a file has the costs of all programs, and each program asks for those of its own."""
 
 
 def _readable(text: str) -> str:
