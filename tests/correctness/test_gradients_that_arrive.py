@@ -132,6 +132,18 @@ def test_a_pass_whose_gradients_are_held_keeps_to_the_budget() -> None:
     assert peaks[1] == plan.peak_bytes <= plan.budget_bytes
 
 
+def test_what_others_hold_and_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """It is theirs: the plan takes the least that it can with it, and says so."""
+    expected = run_training(make(Classifier), _inputs, _handed, 3)
+    model = prepared(Classifier, _inputs, _least())
+    (before,) = lowtide.plans(model)
+    assert_same_records(run_training(model, _inputs, _handed, 3), expected)
+    (plan,) = lowtide.plans(model)
+    assert before.peak_bytes < plan.peak_bytes <= before.peak_bytes + _RESULTS
+    assert f"do not fit into the budget of {before.budget_bytes} bytes" in caplog.text
+    assert lowtide.measure(_handed, model, *_inputs(0)).peak_bytes <= plan.peak_bytes
+
+
 def test_memory_that_runs_out_after_they_were_let_go_of() -> None:
     """That pass cannot run again, and says so; the next one is eager's."""
     large = functools.partial(Classifier, 256)  # so that gradients leave one by one

@@ -184,9 +184,10 @@ class Planned(Programs):
         self.latest, self.ran = entry, self.ran + 1
 
         def for_mask(mask: GradientMask, keeps: bool, held: bool, given: Sequence[torch.Tensor]) -> Lowered:
+            if held:
+                self.owning.leave()
             same = mask == entry.program.mask and not (held or (self.in_terms and entry.program.sums))
-            with self.owning.left() if held else contextlib.nullcontext():
-                other = entry if same else self.entry_for(mask, entry, given)
+            other = entry if same else self.entry_for(mask, entry, given)
             return (self.in_mode(other, ()) if keeps else other).lowered
 
         copied = self.changing.copied(entry, inputs, self.model, self.shares_budget)

@@ -16,6 +16,7 @@ from lowtide.program.results import Result
 from lowtide.program.tangents import owns_tangents
 
 _OWN_USES = 2  # of a storage: the tensor, and what asks
+_NUMBER_BYTES = 64  # at most, behind a number that is expanded
 _CAST = frozenset(f"aten.{name}.default" for name in ("mm", "bmm", "baddbmm", "addmm", "addbmm", "mv", "addmv", "addr"))
 
 
@@ -110,11 +111,14 @@ class Tangents:
 
 
 def is_held(gradient: torch.Tensor | None) -> bool:
-    """Whether others than the caller, who has the only tensor that it knows of, hold a gradient's memory."""
+    """Whether others hold a gradient's memory than the caller, who has the only tensor that it knows of, where it is any to
+    speak of."""
     if gradient is None:
         return False
     if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
         return True
+    if gradient.untyped_storage().nbytes() <= _NUMBER_BYTES:  # of a number that was expanded
+        return False
     return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > _OWN_USES
 
 

@@ -7,12 +7,10 @@ where it is not met otherwise; and from when others were seen to hold them, no p
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
-import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import nn
@@ -25,6 +23,7 @@ from lowtide.program.tangents import tangent_bytes, with_own_tangents
 from lowtide.runtime.programs.fitting import Planned
 from lowtide.settings import Settings, searches
 from lowtide.sharing.agreement import several_processes
+from lowtide.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
 _CHEAP = 0.02  # overhead of a plan, up to which nothing is let go of for less
@@ -58,25 +57,18 @@ class Owning:
         self._owner = owner
         self._now = _Now.UNDECIDED
 
-    @contextlib.contextmanager
-    def left(self) -> Iterator[None]:
-        """Others hold gradients that arrived: no program that is planned inside, or later, owns them."""
+    def leave(self) -> None:
+        """Others hold gradients that arrived: no program owns them from now on."""
         name = type(self._owner.model).__name__
         _LOG.info("others hold gradients of the results of %s: its plans count them to the end", name)
         self._now = _Now.HELD
         self._owner.plan_anew()
-        try:
-            yield
-        except InfeasibleBudgetError as error:
-            error.add_note(
-                "lowtide: the plan so far let go of gradients of the results once they were read, but others hold gradients "
-                "(result.backward(gradient), a hook that keeps them). Call backward() on a loss, or raise the budget."
-            )
-            raise
 
     def fitted(self, program: Program, fit: Callable[[Planned], Found], planned: Planned) -> Found:
         """What ``fit`` makes of ``planned``, for ``program`` or for the same as the owner of what arrives. Raises
         ``InfeasibleBudgetError``."""
+        if self._now is _Now.HELD:
+            return self._held(fit, planned)
         if not self._may_own() or with_own_tangents(program) is program:
             return fit(planned)
 
@@ -84,7 +76,11 @@ class Owning:
             return planned(lambda one: with_own_tangents(finish(one)))
 
         if self._now is _Now.UNDECIDED:
-            worth = is_worth_owning(program, self._owner.settings, functools.partial(self._quickly, planned))
+
+            def quick(settings: Settings) -> Plan:
+                return self._as(settings, lambda: planned(lambda one: one))[1]
+
+            worth = is_worth_owning(program, self._owner.settings, quick)
             self._now = _Now.OWNED if worth else _Now.KEPT
         if self._now is _Now.OWNED:
             return fit(owning)
@@ -103,13 +99,32 @@ class Owning:
         """Not programs that share a budget, which is of what all hold together; nor where ranks would have to agree."""
         owner, settings = self._owner, self._owner.settings
         whole = not (owner.shares_budget or settings.arena) and settings.in_flight == 1
-        return whole and self._now is not _Now.HELD and not several_processes()
+        return whole and not several_processes()
 
-    def _quickly(self, planned: Planned, settings: Settings) -> Plan:
-        """What is planned as ``settings`` say."""
+    def _held(self, fit: Callable[[Planned], Found], planned: Planned) -> Found:
+        """Where what others hold does not fit as well, it is theirs: the budget is exceeded by no more than that."""
+        try:
+            return fit(planned)
+        except InfeasibleBudgetError as error:
+            least = error.minimum_bytes
+            _LOG.warning(
+                "others hold gradients of the results of %s (result.backward(gradient), a hook that keeps them), which do not "
+                "fit into the budget of %d bytes beside its plan: it takes %d (%s), the least with them. Call backward() on a "
+                "loss, or raise the budget.",
+                type(self._owner.model).__name__, error.budget_bytes, least, format_bytes(least),
+            )  # fmt: skip
+        given = self._owner.settings
+        if given.total_budget is None:
+            raised = dataclasses.replace(given, budget=least)
+        else:
+            raised = dataclasses.replace(given, total_budget=least)
+        return self._as(raised, lambda: fit(planned))
+
+    def _as(self, settings: Settings, fit: Callable[[], Found]) -> Found:
+        """What is found as ``settings`` say."""
         given, self._owner.settings = self._owner.settings, settings
         try:
-            return planned(lambda one: one)[1]
+            return fit()
         finally:
             self._owner.settings = given
 
