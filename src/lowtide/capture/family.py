@@ -23,7 +23,7 @@ from lowtide.capture.known import Known
 from lowtide.capture.python_state.effects.held_inputs import HeldInputs
 from lowtide.capture.rehearsal import Effects
 from lowtide.capture.trace.questions import Provenance, Question
-from lowtide.capture.trace.sizes import SYMBOLIC, Place, Shapes, SymbolicSizes, compiled, expression, hints, values_of
+from lowtide.capture.trace.sizes import SYMBOLIC, Place, Shapes, SymbolicSizes, compiled, expression, extents, values_of
 from lowtide.errors import CaptureError
 from lowtide.ir import Value
 from lowtide.objects.walk import parts_of
@@ -67,7 +67,7 @@ class SymbolicFamily:
         if any(not _is_fixed(program.metas[value]) for value in program.constants):
             raise CaptureError("a constant of the program has a size that varies")
         self.expressions = dict(sizes.expressions)
-        self._shapes = [hints(tensor.shape) for tensor in tensors]
+        self._shapes = [*map(extents, tensors)]
         self._numbers: dict[sympy.Expr, int] = {}
         rows = {n: expression(one.answer[0]) for n, one in enumerate(_of_values(captured)) if one.ask == "shape"}
         self._selected = {number: one for number, one in rows.items() if one.is_Symbol}
@@ -158,11 +158,13 @@ def _asked_the_same(member: Captured, captured: Captured) -> bool:
 
 
 def _nameless(program: Program) -> Program:
-    """Without the names that the tracer counted out: it counts symbolic sizes, too."""
+    """Without the names that the tracer counted out: it counts symbolic sizes, too. Nor what inputs are views of."""
     graph = program.graph
+    given = {value for storage in graph.storages if storage.external for value in storage.values}
+    metas = (dataclasses.replace(one, storage_bytes=0) if at in given else one for at, one in enumerate(program.metas))
     values = tuple(dataclasses.replace(value, name="") for value in graph.values)
     ops = tuple(dataclasses.replace(op, name="") for op in graph.ops)
-    return dataclasses.replace(program, graph=dataclasses.replace(graph, values=values, ops=ops))
+    return dataclasses.replace(program, graph=dataclasses.replace(graph, values=values, ops=ops), metas=tuple(metas))
 
 
 def _mapped(captured: Captured, put: Callable[[Any], Any]) -> Captured:

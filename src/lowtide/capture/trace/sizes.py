@@ -20,8 +20,8 @@ from torch.utils._sympy.printers import PythonPrinter
 from lowtide.errors import CaptureError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-Place = tuple[int, int]  # tensor of the call, dimension
-Shapes = Sequence[Sequence[int]]  # of the tensors of a call
+Shapes = Sequence[Sequence[int]]  # of the tensors of a call, as ``extents`` tells them
+Place = tuple[int, int]  # tensor of the call, place among its extents
 
 
 class SymbolicSizes:
@@ -46,25 +46,31 @@ class SymbolicSizes:
 
     def fake(self, mode: Any, tensor: torch.Tensor, number: int) -> torch.Tensor:
         """The fake tensor of the call's tensor of that number."""
-        dims = [dim for index, dim in self.varying if index == number]
-        if not dims or not tensor.is_contiguous():
+        varying, dims = {at for index, at in self.varying if index == number}, range(tensor.dim())
+        if not varying:
             fake: torch.Tensor = mode.from_tensor(tensor, static_shapes=True)
             return fake
-        sizes = [DimDynamic.DUCK if dim in dims else DimDynamic.STATIC for dim in range(tensor.dim())]
+        if tensor._is_view() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg()):
+            alone = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # the base has sizes of its own
+            tensor = alone.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride())
+        sizes = [DimDynamic.DUCK if dim in varying else DimDynamic.STATIC for dim in dims]
+        strides = [DimDynamic.DUCK if len(dims) + dim in varying else DimDynamic.INFER_STRIDE for dim in dims]
         fake = mode.from_tensor(
             tensor,
             static_shapes=False,
             source=LocalSource(f"tensor{number}"),
             symbolic_context=StatelessSymbolicContext(
                 dynamic_sizes=sizes,
-                dynamic_strides=[DimDynamic.INFER_STRIDE] * tensor.dim(),
+                dynamic_strides=strides,
                 constraint_sizes=[None] * tensor.dim(),
                 constraint_strides=[None] * tensor.dim(),
                 specialize_on=None,
             ),
         )
-        for dim in dims:
-            self.expressions[number, dim] = self._varies(fake.shape[dim])
+        if not tensor.is_contiguous():  # its other strides are symbols, too
+            varying.update(len(dims) + dim for dim in dims)
+        for at in sorted(varying):
+            self.expressions[number, at] = self._varies((*fake.shape, *fake.stride())[at])
         return fake
 
     def selected(self, mode: Any, real: torch.Tensor, known: Any) -> torch.Tensor:
@@ -102,6 +108,13 @@ class SymbolicSizes:
         return [one for one in dict.fromkeys([*asked, *bounds]) if one is not sympy.true]
 
 
+def extents(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The sizes of a call's tensor, and its strides where these do not follow from them."""
+    if tensor.is_nested:
+        return ()
+    return (*tensor.shape, *(() if tensor.is_contiguous() else tensor.stride()))
+
+
 def expression(value: Any) -> sympy.Expr:
     """Of a number, symbolic or not."""
     return value.node.expr if isinstance(value, SYMBOLIC) else sympy.sympify(value)
@@ -119,14 +132,11 @@ def compiled(expressions: Iterable[sympy.Expr], symbols: Sequence[sympy.Symbol])
 def values_of(shapes: Shapes, expressions: Mapping[Place, sympy.Expr]) -> dict[sympy.Symbol, int] | None:
     """The value of each symbol in a call with tensors of these shapes; ``None`` where sizes differ that must be equal."""
     values: dict[sympy.Symbol, int] = {}
-    for (number, dim), one in expressions.items():
-        size = shapes[number][dim]
-        if one.is_Symbol:
-            if values.setdefault(one, size) != size:
-                return None
-        elif int(one) != size:
+    for (number, at), one in expressions.items():
+        if one.is_Symbol and values.setdefault(one, shapes[number][at]) != shapes[number][at]:
             return None
-    return values
+    follow = ((one, shapes[number][at]) for (number, at), one in expressions.items() if not one.is_Symbol)
+    return values if all(one.xreplace(values) == size for one, size in follow) else None
 
 
 def hint(value: Any) -> Any:

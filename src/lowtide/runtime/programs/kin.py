@@ -22,7 +22,7 @@ from lowtide.capture.convert.gradients import split_sums
 from lowtide.capture.family import SymbolicFamily, capture_family
 from lowtide.capture.python_state.effects.held_inputs import HeldInputs
 from lowtide.capture.trace.questions import Question
-from lowtide.capture.trace.sizes import Place, Shapes
+from lowtide.capture.trace.sizes import Place, Shapes, extents
 from lowtide.cost.scaled import Measured
 from lowtide.program import Program
 from lowtide.runtime.programs.entry import Entry, Sample, Siblings, Signature
@@ -165,9 +165,9 @@ def kind_of(key: Signature, states: int) -> Signature:
 def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes | None:
     """Of a call's tensors; ``None`` where one is laid out in another way than a family's are."""
     dense = all(tensor.layout is torch.strided for tensor in tensors)
-    if not (tensors and dense and all(one.is_contiguous() and one.storage_offset() == 0 for one in tensors)):
+    if not (tensors and dense and all(one.storage_offset() == 0 for one in tensors)):
         return None
-    return tuple(() if tensor.is_nested else tuple(tensor.shape) for tensor in tensors)
+    return tuple(map(extents, tensors))
 
 
 def _varying(known: Sequence[Shapes]) -> tuple[list[Place], bool]:
@@ -211,7 +211,7 @@ class Kins:
         shapes = None if self.dynamic is False else shapes_of(inputs[states:])
         if shapes is None:
             return None, None
-        kind = kind_of(key, states)
+        kind = kind_of(key, states), tuple(map(len, shapes))
         self._kinds[kind] = kin = self._kinds.pop(kind, None) or Kin(self.dynamic is True)
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
