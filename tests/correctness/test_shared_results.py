@@ -160,3 +160,38 @@ def test_a_written_result_that_the_model_reads_is_refused() -> None:
         _weighted(h).backward()
     frame = raised.traceback[-1].frame.f_locals
     assert "ModelCall" in repr(frame["self"])  # what a debugger or a log of the traceback prints
+
+
+class _Views(nn.Module):
+    """Returns views of its argument and of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("table", torch.zeros(10, 8))
+
+    def forward(self, x: torch.Tensor) -> Tensors:
+        self.table[2:] += 1
+        parts = () if x.requires_grad else (torch.view_as_complex(x.view(10, 4, 2))[1:],)
+        return torch.relu(self.layer(x)).square(), x[1:], x.t(), x.unfold(0, 3, 2), self.table[1:], *parts
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_views_of_what_lies_elsewhere_in_its_memory_than_the_sample_did(requires_grad: bool) -> None:
+    """An argument that is a slice of a table, and a buffer that was replaced by one."""
+    records = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model, table, record = _Views(), torch.randn(60, 8), list[torch.Tensor]()
+        if planned:
+            lowtide.rematerialize(model, (torch.randn(10, 8).requires_grad_(requires_grad),), budget="100%")
+        for start in (0, 10, 3, 20):
+            model.table = torch.ones(30, 8)[start // 2 :][:10]
+            given = table.clone().requires_grad_(requires_grad)
+            results = model(given[start : start + 10])
+            sum(one.square().sum() * (2 + n) for n, one in enumerate(results) if one.requires_grad).backward()  # type: ignore[union-attr]
+            record += [*results, model.table, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+            record += [given.grad] if given.grad is not None else []
+            model.zero_grad()
+        records.append(record)
+    assert len(records[0]) >= 32 and all(map(torch.equal, *records))

@@ -24,8 +24,8 @@ GradientMask = tuple[bool | tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A layout in the storage of another tensor; stride and offset in elements of its own ``dtype``. ``conjugate`` and
-    ``negative``: its numbers are read so, where those of the other tensor are not."""
+    """A layout in the storage of another tensor, from where that begins; stride and offset in elements of its own ``dtype``.
+    ``conjugate`` and ``negative``: its numbers are read so, where those of the other tensor are not."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -37,8 +37,8 @@ class View:
     @classmethod
     def of(cls, tensor: torch.Tensor, source: torch.Tensor) -> View:
         conjugate, negative = tensor.is_conj() != source.is_conj(), tensor.is_neg() != source.is_neg()
-        layout = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
-        return cls(*layout, tensor.dtype, conjugate, negative)
+        offset = int(tensor.storage_offset()) - _start(source, tensor.dtype)
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), offset, tensor.dtype, conjugate, negative)
 
     def on(self, source: torch.Tensor) -> torch.Tensor:
         """The view of ``source``, which may be complex where this is of its parts, and the other way round."""
@@ -47,12 +47,21 @@ class View:
         return torch._neg_view(tensor) if self.negative else tensor
 
     def _laid_out(self, source: torch.Tensor) -> torch.Tensor:
+        offset = self.offset + _start(source, self.dtype)
         if self.dtype == source.dtype:
-            return source.as_strided(self.shape, self.stride, self.offset)
+            return source.as_strided(self.shape, self.stride, offset)
         if source.is_complex():
-            return torch.view_as_real(source).as_strided(self.shape, self.stride, self.offset)
+            return torch.view_as_real(source).as_strided(self.shape, self.stride, offset)
         stride = (*(2 * step for step in self.stride), 1)
-        return torch.view_as_complex(source.as_strided((*self.shape, 2), stride, 2 * self.offset))
+        return torch.view_as_complex(source.as_strided((*self.shape, 2), stride, 2 * offset))
+
+
+def _start(source: torch.Tensor, dtype: torch.dtype) -> int:
+    """Where ``source`` begins in its storage, in elements of ``dtype``: its own, or its parts', or of which it is the parts."""
+    begins = int(source.storage_offset())
+    if dtype == source.dtype:
+        return begins
+    return 2 * begins if source.is_complex() else begins // 2
 
 
 @dataclass(frozen=True, slots=True)
