@@ -97,21 +97,25 @@ def test_every_shape_is_as_eager_and_within_the_budget(
 
 
 @needs_2_13
-@pytest.mark.parametrize("width", [None, 64], ids=["all but the last column", "of a wide table"])
-def test_shapes_of_slices(width: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("width", "first"),
+    [(None, 0), (64, 0), (64, 3)],
+    ids=["all but the last column", "of a wide table", "further below"],
+)
+def test_shapes_of_slices(width: int | None, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that lie apart, as those of ``tokens[:, :-1]``: by as much as the table that they are cut from is wide."""
     captured = _count_captures(monkeypatch)
 
     def tables(iteration: int) -> Any:
         rows, columns = SHAPES[iteration]
-        return (_tokens((rows, width or columns + 1), iteration), columns), {}
+        return (_tokens((first + rows, width or columns + 1), iteration), columns), {}
 
     def step(model: nn.Module, args: Any, kwargs: Any) -> Any:
         table, columns = args
-        return STEP(model, (table[:, :columns],), kwargs)
+        return STEP(model, (table[first:, :columns],), kwargs)
 
     (table, columns), _ = tables(0)
-    model = lowtide.rematerialize(make(_Attention), (table[:, :columns],), budget="60%", planning="wait")
+    model = lowtide.rematerialize(make(_Attention), (table[first:, :columns],), budget="60%", planning="wait")
     records = run_training(model, tables, step, len(SHAPES))
     assert_same_records(records, run_training(make(_Attention), tables, step, len(SHAPES)))
     assert captured == SHAPES[:2]

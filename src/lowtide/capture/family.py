@@ -158,13 +158,16 @@ def _asked_the_same(member: Captured, captured: Captured) -> bool:
 
 
 def _nameless(program: Program) -> Program:
-    """Without the names that the tracer counted out: it counts symbolic sizes, too. Nor what inputs are views of."""
+    """Without the names that the tracer counted out: it counts symbolic sizes, too. Nor where inputs lie."""
     graph = program.graph
     given = {value for storage in graph.storages if storage.external for value in storage.values}
-    metas = (dataclasses.replace(one, storage_bytes=0) if at in given else one for at, one in enumerate(program.metas))
+    metas = tuple(
+        dataclasses.replace(one, storage_offset=0, storage_bytes=0) if at in given else one
+        for at, one in enumerate(program.metas)
+    )
     values = tuple(dataclasses.replace(value, name="") for value in graph.values)
     ops = tuple(dataclasses.replace(op, name="") for op in graph.ops)
-    return dataclasses.replace(program, graph=dataclasses.replace(graph, values=values, ops=ops), metas=tuple(metas))
+    return dataclasses.replace(program, graph=dataclasses.replace(graph, values=values, ops=ops), metas=metas)
 
 
 def _mapped(captured: Captured, put: Callable[[Any], Any]) -> Captured:

@@ -165,7 +165,7 @@ def kind_of(key: Signature, states: int) -> Signature:
 def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes | None:
     """Of a call's tensors; ``None`` where one is laid out in another way than a family's are."""
     dense = all(tensor.layout is torch.strided for tensor in tensors)
-    if not (tensors and dense and all(one.storage_offset() == 0 for one in tensors)):
+    if not (tensors and dense and all(one.storage_offset() == 0 or not one.requires_grad for one in tensors)):
         return None
     return tuple(map(extents, tensors))
 
