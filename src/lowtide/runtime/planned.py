@@ -189,7 +189,7 @@ class Planned(Programs):
             return (self.in_mode(other, ()) if keeps else other).lowered
 
         copied = self.changing.copied(entry, inputs, self.model, self.shares_budget)
-        noted = functools.partial(self.changing.note, entry) if copied else None
+        noted = functools.partial(self.changing.note, entry)
         late = entry.conditions[0].changed_since if entry.conditions[0].late else None
         return run(entry.lowered, inputs, for_mask, self.terms_from, self.optimizer, self.rescue, (copied, noted), late)
 
