@@ -351,3 +351,20 @@ def test_a_percentage_when_the_last_part_has_become_none() -> None:
     """Code between no parts held nothing."""
     model = _equal_steps(_Averaging(), torch.randn(6, 3, 10, 10), steps=4, budget="75%")
     assert model.forward.parts.outside() and not lowtide.plans(model)
+
+
+def test_what_a_hook_takes_apart_does_not_become_whole_again(caplog: pytest.LogCaptureFixture) -> None:
+    """As a whole it can no longer be captured: where its parts do not fit, that is said at once."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 128), nn.Tanh(), nn.Sigmoid(), nn.Linear(128, WIDTH))
+
+    model, x, kept = nn.Sequential(*(block() for _ in range(16)), nn.Linear(WIDTH, 1)), torch.randn(512, WIDTH), {}
+    lowtide.rematerialize(model, (x,), budget="16%", planner="greedy")
+    model(x).sum().backward()
+    model[1].register_forward_hook(lambda module, args, result: kept.__setitem__("last", result))
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="parts of the step need"):
+        for _ in range(4):
+            model(x).sum().backward()
+    assert "keeps tensors outside of the model" in caplog.text
+    assert "is captured in every call" not in caplog.text
