@@ -368,3 +368,31 @@ def test_what_a_hook_takes_apart_does_not_become_whole_again(caplog: pytest.LogC
             model(x).sum().backward()
     assert "keeps tensors outside of the model" in caplog.text
     assert "is captured in every call" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by Dynamo
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_is_compiled_is_no_part(in_place: bool) -> None:
+    """Nor is anything inside of it: Dynamo traces its code, and would trace the plans."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 128), nn.Tanh(), nn.Sigmoid()), nn.Linear(128, WIDTH))
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        layers: list[Any] = [block(), block(), block(), nn.AdaptiveAvgPool1d(1)]
+        if in_place:
+            layers[1].compile(backend="eager")
+        else:
+            layers[1] = torch.compile(layers[1], backend="eager")
+        return nn.Sequential(*layers)
+
+    x, gradients = torch.randn(256, WIDTH), []
+    for one in (model(), lowtide.rematerialize(model(), (x,), budget="90%")):
+        for _ in range(3):
+            one.zero_grad()
+            one(x).square().mean().backward()
+        gradients.append([parameter.grad for parameter in one.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert [part.name for part in one.forward.parts.planned()] == ["0", "2"]
