@@ -139,6 +139,12 @@ def _require_plannable(model: nn.Module) -> None:
     require_module(model, "rematerialize")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise PlanError("rematerialize the model inside: DistributedDataParallel(lowtide.rematerialize(model, ...)).")
+    if model._compiled_call_impl is not None:
+        raise PlanError(
+            "module.compile() has compiled the model in place, what runs its plan included. Leave that out, or call "
+            "torch.compile on the rematerialized model, which then runs by its plan; "
+            'torch.compile(model, backend="lowtide") plans compiled graphs.'
+        )
     if runtime_of(model) is not None:
         raise PlanError("the model is rematerialized already; call lowtide.restore(model) first to change its budget.")
     inner = next((name for name, m in model.named_modules() if name and runtime_of(m) is not None), None)

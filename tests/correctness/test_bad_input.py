@@ -346,3 +346,10 @@ def test_what_is_spent_is_left_to_the_model(make: Callable[[], Any]) -> None:
     strict = lowtide.rematerialize(copy.deepcopy(plain), budget="100%", on_capture_error="error")
     with pytest.raises(lowtide.CaptureError, match="gives what it holds only once"):
         strict(x, make())
+
+
+def test_a_model_that_is_compiled_in_place_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model.compile(backend="eager")
+    with pytest.raises(lowtide.PlanError, match=r"module\.compile\(\) has compiled the model in place"):
+        lowtide.rematerialize(model, budget="50%")

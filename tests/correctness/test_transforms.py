@@ -67,3 +67,16 @@ def test_batched_gradients_are_refused() -> None:
     model = _planned()
     with pytest.raises(lowtide.ExecutionError, match="one gradient at a time"):
         torch.autograd.grad(model(_X), [*model.parameters()], torch.ones(3, 4, 8), is_grads_batched=True)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by Dynamo
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_inside_of_torch_compile_by_its_plan() -> None:
+    """Dynamo breaks there: it does not trace what runs a plan."""
+    gradients, planned = [], _planned()
+    for model in (_network(), torch.compile(planned, backend="eager")):
+        for _ in range(2):
+            model(_X).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert planned.forward.ran == 2

@@ -102,3 +102,32 @@ def test_first_calls_stay_within_the_budget() -> None:
     for _ in range(3):
         assert lowtide.measure(lambda: model(x).backward()).peak_bytes <= plan.budget_bytes
         model.zero_grad()
+
+
+@pytest.mark.parametrize("first, fails", [(1, 0), (3, 1)], ids=["from the second step on", "later"])
+@pytest.mark.parametrize("argument", [False, True], ids=["buffer", "argument"])
+def test_what_begins_to_change_is_copied(argument: bool, first: int, fails: int) -> None:
+    """A value that has not changed in the first steps is lost once at most."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(_Block() for _ in range(4)))
+    for block in plain:
+        block.memory = torch.zeros(WIDTH)  # type: ignore[assignment]
+    samples = [torch.randn(256, WIDTH, generator=generator(number)) for number in range(first + 3)]
+    model = lowtide.rematerialize(copy.deepcopy(plain), (samples[0],), budget="60%", planner="greedy")
+    failed = 0
+    for number, sample in enumerate(samples):
+        for one in (plain, model):
+            x = sample.clone()
+            one.zero_grad()
+            loss = one(x).square().mean()
+            if number >= first:
+                (x if argument else one[0].memory).add_(1)  # type: ignore[union-attr, operator]
+            try:
+                loss.backward()
+            except lowtide.ExecutionError as error:
+                assert "Later calls read a copy of it" in str(error)
+                failed += 1
+                continue
+            if one is model:
+                assert all(map(torch.equal, *([each.grad for each in both.parameters()] for both in (plain, model))))
+    assert failed == fails

@@ -351,3 +351,48 @@ def test_a_percentage_when_the_last_part_has_become_none() -> None:
     """Code between no parts held nothing."""
     model = _equal_steps(_Averaging(), torch.randn(6, 3, 10, 10), steps=4, budget="75%")
     assert model.forward.parts.outside() and not lowtide.plans(model)
+
+
+def test_what_a_hook_takes_apart_does_not_become_whole_again(caplog: pytest.LogCaptureFixture) -> None:
+    """As a whole it can no longer be captured: where its parts do not fit, that is said at once."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 128), nn.Tanh(), nn.Sigmoid(), nn.Linear(128, WIDTH))
+
+    model, x, kept = nn.Sequential(*(block() for _ in range(16)), nn.Linear(WIDTH, 1)), torch.randn(512, WIDTH), {}
+    lowtide.rematerialize(model, (x,), budget="16%", planner="greedy")
+    model(x).sum().backward()
+    model[1].register_forward_hook(lambda module, args, result: kept.__setitem__("last", result))
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="parts of the step need"):
+        for _ in range(4):
+            model(x).sum().backward()
+    assert "keeps tensors outside of the model" in caplog.text
+    assert "is captured in every call" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by Dynamo
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_is_compiled_is_no_part(in_place: bool) -> None:
+    """Nor is anything inside of it: Dynamo traces its code, and would trace the plans."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 128), nn.Tanh(), nn.Sigmoid()), nn.Linear(128, WIDTH))
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        layers: list[Any] = [block(), block(), block(), nn.AdaptiveAvgPool1d(1)]
+        if in_place:
+            layers[1].compile(backend="eager")
+        else:
+            layers[1] = torch.compile(layers[1], backend="eager")
+        return nn.Sequential(*layers)
+
+    x, gradients = torch.randn(256, WIDTH), []
+    for one in (model(), lowtide.rematerialize(model(), (x,), budget="90%")):
+        for _ in range(3):
+            one.zero_grad()
+            one(x).square().mean().backward()
+        gradients.append([parameter.grad for parameter in one.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert [part.name for part in one.forward.parts.planned()] == ["0", "2"]

@@ -15,6 +15,12 @@ from torch import nn
 from lowtide.errors import ExecutionError
 
 
+def calling(frame: types.FrameType) -> types.FrameType:
+    """``frame``, or the one that it runs for, where it is of the wrapper that keeps Dynamo out of what it calls."""
+    outer = frame.f_back
+    return outer if outer is not None and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame" else frame
+
+
 def copied_module(planned: Any, model: nn.Module | None, frame: types.FrameType) -> nn.Module | None:
     """The other module for which the code in ``frame`` calls ``planned``, the ``forward`` of ``model``; ``None`` where that is
     ``model`` itself.

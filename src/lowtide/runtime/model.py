@@ -32,6 +32,7 @@ from lowtide.runtime.parts.submodules import can_run_in_parts
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.programs.entry import Entry, Names, Sample, Signature
 from lowtide.runtime.programs.placed import lowered
+from lowtide.runtime.programs.recaptures import ManyProgramsError
 from lowtide.runtime.sharded_root import ShardedRoot
 from lowtide.settings import Settings
 from lowtide.sharing.order import CollectiveOrder
@@ -186,7 +187,7 @@ class Rematerialized(Planned):
             else:
                 self._keep_gradients("the model runs in parts")
                 self.parts = self.parts or Parts(self.model, self.settings, error)
-                self._was_whole = self.parts.shared.must_fit = key in self.entries
+                self._was_whole = self.parts.shared.must_fit = isinstance(error, ManyProgramsError)
                 self.parts.shared.granted_bytes = max(self.parts.shared.granted_bytes, self._granted())
                 self._apart.add(key)
                 self._forget(key)

@@ -25,7 +25,7 @@ from lowtide.objects import structure
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
 from lowtide.program.targets import UnexpectedValueError
-from lowtide.runtime.caller import copied_module, has_copied, let_go
+from lowtide.runtime.caller import calling, copied_module, has_copied, let_go
 from lowtide.runtime.calls.step import run
 from lowtide.runtime.checked import is_due, require_same
 from lowtide.runtime.programs.entry import Entry, Names, Sample, Signature, signature
@@ -67,10 +67,11 @@ class Planned(Programs):
             return self.given_forward
         return types.MethodType(now, model) if isinstance(now, types.FunctionType) else self.given_forward
 
+    @torch.compiler.disable(reason="a rematerialized model runs by its plan")  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # as where it is exported
             return self.original_forward(*args, **kwargs)
-        copied = copied_module(self, self._model(), sys._getframe(1))
+        copied = copied_module(self, self._model(), calling(sys._getframe(1)))
         return self.call(*args, **kwargs) if copied is None else self._run_copied(copied, args, kwargs)
 
     def _run_copied(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -191,7 +192,7 @@ class Planned(Programs):
             return (self.in_mode(other, ()) if keeps else other).lowered
 
         copied = self.changing.copied(entry, inputs, self.model, self.shares_budget)
-        noted = functools.partial(self.changing.note, entry) if copied else None
+        noted = functools.partial(self.changing.note, entry)
         late = entry.conditions[0].changed_since if entry.conditions[0].late else None
         return run(entry.lowered, inputs, for_mask, self.terms_from, self.optimizer, self.rescue, (copied, noted), late)
 

@@ -127,11 +127,22 @@ def check_arriving(gradients: Sequence[torch.Tensor | None]) -> None:
     if torch.is_grad_enabled():  # create_graph=True
         raise ExecutionError(
             "a backward pass through a planned model cannot be differentiated again (create_graph=True: gradient penalties "
-            "and the like), and no code around the model's first call said that this would be asked for. Call "
-            "lowtide.restore(model) for that part of the work, or run it under lowtide.online."
+            "and the like), where no code around the model's first call names it, or the backward pass of the first call "
+            "like this one was not. Have the first step do so, too, call lowtide.restore(model) for that part of the work, or "
+            "run it under lowtide.online."
         )
     if any(gradient is not None and is_legacy_batchedtensor(gradient) for gradient in gradients):
         raise ExecutionError(
             "a backward pass through a planned model takes one gradient at a time (is_grads_batched=True, vectorize=True). "
             "Loop over them with retain_graph=True, or call lowtide.restore(model) for that part of the work."
         )
+
+
+def modified(inputs: str, copied: bool) -> ExecutionError:
+    """That these inputs, or an output where none is named, are no longer what they were; of inputs that are ``copied`` from now
+    on the next calls read what they were."""
+    return ExecutionError(
+        f"{inputs or 'an output of the model'} was modified in place, or given other data, between the forward and the "
+        "backward pass, which needs the value it had. Do that after the backward pass, or modify a clone."
+        + (" Later calls read a copy of it, beside the budget where that leaves no room." if copied else "")
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from lowtide.program.distributed.local import address_of, has_forms, spec_for, v
 from lowtide.program.results import GradientMask
 from lowtide.program.sizes import device_of_inputs
 from lowtide.program.tangents import owns_tangents
-from lowtide.runtime.calls.arriving import Tangents, expected, is_held, place, wanted
+from lowtide.runtime.calls.arriving import Tangents, expected, is_held, modified, place, wanted
 from lowtide.runtime.calls.resuming import resumed
 from lowtide.runtime.programs.rescue import Rescue
 from lowtide.runtime.updates.optimizer import UpdatingOptimizer
@@ -26,7 +26,7 @@ from lowtide.runtime.updates.optimizer import UpdatingOptimizer
 # Given besides: whether gradients are kept, whether others hold those that arrived, and the flat inputs.
 ForMask = Callable[[GradientMask, bool, bool, Sequence[torch.Tensor]], Lowered]
 Node = tuple[tuple[int, int], ...]
-Copied = tuple[Sequence[int], Callable[[Sequence[int]], None] | None]
+Copied = tuple[Sequence[int], Callable[[Mapping[int, torch.Tensor]], bool] | None]
 
 
 @dataclass(eq=False, repr=False)
@@ -125,8 +125,8 @@ class ModelCall:
                 "function, or a hook), which in a planned call has done so before. Change it after the backward pass."
             )
         copied, note = self.copied
-        if note is not None:
-            note([i for i in copied if version_of(self.inputs[i]) != self.versions[i]])
+        if copied and note is not None:
+            note({i: self.inputs[i] for i in copied if version_of(self.inputs[i]) != self.versions[i]})
         lowered, updated = self.lowered, self.lowered.program.updated
         updates = self.optimizer is not None and self.optimizer.begin(self, node, updated)
         keeps = bool(updated) and not updates
@@ -244,7 +244,7 @@ class ModelCall:
         if self.rescue is None:
             return None
         changed = self._changed(lowered.reads, lowered.reads)
-        reason = f"{changed} was modified since the forward pass ended" if changed else None
+        reason = f"{self._names(changed)} was modified since the forward pass ended" if changed else None
         if self.arrived is not None and not self.arrived.keep():
             reason = "the plan has let go of gradients that arrived"
         if self.optimizer is not None and self.optimizer.has_updated(self):
@@ -303,22 +303,23 @@ class ModelCall:
                 self._take(restart)
             lowered = restart
 
-    def _changed(self, read: Sequence[int], again: Sequence[int]) -> str:
-        """The names of those of the flat inputs ``read`` that were written into since the forward pass ended, and of those that
-        it is to read ``again`` and that were given other memory. Eager has views of the one that they had."""
+    def _changed(self, read: Sequence[int], again: Sequence[int]) -> list[int]:
+        """Those of the flat inputs ``read`` that were written into since the forward pass ended, and of those that it is to
+        read ``again`` and that were given other memory. Eager has views of the one that they had."""
         changed = {i for i in read if version_of(self.inputs[i]) != self.versions[i]}
         changed |= {i for i in again if address_of(self.inputs[i]) != self.addresses[i]}
+        return sorted(changed - self.copies.keys())
+
+    def _names(self, inputs: Sequence[int]) -> str:
         names = self.lowered.program.state_names
-        found = sorted(changed - self.copies.keys())
-        return ", ".join(names[i][0] if i < len(names) else f"argument {i - len(names)}" for i in found)
+        return ", ".join(names[i][0] if i < len(names) else f"argument {i - len(names)}" for i in inputs)
 
     def _check_unmodified(self, read: Sequence[int], again: Sequence[int]) -> None:
-        what = self._changed(read, again)
-        if what or any(tensor._version != version for tensor, version in self.output_versions):
-            raise ExecutionError(
-                f"{what or 'an output of the model'} was modified in place, or given other data, between the forward and "
-                "the backward pass, which needs the value it had. Do that after the backward pass, or modify a clone."
-            )
+        changed, note = self._changed(read, again), self.copied[1]
+        outputs = any(tensor._version != version for tensor, version in self.output_versions)
+        if changed or outputs:
+            later = note is not None and note({i: self.inputs[i] for i in changed}) and not outputs
+            raise modified(self._names(changed), later)
 
 
 def call_of(outputs: Sequence[torch.Tensor]) -> ModelCall | None:

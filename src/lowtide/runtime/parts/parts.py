@@ -43,7 +43,7 @@ from lowtide.runtime.parts.recomputed import Recomputation
 from lowtide.runtime.parts.shared import SharedBudget
 from lowtide.runtime.parts.sharing_forward import SharingForward, device_of
 from lowtide.runtime.parts.step_record import StepRecord
-from lowtide.runtime.parts.submodules import can_run_in_parts, forwards_given, is_tried
+from lowtide.runtime.parts.submodules import can_run_in_parts, forwards_given, tried_in
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.programs.entry import Entry, Names, Sample, Signature
 from lowtide.runtime.programs.kin import FamilyCall, Kin
@@ -322,8 +322,7 @@ class Parts:
     @contextlib.contextmanager
     def _standing(self) -> Iterator[None]:
         """Inside, parts stand in the place of submodules."""
-        tried = [(name, module) for name, module in self.model.named_modules() if name and is_tried(module)]
-        with forwards_given([(module, self._part(name, module)) for name, module in tried]):
+        with forwards_given([(module, self._part(name, module)) for name, module in tried_in(self.model)]):
             yield
 
     def _part(self, name: str, module: nn.Module) -> Part:

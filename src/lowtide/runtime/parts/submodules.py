@@ -16,11 +16,22 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict,
 
 def can_run_in_parts(model: nn.Module) -> bool:
     """Whether it has submodules to try."""
-    return not any(map(is_sharded, model.modules())) and any(map(is_tried, list(model.modules())[1:]))
+    return not any(map(is_sharded, model.modules())) and bool(tried_in(model))
 
 
-def is_tried(module: nn.Module) -> bool:
-    """Whether a plan for the module alone could free anything."""
+def tried_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The submodules, by their names, of which a plan for each alone could free something. What ``torch.compile`` has compiled
+    is none, nor what is inside of that: Dynamo would trace the plans."""
+    named = list(model.named_modules())
+    compiled = {id(inner) for _, module in named if _is_compiled(module) for inner in module.modules()}
+    return [(name, module) for name, module in named if name and id(module) not in compiled and _may_free(module)]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def _may_free(module: nn.Module) -> bool:
     return not isinstance(module, _CONTAINERS) and not is_one_operator(module)
 
 

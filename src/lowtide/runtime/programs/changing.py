@@ -13,7 +13,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from lowtide.program import Program
 from lowtide.program.distributed.local import spec_of
 from lowtide.runtime.programs.entry import Entry
 
-_FIRST_CALLS = 2
+_FIRST_CALLS = 3  # of which the one that plans before training begins may be one
 _SMALL_OF_PART = 1 << 20  # bytes; what is larger is copied only where it is known to change
 _FORWARD = ("forward", "__init__")
 
@@ -40,11 +40,9 @@ class ChangingInputs:
         early = entry.calls < _FIRST_CALLS
         if not early and not self.changed:
             return ()
-        if entry.read_again is None:
-            entry.read_again = _only_read_again(entry.program)
         room = entry.plan.budget_bytes - entry.plan.peak_bytes
         found = []
-        for i in sorted(entry.read_again, key=lambda one: inputs[one].nbytes):
+        for i in sorted(_read_again(entry), key=lambda one: inputs[one].nbytes):
             key, size = _key(entry.program, i), inputs[i].nbytes
             whole = is_part and isinstance(key, int) and not entry.calls
             small = whole or size <= (_SMALL_OF_PART if is_part else room)
@@ -54,9 +52,16 @@ class ChangingInputs:
                 found.append(i)
         return tuple(sorted(found))
 
-    def note(self, entry: Entry, changed: Sequence[int]) -> None:
-        """These were written into since the forward pass."""
+    def note(self, entry: Entry, changed: Mapping[int, torch.Tensor]) -> bool:
+        """These were written into since the forward pass; whether calls read copies of all of them from now on."""
         self.changed.update(_key(entry.program, i) for i in changed)
+        return all(i in _read_again(entry) and _can_be_copied(tensor) for i, tensor in changed.items())
+
+
+def _read_again(entry: Entry) -> tuple[int, ...]:
+    if entry.read_again is None:
+        entry.read_again = _only_read_again(entry.program)
+    return entry.read_again
 
 
 def _can_be_copied(tensor: torch.Tensor) -> bool:

@@ -24,6 +24,10 @@ _MANY_DRAWS, _OF_MANY_CAPTURES = 5, 2  # the same, where so many draws decide: t
 _MOST_UNEXPECTED = 3  # programs for the same shapes that differ in how checks of values go
 
 
+class ManyProgramsError(CaptureError):
+    """Calls of the same shapes have been other programs again and again. Each could be captured."""
+
+
 class Recaptures:
     """``known``: what was seen to change from call to call. Both methods raise ``CaptureError`` where it does so again and
     again."""
@@ -67,7 +71,7 @@ class Recaptures:
             many = len(conditions.draws.numbers) >= _MANY_DRAWS
             most, each = _OF_MANY_CAPTURES if many else _DECIDED_CAPTURES, _DECIDED_CALLS
         if times >= most and each * times > sum(entry.calls for entry in entries) and may_be_apart:
-            raise CaptureError(
+            raise ManyProgramsError(
                 f"its program depends on what changes from call to call ({why}), and was captured {times} times for the same "
                 "shapes. Make it constant, keep it in a buffer, or pass it as a tensor that is only computed with."
             )
