@@ -24,7 +24,6 @@ from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.memory.arena import Arena, new_arena
 from lowtide.pipeline import (
     FIRST_PLANNER,
-    START_PLANNER,
     Finish,
     adapted_plan,
     captured_program,
@@ -52,10 +51,7 @@ from lowtide.solve import format_spec, get_planner
 from lowtide.stage_times import itemised, stage, stage_seconds
 
 _LOG = logging.getLogger(__name__)
-_FIRST = (
-    *(format_spec(get_planner(one)) for one in (FIRST_PLANNER, START_PLANNER)),
-    "adapted",
-)  # plans that a search may improve
+_FIRST = (format_spec(get_planner(FIRST_PLANNER)), "adapted")  # plans that a search may improve
 _MOST_CONDITIONS = 16  # kept, of each
 
 
