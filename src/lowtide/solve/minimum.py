@@ -57,34 +57,29 @@ def starting_points(portfolio: Portfolio) -> list[Candidate]:
     return [portfolio.keep_all(), *portfolio.segments()]
 
 
-def lowest_start(portfolio: Portfolio) -> Candidate:
-    """The lowest of the segments and of what the block programs find about as low."""
-    plain = lowest(starting_points(portfolio))
-    return lowest([plain, *portfolio.blocks(plain.peak_bytes)])
-
-
-def lowest_candidate(portfolio: Portfolio, target_bytes: int) -> Candidate:
+def lowest_candidate(portfolio: Portfolio, target_bytes: int, variant: int = 0) -> Candidate:
     """The smallest peak that a search reaches from the lowest starting points, or at most ``target_bytes`` once reached.
     Independent of any budget but for the early end, so that what it finds can be found again. In graphs of a few nodes another
-    search takes all times for equal, so that what is found hardly depends on them."""
-    found = _lowered(portfolio, target_bytes)
+    search takes all times for equal, so that what is found hardly depends on them. ``variant``: other random numbers."""
+    found = _lowered(portfolio, target_bytes, variant)
     if found.peak_bytes <= target_bytes or portfolio.model.nodes > _FEW_NODES:
         return found
     even = portfolio.with_times(replace(portfolio.costs, time_ns=np.ones_like(portfolio.costs.time_ns)))
-    again = _lowered(even, target_bytes)
+    again = _lowered(even, target_bytes, variant)
     return lowest([found, *portfolio.measure([again.codes])])
 
 
-def _lowered(portfolio: Portfolio, target_bytes: int) -> Candidate:
+def _lowered(portfolio: Portfolio, target_bytes: int, variant: int) -> Candidate:
     """What rounds make of the lowest starting point, and of the lowest without block programs, until nothing lower came up for
     some rounds."""
-    best, plain = lowest_start(portfolio), lowest(starting_points(portfolio))
+    plain = lowest(starting_points(portfolio))
+    best = lowest([plain, *portfolio.blocks(plain.peak_bytes)])
     lines, iterations = [best, plain], _iterations(portfolio)
     last = 0  # the round in which the best was found
     for number in range(1, _ROUNDS + 1):
         if best.peak_bytes <= target_bytes or number - last > _PATIENCE:
             break
-        first = _FIRST_STREAM + len(lines) * number
+        first = _FIRST_STREAM + len(lines) * (number + _ROUNDS * variant)
         runs = [AnnealRun(start, first + line, _HEATS[(line + number) % 2]) for line, start in enumerate(lines)]
         lines = in_threads(lambda run: portfolio.lower(run, target_bytes, iterations), runs)
         found = lowest(lines)
