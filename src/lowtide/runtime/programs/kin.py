@@ -186,6 +186,12 @@ def _places(known: Sequence[Shapes]) -> list[Place]:
     return [(number, dim) for number, shape in enumerate(known[0]) for dim in range(len(shape))]
 
 
+def operators(program: Program) -> Any:
+    """Equal for programs that are the same but for sizes: a schedule of one is one of the other."""
+    ops = tuple((op.target, op.inputs, op.outputs) for op in program.graph.ops)
+    return ops, tuple(value.storage for value in program.graph.values)
+
+
 class Kins:
     """The kinds of calls of one model that were met last. ``dynamic`` as of ``rematerialize``."""
 
@@ -199,8 +205,7 @@ class Kins:
         as the lengths of packed sequences, have no family."""
         if self.dynamic is False:
             return None
-        ops = tuple((op.target, op.inputs, op.outputs) for op in program.graph.ops)
-        key = ops, tuple(value.storage for value in program.graph.values)
+        key = operators(program)
         self._alike[key] = found = self._alike.pop(key, None) or Alike()
         if len(self._alike) > _MOST_KINDS:
             del self._alike[next(iter(self._alike))]

@@ -21,6 +21,7 @@ from lowtide.capture.python_state.effects.held_inputs import HeldInputs, held_te
 from lowtide.capture.trace.questions import Question
 from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, ExecutionError, PlanError
+from lowtide.ir import Schedule
 from lowtide.memory.arena import Arena, new_arena
 from lowtide.pipeline import (
     FIRST_PLANNER,
@@ -40,7 +41,7 @@ from lowtide.runtime.programs.changing import ChangingInputs
 from lowtide.runtime.programs.entry import Entry, KeptSample, Names, Sample, Signature, describe
 from lowtide.runtime.programs.fitting import fitted, with_updates
 from lowtide.runtime.programs.improving import Improving, ImprovingTogether
-from lowtide.runtime.programs.kin import FamilyCall, Kin, Kins
+from lowtide.runtime.programs.kin import FamilyCall, Kin, Kins, operators
 from lowtide.runtime.programs.placed import lowered
 from lowtide.runtime.programs.recaptures import Recaptures
 from lowtide.runtime.programs.rescue import Rescue
@@ -136,7 +137,7 @@ class Programs:
             alike = self._kins.alike(captured.program) if member is None and old is None else None
             relative = FamilyCall(captured, alike) if alike is not None and alike.tells else member
             adapted = relative is not None and bool(relative.branch.measured) and self.adapts
-            program, plan = self._fitting(key, captured, sample, relative if adapted else None)
+            program, plan = self._fitting(key, captured, sample, relative if adapted else None, old)
             with stage("lowering"):
                 runs = lowered(program, plan, arena)
         conditions, for_masks = ([captured.contract.conditions], {}) if old is None else (old.conditions, old.for_masks)
@@ -273,12 +274,24 @@ class Programs:
         return planned_program(*of, self.settings, granted, finish, **known)
 
     def _fitting(
-        self, key: Signature, captured: Captured, sample: Sample, member: FamilyCall | None = None
+        self,
+        key: Signature,
+        captured: Captured,
+        sample: Sample,
+        member: FamilyCall | None = None,
+        old: Entry | None = None,
     ) -> tuple[Program, Plan]:
-        """What is to run for calls with this signature, and its plan. ``member``: what a family tells of it."""
+        """What is to run for calls with this signature, and its plan. ``member``: what a family tells of it; ``old``: as of
+        ``_make``, whose schedule is one of this program, too, where gradients only have another layout."""
+
+        def known(program: Program) -> Sequence[Schedule]:
+            same = old is not None and self.adapts and operators(program) == operators(old.program)
+            return [old.plan.schedule] if old is not None and same else ()
 
         def planned(finish: Finish) -> tuple[Program, Plan]:
-            return self.planned(captured, sample, finish) if member is None else self._adapted(member, finish)
+            if member is not None:
+                return self._adapted(member, finish)
+            return self.planned(captured, sample, finish, known=known)
 
         return fitted(self, captured.program, key[-1], planned)
 
