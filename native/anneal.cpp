@@ -42,7 +42,7 @@ public:
             if (fresh && excess_.largest == 0 && meets_target()) break;
             if (iteration % period == period - 1) cool(cooling);
             const Number coin = random_.below(coins) * 128;
-            const bool moved = moves_.next(!accepted, coin);
+            const bool moved = moves_.next(!accepted, coin, lowering());
             accepted = moved && accept();
             fresh = accepted;
         }

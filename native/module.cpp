@@ -65,12 +65,15 @@ void bind_search(nb::module_& module) {
             const Excess excess = profile.excess(budget);
             return std::pair(excess.largest, excess.total);
         })
-        .def_prop_ro("peak", &Profile::peak);
+        .def_prop_ro("peak", &Profile::peak)
+        .def_prop_ro("peak_slot", &Profile::peak_slot);
     nb::class_<Rehearsal>(module, "Timeline")
         .def(nb::init<const Graph&, const Classes&, Index, Index, const Random&>(), nb::keep_alive<1, 2>(),
              nb::keep_alive<1, 3>())
         .def("load", [](Rehearsal& self, Indices codes) { self.line.load(codes); })
-        .def("next_move", [](Rehearsal& self, bool rejected, Number coin) { return self.moves.next(rejected, coin); })
+        .def("next_move", [](Rehearsal& self, bool rejected, Number coin, bool lowering) {
+            return self.moves.next(rejected, coin, lowering);
+        })
         .def("codes", [](const Rehearsal& self) { return array_of(self.line.codes()); })
         .def_prop_ro("recompute_ns", [](const Rehearsal& self) { return self.line.recompute_ns(); })
         .def_prop_ro("profile", [](const Rehearsal& self) -> const Profile& { return self.line.profile(); });

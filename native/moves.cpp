@@ -7,16 +7,21 @@ namespace {
 
 constexpr Index spread = 16;  // slots per step, about
 constexpr Index group = 64;   // repeats that a group move takes; a loop over a sequence has thousands
+constexpr Index looks = 64;   // at random nodes, for those that are there at the peak
 
 }  // namespace
 
-bool Moves::next(bool rejected, Number coin) {
+bool Moves::next(bool rejected, Number coin, bool lowering) {
     if (rejected) {
         edits_.take_back();
     } else {
         edits_.accept();
     }
-    propose();
+    if (lowering && below(3) == 0) {
+        relieve_peak();
+    } else {
+        propose();
+    }
     return edits_.carry_out(coin);
 }
 
@@ -187,6 +192,28 @@ void Moves::step_down() {
         edits_.ask_insert(other, at);
     }
     edits_.ask_remove(slot);
+}
+
+// Recompute something after the peak that is there only for a later use: of the first two that are found, what takes more.
+void Moves::relieve_peak() {
+    const Index peak = line_.profile().peak_slot();
+    Index chosen = -1, before_use = 0;
+    Number most = -1;
+    for (Index look = 0, found = 0; look < looks && found < 2; ++look) {
+        const Index node = below(graph_.nodes);
+        if (!graph_.recomputable[node] || line_.first_slot(node) >= peak) continue;
+        const Index use = line_.next_use(node, peak);
+        if (use >= line_.compute_after(node, line_.before(node, peak))) continue;
+        ++found;
+        Number bytes = 0;
+        for (Index storage : graph_.owns[node]) bytes += graph_.storage_bytes[storage];
+        if (bytes > most) {
+            most = bytes;
+            chosen = node;
+            before_use = use;
+        }
+    }
+    if (chosen >= 0) edits_.ask_insert(chosen, before_use);
 }
 
 // An input or a reader of the node, -1 without one, and `at`, the slot before which it would be recomputed.

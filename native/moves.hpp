@@ -18,8 +18,9 @@ public:
     Moves(Timeline& line, const Classes& classes, Random& random)
         : line_(line), graph_(line.graph()), classes_(classes), random_(random), edits_(line, random) {}
 
-    // Takes back the last move if it was rejected, then carries out a random one; false where it came to nothing.
-    bool next(bool rejected, Number coin);
+    // Takes back the last move if it was rejected, then carries out a random one; false where it came to nothing. `lowering`:
+    // every third one frees something at the peak.
+    bool next(bool rejected, Number coin, bool lowering);
 
     Edits& edits() { return edits_; }
 
@@ -37,6 +38,7 @@ private:
     void remove_in_group();
     void shift();
     void step_down();
+    void relieve_peak();
     Index random_recompute();
     std::optional<Read> random_read();
     Index random_neighbour(Index node, Index slot, Index& at);

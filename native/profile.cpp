@@ -45,6 +45,12 @@ Number Profile::peak() const {
     return peak;
 }
 
+Index Profile::peak_slot() const {
+    const Index first = static_cast<Index>(std::ranges::max_element(top_) - top_.begin()) * block_slots;
+    const std::span inside(inner_.begin() + first, block_slots);
+    return first + static_cast<Index>(std::ranges::max_element(inside) - inside.begin());
+}
+
 Excess Profile::excess(Number budget) const {
     Excess excess{0, 0};
     for (Number top : top_) {

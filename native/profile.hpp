@@ -29,6 +29,7 @@ public:
     void assign(Numbers values);
 
     Number peak() const;
+    Index peak_slot() const;
     Excess excess(Number budget) const;
     std::vector<Number> values() const;
     Index blocks() const { return static_cast<Index>(top_.size()); }

@@ -40,8 +40,7 @@ _LOG = logging.getLogger(__name__)
 Finish = Callable[[Program], Program]
 _QUICK_SEARCH = "auto{effort=1}"
 _FEW_OPS = 100  # up to which the whole search takes about a second
-FIRST_PLANNER = "auto{effort=0}"  # for a start
-START_PLANNER = "auto{effort=0,lowest=3}"  # the same; meets all budgets that the search meets which goes on from it
+FIRST_PLANNER = "auto{effort=0}"  # for a start; meets all budgets that the search meets which goes on from it
 _COSTLY = 0.15  # overhead of a plan of kernels, from which operators one by one are planned as well
 
 
@@ -287,7 +286,7 @@ def _first_plan(request: PlanRequest) -> Plan | None:
     can be had, or the search takes no longer than a process takes to start. Raises ``InfeasibleBudgetError``."""
     if len(request.graph.ops) <= _FEW_OPS or working_set_bound(request.graph, request.costs) > request.budget_bytes:
         return None
-    quick = dataclasses.replace(request, planner=START_PLANNER if searches(request.planner) else FIRST_PLANNER)
+    quick = dataclasses.replace(request, planner=FIRST_PLANNER)
     known, begun = (PlanCache().get(one) if enabled() else None for one in (request, quick))
     if known is not None:
         return known

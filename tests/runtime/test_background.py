@@ -90,6 +90,23 @@ def test_every_step_is_as_eager_and_within_the_budget_while_plans_change() -> No
     assert lowtide.wait(fresh, 120)
 
 
+def test_a_gradient_of_another_layout_is_planned_by_the_schedule_there_is() -> None:
+    """Without a search, which may need more than the budget that the first program met."""
+
+    def network() -> nn.Module:
+        return _network().body
+
+    step = training_step(lambda output: output.sum())  # whose gradient is one number, expanded
+    expected = run_training(make(network), rows(), step, 1)
+    args, kwargs = copy_inputs(rows()(0))
+    model = lowtide.rematerialize(make(network), args, kwargs, budget=BUDGET)
+    (before,) = lowtide.plans(model)
+    assert_same_records(run_training(model, rows(), step, 1), expected)
+    (after,) = lowtide.plans(model)  # what is found since is in force from the next call on
+    assert after.graph is not before.graph and after.planner == "adapted"
+    assert after.schedule == before.schedule
+
+
 def test_the_search_ends_with_what_waiting_finds() -> None:
     """And ``history`` tells how it came to that."""
     model = _prepared()

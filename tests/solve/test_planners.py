@@ -194,12 +194,11 @@ def test_no_planner_needs_more_than_keeping_everything(name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_start_meets_every_budget_that_the_search_meets(seed: int) -> None:
-    """And names the same least one; starting points alone (of seed 0) do not."""
+    """And names the same least one."""
     graph, costs = random_graph(seed, 60)
     least = solve(Problem(graph, costs, 1), "auto").minimum_bytes
     assert least is not None
-    start = "auto{effort=0,lowest=3}"
+    start = "auto{effort=0}"
     assert solve(Problem(graph, costs, 1), start).minimum_bytes == least
     assert solve(Problem(graph, costs, least), start).peak_bytes <= least
     assert solve(Problem(graph, costs, least), start).status.solved
-    assert seed or not solve(Problem(graph, costs, least), "auto{effort=0}").status.solved

@@ -28,13 +28,13 @@ def make_timeline(portfolio: Portfolio, length: int, seed: int) -> core.Timeline
     return line
 
 
-def assert_every_move_is_exact(graph: Graph, costs: Costs, seed: int, moves: int) -> int:
+def assert_every_move_is_exact(graph: Graph, costs: Costs, seed: int, moves: int, lowering: bool = False) -> int:
     """Moves that changed something; every third is taken back."""
     portfolio = make_portfolio(graph, costs, 0)
     line = make_timeline(portfolio, 3 * portfolio.model.nodes + 4, seed)
     rejected, changed = False, 0
     for move in range(moves):
-        changed += line.next_move(rejected, (move % 3) * 128)
+        changed += line.next_move(rejected, (move % 3) * 128, lowering)
         rejected = move % 3 == 0
         codes = line.codes()
         swept = sweep(portfolio.model, codes)
@@ -64,6 +64,12 @@ def test_moves_on_larger_graphs(seed: int) -> None:
     assert assert_every_move_is_exact(*random_graph(seed, 40), seed, 200) > 20
 
 
+@pytest.mark.parametrize("seed", seeds(10, 30))
+def test_moves_that_lower_the_peak(seed: int) -> None:
+    assert assert_every_move_is_exact(*random_graph(seed, 40), seed, 200, lowering=True) > 20
+    assert_every_move_is_exact(*overwriting(*small_graph(seed, 8), seed, often=1.0), seed, 120, lowering=True)
+
+
 def test_moves_on_a_chain_with_repeats() -> None:
     assert assert_every_move_is_exact(*chain(40), 0, 600) > 100
 
@@ -74,11 +80,11 @@ def test_a_rejected_move_leaves_no_trace(seed: int) -> None:
     portfolio = make_portfolio(graph, costs, 0)
     line = make_timeline(portfolio, 200, seed)
     for _ in range(50):
-        line.next_move(False, 256)
+        line.next_move(False, 256, False)
     before, bytes_before = line.codes(), line.profile.values()
     time_before = line.recompute_ns
-    line.next_move(False, 256)
-    while line.next_move(True, 256):
+    line.next_move(False, 256, False)
+    while line.next_move(True, 256, False):
         pass  # the first that comes to nothing has taken back the one before and done nothing itself
     assert line.codes().tolist() == before.tolist()
     assert line.recompute_ns == time_before
@@ -97,5 +103,6 @@ def test_profile_against_an_array(seed: int) -> None:
         plain[first : last + 1] += amount
         blocks = plain.reshape(-1, BLOCK).max(axis=1)
         assert profile.peak == max(plain.max(), 0)
+        assert plain[profile.peak_slot] == plain.max()
         over = np.maximum(blocks - 7, 0)
         assert profile.excess(7) == (over.max(), over.sum())

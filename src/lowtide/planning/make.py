@@ -107,7 +107,7 @@ def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner
     percent = 100 * (minimum or 0) / max(unconstrained, 1)
     times = (
         times_above(problem.graph, problem.costs, lowest, problem.seed)
-        if isinstance(chosen, Auto) and max(chosen.effort, chosen.lowest) > 0
+        if isinstance(chosen, Auto)
         else [(minimum or 0, run.time_ns)]
     )
     whole = max(simulate(problem.graph, problem.costs, keep_all_schedule(problem.graph)).time_ns, 1)

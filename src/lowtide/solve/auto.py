@@ -6,9 +6,9 @@ bound that holds for every schedule. Starting points, a bound, annealing and rec
 a second memory the same searches on graphs in which fetching is an operator are in ``moving.search``.
 
 ``effort`` (1 to 5) sets the number of iterations, fixed by the size of the graph, never by the clock: same problem, same
-seed, same schedule. With 0 the quickest starting point is the answer: a plan at once, for a start. Below the smallest peak
-found the answer is ``UNSOLVED`` (``INFEASIBLE`` where proven) with that peak as ``minimum_bytes``, which the same seed then
-reaches.
+seed, same schedule. With 0 the quickest starting point is the answer: a plan at once, for a start. Every effort meets the
+same budgets: below the smallest peak found the answer is ``UNSOLVED`` (``INFEASIBLE`` where proven) with that peak as
+``minimum_bytes``, which the same seed then reaches.
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ from lowtide.solve.search.portfolio import Portfolio, make_portfolio
 
 @dataclass(frozen=True, slots=True)
 class Auto(Options):
-    """``effort``: 0 (starting points alone), 1 (quick) to 5 (patient). ``exact``: solve graphs of a few nodes exactly.
-    ``lowest``: where no starting point fits, search for one that does with this effort, if it is the larger one."""
+    """``effort``: 0 (starting points alone), 1 (quick) to 5 (patient). ``exact``: solve graphs of a few nodes exactly."""
 
     effort: int = between(3, min(EFFORTS), max(EFFORTS))
     exact: bool = True
-    lowest: int = between(0, min(EFFORTS), max(EFFORTS))
     moves: ClassVar[bool] = True
 
     def search(self, problem: Problem) -> Solution:
@@ -68,13 +66,12 @@ class Auto(Options):
 
     def _searched(self, problem: Problem, portfolio: Portfolio, beaten_ns: int | None) -> Solution:
         """What the search finds; where nothing, what it finds among schedules that compute outputs again."""
-        efforts = self.effort, max(self.effort, self.lowest)
-        solution = search_sequences(problem, portfolio, *efforts, beaten_ns=beaten_ns)
+        solution = search_sequences(problem, portfolio, self.effort, beaten_ns=beaten_ns)
         lowest = solution.lowest_schedule
         if solution.status.solved or lowest is None or not outputs_in_the_way(problem.graph, problem.costs, lowest):
             return solution
         released = make_portfolio(problem.graph, problem.costs, problem.seed, released=True)
-        found = search_sequences(problem, released, *efforts, beaten_ns=beaten_ns)
+        found = search_sequences(problem, released, self.effort, beaten_ns=beaten_ns)
         if found.status.solved or (found.minimum_bytes or 0) >= (solution.minimum_bytes or 0):
             return found if found.status.solved else solution
         proven = Status.INFEASIBLE in (solution.status, found.status)

@@ -26,14 +26,18 @@ _BRIEF_NODES = 250  # a millisecond or two for all limits
 
 
 def greedy_sequences(model: CompactGraph, budget_bytes: int, limits: int = len(_LIMITS)) -> list[Indices]:
-    """Encoded sequences, one per limit at and below the budget for which greedy comes to an end."""
+    """Encoded sequences, one per limit at and below the budget for which greedy comes to an end; none where it comes to none
+    at the budget itself."""
     room = max(budget_bytes - model.fixed_bytes, 0)
 
     def run(limit: float) -> Indices:
         return core.greedy_sequence(model, int(room * limit), _STEPS_PER_NODE * (model.nodes + 1))
 
-    found = in_threads(run, _LIMITS[: max(limits, 1)], brief=model.nodes <= _BRIEF_NODES)
-    return [codes for codes in found if len(codes)]
+    first = run(_LIMITS[0])
+    if not len(first):
+        return []
+    others = in_threads(run, _LIMITS[1 : max(limits, 1)], brief=model.nodes <= _BRIEF_NODES)
+    return [first, *(codes for codes in others if len(codes))]
 
 
 @dataclass(frozen=True, slots=True)

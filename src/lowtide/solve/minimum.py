@@ -15,12 +15,14 @@ from lowtide.solve.search.memory_paths import affordable, least_peak, shortest
 from lowtide.solve.search.portfolio import AnnealRun, Portfolio, make_portfolio
 from lowtide.solve.threads import in_threads
 
-_STREAMS = (60, 61, 62)  # of the runs from each starting point
+# The search for the lowest peak: rounds of short runs, each two lines on.
+_ROUND = 12_000  # iterations of a run, about a tenth of a second
+_ROUNDS, _PATIENCE = 30, 6  # at most; so many without anything lower end it
+_JOIN = 4  # every so many rounds the line that lags behind goes on from the other
+_FIRST_STREAM, _HEATS = 512, (0.1, 3.0)  # first temperatures, in mean node times, which take turns
 _FEW_NODES = 64
-BRIEF = 0.2  # of the iterations of a search at default effort
 _ABOVE = (1.0, 1.02)  # times the least budget: what is said of budgets at and just above it
-_ABOVE_STREAM, _ABOVE_HEATS, _ABOVE_SHARE = 50, (2.0, 0.3), 0.04
-_BLOCKS_SHARE = 0.25  # of the peak without recomputation: the budget that block programs are asked for
+_QUICKER_STREAM, _QUICKER_HEATS = 50, (2.0, 0.3)
 
 
 def minimum_peak(graph: Graph, costs: Costs, seed: int = 0) -> tuple[int, Schedule]:
@@ -55,33 +57,42 @@ def starting_points(portfolio: Portfolio) -> list[Candidate]:
     return [portfolio.keep_all(), *portfolio.segments()]
 
 
-def lowest_candidate(portfolio: Portfolio, target_bytes: int, share: float = 1.0) -> Candidate:
-    """The smallest peak that runs from the lowest starting points reach, or at most ``target_bytes`` once reached.
-    ``share`` of the iterations at default effort. Independent of any budget but for the early end, so that what it
-    finds can be found again. In graphs of a few nodes another run takes all times for equal, so that what is found hardly
-    depends on them."""
-    iterations = int(share * portfolio.iterations)
-    found = _lowered(portfolio, target_bytes, iterations)
+def lowest_candidate(portfolio: Portfolio, target_bytes: int, variant: int = 0) -> Candidate:
+    """The smallest peak that a search reaches from the lowest starting points, or at most ``target_bytes`` once reached.
+    Independent of any budget but for the early end, so that what it finds can be found again. In graphs of a few nodes another
+    search takes all times for equal, so that what is found hardly depends on them. ``variant``: other random numbers."""
+    found = _lowered(portfolio, target_bytes, variant)
     if found.peak_bytes <= target_bytes or portfolio.model.nodes > _FEW_NODES:
         return found
     even = portfolio.with_times(replace(portfolio.costs, time_ns=np.ones_like(portfolio.costs.time_ns)))
-    again = _lowered(even, target_bytes, iterations)
+    again = _lowered(even, target_bytes, variant)
     return lowest([found, *portfolio.measure([again.codes])])
 
 
-def _lowered(portfolio: Portfolio, target_bytes: int, iterations: int) -> Candidate:
-    """What one run after the other makes of the lowest starting points."""
-    plain = starting_points(portfolio)
-    top = max(point.peak_bytes for point in plain)
-    starts = [lowest(points) for points in (plain, portfolio.blocks(int(_BLOCKS_SHARE * top))) if points]
+def _lowered(portfolio: Portfolio, target_bytes: int, variant: int) -> Candidate:
+    """What rounds make of the lowest starting point, and of the lowest without block programs, until nothing lower came up for
+    some rounds."""
+    plain = lowest(starting_points(portfolio))
+    best = lowest([plain, *portfolio.blocks(plain.peak_bytes)])
+    lines, iterations = [best, plain], _iterations(portfolio)
+    last = 0  # the round in which the best was found
+    for number in range(1, _ROUNDS + 1):
+        if best.peak_bytes <= target_bytes or number - last > _PATIENCE:
+            break
+        first = _FIRST_STREAM + len(lines) * (number + _ROUNDS * variant)
+        runs = [AnnealRun(start, first + line, _HEATS[(line + number) % 2]) for line, start in enumerate(lines)]
+        lines = in_threads(lambda run: portfolio.lower(run, target_bytes, iterations), runs)
+        found = lowest(lines)
+        if found.peak_bytes < best.peak_bytes:
+            best, last = found, number
+        if number % _JOIN == 0:
+            lines = [best] * len(lines)
+    return best
 
-    def lower(start: Candidate) -> Candidate:
-        for stream in _STREAMS:
-            if start.peak_bytes > target_bytes:
-                start = portfolio.lower(start, target_bytes, iterations, stream)
-        return start
 
-    return lowest(in_threads(lower, starts))
+def _iterations(portfolio: Portfolio) -> int:
+    """Of a short run."""
+    return min(portfolio.iterations, _ROUND + portfolio.model.nodes)
 
 
 def sequence_within(graph: Graph, costs: Costs, budget_bytes: int) -> tuple[int, tuple[int, ...]]:
@@ -89,7 +100,7 @@ def sequence_within(graph: Graph, costs: Costs, budget_bytes: int) -> tuple[int,
     cannot wait for a good one. The quickest of the greedy sequences that fit; where none does, the lowest that a search
     meets until it fits, so that a peak above the budget says that none was found, and proves nothing. Deterministic."""
     portfolio = make_portfolio(graph, costs, seed=0)
-    found = _greedy(portfolio, budget_bytes) or lowest_candidate(portfolio, budget_bytes, BRIEF)
+    found = _greedy(portfolio, budget_bytes) or lowest_candidate(portfolio, budget_bytes)
     schedule = portfolio.schedule(found)
     computes = tuple(step.op for step in schedule.steps if isinstance(step, Compute))
     return simulate(graph, costs, schedule).peak_bytes, computes
@@ -109,18 +120,22 @@ def _greedy(portfolio: Portfolio, budget_bytes: int) -> Candidate | None:
     return quickest(met)[0] if met else None
 
 
+def quicker(portfolio: Portfolio, start: Candidate, budget_bytes: int) -> list[Candidate]:
+    """What short runs that stay within the budget make of ``start``, which fits: mostly far quicker, far from the best."""
+    runs = [AnnealRun(start, stream, heat, True) for stream, heat in enumerate(_QUICKER_HEATS, _QUICKER_STREAM)]
+    return portfolio.round(runs, budget_bytes, _iterations(portfolio), 0)
+
+
 def times_above(graph: Graph, costs: Costs, lowest_schedule: Schedule, seed: int = 0) -> list[tuple[int, int]]:
-    """Budgets in bytes, the peak of ``lowest_schedule`` and 2 % more, each with the time in ns of a schedule within it: what a
-    brief search makes of ``lowest_schedule``, far from the best but mostly far quicker than that. Deterministic."""
+    """Budgets in bytes, the peak of ``lowest_schedule`` and 2 % more, each with the time in ns of a schedule within it that
+    short runs make of ``lowest_schedule``. Deterministic."""
     portfolio = make_portfolio(graph, costs, seed)
     least = simulate(graph, costs, lowest_schedule)
     best, best_ns = portfolio.of_schedule(lowest_schedule), least.time_ns
     found = []
-    for step, factor in enumerate(_ABOVE):
+    for factor in _ABOVE:
         budget = int(least.peak_bytes * factor)
-        streams = range(_ABOVE_STREAM + 2 * step, _ABOVE_STREAM + 2 * step + 2)
-        runs = [AnnealRun(best, stream, heat, strict=True) for stream, heat in zip(streams, _ABOVE_HEATS, strict=True)]
-        for candidate in portfolio.round(runs, budget, int(_ABOVE_SHARE * portfolio.iterations), 0):
+        for candidate in quicker(portfolio, best, budget):
             result = simulate(graph, costs, portfolio.schedule(candidate))
             if result.peak_bytes <= budget and result.time_ns < best_ns:
                 best, best_ns = candidate, result.time_ns

@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from lowtide.solve.bounds import prove_time, proven_infeasible
-from lowtide.solve.minimum import BRIEF, lowest_candidate, starting_points, working_set_bound
+from lowtide.solve.minimum import lowest_candidate, quicker, starting_points, working_set_bound
 from lowtide.solve.model.compact import encode
-from lowtide.solve.model.sweep import Candidate, lowest, quickest
+from lowtide.solve.model.sweep import Candidate, quickest
 from lowtide.solve.outcome import answer, bounded_by
 from lowtide.solve.problem import Problem, Solution, Status
 from lowtide.solve.search.anneal import make_state
@@ -17,8 +17,6 @@ from lowtide.solve.search.portfolio import AnnealRun, Portfolio
 from lowtide.solve.search.recombine import children, survivors
 
 EFFORTS = {0: 0.0, 1: 0.04, 2: 0.25, 3: 1.0, 4: 3.0, 5: 10.0}  # factors of the iterations of a run
-_LOWER_EFFORT = {0: 0.2, 1: 0.2, 2: 0.5, 3: 1.0, 4: 1.0, 5: 1.0}  # of the iterations of a search for the lowest peak
-_NEAR = 1.02  # times the bytes that no schedule can do without: what an error may name as the least
 _BOUND_EFFORT, _BOUND_NODES = 3, 1400  # the most for the lower bound, in its own scale; 1 above so many nodes
 # First temperatures of runs, in mean node times. Hot runs pay only where many iterations fall to a node.
 _HOT_NODES = 1200
@@ -27,6 +25,7 @@ _CHILDREN = (0.1, 0.04)  # those of a generation, which go on two threads
 _STRICT = (0.3, 1.0)  # those of every third one far from the bound, which stay within the budget
 _RUN_PART, _CHILD_PART = 8, 16  # the part of the iterations that falls to a run, and to a child's
 _FIRST_STRICT, _FIRST_CHILD = 40, 64  # streams of random numbers, other than of the first runs and of the lowest peak
+_VARIANTS = 4  # of what a search for the lowest peak meets the budget with
 _POINTS, _POPULATION = 4, 10  # starting points that take part; sequences that are recombined
 _GENERATIONS, _LARGE_NODES, _LARGE_GENERATIONS = 60, 800, 36  # at most, and above so many nodes
 # How far from the bound, in parts of the program's time, a plan may stay before the bound and the search try more.
@@ -34,18 +33,17 @@ _WIDE_BOUND, _WIDE_PLAN = 0.05, 0.1
 _PATIENCE = 20  # generations without anything better
 
 
-def search_sequences(
-    problem: Problem, portfolio: Portfolio, effort: int, lower_effort: int, *, beaten_ns: int | None = None
-) -> Solution:
+def search_sequences(problem: Problem, portfolio: Portfolio, effort: int, *, beaten_ns: int | None = None) -> Solution:
     """The quickest schedule that runs of an ``effort`` of 0 (starting points alone) to 5 find, and a bound, which ends the
-    search where it is met. ``lower_effort``: that of the search for a starting point that fits. ``beaten_ns``: what else there
-    is takes so long; where the bound is no less, the quickest starting point is the answer."""
+    search where it is met. ``beaten_ns``: what else there is takes so long; where the bound is no less, the quickest starting
+    point is the answer."""
     nodes = portfolio.model.nodes
-    fitting = _fitting(problem, portfolio, effort, lower_effort)
+    fitting = _fitting(problem, portfolio, effort)
     if fitting[0].peak_bytes > problem.budget_bytes:
         solution = answer("auto", problem, [portfolio.schedule(fitting[0])])
-        over = working_set_bound(problem.graph, problem.costs) > problem.budget_bytes
-        proven = not solution.status.solved and (over or proven_infeasible(portfolio.floor, problem.budget_bytes))
+        proven = not solution.status.solved and (
+            _is_hopeless(problem) or proven_infeasible(portfolio.floor, problem.budget_bytes)
+        )
         return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
     best = quickest(fitting, 1)[0]
     if effort == 0:
@@ -79,7 +77,7 @@ def search_candidate(
     """The quickest sequence that runs find, without a bound; where none is within the budget, the lowest. ``known``: op ids in
     the order in which they are computed, the starting points where one of them fits. ``patience``: how many generations
     without anything better end it."""
-    fitting = _fitting(problem, portfolio, effort, effort, known)
+    fitting = _fitting(problem, portfolio, effort, known)
     best = quickest(fitting, 1)[0]
     if effort == 0 or best.peak_bytes > problem.budget_bytes:
         return best
@@ -88,45 +86,48 @@ def search_candidate(
 
 
 def _fitting(
-    problem: Problem, portfolio: Portfolio, effort: int, lower_effort: int, known: Iterable[Sequence[int]] = ()
+    problem: Problem, portfolio: Portfolio, effort: int, known: Iterable[Sequence[int]] = ()
 ) -> list[Candidate]:
     """Starting points within the budget, those that are ``known`` where one of them is; without any, the lowest alone."""
     problem.progress("starting points", 0.0)
+    budget = problem.budget_bytes
     given = portfolio.measure(encode(portfolio.model, ops) for ops in known)
-    fitting = [point for point in given if point.peak_bytes <= problem.budget_bytes]
-    fitting = fitting or _starting(problem, portfolio, first=effort == 0, all_kinds=lower_effort > 0)
-    if not fitting:
+    fitting = [point for point in given if point.peak_bytes <= budget]
+    if not fitting and not _is_hopeless(problem):
+        fitting = _starting(problem, portfolio, first=effort == 0)
+    found = bool(fitting)
+    if not found:
         problem.progress("lowering the peak", 0.05)
-        fitting = [_lowest(problem, portfolio, _LOWER_EFFORT[lower_effort])]
-    return fitting
+        fitting = [lowest_candidate(portfolio, budget)]
+        if effort and fitting[0].peak_bytes <= budget:  # what comes down in another way may be far quicker
+            others = (lowest_candidate(portfolio, budget, variant) for variant in range(1, _VARIANTS))
+            fitting += [point for point in others if point.peak_bytes <= budget]
+    if (effort and found) or fitting[0].peak_bytes > budget:
+        return fitting
+    starts = fitting if effort else quickest(fitting, 1)
+    return [*fitting, *(point for start in starts for point in quicker(portfolio, start, budget))]
 
 
-def _lowest(problem: Problem, portfolio: Portfolio, share: float) -> Candidate:
-    """The lowest that a search meets until it fits: a brief one, and a longer one unless nothing can fit, and little is left to
-    be gained."""
-    budget, least = problem.budget_bytes, working_set_bound(problem.graph, problem.costs)
-    found = lowest_candidate(portfolio, budget, BRIEF)
-    if share <= BRIEF or found.peak_bytes <= max(budget, _NEAR * least if least > budget else 0):
-        return found
-    return lowest([found, lowest_candidate(portfolio, budget, share)])
+def _is_hopeless(problem: Problem) -> bool:
+    """Whether some operator takes more than the budget by itself."""
+    return working_set_bound(problem.graph, problem.costs) > problem.budget_bytes
 
 
-def _starting(problem: Problem, portfolio: Portfolio, *, first: bool, all_kinds: bool) -> list[Candidate]:
-    """The starting points within the budget; ``first``: those of the kinds that take long only where no other fits, and those
-    that take longest only if it is to be ``all_kinds``."""
+def _starting(problem: Problem, portfolio: Portfolio, *, first: bool) -> list[Candidate]:
+    """The starting points within the budget; ``first``: those of the quick kinds alone."""
 
     def fit(points: list[Candidate]) -> list[Candidate]:
         return [point for point in points if point.peak_bytes <= budget]
 
     budget = problem.budget_bytes
     found = fit([*starting_points(portfolio), *portfolio.greedy(budget)])
-    if first and found:
+    if first:
         return found
     heard = _offer_annealed(problem, portfolio, found)
     found += fit(portfolio.blocks(budget, lambda some: _offer_best(problem, portfolio, fit(some))))
-    if portfolio.model.nodes > _HOT_NODES and portfolio.chains.has_blocks and all_kinds and not (first and found):
+    if portfolio.model.nodes > _HOT_NODES and portfolio.chains.has_blocks:
         found += fit(portfolio.tables_of_rockmate())  # what few moves per node cannot make up for
-    if found and not first and quickest([*found, *heard], 1)[0] is quickest(found, 1)[0]:
+    if found and quickest([*found, *heard], 1)[0] is quickest(found, 1)[0]:
         _offer_annealed(problem, portfolio, found)
     return found
 

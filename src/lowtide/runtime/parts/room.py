@@ -10,15 +10,13 @@ from typing import NamedTuple
 
 from lowtide.cost.room import measured_in_bytes, measured_within
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.pipeline import FIRST_PLANNER, START_PLANNER, make_program_plan, program_costs
+from lowtide.pipeline import FIRST_PLANNER, make_program_plan, program_costs
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.runtime.programs.entry import Entry
 from lowtide.settings import Settings, searches
 from lowtide.sharing import Member
 from lowtide.sharing.assignment import as_alone
-
-_NEARLY = 1.1  # times the room: what a longer search may find a way within
 
 
 class Room(NamedTuple):
@@ -57,27 +55,21 @@ class Measuring:
             return {entry: Member(entry.program, program_costs(entry.program)) for entry in found}
 
 
-def plan_in_room(member: Member, settings: Settings, room: int, fraction: float, *, must_fit: bool = True) -> Plan:
+def plan_in_room(member: Member, settings: Settings, room: int, fraction: float) -> Plan:
     """A plan within ``room`` bytes that saves about this fraction of what the program would save without one, or more where
-    that cannot be. Raises ``InfeasibleBudgetError``, after a brief search unless it ``must_fit`` or nearly does."""
-    asked = dataclasses.replace(settings, budget=room, total_budget=None, reserve=0, planning="wait")
+    that cannot be. Raises ``InfeasibleBudgetError``."""
+    quick = FIRST_PLANNER if searches(settings.planner) else settings.planner
+    asked = dataclasses.replace(settings, budget=room, total_budget=None, reserve=0, planning="wait", planner=quick)
 
-    def planned(between: int, planner: str) -> Plan:
-        given = dataclasses.replace(asked, between_bytes=between, planner=planner)
+    def planned(between: int) -> Plan:
+        given = dataclasses.replace(asked, between_bytes=between)
         return as_alone(make_program_plan(member.program, given, costs=member.costs), member)
 
-    quick = FIRST_PLANNER if searches(settings.planner) else settings.planner
     most = between = max(room - member.limit_bytes(fraction) - member.arriving_bytes, 0) if fraction < 1 else 0
     while between:
         try:
-            return planned(between, quick)
+            return planned(between)
         except InfeasibleBudgetError as error:
             missing = error.minimum_bytes - room
             between = between - missing if between == most and missing < between / 2 else 0
-    try:
-        return planned(0, quick)
-    except InfeasibleBudgetError as error:
-        hopeless = error.proven or error.minimum_bytes > _NEARLY * room
-        if quick == settings.planner or (hopeless and not must_fit):
-            raise
-        return planned(0, START_PLANNER)
+    return planned(0)

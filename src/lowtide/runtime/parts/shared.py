@@ -245,7 +245,7 @@ class SharedBudget:
         check_device(own.program, room.total_bytes)
         try:
             fraction = self._fraction_of(graph) if more_follow else 1.0
-            plan = plan_in_room(own, self.settings, max(room.bytes, 1), fraction, must_fit=room.must_fit)
+            plan = plan_in_room(own, self.settings, max(room.bytes, 1), fraction)
         except InfeasibleBudgetError as error:
             if room.must_fit:
                 raise error.beside(room.beside_bytes) from None

@@ -161,6 +161,14 @@ class Entry:
         return goes and any(one.hold(modules, inputs, {}) for one in self.conditions)
 
 
+def new_call(model: nn.Module, inputs: list[torch.Tensor], states: int, known: Entry | None) -> str:
+    """That these inputs are a call which there is no plan for, in words. ``known``: for calls with the same signature."""
+    what = f"a call with {describe(inputs, states)} has another"
+    if known is None:
+        return f"{what} signature than the planned ones"
+    return f"{what} program than the planned ones ({known.conditions[0].broken(model, inputs)})"
+
+
 def _changed_before_backward(model: nn.Module, changed: str) -> ExecutionError:
     return ExecutionError(
         f"{type(model).__name__} was changed between a forward pass and its backward pass, which needs a program of its own "

@@ -24,6 +24,7 @@ from lowtide.capture.python_state.effects.held_inputs import HeldInputs
 from lowtide.capture.trace.questions import Question
 from lowtide.capture.trace.sizes import Place, Shapes, extents
 from lowtide.cost.scaled import Measured
+from lowtide.ir import Schedule
 from lowtide.program import Program
 from lowtide.runtime.programs.entry import Entry, Sample, Siblings, Signature
 from lowtide.stage_times import stage
@@ -186,6 +187,18 @@ def _places(known: Sequence[Shapes]) -> list[Place]:
     return [(number, dim) for number, shape in enumerate(known[0]) for dim in range(len(shape))]
 
 
+def operators(program: Program) -> Any:
+    """Equal for programs that are the same but for sizes: a schedule of one is one of the other."""
+    ops = tuple((op.target, op.inputs, op.outputs) for op in program.graph.ops)
+    return ops, tuple(value.storage for value in program.graph.values), program.graph.outputs
+
+
+def schedules_of(entry: Entry | None, program: Program) -> list[Schedule]:
+    """The schedule of ``entry``, where it is one of ``program``, too."""
+    same = entry is not None and operators(entry.program) == operators(program)
+    return [entry.plan.schedule] if entry is not None and same else []
+
+
 class Kins:
     """The kinds of calls of one model that were met last. ``dynamic`` as of ``rematerialize``."""
 
@@ -199,8 +212,7 @@ class Kins:
         as the lengths of packed sequences, have no family."""
         if self.dynamic is False:
             return None
-        ops = tuple((op.target, op.inputs, op.outputs) for op in program.graph.ops)
-        key = ops, tuple(value.storage for value in program.graph.values)
+        key = operators(program)
         self._alike[key] = found = self._alike.pop(key, None) or Alike()
         if len(self._alike) > _MOST_KINDS:
             del self._alike[next(iter(self._alike))]

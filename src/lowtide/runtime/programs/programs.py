@@ -23,15 +23,7 @@ from lowtide.capture.trace.questions import Question
 from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.memory.arena import Arena, new_arena
-from lowtide.pipeline import (
-    FIRST_PLANNER,
-    START_PLANNER,
-    Finish,
-    adapted_plan,
-    captured_program,
-    plan_request,
-    planned_program,
-)
+from lowtide.pipeline import FIRST_PLANNER, Finish, adapted_plan, captured_program, plan_request, planned_program
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.distributed.local import spec_of
@@ -39,10 +31,10 @@ from lowtide.program.results import GradientMask
 from lowtide.program.sizes import program_device
 from lowtide.progress import shown
 from lowtide.runtime.programs.changing import ChangingInputs
-from lowtide.runtime.programs.entry import Entry, KeptSample, Names, Sample, Signature, describe
+from lowtide.runtime.programs.entry import Entry, KeptSample, Names, Sample, Signature, new_call
 from lowtide.runtime.programs.fitting import fitted, with_updates
 from lowtide.runtime.programs.improving import Improving, ImprovingTogether
-from lowtide.runtime.programs.kin import FamilyCall, Kin, Kins
+from lowtide.runtime.programs.kin import FamilyCall, Kin, Kins, schedules_of
 from lowtide.runtime.programs.owning import Owning
 from lowtide.runtime.programs.placed import lowered
 from lowtide.runtime.programs.recaptures import Recaptures
@@ -54,8 +46,7 @@ from lowtide.solve import format_spec, get_planner
 from lowtide.stage_times import itemised, stage, stage_seconds
 
 _LOG = logging.getLogger(__name__)
-# Plans that a search may improve:
-_FIRST = (*(format_spec(get_planner(one)) for one in (FIRST_PLANNER, START_PLANNER)), "adapted")
+_FIRST = (format_spec(get_planner(FIRST_PLANNER)), "adapted")  # plans that a search may improve
 _MOST_CONDITIONS = 16  # kept, of each
 
 
@@ -141,7 +132,7 @@ class Programs:
             alike = self._kins.alike(captured.program) if member is None and old is None else None
             relative = FamilyCall(captured, alike) if alike is not None and alike.tells else member
             adapted = relative is not None and bool(relative.branch.measured) and self.adapts
-            program, plan = self._fitting(key, captured, sample, relative if adapted else None)
+            program, plan = self._fitting(key, captured, sample, relative if adapted else None, old)
             with stage("lowering"):
                 runs = lowered(program, plan, arena)
         conditions, for_masks = ([captured.contract.conditions], {}) if old is None else (old.conditions, old.for_masks)
@@ -278,12 +269,20 @@ class Programs:
         return planned_program(*of, self.settings, granted, finish, **known)
 
     def _fitting(
-        self, key: Signature, captured: Captured, sample: Sample, member: FamilyCall | None = None
+        self,
+        key: Signature,
+        captured: Captured,
+        sample: Sample,
+        member: FamilyCall | None = None,
+        old: Entry | None = None,
     ) -> tuple[Program, Plan]:
-        """What is to run for calls with this signature, and its plan. ``member``: what a family tells of it."""
+        """What is to run for calls with this signature, and its plan. ``member``: what a family tells of it; ``old``: as of
+        ``_make``, whose schedule is one of this program, too, where gradients only have another layout."""
+        known = functools.partial(schedules_of, old if self.adapts else None)
 
         def planned(finish: Finish) -> tuple[Program, Plan]:
-            return self.planned(captured, sample, finish) if member is None else self._adapted(member, finish)
+            found = member and self._adapted(member, finish)
+            return found or self.planned(captured, sample, finish, known=known)
 
         fit = functools.partial(fitted, self, captured.program, key[-1])
         return self.owning.fitted(captured.program, fit, planned)
@@ -338,11 +337,8 @@ class Programs:
         return self.rescue.within(entry)
 
     def _refuse(self, key: Signature, inputs: list[torch.Tensor]) -> None:
-        what = f"a call with {describe(inputs, len(model_state(self.model).tensors))} "
-        if self.entries.get(key):
-            what += f"has another program than the planned ones ({self._latest(key).conditions[0].broken(self.model, inputs)})"
-        else:
-            what += "has another signature than the planned ones"
+        known = self._latest(key) if self.entries.get(key) else None
+        what = new_call(self.model, inputs, len(model_state(self.model).tensors), known)
         if self.settings.on_new_signature == "error":
             raise PlanError(f'{what}; call with the planned shapes, or pass on_new_signature="plan" (or "eager").')
         if not self._warned:

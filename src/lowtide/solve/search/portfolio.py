@@ -165,12 +165,13 @@ class Portfolio:
         found = in_threads(anneal, runs, brief=iterations <= _BRIEF_ITERATIONS)
         return [candidate for candidate in found if candidate is not None]
 
-    def lower(self, start: Candidate, target_bytes: int, iterations: int, stream: int) -> Candidate:
+    def lower(self, run: AnnealRun, target_bytes: int, iterations: int) -> Candidate:
         """The lowest peak that a run meets, which ends early at ``target_bytes``."""
-        settings = self._settings(start.peak_bytes, iterations, hot=0.1)
+        start = run.start
+        settings = self._settings(start.peak_bytes, iterations, run.hot)
         target_bytes = max(target_bytes - self.model.fixed_bytes, 0)
         settings = settings._replace(time_weight=0.002, lower=0.001, target_bytes=target_bytes, rate=1.0)
-        found = self._run(start, settings, stream)
+        found = self._run(start, settings, run.stream)
         return start if found is None or found.peak_bytes > start.peak_bytes else found
 
     def _settings(self, budget_bytes: int, iterations: int, hot: float) -> AnnealSettings:

@@ -1,0 +1,62 @@
+"""The search for the lowest peak against every schedule of tiny graphs, and against itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowtide.ir import simulate
+from lowtide.solve import Problem, minimum_peak, solve
+from lowtide.solve.minimum import lowest_candidate, quicker
+from lowtide.solve.search.portfolio import make_portfolio
+from tests.solve.brute_force import brute_force
+from tests.solve.small_graphs import chain, small_graph
+from tests.support.overwriting import overwriting
+from tests.support.random_graphs import random_graph
+from tests.support.wide import seeds
+
+
+def test_never_below_the_least_peak_and_hardly_ever_above() -> None:
+    """With what is handed to the caller there from then on, which the least peak need not have."""
+    total = equal = 0
+    for seed in seeds(60, 150):
+        graph, costs = small_graph(seed, 5 + seed % 3)
+        if seed % 2:
+            graph, costs = overwriting(graph, costs, seed)
+        portfolio, least = make_portfolio(graph, costs, 0), brute_force(graph, costs, None)
+        assert least is not None
+        found = simulate(graph, costs, portfolio.schedule(lowest_candidate(portfolio, 0))).peak_bytes
+        assert found >= least, seed
+        total, equal = total + 1, equal + (found == least)
+    assert equal >= 0.9 * total
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_found_is_found_again_with_a_target(seed: int) -> None:
+    """And a target that is easier ends it earlier, with something quicker."""
+    graph, costs = random_graph(seed, 80)
+    portfolio = make_portfolio(graph, costs, 0)
+    found = lowest_candidate(portfolio, 0)
+    again = lowest_candidate(make_portfolio(graph, costs, 0), found.peak_bytes)
+    assert again.peak_bytes == found.peak_bytes
+    easy = (found.peak_bytes + portfolio.keep_all().peak_bytes) // 2
+    sooner = lowest_candidate(portfolio, easy)
+    assert found.peak_bytes <= sooner.peak_bytes <= easy
+    assert sooner.recompute_ns <= found.recompute_ns
+
+
+def test_short_runs_stay_within_the_budget_and_save_time() -> None:
+    graph, costs = chain(40, size=1000)
+    portfolio = make_portfolio(graph, costs, 0)
+    lowest = lowest_candidate(portfolio, 0)
+    found = quicker(portfolio, lowest, lowest.peak_bytes)
+    assert found and all(one.peak_bytes <= lowest.peak_bytes for one in found)
+    assert min(one.recompute_ns for one in found) < lowest.recompute_ns
+
+
+@pytest.mark.parametrize("effort", [0, 1])
+def test_every_effort_meets_the_least_budget(effort: int) -> None:
+    graph, costs = random_graph(3, 120)
+    least, _ = minimum_peak(graph, costs)
+    assert solve(Problem(graph, costs, least), f"auto{{effort={effort}}}").status.solved
+    below = solve(Problem(graph, costs, least - 1), f"auto{{effort={effort}}}")
+    assert below.minimum_bytes == least and not below.status.solved
