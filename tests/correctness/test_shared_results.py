@@ -163,7 +163,7 @@ def test_a_written_result_that_the_model_reads_is_refused() -> None:
 
 
 class _Views(nn.Module):
-    """Returns views of its argument and of a buffer."""
+    """Returns views of its argument and of a buffer, and writes into views of that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,6 +172,7 @@ class _Views(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Tensors:
         self.table[2:] += 1
+        self.table[1:][2:].mul_(2)
         parts = () if x.requires_grad else (torch.view_as_complex(x.view(10, 4, 2))[1:],)
         return torch.relu(self.layer(x)).square(), x[1:], x.t(), x.unfold(0, 3, 2), self.table[1:], *parts
 

@@ -43,6 +43,8 @@ def merge_nested_writes(module: fx.GraphModule) -> None:
 def _merged(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     """The operator and the arguments of one write that does what this one and those before it do, where there are such."""
     base, source, *slices = node.args
+    if _is_given(base):
+        return None
     whole = base.meta["val"]  # type: ignore[union-attr]
     if not fills_its_storage(meta_of(whole)) or not _same(_layout(whole), _layout(node.meta["val"])):
         return None
@@ -86,6 +88,15 @@ def _root(node: Any) -> Any:
     while isinstance(node, fx.Node) and node.target in _WHOLE_VIEWS | _PART_VIEWS:
         node = node.args[0]
     return node
+
+
+def _is_given(node: Any) -> bool:
+    """Whether it is an input, which lies elsewhere in its memory in another call, or a copy of one with something written into
+    it, which lies as that does."""
+    root = _root(node)
+    while root.target in SLICES:
+        root = _root(root.args[0])
+    return bool(root.op == "placeholder")
 
 
 def _layout(tensor: torch.Tensor) -> Layout:
