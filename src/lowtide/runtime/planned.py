@@ -165,7 +165,9 @@ class Planned(Programs):
         self._prepares = True
         try:
             with torch.enable_grad():
-                self._entry(Sample(args, kwargs), *self._flat(args, kwargs))
+                entry = self._entry(Sample(args, kwargs), *self._flat(args, kwargs))
+            if entry is not None and not entry.calls:
+                entry.calls = -1  # the call that is planned for comes later
         finally:
             self._prepares = False
 

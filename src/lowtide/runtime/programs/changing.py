@@ -24,7 +24,7 @@ from lowtide.program import Program
 from lowtide.program.distributed.local import spec_of
 from lowtide.runtime.programs.entry import Entry
 
-_FIRST_CALLS = 3  # of which the one that plans before training begins may be one
+_FIRST_CALLS = 2
 _SMALL_OF_PART = 1 << 20  # bytes; what is larger is copied only where it is known to change
 _FORWARD = ("forward", "__init__")
 
