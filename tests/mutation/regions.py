@@ -44,7 +44,15 @@ REGIONS = (
         "solve/model",
         ("solve/model/*.py",),
         _solve(
-            "compact", "structure", "griewank", "memory_paths", "checkpoints", "timeline", "planners", "brute_force"
+            "compact",
+            "structure",
+            "griewank",
+            "memory_paths",
+            "checkpoints",
+            "timeline",
+            "planners",
+            "brute_force",
+            "moving",
         ),
     ),
     Region(
@@ -64,7 +72,7 @@ REGIONS = (
             "tests/capture/test_refused.py",
             *_correctness("layouts", "written_layouts", "structures", "shared_results", "output_gradients", "inplace"),
             "tests/lower/test_overwrites.py",
-            *_correctness("operators", "parameters"),
+            *_correctness("operators", "parameters", "chunked_loss", "nested_writes"),
         ),
     ),
     Region(
