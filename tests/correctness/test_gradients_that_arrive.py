@@ -144,6 +144,14 @@ def test_what_others_hold_and_does_not_fit(caplog: pytest.LogCaptureFixture) -> 
     assert lowtide.measure(_handed, model, *_inputs(0)).peak_bytes <= plan.peak_bytes
 
 
+def test_a_shape_that_does_not_fit_by_itself_is_refused() -> None:
+    """What others hold is no reason to exceed the budget by more than that."""
+    model = prepared(Classifier, _inputs, _least())
+    _handed(model, *_inputs(0))
+    with pytest.raises(lowtide.InfeasibleBudgetError):
+        model(torch.randn(4 * _ROWS, _WIDTH))
+
+
 def test_memory_that_runs_out_after_they_were_let_go_of() -> None:
     """That pass cannot run again, and says so; the next one is eager's."""
     large = functools.partial(Classifier, 256)  # so that gradients leave one by one

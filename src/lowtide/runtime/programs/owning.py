@@ -68,7 +68,7 @@ class Owning:
         """What ``fit`` makes of ``planned``, for ``program`` or for the same as the owner of what arrives. Raises
         ``InfeasibleBudgetError``."""
         if self._now is _Now.HELD:
-            return self._held(fit, planned)
+            return self._held(program, fit, planned)
         if not self._may_own() or with_own_tangents(program) is program:
             return fit(planned)
 
@@ -101,12 +101,15 @@ class Owning:
         whole = not (owner.shares_budget or settings.arena) and settings.in_flight == 1
         return whole and not several_processes()
 
-    def _held(self, fit: Callable[[Planned], Found], planned: Planned) -> Found:
-        """Where what others hold does not fit as well, it is theirs: the budget is exceeded by no more than that."""
+    def _held(self, program: Program, fit: Callable[[Planned], Found], planned: Planned) -> Found:
+        """Where what others hold does not fit as well, it is theirs: the budget is exceeded by no more than that. Where more is
+        missing, that is an ``InfeasibleBudgetError`` as ever."""
         try:
             return fit(planned)
         except InfeasibleBudgetError as error:
             least = error.minimum_bytes
+            if least - error.budget_bytes > tangent_bytes(program):
+                raise
             _LOG.warning(
                 "others hold gradients of the results of %s (result.backward(gradient), a hook that keeps them), which do not "
                 "fit into the budget of %d bytes beside its plan: it takes %d (%s), the least with them. Call backward() on a "
