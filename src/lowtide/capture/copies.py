@@ -39,7 +39,8 @@ class State:
     names: tuple[tuple[str, ...], ...]
     parameters: int  # tensors[:parameters] are parameters, the rest buffers
     registered: tuple[torch.Tensor, ...]
-    units: tuple[Unit, ...] = ()
+    units: tuple[Unit, ...]
+    modules: tuple[nn.Module, ...]  # each once, as ``nn.Module.modules`` has them
 
 
 def model_state(model: nn.Module) -> State:
@@ -65,7 +66,9 @@ def model_state(model: nn.Module) -> State:
     registered = tuple(tensor for tensor, _ in places.values())
     forms = {id(shard): form for unit in units for shard, form in zip(unit.parameters, unit.forms, strict=True)}
     tensors = tuple(forms[id(tensor)] if id(tensor) in forms else form_of(tensor) for tensor in registered)
-    return State(tensors, tuple(tuple(names) for _, names in places.values()), parameters, registered, tuple(units))
+    names = tuple(tuple(names) for _, names in places.values())
+    distinct = {id(module): module for _, module in modules}
+    return State(tensors, names, parameters, registered, tuple(units), tuple(distinct.values()))
 
 
 def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from lowtide.budget import parse_budget
 from lowtide.capture import Captured
-from lowtide.capture.copies import model_state
+from lowtide.capture.copies import State
 from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError, NoGradientError, PlanError
 from lowtide.memory.arena import Arena
 from lowtide.pipeline import Finish
@@ -30,7 +30,7 @@ from lowtide.runtime.online_calls import OnlineCalls
 from lowtide.runtime.parts.parts import Parts
 from lowtide.runtime.parts.submodules import can_run_in_parts
 from lowtide.runtime.planned import Planned
-from lowtide.runtime.programs.entry import Entry, Names, Sample, Signature
+from lowtide.runtime.programs.entry import Entry, Sample, Signature
 from lowtide.runtime.programs.placed import lowered
 from lowtide.runtime.programs.recaptures import ManyProgramsError
 from lowtide.runtime.sharded_root import ShardedRoot
@@ -85,14 +85,14 @@ class Rematerialized(Planned):
             args, kwargs = self._root.received(args, kwargs)
         super().prepare(*hooked(self.model, args, kwargs))
 
-    def _run(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Any:
+    def _run(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Any:
         watched = self._root is None and self.optimizer is None
         if watched and self.differentiated.may_be(inputs, sys._getframe(1)):
             return self.differentiated.run(self.original_forward, inputs, sample.args, sample.kwargs)
         if self._may_split() and self._waiting.supersede():
             self._leave_in_terms(True)
         try:
-            return super()._run(sample, inputs, names, tree)
+            return super()._run(sample, inputs, state, tree)
         except NoGradientError as error:
             _LOG.info("a call of %s runs without a plan: %s", type(self.model).__name__, error)
             return self._run_as_it_is(sample.args, sample.kwargs)
@@ -103,12 +103,11 @@ class Rematerialized(Planned):
             self._waiting.add(entry.program, outputs)
         return outputs
 
-    @property
-    def terms_from(self) -> int | None:
+    def terms_from(self, states: int) -> int | None:
         """Of arguments always: what they were computed from may be read around the model."""
         if self.in_terms or self._root is not None or self.settings.compiler != "eager":
-            return super().terms_from
-        return len(model_state(self.model).tensors)
+            return super().terms_from(states)
+        return states
 
     def _may_split(self) -> bool:
         """Whether gradients could leave as the terms of their sums, and do not yet. Of ``in_flight`` calls each has a backward
@@ -152,10 +151,10 @@ class Rematerialized(Planned):
         self._runs_in_parts = True
         return result
 
-    def _entry(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Entry | None:
+    def _entry(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Entry | None:
         if self._runs_in_parts and not self.entries:  # there is nothing to be found
             return None
-        return super()._entry(sample, inputs, names, tree)
+        return super()._entry(sample, inputs, state, tree)
 
     def _new_entry(
         self, key: Signature, sample: Sample, inputs: list[torch.Tensor], expected: tuple[bool, ...] | None = None

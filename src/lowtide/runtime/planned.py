@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.capture import Known
+from lowtide.capture.copies import State
 from lowtide.capture.python_state.effects.held_inputs import held_tensors
 from lowtide.cost.room import measured_within
 from lowtide.dynamic.context import is_inside
@@ -28,7 +29,7 @@ from lowtide.program.targets import UnexpectedValueError
 from lowtide.runtime.caller import calling, copied_module, has_copied, let_go
 from lowtide.runtime.calls.step import run
 from lowtide.runtime.checked import is_due, require_same
-from lowtide.runtime.programs.entry import Entry, Names, Sample, Signature, signature
+from lowtide.runtime.programs.entry import Entry, Sample, Signature, signature
 from lowtide.runtime.programs.programs import Programs
 from lowtide.runtime.transforms import is_transformed
 from lowtide.settings import Settings
@@ -106,15 +107,15 @@ class Planned(Programs):
                     type(model).__name__,
                 )
             return self._run_as_it_is(args, kwargs)
-        inputs, names, tree = self._flat(args, kwargs)
+        inputs, state, tree = self._flat(args, kwargs)
         as_part = any(isinstance(tensor, _TRACED) for tensor in inputs)  # of a larger model that is captured
         if as_part or not any(tensor.requires_grad for tensor in inputs):
             return self._run_as_it_is(args, kwargs)
-        return self._run(Sample(args, kwargs), inputs, names, tree)
+        return self._run(Sample(args, kwargs), inputs, state, tree)
 
-    def _run(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Any:
+    def _run(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Any:
         """A call with gradients, by its plan where there is one."""
-        entry = self._entry(sample, inputs, names, tree)
+        entry = self._entry(sample, inputs, state, tree)
         if entry is None:
             return self._run_unplanned(sample.args, sample.kwargs)
         return self._run_planned(entry, sample, inputs, tree)
@@ -196,12 +197,13 @@ class Planned(Programs):
         copied = self.changing.copied(entry, inputs, self.model, self.shares_budget)
         noted = functools.partial(self.changing.note, entry)
         late = entry.conditions[0].changed_since if entry.conditions[0].late else None
-        return run(entry.lowered, inputs, for_mask, self.terms_from, self.optimizer, self.rescue, (copied, noted), late)
+        terms_from = self.terms_from(entry.states)
+        return run(entry.lowered, inputs, for_mask, terms_from, self.optimizer, self.rescue, (copied, noted), late)
 
-    def _entry(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Entry | None:
+    def _entry(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Entry | None:
         """The planned program for this call, made now if it is new; ``None`` where there is to be none."""
-        modules = list(self.model.modules())
-        key = signature(modules, inputs, names, tree)
+        modules = state.modules
+        key = signature(modules, inputs, state.names, tree)
         if self.optimizer is not None:
             key = (*key, self.optimizer.updated(inputs))
         found = self.find(key, modules, inputs)

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide.budget import is_percentage
 from lowtide.capture import Captured
-from lowtide.capture.copies import model_state
+from lowtide.capture.copies import State, model_state
 from lowtide.capture.python_state.guards.caches import caches_remembered
 from lowtide.capture.python_state.paths import named
 from lowtide.capture.trace.sizes import Shapes
@@ -45,7 +45,7 @@ from lowtide.runtime.parts.sharing_forward import SharingForward, device_of
 from lowtide.runtime.parts.step_record import StepRecord
 from lowtide.runtime.parts.submodules import can_run_in_parts, forwards_given, tried_in
 from lowtide.runtime.planned import Planned
-from lowtide.runtime.programs.entry import Entry, Names, Sample, Signature
+from lowtide.runtime.programs.entry import Entry, Sample, Signature
 from lowtide.runtime.programs.kin import FamilyCall, Kin
 from lowtide.settings import Settings
 from lowtide.sharing import Constraint, Member
@@ -100,9 +100,9 @@ class Part(SharingForward):
         with self.parts.watch.call(self.name, (args, kwargs)), alone:
             return self.original_forward(*args, **kwargs)
 
-    def _run(self, sample: Sample, inputs: list[torch.Tensor], names: Names, tree: Any) -> Any:
+    def _run(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Any:
         if not self.differentiated.may_be(inputs, sys._getframe(1), Parts.call.__code__):
-            return super()._run(sample, inputs, names, tree)
+            return super()._run(sample, inputs, state, tree)
         self.shared.unlike = self.shared.unlike or self.differentiated.is_new(inputs)
         result = self.differentiated.run(self.original_forward, inputs, sample.args, sample.kwargs)
         self.shared.go_on()

@@ -155,6 +155,11 @@ class Entry:
     def program(self) -> Program:
         return self.lowered.program
 
+    @property
+    def states(self) -> int:
+        """How many of the flat inputs are the model's."""
+        return len(self.key[0])
+
     def goes(self, expected: Sequence[bool], modules: Sequence[nn.Module], inputs: list[torch.Tensor]) -> bool:
         """Whether it is for a call whose first checks of values go like this."""
         goes = self.captured.contract.conditions.go(expected)

@@ -16,7 +16,7 @@ from torch import nn
 from lowtide.capture import Known
 from lowtide.capture.arguments import flat_arguments
 from lowtide.capture.contract import Captured
-from lowtide.capture.copies import model_state
+from lowtide.capture.copies import State, model_state
 from lowtide.capture.python_state.effects import attribute_effects, buffer_effects
 from lowtide.capture.python_state.effects.held_inputs import HeldInputs, held_tensors
 from lowtide.capture.trace.questions import Question
@@ -31,7 +31,7 @@ from lowtide.program.results import GradientMask
 from lowtide.program.sizes import program_device
 from lowtide.progress import shown
 from lowtide.runtime.programs.changing import ChangingInputs
-from lowtide.runtime.programs.entry import Entry, KeptSample, Names, Sample, Signature, new_call
+from lowtide.runtime.programs.entry import Entry, KeptSample, Sample, Signature, new_call
 from lowtide.runtime.programs.fitting import fitted, with_updates
 from lowtide.runtime.programs.improving import Improving, ImprovingTogether
 from lowtide.runtime.programs.kin import FamilyCall, Kin, Kins, schedules_of
@@ -72,9 +72,9 @@ class Programs:
         self.recaptures = Recaptures()
         self._arenas: dict[torch.device, Arena | None] = {}
 
-    @property
-    def terms_from(self) -> int | None:
-        """The flat input from which on gradients leave as the terms of their sums; ``None`` where none does."""
+    def terms_from(self, states: int) -> int | None:
+        """The flat input from which on gradients leave as the terms of their sums, where the first ``states`` are the model's;
+        ``None`` where none does."""
         return 0 if self.in_terms else None
 
     @property
@@ -99,11 +99,11 @@ class Programs:
                     return self.rescue.within(entry)
         return None
 
-    def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Names, Any]:
-        """Parameters, buffers and the call's tensors; the names of the model's, and the structure of the call's arguments."""
+    def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], State, Any]:
+        """Parameters, buffers and the call's tensors; what the model has, and the structure of the call's arguments."""
         state = model_state(self.model)
         tensors, tree = flat_arguments(args, kwargs, state.tensors)
-        return [*state.tensors, *tensors], state.names, tree
+        return [*state.tensors, *tensors], state, tree
 
     def _make(
         self, key: Signature, sample: Sample, old: Entry | None = None, mask: GradientMask | None = None
@@ -145,7 +145,7 @@ class Programs:
         if kin and shapes and program.updated == with_updates(self, captured.program, key[-1]).updated:
             kin.met(entry, shapes, member, measured=not adapted)
             if kin.at_once and not kin.branches and not kin.hopeless:
-                kin.extend(self.model, sample, shapes, lambda: captured, self.terms_from)
+                kin.extend(self.model, sample, shapes, lambda: captured, self.terms_from(entry.states))
         if alike is not None:
             alike.join(entry, measured=not adapted)
         if adapted or member is not None:
@@ -194,18 +194,18 @@ class Programs:
 
     def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
         """The kind of the call and the shapes of its tensors, where shapes may vary, and what its family tells of it."""
-        inputs, names, _ = self._flat(sample.args, sample.kwargs)
+        inputs, state, _ = self._flat(sample.args, sample.kwargs)
         # Of distributed tensors the global sizes are in the program as well, of sparse ones the numbers of their entries.
         if any(spec_of(tensor) is not None or tensor.layout is not torch.strided for tensor in inputs):
             return None, None, None
-        kin, shapes = self._kins.of(key, inputs, len(names))
+        kin, shapes = self._kins.of(key, inputs, len(state.tensors))
         if kin is None or shapes is None:
             return None, None, None
 
         def holds(captured: Captured) -> bool:
             conditions = captured.contract.conditions
             goes = conditions.go(self.recaptures.known.expected or ())
-            return goes and conditions.hold(list(self.model.modules()), inputs, {})
+            return goes and conditions.hold(state.modules, inputs, {})
 
         def asked(held: HeldInputs, question: Question) -> Any:
             given = held.behind(inputs, self.model)
@@ -213,7 +213,8 @@ class Programs:
 
         member = kin.member(shapes, holds, asked)
         if member is None and kin.is_new(shapes):
-            kin.extend(self.model, sample, shapes, lambda: self._captured(sample, None), self.terms_from)
+            terms_from = self.terms_from(len(state.tensors))
+            kin.extend(self.model, sample, shapes, lambda: self._captured(sample, None), terms_from)
             member = kin.member(shapes, holds, asked)
         return kin, shapes, member
 
@@ -252,7 +253,8 @@ class Programs:
         return captured
 
     def _capture(self, sample: Sample, mask: GradientMask | None, known: Known | None = None) -> Captured:
-        return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, known, self.terms_from)
+        terms_from = self.terms_from(len(model_state(self.model).tensors))
+        return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, known, terms_from)
 
     def _may_be_apart(self) -> bool:
         """Whether a ``CaptureError`` lets the call run otherwise."""
