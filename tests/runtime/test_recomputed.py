@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 
 import pytest
 import torch
@@ -166,3 +167,93 @@ def test_arguments_are_as_they_were_and_stay_as_they_are() -> None:
         assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)  # type: ignore[arg-type]
         assert (log.calls, seen) == (other.calls, others)
         assert [*map(id, log.met["x"])] == [*map(id, left)]
+
+
+class _Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class _Plain:
+    def __init__(self) -> None:
+        self.count = 0
+        self.within = _Slotted()
+
+
+class _Counting(nn.Module):
+    """Scales by what it finds in an attribute, and writes there, before it computes or after."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.write = write
+        self.number, self.flags, self.seen = 0, {"count": 0}, [0]
+        self.queue, self.known = deque([0]), {0}
+        self.held = _Plain()
+        self.hidden = (nn.Identity(),)
+        self.activations = nn.ModuleDict({"one": nn.Tanh()})
+
+    def count(self) -> int:
+        held = self.held
+        hidden = getattr(self.hidden[0], "count", 0)
+        others = (len(self.seen), len(self.queue), len(self.known), len(self.activations))
+        return sum((self.number, self.flags["count"], held.count, held.within.count, hidden, *others))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.lin(x).sin() * self.count()
+        name, count = self.write, self.count()
+        if name == "number":
+            self.number += 1
+        elif name == "flags":
+            self.flags["count"] += 1
+        elif name == "seen":
+            self.seen.append(1)
+        elif name == "queue":
+            self.queue.append(1)
+        elif name == "known":
+            self.known.add(count)
+        elif name == "held":
+            self.held.count += 1
+        elif name == "within":
+            self.held.within.count += 1
+        elif name == "replaced":
+            self.held = _Plain()
+            self.held.count = count
+        elif name == "hidden":
+            self.hidden[0].count = count
+        return result.exp() * self.count()
+
+
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize(
+    "write", ["", "number", "flags", "seen", "queue", "known", "held", "within", "replaced", "hidden"]
+)
+def test_attributes_are_as_they_were_and_stay_as_they_are(write: str, between: bool) -> None:
+    """In each of several calls, whether they are written by the module or by others before the backward pass."""
+    torch.manual_seed(0)
+    model = _Counting(write if not between else "")
+    plain, writer, x = copy.deepcopy(model), _Counting(write), torch.randn(4, 8)
+    again = Recomputation()
+    for _ in range(3):
+        counts = []
+        for own, run in (
+            (model, lambda: again.run(model, model.forward, (x,), {}, lambda: None)),
+            (plain, lambda: plain(x)),
+        ):
+            own.zero_grad()
+            result = run().sum()
+            if between:
+                writer.__dict__.update(
+                    {name: value for name, value in vars(own).items() if name not in ("write", "training")}
+                )
+                writer(x)
+                own.__dict__.update({name: vars(writer)[name] for name in ("number", "held")})
+            result.backward()
+            counts.append(own.count())
+        assert counts[0] == counts[1]
+        assert all(
+            torch.equal(one.grad, two.grad) for one, two in zip(model.parameters(), plain.parameters(), strict=True)
+        )
+    assert counts[0] > 4 or not write

@@ -41,8 +41,9 @@ def attributes_of(model: nn.Module) -> Iterator[tuple[AttributePath, Any]]:
     return ((place, value) for place, value, _ in with_owners(model))
 
 
-def with_owners(model: nn.Module) -> Iterator[tuple[AttributePath, Any, Any]]:
-    """The same, with the object whose attribute it is; ``None`` for a module of the model."""
+def with_owners(model: nn.Module, entered: list[Any] | None = None) -> Iterator[tuple[AttributePath, Any, Any]]:
+    """The same, with the object whose attribute it is; ``None`` for a module of the model. ``entered`` gets all objects and
+    containers that attributes were looked for in."""
     seen: dict[int, Any] = {id(module): module for module in model.modules()}
     waiting: deque[tuple[AttributePath, Any, bool, Any]] = deque(
         (place, value, True, None) for place, value in of_modules(model)
@@ -60,6 +61,8 @@ def with_owners(model: nn.Module) -> Iterator[tuple[AttributePath, Any, Any]]:
         if isinstance(value, PLAIN) or id(value) in seen or not (held or hidden or is_open(value)):
             continue
         seen[id(value)] = value
+        if entered is not None:
+            entered.append(value)
         for name, item in _parts(value).items():
             if hidden and (is_bookkeeping(name) or name in OWN - _OF_HIDDEN):
                 continue

@@ -23,8 +23,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.capture.python_state.effects.attribute_effects import put_back, snapshot
+from lowtide.capture.python_state.effects.attribute_effects import Snapshot, put_back, snapshot
 from lowtide.capture.python_state.guards.external_effects import ARGUMENT, ExternalEffects, Reach, hooks_of
+from lowtide.dynamic.patches import uncompiled
 from lowtide.errors import ExecutionError
 from lowtide.objects.walk import parts_of
 
@@ -43,9 +44,11 @@ _DISCRETE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 
 
 class Recomputation:
-    """How a module runs again, call after call: what its code can reach outside of it is looked for once."""
+    """How a module runs again, call after call: its attributes, and what its code can reach outside of it, are looked for
+    once, as long as they stay what they are."""
 
     def __init__(self) -> None:
+        self._attributes: Snapshot | None = None
         self._reach: Reach | None = None
         self._of: list[tuple[weakref.ref[nn.Module], tuple[Any, ...]]] = []  # modules and their hooks
 
@@ -59,7 +62,7 @@ class Recomputation:
     ) -> Any:
         """``forward(*args, **kwargs)`` of ``module``, which keeps its arguments and decisions and runs again where the backward
         pass needs what it saved: ``on_run`` is called then."""
-        before = _State(module, self._reach_of(module), reach_of(args, kwargs))
+        before = _State(module, self._attributes_of(module), self._reach_of(module), reach_of(args, kwargs))
         values = pytree.tree_leaves((tuple(args), dict(kwargs)))  # each is watched for writes
         decisions: list[Any] = []
 
@@ -74,6 +77,14 @@ class Recomputation:
         result = checkpoint(again, *values, use_reentrant=False, context_fn=contexts, determinism_check=check)
         before.settle()
         return result
+
+    def _attributes_of(self, module: nn.Module) -> Snapshot:
+        """As they are now. Tensors among them are let go of with the call."""
+        found = self._attributes
+        if found is None or not found.is_current:
+            found = snapshot(module)
+            self._attributes = None if found.holds_tensors else found
+        return found
 
     def _reach_of(self, module: nn.Module) -> Reach:
         """What its code can write now, and what lies there."""
@@ -122,7 +133,8 @@ class _Again:
 def _again(module: nn.Module, before: _State, decisions: list[Any], on_run: Callable[[], None]) -> Iterator[None]:
     on_run()
     before.check(module)
-    now = _State(module, before.outside.as_now(), before.arguments.as_now(), before)
+    attributes = before.attributes if before.attributes.is_current else snapshot(module)
+    now = _State(module, attributes, before.outside.as_now(), before.arguments.as_now(), before)
     before.put_back(module)
     try:
         with _Replaying(decisions):
@@ -135,8 +147,10 @@ class _State:
     """What a run of the module may depend on beside its arguments and parameters. ``buffers`` with copies of their values;
     ``large`` ones, which are copied when the run is about to write into them, with their memory and versions."""
 
-    def __init__(self, module: nn.Module, outside: Reach, arguments: Reach, before: _State | None = None) -> None:
-        self.attributes = snapshot(module)
+    def __init__(
+        self, module: nn.Module, attributes: Snapshot, outside: Reach, arguments: Reach, before: _State | None = None
+    ) -> None:
+        self.attributes = attributes
         self.registered = [(each, dict(each._buffers)) for each in module.modules()]
         buffers: list[torch.Tensor] = (
             [*module.buffers()] if before is None else [buffer for buffer, _ in before.buffers]
@@ -191,7 +205,15 @@ class _State:
             generator.set_state(state)
 
 
-class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """One that Dynamo leaves alone at no cost."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _Recording(_Mode):
     """Notes what operators decide: numbers that Python reads from tensors, and discrete results of continuous values; and what
     they write into."""
 
@@ -200,6 +222,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.decisions = decisions
         self.before = before
 
+    @uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.before.large and _writes(func):
             self.before.copy_before_write((args, kwargs))
@@ -209,13 +232,14 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Replaying(_Mode):
     """Has operators decide as they did before."""
 
     def __init__(self, decisions: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.decisions = iter(list(decisions))
 
+    @uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _DECIDING:
             return func(*args, **(kwargs or {}))
