@@ -25,7 +25,7 @@ from lowtide.program.distributed.sharded import Unit, begun
 
 _SHARED = (  # by a copy and its original
     ModuleType, CustomOpDef, torch._ops.OpOverload, torch._ops.OpOverloadPacket, staticmethod, classmethod,
-    torch.finfo, torch.iinfo, *CONSTANT,
+    torch.finfo, torch.iinfo, torch.fx.Graph, torch.fx.Node, *CONSTANT,
 )  # fmt: skip
 _BOUND = (partial, MethodType)
 
@@ -123,7 +123,8 @@ def copy_without_data(
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy. Modules that would copy themselves in a way of their own, which may fail, make other parameters or draw
     random numbers, are copied attribute by attribute, unless that fails."""
-    own = [module for module in model.modules() if _copies_itself(type(module))]
+    held = reachable([model], lambda one: isinstance(one, (*CONTAINERS, partial, nn.Module)))
+    own = [one for one in held if isinstance(one, nn.Module) and _copies_itself(type(one))]
     if not own:
         return copy_module(model, memo)
     tried = memo | {id(module): object.__new__(type(module)) for module in own}
@@ -139,7 +140,9 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _copies_itself(kind: type) -> bool:
     owner = next((each for each in kind.__mro__ if "__deepcopy__" in vars(each)), None)
-    return owner is not None and owner.__module__.partition(".")[0] != "torch"
+    if owner is None:
+        return False
+    return owner.__module__.partition(".")[0] != "torch" or owner.__module__.startswith("torch.fx.")
 
 
 def _closures(model: nn.Module, held: Set[int]) -> list[tuple[FunctionType, FunctionType]]:
