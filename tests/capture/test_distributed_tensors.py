@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lowtide.capture import capture
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.cache import CostCache
+from lowtide.errors import CaptureError
 from lowtide.program.distributed.collectives import Waited
 from lowtide.program.distributed.local import form_of, hooked, version_of, whole_of
 from lowtide.sharing.agreement import program_key
@@ -101,6 +102,20 @@ def test_the_form_of_a_distributed_tensor(mesh: DeviceMesh) -> None:
     assert form_of(whole).data_ptr() == whole.to_local().data_ptr()
     plain = torch.randn(2)
     assert form_of(plain) is plain is whole_of(plain)
+
+
+def test_a_distributed_tensor_that_is_held_elsewhere(mesh: DeviceMesh) -> None:
+    """Its gradient would be lost; where it has none, it is a constant."""
+    held = [distribute_tensor(torch.randn(8, 8), mesh, [Replicate()])]
+
+    class Using(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (DTensor.from_local(super().forward(x), mesh, [Replicate()]) @ held[0].t()).to_local()
+
+    assert capture(Using(8, 8), (torch.randn(4, 8),)).program.gradients
+    held[0].requires_grad_()
+    with pytest.raises(CaptureError, match="its gradient would be lost"):
+        capture(Using(8, 8), (torch.randn(4, 8),))
 
 
 def test_a_distributed_result_is_formed_again(mesh: DeviceMesh) -> None:

@@ -237,3 +237,27 @@ def test_modules_that_copy_themselves(how: Callable[[Any], Any]) -> None:
         budgets=("100%",),
         on_capture_error="error",
     )
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+def test_modules_made_of_an_exported_program() -> None:
+    """Stages of a pipeline that PyTorch splits are, too: each module holds another of torch.fx, which copies itself."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(16, 64), nn.Tanh(), nn.Sequential(nn.Linear(64, 64), nn.GELU()), nn.Linear(64, 1)
+        )
+        return torch.export.unflatten(torch.export.export(model, (torch.randn(32, 16),)))
+
+    found = []
+    for planned in (False, True):
+        model = build()
+        if planned:
+            lowtide.rematerialize(model, budget="90%", planner="auto{effort=1}", on_capture_error="error")
+        torch.manual_seed(1)
+        for _ in range(2):
+            model(torch.randn(32, 16)).sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+    assert len(lowtide.plans(model)) == 1

@@ -314,3 +314,11 @@ def test_operators_that_there_is_no_room_for_do_not_run(at_other_sizes: bool, mo
     assert allocation_peak(measuring)[0] < 10_000
     assert found[0].storage_bytes.tolist() == [0, 40000, 800]
     assert found[0].workspace_bytes.tolist() == [16, 0, 12]  # 16 is the estimate
+
+
+def test_no_memory_is_kept() -> None:
+    """It would come on top of the step that is planned."""
+    _costs(("y", aten.add.Tensor, ("x", "x")), x=torch.empty(10))  # what is made once in a process
+    program = program_of(("y", aten.mul.Tensor, ("x", 2.5)), x=torch.empty(100, 100, dtype=torch.float64))
+    _, kept = allocation_peak(lambda: measure_costs(program, cache=CostCache(None)) and None)
+    assert kept == 0

@@ -19,6 +19,8 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    SplitPoint,
+    pipeline,
 )
 
 import lowtide
@@ -147,6 +149,27 @@ def as_many_as_stages_follow() -> None:
     _one_stage(one_forward_one_backward, dist.get_world_size() - dist.get_rank())
 
 
+def split_by_pytorch() -> None:
+    """A whole model, exported and split into uneven stages: three blocks and one."""
+
+    def stages(share: str | None) -> Run:
+        torch.manual_seed(0)
+        model, rank = nn.Sequential(*(Block(0.1) for _ in range(4))), dist.get_rank()
+        sample = (torch.ones(ROWS, LENGTH, WIDTH),)
+        split = pipeline(model, mb_args=sample, split_spec={"3": SplitPoint.BEGINNING})
+        module: Any = split.get_stage_module(rank)
+        if share:
+            options: dict[str, Any] = {"planner": "auto{effort=1}", "on_capture_error": "error"}
+            lowtide.rematerialize(module, budget=share, in_flight=dist.get_world_size() - rank, **options)
+        return Run([module]).train(one_forward_one_backward, [split.build_stage(rank, torch.device("cpu"))])
+
+    reference, ours = stages(None), stages("75%")
+    assert_same(ours, reference)
+    (plan,) = lowtide.plans(ours.modules[0])
+    assert plan.overhead > 0
+    say(f"peaks {ours.peaks}, planned {plan.peak_bytes + plan.waiting_bytes}, alone {reference.peaks}")
+
+
 def counted(schedule: Any, rank: int) -> dict[int, int]:
     """By stage, the most micro-batches of it that are in flight on a rank: as the guide counts them."""
     running, most = Counter[int](), Counter[int]()
@@ -243,6 +266,7 @@ if __name__ == "__main__":
     perform(
         all_micro_batches,
         as_many_as_stages_follow,
+        split_by_pytorch,
         several_stages_of_a_rank,
         split_backward_passes_are_refused,
         sharded_stages,

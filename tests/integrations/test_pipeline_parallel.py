@@ -15,6 +15,7 @@ _PROGRAM = "tests.integrations.pp_program"
     [
         "all_micro_batches",
         "as_many_as_stages_follow",
+        "split_by_pytorch",
         "several_stages_of_a_rank",
         "split_backward_passes_are_refused",
     ],

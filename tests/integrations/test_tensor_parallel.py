@@ -35,3 +35,8 @@ def test_a_killed_rank_ends_the_other() -> None:
     assert (first, second) == (1, 3)
     assert "ExecutionError" in error
     assert "another process" in error
+
+
+@pytest.mark.slow
+def test_transformers_own_plan() -> None:
+    assert torchrun("tests.integrations.transformers_program", "by_its_own_plan").count("passed") == 2

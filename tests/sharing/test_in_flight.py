@@ -74,11 +74,23 @@ def test_the_budget_is_for_all_of_them(ahead: int, share: float) -> None:
             assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_a_plan_for_one_call_is_none_for_more() -> None:
+def test_a_plan_for_one_call_is_none_for_more(caplog: pytest.LogCaptureFixture) -> None:
+    """Which is said once."""
     budget = int(0.6 * peak(blocks(), 4))
     model, plan = planned(budget, 1)
     assert plan.waiting_bytes == 0
-    assert peak(model, 4) > budget
+    for _ in range(2):
+        assert peak(model, 1) <= budget + sum(p.numel() * 4 for p in model.parameters())
+    assert not caplog.records
+    for _ in range(2):
+        assert peak(model, 4) > budget
+    assert ["2 calls of Sequential wait" in record.message for record in caplog.records] == [True]
+
+
+def test_as_many_calls_as_were_planned_for(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = planned("80%", 4)
+    step(model, 4)
+    assert not caplog.records
 
 
 def test_percentages_are_of_so_many_calls() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ from lowtide.program.distributed.sharded import Unit, begun
 
 _SHARED = (  # by a copy and its original
     ModuleType, CustomOpDef, torch._ops.OpOverload, torch._ops.OpOverloadPacket, staticmethod, classmethod,
-    torch.finfo, torch.iinfo, *CONSTANT,
+    torch.finfo, torch.iinfo, torch.fx.Graph, torch.fx.Node, *CONSTANT,
 )  # fmt: skip
+_BOUND = (partial, MethodType)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +117,17 @@ def copy_without_data(
             clone.forward = copy.deepcopy(planned.original_forward, memo)
     for function, copied in closures:
         _fill(function, copied, memo)
+    for module in model.modules():
+        methods = ((name, one) for name, one in vars(module).items() if isinstance(one, MethodType))
+        vars(memo[id(module)]).update({name: _of_copy(one, memo) for name, one in methods if id(one.__func__) in memo})
     return clone, {id(memo[id(one)]): (one, memo[id(one)]) for one in memo.get(id(memo), ()) if id(one) in memo}
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy. Modules that would copy themselves in a way of their own, which may fail, make other parameters or draw
     random numbers, are copied attribute by attribute, unless that fails."""
-    own = [module for module in model.modules() if _copies_itself(type(module))]
+    held = reachable([model], lambda one: isinstance(one, (*CONTAINERS, partial, nn.Module)))
+    own = [one for one in held if isinstance(one, nn.Module) and _copies_itself(type(one))]
     if not own:
         return copy_module(model, memo)
     tried = memo | {id(module): object.__new__(type(module)) for module in own}
@@ -138,24 +143,37 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _copies_itself(kind: type) -> bool:
     owner = next((each for each in kind.__mro__ if "__deepcopy__" in vars(each)), None)
-    return owner is not None and owner.__module__.partition(".")[0] != "torch"
+    if owner is None:
+        return False
+    return owner.__module__.partition(".")[0] != "torch" or owner.__module__.startswith("torch.fx.")
 
 
 def _closures(model: nn.Module, held: Set[int]) -> list[tuple[FunctionType, FunctionType]]:
-    """Functions in attributes of the model's modules that close over one of ``held``, by ids, or over such a function, and a
-    copy of each with cells of its own for these, which ``_fill`` fills: ``copy.deepcopy`` does not copy functions."""
+    """Functions in attributes of the model's modules that close over one of ``held``, by ids, over a method of one, or over
+    such a function, and a copy of each with cells of its own for these, which ``_fill`` fills: ``copy.deepcopy`` does not copy
+    functions."""
     values = (value for module in model.modules() for value in vars(module).values())
-    functions = functions_in(values, lambda one: isinstance(one, (*CONTAINERS, partial)))
-    over = [(one, {*map(id, closed_over(one))}) for one in functions]
+    functions = functions_in(values, lambda one: isinstance(one, (*CONTAINERS, *_BOUND)))
+    over = [(one, _ids(closed_over(one))) for one in functions]
     copied: dict[int, FunctionType] = {}
     while more := [
         one for one, contents in over if id(one) not in copied and not contents.isdisjoint(held | copied.keys())
     ]:
         copied |= {id(one): one for one in more}
     taken = held | copied.keys()
-    cells = [cell for one in copied.values() for cell in one.__closure__ or () if id(cell_value(cell)) in taken]
+    cells = [
+        cell
+        for one in copied.values()
+        for cell in one.__closure__ or ()
+        if not _ids([cell_value(cell)]).isdisjoint(taken)
+    ]
     own = {id(cell): CellType() for cell in cells}
     return [(one, _with_cells(one, own)) for one in copied.values()]
+
+
+def _ids(values: Iterable[Any]) -> set[int]:
+    """Of all of them, and of what they are bound to."""
+    return {*map(id, reachable(values, lambda one: isinstance(one, (*_BOUND, tuple, dict))))}
 
 
 def _with_cells(function: FunctionType, cells: Mapping[int, CellType]) -> FunctionType:
@@ -168,14 +186,27 @@ def _with_cells(function: FunctionType, cells: Mapping[int, CellType]) -> Functi
     return copied
 
 
-def _fill(function: FunctionType, copied: FunctionType, memo: Mapping[int, Any]) -> None:
+def _fill(function: FunctionType, copied: FunctionType, memo: dict[int, Any]) -> None:
     """Close ``copied`` over copies of what the function closes over."""
     for cell, own in zip(function.__closure__ or (), copied.__closure__ or (), strict=True):
         if own is not cell:
-            content = cell.cell_contents
-            own.cell_contents = memo.get(id(content), content)
+            own.cell_contents = _of_copy(cell.cell_contents, memo)
     if function.__defaults__ is not None:
-        copied.__defaults__ = tuple(memo.get(id(default), default) for default in function.__defaults__)
+        copied.__defaults__ = tuple(_of_copy(default, memo) for default in function.__defaults__)
+    if function.__kwdefaults__ is not None:
+        copied.__kwdefaults__ = {name: _of_copy(default, memo) for name, default in function.__kwdefaults__.items()}
+
+
+def _of_copy(value: Any, memo: dict[int, Any]) -> Any:
+    """A part of the model, a copied function, or what is bound to one, as it is in the copy."""
+    if isinstance(value, MethodType):
+        return MethodType(_of_copy(value.__func__, memo), _of_copy(value.__self__, memo))
+    if type(value) is partial:
+        named = {name: _of_copy(one, memo) for name, one in value.keywords.items()}
+        return partial(_of_copy(value.func, memo), *(_of_copy(one, memo) for one in value.args), **named)
+    if type(value) is tuple:
+        return tuple(_of_copy(one, memo) for one in value)
+    return memo.get(id(value), value)
 
 
 def planned_forward(model: nn.Module) -> Any:

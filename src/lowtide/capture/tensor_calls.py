@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.python_state.guards.reads import Reads
 from lowtide.capture.trace.autocast import Period
-from lowtide.capture.trace.classes import GRAD_FN, IS_LEAF, is_leaf, refuse_unknown
+from lowtide.capture.trace.classes import GRAD_FN, IS_LEAF, TRACED, is_leaf, refuse_unknown, unregistered
 from lowtide.capture.trace.fake import read_values
 from lowtide.capture.trace.origins import note
 from lowtide.capture.trace.packed import of_packed
@@ -23,6 +24,7 @@ from lowtide.capture.trace.patches import below, replaced, replaced_methods
 from lowtide.capture.trace.stacked import stacked
 from lowtide.capture.trace.writes import GET_GRADIENT, assigned_data, refuse_gradients
 from lowtide.errors import CaptureError
+from lowtide.program.distributed.local import has_distributed, is_distributed, local_of
 from lowtide.program.source import user_source
 
 _ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
@@ -81,6 +83,8 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
             )
         if func == GET_GRADIENT and self._has_none(args[0]):
             return None
+        if has_distributed():
+            _refuse_unregistered((args, kwargs))
         refuse_gradients(func, args, self.given)
         refuse_unknown(func, sys._getframe(1))
         if func in (IS_LEAF, GRAD_FN) and any(args[0] is one for one in self.given):
@@ -108,3 +112,11 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
             return False
         self.reads.note("gradient", real, "", None, "the gradient of a parameter or a buffer")
         return True
+
+
+def _refuse_unregistered(given: Any) -> None:
+    """Raises ``CaptureError`` for a distributed tensor that is no input of the program but requires a gradient: what is traced
+    of it is the local tensor, which does not say so."""
+    for one in pytree.tree_leaves(given):
+        if is_distributed(one) and one.requires_grad and not isinstance(local_of(one), TRACED):
+            raise unregistered(one.shape)

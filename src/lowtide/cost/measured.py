@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from lowtide.cost.analytical import operand_bytes, operator_time_ns, workspace_bytes
+from lowtide.cost.analytical import operand_bytes, operator_time_ns
 from lowtide.cost.cache import CostCache, OperatorCost
 from lowtide.cost.collectives import collective_costs
 from lowtide.cost.devices import device_name, get_device
 from lowtide.cost.on_links import collective_workspace
-from lowtide.cost.room import measured_in_bytes, room_for
+from lowtide.cost.room import measured_in_bytes, room_for, unmeasured_workspace
 from lowtide.cost.signature import is_lasting, origin_of, signature, target_name
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.cost.timing import peak_of, time_call
@@ -94,7 +94,7 @@ def measure_costs(
             time_ns[op], workspace[op] = records[op].time_ns, _settle(program, program.graph.ops[op], records[op], real)
         else:
             time_ns[op] = operator_time_ns(program, op, get_device())
-            workspace[op] = operand_bytes(program, op) if failed[op] else workspace_bytes(program, op)
+            workspace[op] = operand_bytes(program, op) if failed[op] else unmeasured_workspace(program, op)
     for op in apart.difference(together):
         time_ns[op], workspace[op] = operator_time_ns(program, op, get_device()), collective_workspace(program, op) or 0
     for op, (time, peak) in together.items():
@@ -193,7 +193,7 @@ def measure_bytes(program: Program, like: Costs) -> Costs:
             key = signature(program, op.id)
             if key not in _BYTES:
                 if not _fits(program, op.id, room(program)):
-                    workspace[op.id] = workspace_bytes(program, op.id)
+                    workspace[op.id] = unmeasured_workspace(program, op.id)
                     continue
                 _keep_bytes(key, _bytes_of(program, op.id, device))
             record = _BYTES[key]

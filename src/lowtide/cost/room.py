@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
-from lowtide.cost.analytical import operand_bytes
-from lowtide.cost.signature import origin_of
+from lowtide.cost.analytical import operand_bytes, workspace_bytes
+from lowtide.cost.signature import origin_of, target_name
 from lowtide.program.overwrites import overwritten_argument
 from lowtide.program.program import Program, Ref
 
+_MADE_TWICE = ("norm", "softmax", "upsample")  # by kernels of the CPU, the second time in another layout, say
 _ROOM = ContextVar[Callable[[Program], int] | None]("room", default=None)
 
 
@@ -42,3 +43,10 @@ def measured_in_bytes(program: Program, op: int) -> int:
         + sum(program.metas[one.value].storage_bytes for one in copied if isinstance(one, Ref))
         + sum(operand_bytes(program, producer) for producer in made if producer is not None)
     )
+
+
+def unmeasured_workspace(program: Program, op: int) -> int:
+    """What an operator that there is no room to measure is taken to need inside: rather too much, as nobody will see."""
+    name = target_name(program.calls[op].target)
+    made = [program.metas[value].storage_bytes for value in program.graph.ops[op].outputs]
+    return max(workspace_bytes(program, op), sum(made) if any(word in name for word in _MADE_TWICE) else 0)

@@ -265,7 +265,8 @@ def reachable(roots: Iterable[Any], enter: Callable[[Any], bool]) -> Iterator[An
 
 def closed_over(function: types.FunctionType) -> tuple[Any, ...]:
     """What a function has in variables of the code around it, and as defaults."""
-    return *map(cell_value, function.__closure__ or ()), *(function.__defaults__ or ())
+    defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+    return *map(cell_value, function.__closure__ or ()), *defaults
 
 
 def functions_in(roots: Iterable[Any], enter: Callable[[Any], bool]) -> list[types.FunctionType]:

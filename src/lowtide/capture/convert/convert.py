@@ -35,6 +35,7 @@ from lowtide.capture.convert.nodes import (
 from lowtide.capture.convert.refused import refuse
 from lowtide.capture.convert.sparse import chain_of, is_made_sparse, is_sparse
 from lowtide.capture.convert.trial import Nature, nature
+from lowtide.capture.trace.classes import unregistered
 from lowtide.capture.trace.expected import EXPECT
 from lowtide.capture.trace.origins import origin
 from lowtide.capture.trace.writes import UNSEEN
@@ -194,11 +195,7 @@ class _Walk:
         if not isinstance(tensor, torch.Tensor):
             raise CaptureError(f"the program holds {node.target}, a {type(tensor).__name__}, which is not supported")
         if tensor.requires_grad:
-            raise CaptureError(
-                f"the model computes with a tensor of shape {tuple(tensor.shape)} that requires a gradient and is none of its "
-                "parameters (it is held in a closure or a global), so its gradient would be lost. Register it "
-                "(nn.ParameterList, nn.ParameterDict, or self.weight = nn.Parameter(...)), or make it an argument of the call."
-            )
+            raise unregistered(tensor.shape)
         fake = node.meta.get("val")
         tell = tensor if fake is None or is_sparse(node) else fake
         value = self.builder.add_value(node.name, tell, None, external=True)

@@ -88,3 +88,12 @@ def refuse_unknown(function: Any, calling: FrameType) -> None:
 
 def attribute_of(tensor: torch.Tensor, name: str) -> Any:
     return class_of(tensor) if name == "__class__" else torch.Tensor.__getattribute__(tensor, name)
+
+
+def unregistered(shape: torch.Size) -> CaptureError:
+    """The error for a tensor that requires a gradient and is no input of the program."""
+    return CaptureError(
+        f"the model computes with a tensor of shape {tuple(shape)} that requires a gradient and is none of its "
+        "parameters (it is held in a closure or a global), so its gradient would be lost. Register it "
+        "(nn.ParameterList, nn.ParameterDict, or self.weight = nn.Parameter(...)), or make it an argument of the call."
+    )

@@ -24,6 +24,11 @@ _WHOLES: Any = WeakTensorKeyDictionary()  # by form: a weak reference to what it
 _HELD: dict[Any, Any] = _WHOLES.data  # what is in it, which every call asks for
 
 
+def has_distributed() -> bool:
+    """Whether there can be distributed tensors in this process."""
+    return "torch.distributed.tensor" in sys.modules and torch.distributed.is_initialized()
+
+
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether it is a distributed tensor."""
     if type(tensor) in _PLAIN:  # most are, and every call asks

@@ -7,6 +7,7 @@ sums.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 
@@ -14,6 +15,34 @@ import torch
 
 from lowtide.program import Program
 from lowtide.runtime.calls.call import ModelCall, call_of
+
+_LOG = logging.getLogger(__name__)
+
+
+class CallsAtOnce:
+    """How many calls of a model wait for their backward pass: a budget is for ``in_flight`` of them."""
+
+    def __init__(self, name: str, in_flight: int) -> None:
+        self._name, self._in_flight = name, in_flight
+        self._calls: weakref.WeakSet[ModelCall] | None = weakref.WeakSet()
+
+    def add(self, outputs: Sequence[torch.Tensor]) -> None:
+        """A call returned these forward outputs. Says once where more wait than were planned for."""
+        call = None if self._calls is None else call_of(outputs)
+        if call is None or self._calls is None:
+            return
+        self._calls.add(call)
+        if len(self._calls) <= self._in_flight:
+            return
+        waiting = sum(each.generator is not None for each in self._calls)
+        if waiting > self._in_flight:
+            self._calls = None
+            _LOG.warning(
+                "%d calls of %s wait for their backward pass at once, and its budget is for %d: what the others hold comes on "
+                "top. Give lowtide.rematerialize in_flight=%d or what it comes to (micro-batches of a pipeline, say), or run "
+                "each backward pass before the next call.",
+                waiting, self._name, self._in_flight, waiting,
+            )  # fmt: skip
 
 
 class WaitingCalls:
