@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx import _symbolic_trace
 
 from lowtide.capture.trace.patches import replaced
-from tests.fuzz.changed import Computes, follows, having, part_of
+from tests.fuzz.changed import Computes, follows, having, part_of, rows
 
 
 class Doubled:
@@ -53,11 +54,36 @@ def test_changes_between_steps(name: str) -> None:
     follows(make(), change)
 
 
+def _with_gradient() -> torch.Tensor:
+    made = rows()
+    made.grad = torch.full_like(made, 2.0)
+    return made
+
+
+def test_gradients_of_arguments() -> None:
+    model = Computes(lambda s, y, x: y if x.grad is None else y * x.grad)
+    follows(model, lambda m: (_with_gradient(),))
+
+
+@contextlib.contextmanager
+def _casting_to_half() -> Iterator[None]:
+    before = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    yield
+    torch.set_autocast_dtype("cpu", before)
+
+
+def _cast(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu"):
+        return (y @ x.T).float()
+
+
 def _called(before: Callable[..., Any]) -> Callable[..., Any]:
     return lambda module, *args: before(module, *args) * (2 if isinstance(module, nn.Tanh) else 1)
 
 
 AROUND: dict[str, tuple[Any, Callable[[], contextlib.AbstractContextManager[Any]]]] = {
+    "what an autocast in the model casts to": (_cast, _casting_to_half),
     "function that a layer calls": (
         lambda s, y, x: y,
         lambda: replaced(F, "linear", lambda *args, before=F.linear: before(*args) * 2),
@@ -79,3 +105,11 @@ def _attention(layer: nn.Linear, y: torch.Tensor) -> tuple[Any, ...]:
 def test_what_is_around(name: str) -> None:
     compute, around = AROUND[name]
     follows(Computes(compute, having(part=nn.Tanh)), lambda m: None, around=around)
+
+
+def test_that_it_is_traced_is_not_told() -> None:
+    _symbolic_trace.is_fx_tracing_warning()
+    follows(
+        Computes(lambda s, y, x: y * (1 + _symbolic_trace.is_fx_tracing()) * s.number, having(number=lambda: 1.0)),
+        lambda m: setattr(m, "number", 2.0),
+    )
