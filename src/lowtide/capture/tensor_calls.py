@@ -61,7 +61,7 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.registered = registered
-        self.state, self.given = state, [*state, *(other for other in others if other.requires_grad)]
+        self.state, self.given = state, [*state, *others]
         self.period = period
         self.reads = reads
         self.replaced = replaced_methods()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx import _symbolic_trace
 
 from lowtide.capture.arguments import put_on, rebuilt, refuse_marks
 from lowtide.capture.copies import State, copy_without_data
@@ -275,6 +276,7 @@ class TracedModel:
             self.call.caches.without_fakes(),
             replaced(FunctionalTensor, "__repr__", torch.Tensor.__repr__),
             replaced(nn.Module, "to", staying(nn.Module.to)),
+            replaced(_symbolic_trace, "_is_fx_tracing_flag", False),  # code is told what it is told in eager
             compiled_operators_refused(),
             no_hooks,
             unwrapped(self.call.model),

@@ -37,6 +37,7 @@ ABSENT = _Absent.ABSENT  # instead of the value of an attribute that is not ther
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 CONTAINERS = (list, tuple, deque, set, frozenset, dict)
 MUTABLE = (list, deque, dict, set)
+OWN = frozenset(vars(nn.Module()))  # what every module has
 _BESIDE = (*PLAIN, *CONTAINERS, types.FunctionType, functools.partial)
 CLOSED = (
     nn.Module, torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, np.ndarray, types.ModuleType, types.FunctionType,
@@ -197,6 +198,8 @@ def own_attributes(value: Any) -> dict[str, Any] | None:
 def _names(owner: Any) -> Iterable[str]:
     if isinstance(owner, type):
         return (name for name in vars(owner) if name != "__slotnames__")  # which copying puts there
+    if isinstance(owner, nn.Module):  # a plan stands under the name of its forward pass
+        return (name for name in vars(owner) if name not in OWN and name != "forward")
     return own_attributes(owner) or ()
 
 

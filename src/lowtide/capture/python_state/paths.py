@@ -14,9 +14,8 @@ from torch import nn
 
 from lowtide.capture.sharded import is_bookkeeping
 from lowtide.objects import structure
-from lowtide.objects.walk import ABSENT, CONTAINERS, PLAIN, fields, is_open
+from lowtide.objects.walk import ABSENT, CONTAINERS, OWN, PLAIN, fields, is_open
 
-OWN = frozenset(vars(nn.Module()))  # what every module has
 _OF_HIDDEN = {"training", "_modules"}  # what is looked at of modules that are not registered
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOLDING = (*CONTAINERS, functools.partial, types.MethodType, types.BuiltinMethodType)

@@ -134,9 +134,8 @@ class _Joint:
             returned = [*(after[number] for number in self.written), *map(_inner, outputs)]
             gradients = self._backward(inputs, outputs)
             refuse_late(inputs, after)
-        plain, every = map(Output, range(len(outputs))), map(Gradient, range(len(inputs)))
-        self.roles = [*map(Written, self.written), *plain, *every]
-        return [*returned, *map(_inner, gradients)]
+        self.roles = [*map(Written, self.written), *map(Output, range(len(outputs))), *map(Gradient, gradients)]
+        return [*returned, *map(_inner, gradients.values())]
 
     def _forward(self, inputs: Sequence[FunctionalTensor]) -> Sequence[torch.Tensor]:
         """What the function returns; notes which inputs it has written into."""
@@ -154,8 +153,9 @@ class _Joint:
 
     def _backward(
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor | None]:
-        """Per input, its gradient, from those that arrive at the outputs that are not just inputs."""
+    ) -> dict[int, torch.Tensor | None]:
+        """By the number of the input, in the order in which they are complete, the gradients that come of those that arrive at
+        the outputs that are not just inputs."""
         given = set(map(memory_of, inputs))
         differentiated = [
             (number, output)
@@ -164,17 +164,22 @@ class _Joint:
             and memory_of(output) not in given
             and (output._base is None or output.grad_fn is not None)
         ]
-        wanted = [one for one in inputs if one.requires_grad]
+        wanted = {number: one for number, one in enumerate(inputs) if one.requires_grad}
         tangents = [self._tangent(number, output) for number, output in differentiated]
-        found: Iterator[torch.Tensor | None] = iter(())
+        found: dict[int, torch.Tensor | None] = {}
+        complete: list[int] = []
         if wanted and differentiated:
             sources = [output for _, output in differentiated]
             with contextlib.ExitStack() as stack:
                 for kind in plain_types():
                     stack.enter_context(torch.amp.autocast(kind, enabled=False))
                 stack.enter_context(_told_apart(sources))
-                found = iter(torch.autograd.grad(sources, wanted, tangents, allow_unused=True))
-        return [next(found, None) if one.requires_grad else None for one in inputs]
+                for number, one in wanted.items():
+                    hook = one.register_hook(lambda _, number=number: complete.append(number))  # type: ignore[no-untyped-call]
+                    stack.callback(hook.remove)
+                gradients = torch.autograd.grad(sources, [*wanted.values()], tangents, allow_unused=True)
+                found = dict(zip(wanted, gradients, strict=True))
+        return {number: found.get(number) for number in (*complete, *range(len(inputs)))}
 
     def _tangent(self, number: int, output: torch.Tensor) -> torch.Tensor:
         """A gradient that arrives: a placeholder that is made where the shape is known."""

@@ -38,11 +38,10 @@ class ModelCall:
     ``nodes[i]``: what the i-th node of the chain returns, as pairs of a flat input and the number of a term of its gradient
     (see ``Lowered.terms``); ``gradients``: those that are ready. ``on_backward`` and ``on_end`` are called when a backward pass
     comes to it and when it leaves it.
-    ``rescue`` lowers the plan where memory runs out. A backward program that began again has other groups of gradients than the
-    nodes: ``ends[i]`` of them must have run for the i-th node, and ``ran`` have. ``arrived``: the gradients of the outputs, for
-    that; ``begin`` hands them to the program. ``next_node`` is the one that a backward pass comes to next. ``copied``: see
-    ``programs.changing``; ``late``: see ``calls.step``. ``superseded``: whether its gradients are to leave in terms, see
-    ``calls.waiting``.
+    ``rescue`` lowers the plan where memory runs out. ``ends[i]`` of the program's groups of gradients must have run for the
+    i-th node, and ``ran`` have. ``arrived``: the gradients of the outputs, for a program that begins again; ``begin`` hands
+    them to it. ``next_node`` is the one that a backward pass comes to next. ``copied``: see ``programs.changing``; ``late``:
+    see ``calls.step``. ``superseded``: whether its gradients are to leave in terms, see ``calls.waiting``.
     """
 
     begun: ClassVar[int] = 0  # forward passes by plans, in this process
@@ -149,7 +148,7 @@ class ModelCall:
         self.arrived = Tangents(self.lowered, gradients)
         gradients.clear()
         self.tangents.extend(self.arrived.handed())
-        self.ends, self.ran = list(range(1, len(self.lowered.gradient_groups) + 1)), 0
+        self.ends, self.ran = self._ends(self.lowered), 0
 
     def stage(self, node: int) -> tuple[torch.Tensor | None, ...]:
         """Run the next segment; the gradients of ``nodes[node]``, ``None`` for inputs that have none."""
@@ -217,10 +216,13 @@ class ModelCall:
         """Come to where the gradients arrived, by another plan for the same program."""
         self._take(lowered)
         self.generator = self._begun(lowered)
+        self.ends, self.ran = self._ends(lowered), 0
+
+    def _ends(self, lowered: Lowered) -> list[int]:
+        """How many groups of gradients must have run for each node."""
         made = {lowered.terms[i]: place for place, group in enumerate(lowered.gradient_groups) for i in group.gradients}
         places = [max((made[term] + 1 for term in each if term in made), default=0) for each in self.nodes]
-        self.ends = [*itertools.accumulate(places[:-1], max), len(lowered.gradient_groups)]
-        self.ran = 0
+        return [*itertools.accumulate(places[:-1], max), len(lowered.gradient_groups)]
 
     def _take(self, lowered: Lowered) -> None:
         """Run by another plan, in whose arena, if there is one, the memory of the former goes."""

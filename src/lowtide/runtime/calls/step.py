@@ -99,7 +99,8 @@ def run(
     ``late`` says what code would find changed that eager runs in the backward pass."""
     rescues = 0
     while True:
-        nodes, device_type = _nodes(lowered, inputs, terms_from), device_of_inputs(inputs).type
+        nodes = _nodes(lowered, inputs, terms_from, optimizer is None and sum(map(_has_hooks, inputs)) > 1)
+        device_type = device_of_inputs(inputs).type
         call = ModelCall(lowered, for_mask, list(inputs), nodes, device_type, optimizer=optimizer, copied=copied)
         call.rescue, call.rescues, call.late = rescue, rescues, late
         try:
@@ -139,15 +140,25 @@ def _linked(call: ModelCall, inputs: Sequence[torch.Tensor]) -> list[torch.Tenso
     return outputs
 
 
-def _nodes(lowered: Lowered, inputs: Sequence[torch.Tensor], terms_from: int | None) -> tuple[Node, ...]:
-    """What each node returns: the terms of its group, and the last one whatever else may come for inputs that require a
-    gradient."""
-    groups = [[lowered.terms[index] for index in group.gradients] for group in lowered.gradient_groups] or [[]]
+def _has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether code of the user's is told when its gradient is there."""
+    return bool(tensor.requires_grad and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks))
+
+
+def _nodes(
+    lowered: Lowered, inputs: Sequence[torch.Tensor], terms_from: int | None, in_order: bool
+) -> tuple[Node, ...]:
+    """What each node returns: the terms of its group or, ``in_order``, one after the other, as in eager; and whatever else may
+    come for inputs that require a gradient, with their last term or at the end."""
+    places = [group.gradients for group in lowered.gradient_groups]
+    places = [(index,) for index in range(len(lowered.terms))] if in_order else places
+    groups = [[lowered.terms[index] for index in each] for each in places] or [[]]
+    last = {position: group for group in groups for position, _ in group}
     terms = Counter(position for position, _ in lowered.terms)
     sums = dict(lowered.program.sums)
     for position, tensor in enumerate(inputs):
         if tensor.requires_grad and position not in lowered.program.unlinked:
             in_terms = terms_from is not None and position >= terms_from
             most = terms[position] + _SPARE_TERMS if in_terms else sums.get(position, 1)
-            groups[-1].extend((position, number) for number in range(terms[position], most))
+            last.get(position, groups[-1]).extend((position, number) for number in range(terms[position], most))
     return tuple(map(tuple, groups))

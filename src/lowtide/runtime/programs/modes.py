@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.nn.modules import module as _hooked
 
 _C: Any = torch._C
+_CASTING = ("cpu", "cuda", "xpu", "mps", "privateuseone")  # devices that an autocast may be for
 _einsum: Any = torch.backends.opt_einsum  # says in which order products are taken
 _GLOBAL_HOOKS = (_hooked._global_forward_pre_hooks, _hooked._global_forward_hooks)  # by numbers that are given out once
 
@@ -22,6 +23,16 @@ def _deterministic() -> tuple[bool, bool]:
 
 def _set_deterministic(mode: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+
+
+def _cast_to() -> tuple[torch.dtype, ...]:
+    """What an autocast in the forward pass casts to, where it does not say."""
+    return tuple(map(torch.get_autocast_dtype, _CASTING))
+
+
+def _set_cast_to(mode: tuple[torch.dtype, ...]) -> None:
+    for device_type, dtype in zip(_CASTING, mode, strict=True):
+        torch.set_autocast_dtype(device_type, dtype)
 
 
 def _einsum_mode() -> tuple[Any, Any]:
@@ -38,6 +49,7 @@ _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_deterministic, _set_deterministic),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    (_cast_to, _set_cast_to),
     # Which kernels operators may choose when they are traced.
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),

@@ -17,6 +17,8 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch.nn import functional
+
 from lowtide.capture.python_state.code.asked import Named, asked_by, asked_under
 from lowtide.capture.python_state.code.installed import is_installed
 from lowtide.objects.walk import CONTAINERS, cell_value, reachable
@@ -181,6 +183,15 @@ def called_by(function: types.FunctionType) -> Iterator[Named]:
         value = variables[name]
         if isinstance(value, types.FunctionType) or _is_of_library(type(value)):
             yield Named("item", variables, name, f"{variables.get('__name__')}.{name}")
+
+
+def functional_of(function: types.FunctionType) -> Iterator[Named]:
+    """The functions of ``torch.nn.functional`` that a function names, one of PyTorch's layers say: others may be put in their
+    place."""
+    if function.__globals__ is vars(functional) or function.__globals__.get("F") is functional:
+        for name in sorted(names_in(function.__code__).all & vars(functional).keys()):
+            if callable(vars(functional)[name]):
+                yield Named("item", vars(functional), name, f"{functional.__name__}.{name}")
 
 
 def _is_of_library(kind: type) -> bool:

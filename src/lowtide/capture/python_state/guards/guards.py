@@ -27,6 +27,7 @@ from lowtide.objects.keys import tensor_key
 from lowtide.objects.walk import ABSENT, PLAIN, content, current, part_name
 
 _REWIRED = ("is a {}", "is another {}", "has other hooks", "has other submodules")
+_CALLING = ("__call__", "_wrapped_call_impl", "_call_impl")  # what it is to call a module
 _MOST_REMAKES = 8  # of the quick function, where equal values are put anew before each call
 
 
@@ -64,8 +65,8 @@ class Guards:
             instead[owned(model, place)] = value
             contents.keep([value])
         anything = {owned(model, place) for place in (("", "forward"), *free)}
-        # As it is now: it is another one while a model is traced.
-        kept = [Read("class", nn.Module, "__call__", nn.Module.__call__, "torch.nn.Module.__call__")]
+        # As they are now: the first is another one while a model is traced.
+        kept = [Read("class", nn.Module, name, vars(nn.Module)[name], f"torch.nn.Module.{name}") for name in _CALLING]
         for read in reads.values.values():
             key = id(read.owner), read.name
             if (key in anything and read.kind != "method") or not contents.same(read.value, current(*read[:3])):

@@ -34,9 +34,9 @@ from lowtide.capture.python_state.guards.compared import StandIn, Standing
 from lowtide.capture.python_state.guards.namespaces import Namespaces
 from lowtide.capture.python_state.guards.noting import NotingClasses
 from lowtide.capture.python_state.guards.reads import Content, Contents, Reads, decided_by, put_together
-from lowtide.capture.python_state.paths import FORWARD_HOOKS, OWN
+from lowtide.capture.python_state.paths import FORWARD_HOOKS
 from lowtide.objects import opaque
-from lowtide.objects.walk import ABSENT, PLAIN, content, current, fields, own_attributes, part_name
+from lowtide.objects.walk import ABSENT, OWN, PLAIN, content, current, fields, own_attributes, part_name
 
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
 _PAST = frozenset({"__getattribute__", "getattr_static"})  # read past what a class says
@@ -236,7 +236,8 @@ class Observer:
         self._numbers.met(function)
         self._shown.met(function)
         theirs = function.__globals__.get("__name__") in self._defining
-        self._read(seen, (*code_names.variables_of(function), *(code_names.called_by(function) if theirs else ())))
+        self._read(seen, (*code_names.variables_of(function), *code_names.functional_of(function)))
+        self._read(seen, code_names.called_by(function) if theirs else ())
         if vars(function) and not is_installed(function.__code__.co_filename):
             self._texts[id(function)] = code_names.full_name(function)
             self._note_whole(function, function)
@@ -334,8 +335,8 @@ class Observer:
             if self._matters(seen, original, name):
                 self._note_one(seen, original, name)
         own = own_attributes(original)
-        if own is not None and not isinstance(original, nn.Module):
-            self.reads.note_names(original, own, self._texts[id(original)])
+        if own is not None:
+            self.reads.note_names(original, current("names", original, ""), self._texts[id(original)])
 
     def _note_one(self, seen: Any, original: Any, name: str) -> None:
         text = f"{self._texts.get(id(original), type(original).__name__)}.{name}"

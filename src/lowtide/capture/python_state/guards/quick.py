@@ -25,6 +25,7 @@ from lowtide.objects.walk import ABSENT, READERS, content, current, own_attribut
 
 _IMMUTABLE = (tuple, frozenset, types.MethodType, types.BuiltinMethodType, functools.partial, *opaque.FIXED)
 _IN_CELL = operator.attrgetter("cell_contents")
+_IN_DICT = operator.attrgetter("__dict__")
 _IN_ORDER = operator.methodcaller("values")  # dict.values would not see that an OrderedDict was reordered
 _EXACT = frozenset((bytes, str, int))  # equal ones of these are the same
 _CHANGED = (KeyError, AttributeError, ValueError, RuntimeError, ReferenceError)
@@ -106,7 +107,9 @@ class Unchanged:
 
     def _read(self, read: Read, value: Any) -> Any:
         kind, owner, name = read[:3]
-        own = own_attributes(owner) if kind in ("attribute", "names") else owner if kind == "item" else None
+        own = owner if kind == "item" else None
+        if kind == "attribute" or (kind == "names" and not isinstance(owner, nn.Module)):
+            own = own_attributes(owner)
         if type(read.value) is Comparisons:
             self._items.append((_compared, (read.value.hold, kind, owner, name), [True]))
             return None
@@ -121,8 +124,8 @@ class Unchanged:
         elif kind == "type":
             self._expect(value, type, owner)
         elif own is not None:
-            if not isinstance(owner, (nn.Module, dict)):
-                self._expect(own, own_attributes, owner)
+            if own is not owner:
+                self._expect(own, _IN_DICT if isinstance(owner, nn.Module) else own_attributes, owner)
             self._stands(value, own, name)
         elif kind == "class":
             for base in owner.__mro__:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from lowtide.capture.python_state.guards.reads import Content, Contents, Reads, identical
-from lowtide.capture.python_state.paths import OWN, named
+from lowtide.capture.python_state.paths import named
 from lowtide.errors import CaptureError
-from lowtide.objects.walk import PLAIN, content, fields
+from lowtide.objects.walk import OWN, PLAIN, content, fields
 
 _NOT_PLAIN = OWN | {"forward"}
 _DEPTH = 8

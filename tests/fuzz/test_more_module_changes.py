@@ -1,0 +1,115 @@
+"""More of what a model is made of, and of what is around it, changed between two steps (see ``test_module_changes``)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import _symbolic_trace
+
+from lowtide.capture.trace.patches import replaced
+from tests.fuzz.changed import Computes, follows, having, part_of, rows
+
+
+class Doubled:
+    """Reads past what its owner has no attribute for."""
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return owner.__dict__.get("number", 1.0) * 2
+
+
+def _numbered(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y * sum(value for name, value in vars(self).items() if name.startswith("number_"))
+
+
+_ONE = having(number_1=lambda: 1.0)
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
+    "another attribute among all of the model's": (
+        lambda: Computes(_numbered, _ONE),
+        lambda m: setattr(m, "number_2", 2.0),
+    ),
+    "an attribute less among all of the model's": (
+        lambda: Computes(_numbered, having(number_1=lambda: 1.0, number_2=lambda: 1.0)),
+        lambda m: delattr(m, "number_2"),
+    ),
+    "another dictionary of the model's attributes": (
+        lambda: Computes(lambda s, y, x: y * s.number_1, _ONE),
+        lambda m: setattr(m, "__dict__", {**vars(m), "number_1": 2.0}),
+    ),
+    "an attribute behind a descriptor of the model's": (
+        lambda: type("Described", (Computes,), {"twice": Doubled()})(lambda s, y, x: y * s.twice),
+        lambda m: setattr(m, "number", 2.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_changes_between_steps(name: str) -> None:
+    make, change = CASES[name]
+    follows(make(), change)
+
+
+def _with_gradient() -> torch.Tensor:
+    made = rows()
+    made.grad = torch.full_like(made, 2.0)
+    return made
+
+
+def test_gradients_of_arguments() -> None:
+    model = Computes(lambda s, y, x: y if x.grad is None else y * x.grad)
+    follows(model, lambda m: (_with_gradient(),))
+
+
+@contextlib.contextmanager
+def _casting_to_half() -> Iterator[None]:
+    before = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    yield
+    torch.set_autocast_dtype("cpu", before)
+
+
+def _cast(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu"):
+        return (y @ x.T).float()
+
+
+def _called(before: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda module, *args: before(module, *args) * (2 if isinstance(module, nn.Tanh) else 1)
+
+
+AROUND: dict[str, tuple[Any, Callable[[], contextlib.AbstractContextManager[Any]]]] = {
+    "what an autocast in the model casts to": (_cast, _casting_to_half),
+    "function that a layer calls": (
+        lambda s, y, x: y,
+        lambda: replaced(F, "linear", lambda *args, before=F.linear: before(*args) * 2),
+    ),
+    "function that a function calls": (
+        lambda s, y, x: F.multi_head_attention_forward(*_attention(s.linear, y))[0],
+        lambda: replaced(F, "softmax", lambda *args, before=F.softmax, **more: before(*args, **more) * 2),
+    ),
+    "how modules are called": (part_of, lambda: replaced(nn.Module, "_call_impl", _called(nn.Module._call_impl))),
+}
+
+
+def _attention(layer: nn.Linear, y: torch.Tensor) -> tuple[Any, ...]:
+    weights = torch.cat([layer.weight] * 3)
+    return y, y, y, 4, 2, weights, None, None, None, False, 0.0, layer.weight, None
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_is_around(name: str) -> None:
+    compute, around = AROUND[name]
+    follows(Computes(compute, having(part=nn.Tanh)), lambda m: None, around=around)
+
+
+def test_that_it_is_traced_is_not_told() -> None:
+    _symbolic_trace.is_fx_tracing_warning()
+    follows(
+        Computes(lambda s, y, x: y * (1 + _symbolic_trace.is_fx_tracing()) * s.number, having(number=lambda: 1.0)),
+        lambda m: setattr(m, "number", 2.0),
+    )
