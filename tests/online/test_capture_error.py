@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -215,3 +216,33 @@ def test_nothing_is_planned_inside() -> None:
     assert len(lowtide.plans(model)) == 1
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("inner", ["forward", "step"])
+def test_calls_in_other_threads(inner: str) -> None:
+    """A thread that only runs forward passes leaves behind what anybody may read; one that trains is inside from its second
+    step on."""
+    torch.manual_seed(0)
+    plain, inputs = _Dynamic(), torch.randn(512, 64)
+    model = copy.deepcopy(plain)
+    (peak,) = _steps(plain, inputs, 1)
+    lowtide.rematerialize(model, (inputs,), budget=peak * 6 // 10, on_capture_error="online")
+    found: list[Any] = []
+
+    def forward() -> None:
+        found.append(model(inputs * 1.0))
+        assert not is_inside()
+
+    def step() -> None:
+        found.extend(_steps(model, inputs, 3))
+        assert not is_inside()
+
+    for _ in range(3 if inner == "forward" else 1):
+        model.zero_grad()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(forward if inner == "forward" else step).result()
+        if inner == "forward":
+            found.pop().backward()
+        assert _equal_gradients(model, plain)
+    lowtide.restore(model)
+    assert inner == "forward" or max(found[1:]) <= peak * 6 // 10 < found[0]

@@ -22,12 +22,18 @@ _replaced: dict[str, Any] = {}
 class OnlineCalls:
     """Within ``budget_bytes``, from a call on until all calls have had their backward pass: what the thread does then is
     outside. While one is inside, ``torch.autograd.backward`` and ``grad`` tell of their ends, since the context cannot be left
-    within a pass."""
+    within a pass.
+
+    The thread of a call is inside, and whoever else reads what was evicted would read nothing. So a thread other than the main
+    one leaves at the end of its call, with all that is held there as it is without the context, until it was seen to run the
+    backward pass of one itself."""
 
     def __init__(self, budget_bytes: int, device: torch.device) -> None:
         self._context = online(budget_bytes, device=device)
         self._entered = self._running = False
         self._calls: list[_Call] = []
+        self._trusted: weakref.WeakSet[threading.Thread] = weakref.WeakSet([threading.main_thread()])
+        self._left_by: threading.Thread | None = None  # the one of the latest call, where that left at its end
         weakref.finalize(self, _gone, self._context).atexit = False
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -49,11 +55,26 @@ class OnlineCalls:
             raise
         self._running = False
         self._calls.append(_Call(result))
+        if threading.current_thread() not in self._trusted:
+            self._leave_to_others()
         return result
+
+    def _leave_to_others(self) -> None:
+        """Leave, and watch which thread runs the backward pass."""
+        self.leave()
+        self._left_by = threading.current_thread()
+        with _lock:
+            _inside.add(self)
+            _tell()
 
     def backward_ended(self) -> None:
         """Leave, unless that was inside of a pass, or calls wait for another one."""
         within = self._running or torch._C._current_graph_task_id() != -1
+        if self._left_by is threading.current_thread() and not within:
+            self._trusted.add(self._left_by)
+        if self._left_by is not None and not (self._entered or within):
+            self._left_by = None
+            self._left()
         if not self._entered or within or any(call.waits for call in self._calls):
             return
         if leave_if_innermost(self._context):
