@@ -304,7 +304,10 @@ def test_what_does_not_fit_is_restored_with_little_more() -> None:
     assert 260_000 < measured.peak_bytes < eager_peak / 4
 
 
-@pytest.mark.parametrize("kind", ["sparse gradient", "complex", "half", "double", "empty", "lstm", "transformer"])
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.parametrize(
+    "kind", ["sparse gradient", "nested", "complex", "half", "double", "empty", "lstm", "transformer"]
+)
 def test_other_kinds_of_tensors(kind: str) -> None:
     def setup() -> Scenario:
         embedding = nn.Embedding(50, WIDTH, sparse=True)
@@ -326,6 +329,12 @@ def test_other_kinds_of_tensors(kind: str) -> None:
             if kind == "transformer":
                 transformer(transformer(x)).square().sum().backward()
                 return [parameter.grad for parameter in transformer.parameters()]
+            if kind == "nested":  # one that is made of memory which was there before, too
+                tensors = [embedding(ids) * index for index in range(LAYERS)]
+                rows = torch.nested.nested_tensor([tensors[1][:7], tensors[2][:3]]) * 2
+                again = torch.nested.as_nested_tensor(x * 3)
+                padded = [torch.nested.to_padded_tensor(one * 2, 0.0).sum().item() for one in (rows, again)]
+                return [*padded, *(tensor.cos().sum().item() for tensor in tensors)]
             if kind == "complex":
                 tensors = [torch.fft.rfft(x)]
                 tensors.extend(tensors[0] * index for index in range(LAYERS))

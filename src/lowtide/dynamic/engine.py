@@ -28,6 +28,7 @@ from lowtide.dynamic.node import (
     View,
     blank,
     dependents_of,
+    is_opaque,
     mapped,
     storage_of,
     tensors_of,
@@ -143,6 +144,8 @@ class Engine:
             return tensor
         node = self.memory.node_of(tensor)
         reads[node] = None
+        if is_opaque(tensor) and not node.opaque:  # made of plain memory that was there before, which is to stay
+            node.opaque = node.pinned = True
         if not node.opaque:
             return View(node, tensor)
         for part in _parts(tensor):
@@ -164,7 +167,7 @@ class Engine:
             if self.memory.known(storage) is not None:
                 continue
             if not again or not self._can_run_again(operator, tensor, storage):
-                made.append(self.memory.add_constant(storage, opaque=tensor.is_quantized))
+                made.append(self.memory.add_constant(storage, opaque=is_opaque(tensor)))
                 continue
             node = Node(storage.nbytes(), tuple(reads))
             made.append(node)
@@ -172,7 +175,7 @@ class Engine:
         return made
 
     def _can_run_again(self, operator: Operator, tensor: Tensor, storage: UntypedStorage) -> bool:
-        if storage.nbytes() <= self.tiny_bytes or tensor.is_quantized or storage.device != self.device:
+        if storage.nbytes() <= self.tiny_bytes or is_opaque(tensor) or storage.device != self.device:
             return False
         if storage.nbytes() <= _LENGTHS_BYTES and not (tensor.is_floating_point() or tensor.is_complex()):
             return False

@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 
 from lowtide.device import plain_types
 from lowtide.dynamic import statistics
-from lowtide.dynamic.node import PREFERENCES, WRITTEN, Handle, Node, OperatorCall, dependents_of, storage_of
+from lowtide.dynamic.node import PREFERENCES, WRITTEN, Handle, Node, OperatorCall, dependents_of, is_opaque, storage_of
 from lowtide.dynamic.recording import Recorder
 from lowtide.dynamic.storages import empty, is_empty
 from lowtide.eviction import Pool
@@ -78,7 +78,7 @@ class Memory:
             node = Node.constant()
             node.opaque = True
             return node
-        return self.known(storage) or self.add_constant(storage, opaque=tensor.is_quantized)
+        return self.known(storage) or self.add_constant(storage, opaque=is_opaque(tensor))
 
     def add_constant(self, storage: UntypedStorage, *, opaque: bool = False) -> Node:
         """A storage from elsewhere: it can not be computed again."""

@@ -145,6 +145,11 @@ class View:
         return torch._neg_view(tensor) if self.negative else tensor
 
 
+def is_opaque(tensor: Tensor) -> bool:
+    """Whether it is more than a strided view of bytes."""
+    return tensor.is_quantized or tensor.is_nested
+
+
 def dependents_of(node: Node) -> list[Node]:
     """What was computed from the node's contents: through what the program released, up to what it holds."""
     seen: dict[Node, None] = {}
