@@ -236,8 +236,12 @@ class Observer:
         self._numbers.met(function)
         self._shown.met(function)
         theirs = function.__globals__.get("__name__") in self._defining
-        self._read(seen, (*code_names.variables_of(function), *code_names.functional_of(function)))
-        self._read(seen, code_names.called_by(function) if theirs else ())
+        self._read(seen, (*code_names.variables_of(function), *(code_names.called_by(function) if theirs else ())))
+        for variable in code_names.functional_of(function):
+            value = current(variable.kind, variable.owner, variable.name)
+            self.reads.note(variable.kind, variable.owner, variable.name, value, variable.text)
+            if not code_names.is_trusted(value):
+                self._reach(value, value, variable.text)
         if vars(function) and not is_installed(function.__code__.co_filename):
             self._texts[id(function)] = code_names.full_name(function)
             self._note_whole(function, function)
