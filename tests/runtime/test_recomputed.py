@@ -182,7 +182,7 @@ class _Plain:
         self.within = _Slotted()
 
 
-class _Counting(nn.Module):
+class _Writing(nn.Module):
     """Scales by what it finds in an attribute, and writes there, before it computes or after."""
 
     def __init__(self, write: str) -> None:
@@ -233,8 +233,8 @@ class _Counting(nn.Module):
 def test_attributes_are_as_they_were_and_stay_as_they_are(write: str, between: bool) -> None:
     """In each of several calls, whether they are written by the module or by others before the backward pass."""
     torch.manual_seed(0)
-    model = _Counting(write if not between else "")
-    plain, writer, x = copy.deepcopy(model), _Counting(write), torch.randn(4, 8)
+    model = _Writing(write if not between else "")
+    plain, writer, x = copy.deepcopy(model), _Writing(write), torch.randn(4, 8)
     again = Recomputation()
     for _ in range(3):
         counts = []

@@ -19,6 +19,7 @@ from lowtide.capture.arguments import rebuilt
 from lowtide.capture.copies import copy_without_data
 from lowtide.capture.python_state.effects import attribute_effects
 from lowtide.capture.python_state.effects.random_numbers import untouched
+from lowtide.capture.python_state.effects.snapshots import Snapshot, snapshot
 from lowtide.capture.python_state.guards import counters
 from lowtide.capture.python_state.guards.counters import Readers
 from lowtide.capture.python_state.guards.external_effects import WHAT_TO_DO, ExternalEffects, hooks_in
@@ -81,7 +82,7 @@ def rehearse(
     def call() -> RehearsedCall:
         with mode:  # inputs of their own in each call
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in wholes[count:]]
-        called, before = RehearsedCall(wholes[:count], len(state.tensors), inputs), attribute_effects.snapshot(clone)
+        called, before = RehearsedCall(wholes[:count], len(state.tensors), inputs), snapshot(clone)
         hooks = hooks_in(clone)
         args, kwargs = rebuilt(traced.arguments, wholes[: len(state.tensors)], inputs)
         outer, variables = ExternalEffects(clone, (*args, *kwargs.values())), counters.as_now(outside)
@@ -253,7 +254,7 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._backward = True
             torch.autograd.grad(outputs, wanted, [torch.ones_like(one) for one in outputs], allow_unused=True)
 
-    def ended(self, model: nn.Module, before: attribute_effects.Snapshot, result: Any) -> None:
+    def ended(self, model: nn.Module, before: Snapshot, result: Any) -> None:
         """The call is over: note what it returned, and what it left in ``model``."""
         tensors, rest = structure.flatten(result)
         self.operators.append((fingerprint(rest), self._numbers_of(tensors)))

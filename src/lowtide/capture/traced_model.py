@@ -32,6 +32,7 @@ from lowtide.capture.python_state.effects.buffer_effects import (
 )
 from lowtide.capture.python_state.effects.random_numbers import RandomRecorder
 from lowtide.capture.python_state.effects.returned import with_originals
+from lowtide.capture.python_state.effects.snapshots import snapshot
 from lowtide.capture.python_state.guards import twice
 from lowtide.capture.python_state.guards.caches import Caches, caches
 from lowtide.capture.python_state.guards.classes_shown import ClassesShown
@@ -199,7 +200,7 @@ class TracedModel:
         given, held = others[: len(self.call.tensors)], others[len(self.call.tensors) :]
         model, copies = self._copy([*state, *held])
         declared = declared_buffers(model)
-        before = attribute_effects.snapshot(model)
+        before = snapshot(model)
         hooks = hooks_in(model)
         self.latest_reads = Reads()
         args, kwargs = rebuilt(self.call.arguments, state, given)

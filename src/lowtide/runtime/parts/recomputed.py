@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.capture.python_state.effects.attribute_effects import Snapshot, put_back, snapshot
+from lowtide.capture.python_state.effects.snapshots import Snapshot, put_back, snapshot
 from lowtide.capture.python_state.guards.external_effects import ARGUMENT, ExternalEffects, Reach, hooks_of
 from lowtide.dynamic.patches import uncompiled
 from lowtide.errors import ExecutionError

@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 from torch import nn
 
 from lowtide.capture.python_state.effects import attribute_effects, random_numbers
+from lowtide.capture.python_state.effects.snapshots import snapshot
 from lowtide.capture.python_state.guards.external_effects import Reach
 from lowtide.capture.python_state.paths import named, texts
 from lowtide.errors import CaptureError
@@ -31,7 +32,7 @@ def none_of(model: nn.Module, reached: Reach) -> Iterator[None]:
     """Raises ``BackwardEffectError`` where the backward pass inside draws from Python's or NumPy's generator, or changes
     attributes of the model, an argument, or what its code can name (``reached``); or where another thread does so meanwhile,
     which may not happen again. ``model`` is what was traced: its attributes are left as they are."""
-    before, reach, start = attribute_effects.snapshot(model), reached.as_now(), random_numbers.state()
+    before, reach, start = snapshot(model), reached.as_now(), random_numbers.state()
     with random_numbers.noted() as drawn:
         yield
     changes = attribute_effects.changes(model, before)

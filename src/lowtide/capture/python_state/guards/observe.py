@@ -237,23 +237,19 @@ class Observer:
         self._shown.met(function)
         theirs = function.__globals__.get("__name__") in self._defining
         self._read(seen, (*code_names.variables_of(function), *(code_names.called_by(function) if theirs else ())))
-        for variable in code_names.functional_of(function):
-            value = current(variable.kind, variable.owner, variable.name)
-            self.reads.note(variable.kind, variable.owner, variable.name, value, variable.text)
-            if not code_names.is_trusted(value):
-                self._reach(value, value, variable.text)
+        self._read(seen, code_names.functional_of(function), trusting=True)
         if vars(function) and not is_installed(function.__code__.co_filename):
             self._texts[id(function)] = code_names.full_name(function)
             self._note_whole(function, function)
 
-    def _read(self, seen: Any, variables: Iterable[Named]) -> None:
-        """``seen``: the function whose code reads them."""
+    def _read(self, seen: Any, variables: Iterable[Named], *, trusting: bool = False) -> None:
+        """``seen``: the function whose code reads them. ``trusting``: what they are is not looked at where it is PyTorch's."""
         for variable in variables:
             value = current(variable.kind, variable.owner, variable.name)
             if is_shown(value):
                 continue
             self.reads.note(variable.kind, variable.owner, variable.name, value, variable.text)
-            if value is not ABSENT:
+            if value is not ABSENT and not (trusting and code_names.is_trusted(value)):
                 self._reach(code_names.value_in(seen, variable, value), value, variable.text)
 
     def _look_at_class(self, kind: type) -> None:
