@@ -8,10 +8,12 @@ from contextvars import ContextVar
 
 from lowtide.cost.analytical import operand_bytes, workspace_bytes
 from lowtide.cost.signature import origin_of, target_name
+from lowtide.program.layouts import contiguous_strides
 from lowtide.program.overwrites import overwritten_argument
 from lowtide.program.program import Program, Ref
 
-_MADE_TWICE = ("norm", "softmax", "upsample")  # by kernels of the CPU, the second time in another layout, say
+# Operators whose kernels on the CPU make their result twice: in whatever layout, or where what they read is not contiguous.
+_MADE_TWICE, _COPIED = ("batch_norm", "upsample"), ("norm", "softmax")
 _ROOM = ContextVar[Callable[[Program], int] | None]("room", default=None)
 
 
@@ -47,6 +49,10 @@ def measured_in_bytes(program: Program, op: int) -> int:
 
 def unmeasured_workspace(program: Program, op: int) -> int:
     """What an operator that there is no room to measure is taken to need inside: rather too much, as nobody will see."""
-    name = target_name(program.calls[op].target)
-    made = [program.metas[value].storage_bytes for value in program.graph.ops[op].outputs]
-    return max(workspace_bytes(program, op), sum(made) if any(word in name for word in _MADE_TWICE) else 0)
+    name, metas = target_name(program.calls[op].target), program.metas
+    read = [metas[value] for value in program.graph.ops[op].inputs]
+    twice = (
+        _MADE_TWICE if all(one.stride == contiguous_strides(one.shape) for one in read) else (*_MADE_TWICE, *_COPIED)
+    )
+    made = [metas[value].storage_bytes for value in program.graph.ops[op].outputs]
+    return max(workspace_bytes(program, op), sum(made) if any(word in name for word in twice) else 0)

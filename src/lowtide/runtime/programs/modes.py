@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.modules import module as _hooked
 
 _C: Any = torch._C
-_CASTING = ("cpu", "cuda", "xpu", "mps", "privateuseone")  # devices that an autocast may be for
+_CASTING = ("cpu", "cuda", "xpu", "mps")  # devices that an autocast may be for
 _einsum: Any = torch.backends.opt_einsum  # says in which order products are taken
 _GLOBAL_HOOKS = (_hooked._global_forward_pre_hooks, _hooked._global_forward_hooks)  # by numbers that are given out once
 
