@@ -133,7 +133,8 @@ def _document(rows: Sequence[Row], budget: str) -> list[str]:
     met = [row for row in built if row.outcome == "good" and row.budget == budget]
     lines = [
         "# Models of other packages", "",
-        f"`python -m benchmarks.outside --path FOLDER --budget {budget}`: its first lines tell what the columns are.",
+        f"`python -m benchmarks.outside --path FOLDER --budget {budget}`: its first lines tell what the columns are. "
+        "Rows stay until they are measured anew.",
         "*smallest*: the smallest that the error named where that could not be met, as a share of the plain peak.",
         "", f"{len(built)} models of {len({row.package for row in built})} packages: {told}.",
     ]  # fmt: skip
