@@ -13,7 +13,7 @@ from lowtide.program.overwrites import overwritten_argument
 from lowtide.program.program import Program, Ref
 
 # Operators whose kernels on the CPU make their result twice: in whatever layout, or where what they read is not contiguous.
-_MADE_TWICE, _COPIED = ("batch_norm", "upsample"), ("norm", "softmax")
+_MADE_TWICE, _COPIED = ("batch_norm_backward", "upsample"), ("layer_norm", "group_norm", "softmax")
 _ROOM = ContextVar[Callable[[Program], int] | None]("room", default=None)
 
 
