@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -137,18 +138,20 @@ class Training:
 
 @contextlib.contextmanager
 def interrupted_inside(package: str, events: int = 0) -> Iterator[list[int]]:
-    """``KeyboardInterrupt`` at the ``events``-th line that runs in ``package``: anywhere a signal could strike.
+    """``KeyboardInterrupt`` at the ``events``-th line that runs in ``package``, or the next one: anywhere a signal could strike
+    but between the end of a ``with`` block and its exit, where Python itself would not run that.
 
     With 0 events the lines are only counted; the number is in the list.
     """
-    lines = [0]
+    lines, latest = [0], dict[int, int]()  # and, by the id of a frame, where it was
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_globals.get("__name__", "").startswith(package):
             return None
+        before = latest.get(id(frame), 0) if event == "line" else 0
+        latest[id(frame)] = frame.f_lineno if event == "line" else 0
         lines[0] += event == "line"
-        if events and lines[0] == events:
-            lines[0] += 1
+        if events and lines[0] >= events and not _leaves_block(frame, before):
             sys.settrace(None)
             raise KeyboardInterrupt
         return trace
@@ -159,3 +162,9 @@ def interrupted_inside(package: str, events: int = 0) -> Iterator[list[int]]:
         yield lines
     finally:
         sys.settrace(previous)
+
+
+def _leaves_block(frame: FrameType, before: int) -> bool:
+    """Whether the frame, which was at the line ``before``, is back at a ``with`` statement to leave it."""
+    code = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return before > frame.f_lineno and code.lstrip().startswith("with ")
