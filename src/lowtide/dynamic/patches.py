@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Access(enum.IntEnum):
@@ -63,6 +64,15 @@ def uncompiled(function: _Function) -> _Function:
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
+
+
+class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that is not wrapped in PyTorch's own ``disable`` either, which every operator would pass: what it dispatches to is
+    to be ``uncompiled``."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class Patches:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.dynamic.engine import Engine, current_origin
 from lowtide.dynamic.executor import Observed, executor_for
@@ -25,7 +25,7 @@ from lowtide.dynamic.habits import Habits
 from lowtide.dynamic.memory import Memory, Refusal
 from lowtide.dynamic.node import Origin
 from lowtide.dynamic.operators import Operator
-from lowtide.dynamic.patches import Access, Patches, uncompiled
+from lowtide.dynamic.patches import Access, Patches, UncompiledMode, uncompiled
 from lowtide.dynamic.rebuild import RebuildError
 from lowtide.dynamic.recording import Recorder
 from lowtide.dynamic.statistics import OnlineStatistics
@@ -59,14 +59,10 @@ class Settings:
     observed: Observed = field(default_factory=Observed)
 
 
-class OnlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OnlineMode(UncompiledMode):
     """Hands every operator below autograd of the thread that is inside to the run; views pass."""
 
     supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __init__(self, run: OnlineRun) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -20,12 +20,11 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.capture.python_state.effects.snapshots import Snapshot, put_back, snapshot
 from lowtide.capture.python_state.guards.external_effects import ARGUMENT, ExternalEffects, Reach, hooks_of
-from lowtide.dynamic.patches import uncompiled
+from lowtide.dynamic.patches import UncompiledMode, uncompiled
 from lowtide.errors import ExecutionError
 from lowtide.objects.walk import parts_of
 
@@ -205,15 +204,7 @@ class _State:
             generator.set_state(state)
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One that Dynamo leaves alone at no cost."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-class _Recording(_Mode):
+class _Recording(UncompiledMode):
     """Notes what operators decide: numbers that Python reads from tensors, and discrete results of continuous values; and what
     they write into."""
 
@@ -232,7 +223,7 @@ class _Recording(_Mode):
         return result
 
 
-class _Replaying(_Mode):
+class _Replaying(UncompiledMode):
     """Has operators decide as they did before."""
 
     def __init__(self, decisions: Sequence[Any]) -> None:
