@@ -120,8 +120,8 @@ def _from_looser(problem: Problem, portfolio: Portfolio) -> list[Candidate]:
     for step, factor in enumerate(_LOOSER):
         looser = dataclasses.replace(problem, budget_bytes=int(budget * factor), on_better=None)
         start = search_candidate(looser, portfolio, _LOOSER_EFFORT)
-        streams = itertools.count(_LOOSER_STREAM + len(_LOOSER_HEATS) * step)
-        runs += [AnnealRun(start, stream, heat) for stream, heat in zip(streams, _LOOSER_HEATS, strict=False)]
+        first = _LOOSER_STREAM + len(_LOOSER_HEATS) * step
+        runs += [AnnealRun(start, stream, heat) for stream, heat in enumerate(_LOOSER_HEATS, first)]
     return in_threads(lambda run: portfolio.lower(run, budget, portfolio.iterations // _RUN_PART), runs)
 
 
