@@ -21,7 +21,6 @@ from tests.support.versions import needs_2_13
 from tests.support.wide import pairs
 
 STEP = training_step(scalar_loss)
-# None of them, and no product of two of them, is a size of the model: that would make for another program.
 SHAPES = [(4, 17), (4, 9), (4, 21), (5, 17), (6, 29), (4, 17), (4, 13), (2, 41)]
 
 
@@ -134,6 +133,13 @@ def test_programs_of_a_family_are_those_of_captures() -> None:
     for shape in [(5, 13), (2, 17), (7, 11), (9, 35)]:
         captured = capture(model, (_tokens(shape), torch.ones(shape, dtype=torch.long)))
         assert _family().confirmed_by(captured, (shape, shape))
+
+
+@needs_2_13
+@pytest.mark.parametrize("shape", [(4, 8), (3, 32), (16, 4), (5, 10)], ids=["width", "its triple", "inner", "tokens"])
+def test_as_many_rows_as_the_model_is_wide_make_for_no_other_program(shape: tuple[int, int]) -> None:
+    captured = capture(make(_Attention), (_tokens(shape), torch.ones(shape, dtype=torch.long)))
+    assert _family().confirmed_by(captured, (shape, shape))
 
 
 @pytest.mark.parametrize(

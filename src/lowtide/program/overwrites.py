@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from lowtide.program.layouts import is_dense
-from lowtide.program.program import Program, Ref, TensorMeta
+from lowtide.program.program import Call, Program, Ref, TensorMeta
 
 # Their means and sums are one element at the start of a storage of all of them.
 _WIDE = {"binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"}
@@ -112,20 +112,26 @@ def keeping(target: Callable[..., Any]) -> Callable[..., Any]:
 def written_form(program: Program, op_id: int, value: int) -> Written | None:
     """The form of ``op_id`` that writes into its input ``value``; ``None`` where there is none.
 
-    A kernel knows its argument; an operator's must be laid out as the result is.
+    A kernel knows its argument; an operator's must be laid out as the result is. Symbolic sizes are asked for that last, and
+    not of an operator without such a form: each answer bounds the calls of a family.
     """
     call = program.calls[op_id]
     position = overwritten_argument(call.target)
     if position is not None:
         return Written(call.target, "") if call.args[position] == Ref(value) else None
-    if program.metas[value] != program.metas[program.graph.ops[op_id].outputs[0]]:
-        return None
+    form = _form(call, Ref(value))
+    same = form is not None and program.metas[value] == program.metas[program.graph.ops[op_id].outputs[0]]
+    return form if same else None
+
+
+def _form(call: Call, argument: Ref) -> Written | None:
+    """The form of an operator that writes into this argument of its."""
     if call.target in SLICES:
-        return _slice_form(call.target) if call.args[0] == Ref(value) and not call.kwargs else None
+        return _slice_form(call.target) if call.args[0] == argument and not call.kwargs else None
     forms = _forms(call.target)
-    first = call.args[:1] == (Ref(value),)
+    first = call.args[:1] == (argument,)
     if _into_first(call.target):
-        return next(iter(forms), None) if first and call.args.count(Ref(value)) == 1 else None
+        return next(iter(forms), None) if first and call.args.count(argument) == 1 else None
     return next((form for form in forms if first or form.keyword), None)
 
 
